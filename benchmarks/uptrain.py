@@ -68,7 +68,7 @@ def bare_loop(options: dict[str, Any]) -> Callable[[], Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def run() -> tuple[float, float]:
-        for (micro,) in setup.dataloader.batches(0, 0, 1, setup.micro):
+        for (micro,) in setup.dataloader.batches(0, 0, 1, setup.micro_batch):
             ids = micro["input_ids"].to(device)
             with setup.accelerator.autocast():
                 logits = model(input_ids=ids, use_cache=False).logits
@@ -83,12 +83,19 @@ def bare_loop(options: dict[str, Any]) -> Callable[[], Any]:
 
 
 def ours(options: dict[str, Any]) -> Callable[[], Any]:
+    from gqa.uptrain import loop
     from gqa.uptrain.run import uptrain
 
-    setup, clock = prepare(options), Clock()
+    setup, clock, step = prepare(options), Clock(), loop.train_step
+
+    def timed_step(*arguments: Any) -> Any:
+        sums, norm = step(*arguments)
+        clock.tick(float(sums[1] / sums[0]))
+        return sums, norm
 
     def run() -> tuple[float, float]:
-        uptrain(setup, after_step=lambda step, record, weights: clock.tick(record["loss"]))
+        loop.train_step = timed_step
+        uptrain(setup)
         return clock.result()
 
     return run
@@ -116,7 +123,7 @@ def trainer(options: dict[str, Any]) -> Callable[[], Any]:
         return {"input_ids": ids, "labels": ids}
 
     arguments = TrainingArguments(
-        output_dir=options["scratch"], per_device_train_batch_size=setup.micro, max_steps=setup.dataloader.steps,
+        output_dir=options["scratch"], per_device_train_batch_size=setup.micro_batch, max_steps=setup.dataloader.steps,
         learning_rate=RATE, lr_scheduler_type="constant", adam_beta2=0.95, weight_decay=0.1, optim="adamw_torch_fused",
         bf16=options["precision"] == "bfloat16", save_strategy="no", report_to="none", disable_tqdm=True,
         use_cpu=not torch.accelerator.is_available(), dataloader_pin_memory=False, logging_strategy="no",

@@ -166,17 +166,15 @@ def parse_source(
     *,
     field: str = "text",
     target_field: str | None = None,
-    config: str | None = None,
-    split: str | None = None,
+    split: str = "train",
     streaming: bool = False,
-    revision: str | None = None,
     separator: str | None = None,
 ) -> Source:
     """The source that a spec names. Nothing of a hub data set is fetched before its documents are read.
 
     `field` holds the text in JSON, CSV, Parquet, Arrow and hub data sets; with `target_field` rows are pairs of both.
-    `config`, `split` ("train" by default) and `revision` choose among what a hub data set has; other sources have none
-    and are read whole. `separator` cuts text files into documents; without it each file is one. Raises CorpusError.
+    `split` is that of a hub data set whose spec names none. `separator` cuts text files into documents; without it each
+    file is one. Raises CorpusError.
     """
     if not spec.strip():
         raise CorpusError(_NO_DATA)
@@ -211,9 +209,9 @@ def parse_source(
         raise CorpusError(
             f"there is no file or directory {spec}, and it is no data set name (org/name[:config[:split]])"
         )
-    name, own_config, own_split = match.groups()
+    name, config, named_split = match.groups()
     # Once: a branch may move on while its files are read.
-    load = cache(partial(load_hub, name, own_config or config, own_split or split or "train", revision, streaming))
+    load = cache(partial(load_hub, name, config, named_split or split, streaming))
     # What identifies its rows is made of the commit, the configuration and the split.
     return Source(spec, load, lambda: f"{load()._fingerprint} {columns}", columns, streaming=streaming)
 
@@ -224,12 +222,7 @@ def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
     Weights are shares of the tokens and need not sum to 1. Without weights every document counts once.
     Raises CorpusError, also where only some specs have a weight and where one is given twice.
     """
-    pairs = weighted(specs)
-    said = {option: options.get(option) for option in ("config", "revision", "split")}
-    if said["split"] == "train":  # which it is unless told otherwise
-        said["split"] = None
-    check_of_hubs([name for name, _ in pairs], **said)
-    return tuple(replace(parse_source(name, **options), weight=weight) for name, weight in pairs)
+    return tuple(replace(parse_source(name, **options), weight=weight) for name, weight in weighted(specs))
 
 
 def weighted(specs: Sequence[str]) -> list[tuple[str, float | None]]:
@@ -246,13 +239,6 @@ def weighted(specs: Sequence[str]) -> list[tuple[str, float | None]]:
             f"{listing(bare)} has no weight while others have; give every source one (SPEC@WEIGHT) or none"
         )
     return pairs
-
-
-def check_of_hubs(names: Sequence[str], **said: str | None) -> None:
-    """Raise CorpusError for what is `said` to choose among what a hub data set has where there is none."""
-    told = next((f"the {option} {value}" for option, value in said.items() if value), None)
-    if told and all(name.partition(":")[0] == "stdlib" or is_local(name) for name in names):
-        raise CorpusError(f"{listing(names)}: {told} is for hub data sets; leave it out")
 
 
 def split_weight(spec: str) -> tuple[str, float | None]:

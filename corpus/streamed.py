@@ -1,8 +1,8 @@
-"""The blocks of sources that are too large to be kept: `datasets` streams them, tokenised on the way.
+"""Blocks of sources that are too large to store: `datasets` streams them, and they are tokenised on the way.
 
-A stream is read in lanes side by side, each of which is every so many-th shard (file) of each source. Blocks come from
-the lanes in turn, so a process that trains on every so many-th block reads a share of the shards. How many lanes there
-are is decided by the batch and the shards, not by the number of processes.
+A stream is read in n lanes side by side; lane i has every nth shard (file) of each source from shard i on. Blocks come
+from the lanes in turn, so each process reads only the shards of its blocks. The number of lanes depends on the batch
+and the shards, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 _LANES = 64  # at most: each has a shard open
 _BATCH = 64  # documents tokenised at a time
 
-# Where one source of a lane goes on: the state of its data set and what is left of the document before.
+# Position of a lane in one source: the state of its data set, and the rest of the last document.
 State = dict[str, Any]
 
 
 class StreamedBlocks:
-    """Blocks without end: a source that is exhausted begins again. Each source has its share of the blocks.
+    """Endless blocks: an exhausted source starts again. Each source has its share of the blocks.
 
-    There are as many lanes as divide the `batch` and every source has shards. Two batches are read ahead in a thread.
-    Raises CorpusError where there are several sources and they have no weights.
+    The number of lanes divides the `batch`, and every source has at least as many shards. A thread reads two batches
+    ahead. Raises CorpusError for several sources without weights.
     """
 
     def __init__(
@@ -51,48 +51,49 @@ class StreamedBlocks:
         self._open = [self._lane(lane, 0, None) for lane in range(self.lanes)]
 
     def __str__(self) -> str:
-        """What is read, and in how many lanes: on all of that the blocks depend."""
+        """The sources and the number of lanes, on which the blocks depend."""
         return ", ".join(
             source.spec if shards == 1 else f"{source.spec} ({shards} files, {self.lanes} at a time)"
             for source, shards in zip(self.sources, self._shards, strict=True)
         )
 
     def __getitem__(self, index: int) -> Block:
-        """Block `index`; its lane is read forward, or again from its start."""
+        """Block `index`; its lane is read forward, or again from the start."""
         number, lane = divmod(index, self.lanes)
         if number < self._open[lane].number:
             self._open[lane] = self._lane(lane, 0, None)
         return self._open[lane].block(number, self._ahead)
 
     @property
-    def places(self) -> list[Any]:
-        """How far each lane was read, JSON-ready: its number, its next block, and the state of each source."""
-        lanes = enumerate(self._open)
+    def positions(self) -> list[Any]:
+        """The position of each lane, JSON-ready: its number, its next block, and the state of each source."""
         return [
-            [number, lane.number, [_plain(state) for state in lane.states]] for number, lane in lanes if lane.states
+            [lane, blocks.number, [state | {"rest": np.asarray(state["rest"]).tolist()} for state in blocks.states]]
+            for lane, blocks in enumerate(self._open)
+            if blocks.states
         ]
 
-    def seek(self, places: list[Any]) -> None:
-        """Lanes go on from the furthest of these places for each."""
-        for lane, number, states in sorted(places, key=lambda place: place[:2]):
+    def seek(self, positions: list[Any]) -> None:
+        """Continue each lane from its furthest position."""
+        for lane, number, states in sorted(positions, key=lambda position: position[:2]):
             self._open[lane] = self._lane(lane, number, states)
 
     def _lane(self, lane: int, number: int, states: Sequence[State] | None) -> _Lane:
         return _Lane(self._blocks(lane, number, states), number, states or (), self._worker)
 
     def _blocks(self, lane: int, number: int, states: Sequence[State] | None) -> Iterator[tuple[Block, list[State]]]:
-        """The blocks of a lane, each from the source that has had least for its share, and the states behind it."""
-        now = list(states or [{"blocks": 0, "rest": (), "data": None}] * len(self.sources))
-        streams = [self._blocks_of(source, lane, state) for source, state in zip(self.sources, now, strict=True)]
+        """The blocks of a lane, each with the states after it; the source furthest behind its share comes next."""
+        current = list(states or [{"blocks": 0, "rest": (), "data": None}] * len(self.sources))
+        streams = [self._blocks_of(source, lane, state) for source, state in zip(self.sources, current, strict=True)]
         while True:
-            least = min(range(len(now)), key=lambda i: now[i]["blocks"] / (self.sources[i].weight or 1.0))
+            least = min(range(len(current)), key=lambda i: current[i]["blocks"] / (self.sources[i].weight or 1.0))
             block, rest, data = next(streams[least])
-            now = [*now]
-            now[least] = {"blocks": now[least]["blocks"] + 1, "rest": rest, "data": data}
-            yield block, now
+            current = [*current]
+            current[least] = {"blocks": current[least]["blocks"] + 1, "rest": rest, "data": data}
+            yield block, current
 
     def _blocks_of(self, source: Source, lane: int, state: State) -> Iterator[tuple[Block, Any, dict[str, Any]]]:
-        """The blocks of a lane's part of one source, what each leaves of a document, and the state of the data set."""
+        """The blocks of a lane's shards of one source, the rest of the last document, and the state of the data set."""
         part, position = source.shard(self.lanes, lane), state["data"]
         column = list(part.columns)
         data: Any = None
@@ -117,32 +118,28 @@ class StreamedBlocks:
             yield block, rest, data.state_dict() if data else position
 
     def _tokens(self, texts: list[str]) -> dict[str, list[list[int]]]:
-        """Of a batch of documents, as far as they are not held out."""
+        """Tokenise a batch of documents, without what is held out."""
         pairs = zip(texts, self.encoder.tokens(texts), strict=True)
         rows = [tokens[: self._heldout.limit(row_digest(text), len(tokens))] for text, tokens in pairs]
         return {"tokens": [tokens for tokens in rows if tokens]}
 
 
 class _Lane:
-    """Blocks that are read ahead: `number` is that of the next, `states` are those before it."""
+    """A lane that reads ahead: `number` of the next block, `states` before it."""
 
     def __init__(
         self, blocks: Iterator[tuple[Block, list[State]]], number: int, states: Sequence[State],
         worker: ThreadPoolExecutor,
     ) -> None:  # fmt: skip
         self.number, self.states, self._blocks, self._worker = number, states, blocks, worker
-        self._coming: deque[Future[tuple[Block, list[State]]]] = deque()
+        self._queue: deque[Future[tuple[Block, list[State]]]] = deque()
 
     def block(self, number: int, ahead: int) -> Block:
-        """Block `number`, the next or a later one; so many are read ahead in a thread."""
+        """Block `number`, the next or a later one; a thread reads `ahead` blocks ahead."""
         while True:
-            while len(self._coming) < ahead:
-                self._coming.append(self._worker.submit(next, self._blocks))
-            block, self.states = self._coming.popleft().result()
+            while len(self._queue) < ahead:
+                self._queue.append(self._worker.submit(next, self._blocks))
+            block, self.states = self._queue.popleft().result()
             self.number += 1
             if self.number > number:
                 return block
-
-
-def _plain(state: State) -> State:
-    return state | {"rest": np.asarray(state["rest"]).tolist()}

@@ -127,7 +127,7 @@ def test_plain_text(place: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     setup = prepare(given)
     with torch.no_grad():
-        losses = [setup.training(**stack([block])) for block in setup.heldout]
+        losses = [setup.training_model(**stack([block])) for block in setup.heldout]
     nats, tokens = (sum(float(part) for part in parts) for parts in zip(*((a, b[0]) for a, b in losses), strict=True))
     assert source["loss"] == pytest.approx(nats / tokens, abs=1e-5)
     assert source["text"]["tokens"] == tokens

@@ -14,7 +14,7 @@ from training import training_model
 from gqa.checkpoint.errors import RefusedError
 from gqa.uptrain.options import TrainOptions, differences
 from gqa.uptrain.schedule import Schedule, rate_factor, warmup_steps
-from gqa.uptrain.scope import decay_groups
+from gqa.uptrain.scope import parameter_groups
 
 HALF = 0.5 * (1 + math.cos(math.pi / 4)), 0.5 * (1 + math.cos(3 * math.pi / 4))
 
@@ -58,7 +58,7 @@ def names_of(model: nn.Module, group: dict[str, Any]) -> set[str]:
 def test_norms_and_biases_do_not_decay(name: str) -> None:
     """Cohere's norms of heads are matrices, and experts are three-dimensional."""
     model = training_model(build(TINY[name], 2))
-    decayed, others = decay_groups(model, 0.1)
+    decayed, others = parameter_groups(model, 0.1)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     one, other = names_of(model, decayed), names_of(model, others)
     assert one | other == {name for name, _ in model.named_parameters()}
@@ -72,7 +72,7 @@ def test_what_is_frozen_is_in_no_group() -> None:
     model = training_model(build(TINY["llama"], 2))
     model.requires_grad_(False)
     kept = model.model.lm_head.weight.requires_grad_(True)
-    assert [list(map(id, group["params"])) for group in decay_groups(model, 0.1)] == [[id(kept)], []]
+    assert [list(map(id, group["params"])) for group in parameter_groups(model, 0.1)] == [[id(kept)], []]
 
 
 def options(**given: Any) -> TrainOptions:

@@ -126,10 +126,6 @@ def test_what_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     }
     assert {spec: refusal(spec) for spec in said} == said
     assert texts_of("data/**/*train*") == ["a"]
-    for option, value in (("config", "en"), ("revision", "v1"), ("split", "validation")):
-        with pytest.raises(CorpusError, match=f"a.jsonl, stdlib:train: the {option} {value} is for hub data sets"):
-            parse_sources(["a.jsonl", "stdlib:train"], **{option: value})
-        assert len(parse_sources(["a.jsonl", "org/name"], **{option: value})) == 2
     assert refusal("a.jsonl", separator="").startswith("the separator is empty; give the text between two documents")
 
 

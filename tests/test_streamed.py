@@ -113,17 +113,17 @@ def test_a_state_is_read_on_from(stream: Open, counted: Counted, name: str) -> N
     Path("long").mkdir()
     for file in range(4):
         write(Path(f"long/{file}.jsonl"), [f"{file} {' '.join(map(str, range(n, n + 900)))}" for n in range(9)])
-    given, begin, places = CASES[name], 0, list[Any]()
+    given, begin, positions = CASES[name], 0, list[Any]()
     end: int = given.get("steps", STEPS)
     alone = steps(stream(**given), 0, end)
     for ranks, upto in ((4, 2 * end // 3), (2, end - 2), (1, end)):
         loaders = [stream(**given) for _ in range(ranks)]
         for loader in loaders:
-            loader.seek(json.loads(json.dumps(places)))
+            loader.seek(json.loads(json.dumps(positions)))
         assert np.array_equal(shared(loaders, begin, upto), alone[begin:upto]), (ranks, begin)
-        begin, places = upto, [place for loader in loaders for place in loader.places]
+        begin, positions = upto, [position for loader in loaders for position in loader.positions]
     last, from_the_start = stream(**given), stream(**given)
-    last.seek(places)
+    last.seek(positions)
     counted.taken()
     assert len(steps(last, end, end + 1)) == 1
     after = counted.taken()

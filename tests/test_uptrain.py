@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock, call, patch
 
 import checkpoints
 import pytest
@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import ranks
-from gqa.uptrain import log, setup, summary
+from gqa.uptrain import log, loop, setup, summary
 from gqa.uptrain.loop import TrainingProgress
 from gqa.uptrain.options import TrainOptions
 
@@ -148,13 +148,17 @@ def test_dry_run_reads_no_weights(train: str, place: Path, tmp_path: Path, monke
 def train(out: Path, **options: Any) -> tuple[TrainingProgress, dict[int, dict[str, torch.Tensor]], list[Any]]:
     """Progress, the weights after each step, and the records."""
     weights: dict[int, dict[str, torch.Tensor]] = {}
-    records = []
+    plain = loop.train_step
 
-    def after_step(step: int, record: dict[str, Any], now: Any) -> None:
-        weights[step] = {name: tensor.clone() for name, tensor in now().items()}
-        records.append({key: record[key] for key in ("step", "loss", "learning_rate", "gradient_norm")})
+    def step_and_copy(accelerator: Any, model: Any, *arguments: Any) -> Any:
+        result = plain(accelerator, model, *arguments)
+        weights[len(weights) + 1] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return result
 
-    progress, _ = trained(options_for(material() / "model", out, **options), after_step=after_step)
+    with patch.object(loop, "train_step", step_and_copy):
+        progress, _ = trained(options_for(material() / "model", out, **options))
+    keys = ("step", "loss", "learning_rate", "gradient_norm")
+    records = [{key: record[key] for key in keys} for record in metrics(out / "gqa_uptraining.jsonl")]
     return progress, weights, records
 
 
@@ -239,7 +243,7 @@ def bad_data(place: Path, root: Path) -> Refusals:
         ({"heldout": small}, "the held-out text has less than one block of 64 tokens"),
         ({"heldout_fraction": 1e-6}, "holds out no document of"),
         ({"heldout_fraction": 1.0}, "all documents are held out"),
-        (stream | {"alpha": 0.1}, "the length of a stream is not known: give"),
+        (stream | {"alpha": 0.1}, "--alpha of a stream, whose length is unknown; give pretraining_tokens too"),
         *(
             (stream | {"alpha": alpha, "pretraining_tokens": 9999}, f"'{alpha}' is not a number above 0 to 1")
             for alpha in (0.0, 2.0)

@@ -25,7 +25,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.provenance import without_place
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.uptrain.lora import merged
+from gqa.uptrain.lora import merge_adapters
 from gqa.uptrain.run import _write_weights, uptrain
 from gqa.uptrain.scope import attention_parameters
 from gqa.uptrain.setup import check_exportable, prepare
@@ -238,15 +238,15 @@ def test_nothing_to_adapt(tmp_path: Path) -> None:
         prepare(options_for(source, tmp_path / "out", train="lora"))
 
 
-def test_an_adapter_that_is_not_finite_is_not_merged() -> None:
+def test_an_adapter_that_is_not_finite_is_not_merge_adapters() -> None:
     weights = {"a.base_layer.weight": torch.ones(3, 2), "a.base_layer.bias": torch.ones(3), "b.weight": torch.ones(1)}
     weights |= {"a.lora_A.default.weight": torch.ones(4, 2), "a.lora_B.default.weight": torch.ones(3, 4)}
-    plain = merged(weights)
+    plain = merge_adapters(weights)
     assert plain.keys() == {"a.weight", "a.bias", "b.weight"}
     assert torch.equal(plain["a.weight"], torch.full((3, 2), 1.0 + 32 / 4 * 4))
     weights["a.lora_B.default.weight"][0, 0] = torch.inf
     with pytest.raises(OutputError, match="the adapter of a is not finite"):
-        merged(weights)
+        merge_adapters(weights)
 
 
 def test_scope_that_cannot_be_told(tmp_path: Path) -> None:

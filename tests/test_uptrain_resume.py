@@ -122,7 +122,7 @@ def test_a_signal_saves_and_leaves(runs: Runs, tmp_path: Path, number: int, code
     )
     assert "Traceback" not in stopped.err
     assert not out.exists()
-    assert States(Path(f"{out}-state"), 2).all() == [state(out, 3)]
+    assert States(Path(f"{out}-state"), 2).complete() == [state(out, 3)]
     runs.finish(*words, "--resume", ranks=ranks)
     assert [record["step"] for record in metrics(out / "gqa_uptraining.jsonl")] == [1, 2, 3, 4]
     assert not Path(f"{out}-state").exists()
@@ -139,7 +139,7 @@ def test_a_save_that_was_killed_is_never_picked_up(runs: Runs, tmp_path: Path) -
         assert newest == state(tmp_path / "out", record["step"])
         assert (newest.stat().st_mode & 0o777) == 0o755
         found.append(record["step"])
-        with states.held():
+        with states.lock():
             assert states.latest()[0] == newest
             assert not list(states.directory.glob("*.partial"))
         if done.code == 0:
@@ -211,20 +211,20 @@ def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path) -> 
         assert f"{was} the content of the data; start" in refused(runs, *saving(runs, out, steps=6), "--resume")
     finally:
         data.write_bytes(content)
-    assert States(Path(f"{out}-state"), 2).all() == [state(out, 2), state(out, 4)]
+    assert States(Path(f"{out}-state"), 2).complete() == [state(out, 2), state(out, 4)]
 
 
 def test_what_may_change(runs: Runs, out: Path) -> None:
     """Among it how many states are kept."""
     changes = {"micro_batch": 2, "save_every": 1, "keep_last": 3, "checkpointing": True, "attn_implementation": "eager"}
     runs.finish(*saving(runs, out, steps=6, **changes), "--resume")
-    assert States(Path(f"{out}-state"), 3).all() == [state(out, step) for step in (4, 5, 6)]
+    assert States(Path(f"{out}-state"), 3).complete() == [state(out, step) for step in (4, 5, 6)]
 
 
 def test_foreign_names_in_the_directory_of_states(out: Path) -> None:
     for name in ("step-backup", "step-00000009", "step-00000008.partial", "notes"):
         (out.with_name("out-state") / name).mkdir()
-    assert States(out.with_name("out-state"), 2).all() == [state(out, 2), state(out, 4)]
+    assert States(out.with_name("out-state"), 2).complete() == [state(out, 2), state(out, 4)]
 
 
 def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_path: Path) -> None:
@@ -274,6 +274,6 @@ def test_training_goes_on_while_a_state_is_written(runs: Runs, tmp_path: Path, h
 
 def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with States(Path(f"{out}-state"), 2).held():
+    with States(Path(f"{out}-state"), 2).lock():
         told = refused(runs, *runs.words(out, steps=1))
     assert f"another run is using {out}-state; wait for it or give another output" in told

@@ -280,11 +280,10 @@ def kill_at(step: int, number: int = signal.SIGKILL) -> None:
         save(self, *given)
         self.finish()
 
-    def step_and_kill(self: Log, done: int, numbers: dict[str, float]) -> dict[str, Any]:
-        record = tell(self, done, numbers)
+    def step_and_kill(self: Log, done: int, numbers: dict[str, float]) -> None:
+        tell(self, done, numbers)
         if done == step:
             os.kill(os.getpid(), number)
-        return record
 
     Log.step, States.save = step_and_kill, save_and_wait  # type: ignore[method-assign]
 
@@ -335,8 +334,8 @@ def save_and_kill(directory: str, change: int) -> None:
 
         setattr(owner, name, counted)
 
-    with states.held():
-        states.keep_best(model.state_dict())
+    with states.lock():
+        states.save_best(model.state_dict())
         states.save(accelerator, *wrapped, {"step": 2})
         states.finish()
         for owner, name in ((FileSystem, "create_stream"), (FileSystem, "rename"), (FileSystem, "mkdir"),
@@ -527,7 +526,7 @@ def tell_result(file: str) -> None:
     from gqa.uptrain.state import States
 
     ctypes.CDLL(None).mallopt(-3, 1 << 20)  # from a megabyte on what is free goes back to the system
-    keep, read, uptrain, before, told = States.keep_best, States.read_best, module.uptrain, [0], [0]
+    keep, read, uptrain, before, told = States.save_best, States.read_best, module.uptrain, [0], [0]
 
     def kept(self: States, *given: Any) -> None:
         held = resident()
@@ -544,7 +543,7 @@ def tell_result(file: str) -> None:
         note(file, told[1:])
         return found
 
-    States.keep_best, States.read_best, module.uptrain = kept, begun, ended  # type: ignore[method-assign]
+    States.save_best, States.read_best, module.uptrain = kept, begun, ended  # type: ignore[method-assign]
 
 
 def write_after(step: int, first: int) -> None:

@@ -51,7 +51,7 @@ def settle(
     if options.repeats is None and not is_self(data[0]):
         # A teacher says what to make of text that repeats itself; without one it is learnt that text does.
         pairs = bool(checkpoint.config.get("is_encoder_decoder"))  # of which none repeats itself
-        found = replace(found, repeats=bool(found.teachers) and not options.mask_documents and not pairs)
+        found = replace(found, repeats=bool(found.distills) and not options.mask_documents and not pairs)
     return found, teacher, told
 
 

@@ -1,4 +1,4 @@
-"""What a run tells: one status line, metrics.jsonl, trackers."""
+"""The output of a run: one status line, metrics.jsonl, trackers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gqa.checkpoint.errors import OutputError, explain
 from gqa.checkpoint.write import finite, replacing
 from gqa.uptrain.setup import Setup
 
-# bfloat16 peak of dense matrix products, FLOP/s, as the makers state it; of a name the first that fits.
+# Peak FLOP/s of dense bfloat16 matrix products, from the makers' data sheets; the first name that matches counts.
 _PEAKS = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200 NVL": 835e12, "H200": 989e12, "GH200": 989e12,
     "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12,
@@ -27,42 +27,41 @@ WARM_UP = 2  # steps that are not timed
 
 
 class Log:
-    """`trained` after each step, then `step`; `begin` where something that is not training came between.
+    """Call `end_step` right after each step, then `step`; `begin_step` after an evaluation or a save.
 
-    The rate is that of training alone, without evaluations and saves; the time that is left is that of everything.
+    The token rate counts training alone; the remaining time includes evaluations and saves.
     """
 
     def __init__(self, setup: Setup, first: int, quiet: bool, heldout: float | None) -> None:
-        """`first` steps were done before: what metrics.jsonl tells of later ones is dropped, as they are done again.
-        `heldout` is the loss of held-out text as the model is, where that is known.
+        """`first` steps are done already; later lines of metrics.jsonl are dropped, as those steps are repeated.
+        `heldout` is the held-out loss of the model before training, if known.
         """
         self._accelerator, self._path, self._steps = setup.accelerator, setup.metrics, setup.dataloader.steps
         self._flops = 6 * setup.model.num_parameters()  # per token: forward and backward of every weight
         self._main, self._terminal = self._accelerator.is_main_process, watched()
         if self._main:
-            _cut(self._path, first)
+            _truncate(self._path, first)
         self._quiet = quiet or not self._main
         self._bar = progress_bar(self._steps, "step", "training", self._quiet, done=first)
-        self._began = self._since = time.perf_counter()
+        self._start = self._step_start = time.perf_counter()
         self._done, self._tokens, self._seconds = 0, 0, 0.0
         self._heldout = heldout
-        self._said = -math.inf
+        self._last_line = -math.inf
 
-    def begin(self) -> None:
-        """The next step begins now."""
-        self._since = time.perf_counter()
+    def begin_step(self) -> None:
+        self._step_start = time.perf_counter()
 
-    def trained(self, tokens: int) -> None:
-        """A step on so many tokens ends now."""
+    def end_step(self, tokens: int) -> None:
+        """Time a step on so many tokens."""
         now = time.perf_counter()
         self._done += 1
         if self._done > WARM_UP:
             self._tokens += tokens
-            self._seconds += now - self._since
-        self._since = now
+            self._seconds += now - self._step_start
+        self._step_start = now
 
-    def step(self, step: int, numbers: dict[str, float]) -> dict[str, Any]:
-        """`step` (from 1) is done; `numbers` are its losses, rate and gradient norm. Returns the whole record."""
+    def step(self, step: int, numbers: dict[str, float]) -> None:
+        """Record `step` (from 1): `numbers` are its losses, learning rate and gradient norm."""
         rate = self._tokens / self._seconds if self._seconds else 0.0
         self._heldout = numbers.get("heldout_loss", self._heldout)
         record: dict[str, Any] = {"step": step, **numbers, "tokens_per_second": round(rate, 1)}
@@ -74,31 +73,32 @@ class Log:
                 with self._path.open("a") as stream:
                     stream.write(json.dumps(finite(record)) + "\n")
             except OSError as error:
-                told = "free some space and continue from the last state with --resume"
-                raise OutputError(f"{self._path} could not be written ({explain(error)}); {told}") from error
+                raise OutputError(
+                    f"{self._path} could not be written ({explain(error)}); free some space and continue from the last "
+                    "state with --resume"
+                ) from error
         if self._accelerator.trackers:
             self._accelerator.log({k: v for k, v in record.items() if k != "step"}, step=step)
         self._bar.update()
-        self._say(step, record)
-        return record
+        self._show(step, record)
 
-    def _say(self, step: int, record: dict[str, Any]) -> None:
+    def _show(self, step: int, record: dict[str, Any]) -> None:
         if self._quiet:
             return
         now = time.perf_counter()
-        left = (now - self._began) / self._done * (self._steps - step)
-        told = self._told(record)
+        remaining = (now - self._start) / self._done * (self._steps - step)
+        parts = self._status(record)
         if self._terminal:
-            self._bar.set_postfix_str(" | ".join(told))
-        elif step == self._steps or now - self._said > 5:  # a file gets a line every few seconds
-            self._said = now
-            line = f"step {step}/{self._steps} | eta {int(left // 60)}:{int(left % 60):02d}"
-            for part in told:  # those that fit; all of them are in the metrics
+            self._bar.set_postfix_str(" | ".join(parts))
+        elif step == self._steps or now - self._last_line > 5:  # a file gets a line every few seconds
+            self._last_line = now
+            line = f"step {step}/{self._steps} | eta {int(remaining // 60)}:{int(remaining % 60):02d}"
+            for part in parts:  # as many as fit; metrics.jsonl has them all
                 line += f" | {part}" if len(line) + 3 + len(part) <= WIDTH else ""
             print(line, file=sys.stderr, flush=True)  # noqa: T201
 
-    def _told(self, record: dict[str, Any]) -> list[str]:
-        """From what is most important on."""
+    def _status(self, record: dict[str, Any]) -> list[str]:
+        """The parts of the status line, the most important first."""
         parts = [f"loss {record['loss']:.4f}"]
         if "distillation" in record:
             parts.append(f"kl {record['distillation']:.4f}")
@@ -113,7 +113,7 @@ class Log:
         return parts
 
     def _peak(self) -> float | None:
-        """The device's peak FLOP/s, of all ranks, where it is known."""
+        """Peak FLOP/s of all ranks' devices, if known."""
         if self._accelerator.device.type != "cuda" or self._accelerator.mixed_precision == "no":
             return None
         peak = peak_of(torch.cuda.get_device_name(self._accelerator.device))
@@ -124,19 +124,19 @@ class Log:
 
 
 def peak_of(name: str) -> float | None:
-    """Of the GPU of that name, where it is known: whole words, as an L40 is no L4."""
+    """Peak FLOP/s of a GPU by its name, if known: whole words, as an L40 is no L4."""
     return next((peak for known, peak in _PEAKS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
-def _cut(path: Path, steps: int) -> None:
-    """Keep the first `steps` lines of a file, which are of as many steps."""
-    kept = path.read_text().splitlines(keepends=True)[:steps] if path.is_file() else []
-    with replacing(path) as fresh:
-        fresh.write_text("".join(kept))
+def _truncate(path: Path, steps: int) -> None:
+    """Keep the first `steps` lines of a file, one for each step."""
+    lines = path.read_text().splitlines(keepends=True)[:steps] if path.is_file() else []
+    with replacing(path) as temporary:
+        temporary.write_text("".join(lines))
 
 
 def memory(device: torch.device) -> int:
-    """The most that this process has held: of the memory of the GPU that it uses, or else of the machine's."""
+    """Peak memory of this process in bytes: of the GPU that it uses, else of the host."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft, and what they come to in the weights they adapt."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft, and their merging into the weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.w
 
 
 def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -> None:
-    """Adapters on the linear layers, except the head and layers whose weights are in `trained`.
+    """Add adapters to the linear layers, except the head and layers whose weights are in `trained`.
 
-    Left out are routers, which return tuples, and the output projection of a Mamba mixer, whose weight fused kernels
-    read without calling the layer.
+    Routers get none, as they return tuples, nor do output projections of Mamba mixers, whose weights fused kernels read
+    without calling the layer.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -38,10 +38,10 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
         name = type(model).__name__
         raise RefusedError(f"--train lora: {name} has no other linear layers to adapt; use --train attention or all")
     empty = {module: module.weight for module in layers.values() if module.weight.is_meta}
-    for module, weight in empty.items():  # peft puts adapters where weights are, and theirs are not to be read
+    for module, weight in empty.items():  # peft puts adapters on the device of the weight: not on meta
         module.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False)
-    # Inside a module without a config, for peft has rules of its own for some model types: it adapts experts of a class
-    # whose dense layers are named like former experts, and refuses layers named out_proj.
+    # peft has rules for some model types (it adapts experts instead of dense layers, and refuses out_proj), which it
+    # does not apply to a module without a config.
     shell = nn.ModuleDict({"model": model})
     targets = [f"model.{name}" for name in layers]
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=targets), shell)
@@ -51,7 +51,7 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
 
 @torch.no_grad()
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is an nn.Linear whose output is that of one: some classes derive routers from it."""
+    """Whether a module is an nn.Linear and returns a plain tensor: some routers are subclasses that do not."""
     if not isinstance(module, nn.Linear) or type(module) is nn.Linear:
         return isinstance(module, nn.Linear)
     try:
@@ -61,32 +61,32 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(output, Tensor) and output.shape == (1, module.out_features)
 
 
-def adapted(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+def merge_adapter(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
     """W + ALPHA / r x B A: (out, in) weight, (r, in) A, (out, r) B."""
     return weight + (ALPHA / len(down)) * (up @ down)
 
 
-def merged(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with adapters as one without: each adapted weight under its own name. Others stay as they are."""
+def merge_adapters(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Merge the adapters of a state dict into their weights, which get their plain names. Raises OutputError."""
     plain = {}
-    for name, (own, *adapter) in parts(weights).items():
-        tensor = weights[own]
+    for name, (base, *adapter) in adapter_parts(weights).items():
+        tensor = weights[base]
         if adapter:
-            down, up = (weights[each] for each in adapter)
-            tensor = adapted(tensor, down, up)
+            down, up = (weights[part] for part in adapter)
+            tensor = merge_adapter(tensor, down, up)
             if not bool(tensor.isfinite().all()):
                 raise OutputError(f"the adapter of {name.rpartition('.')[0]} is not finite; nothing was written")
         plain[name] = tensor
     return plain
 
 
-def parts(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names in a state dict -> those of `merged`, each with what it is made of: W, or W, A and B."""
-    found = {}
+def adapter_parts(names: Iterable[str]) -> dict[str, list[str]]:
+    """Plain name of each weight -> the names in a state dict that make it: W, or W, A and B."""
+    parts = {}
     for name in names:
         path, base, tail = name.rpartition(_BASE)
         if base:
-            found[f"{path}.{tail}"] = [name, path + _DOWN, path + _UP] if tail == "weight" else [name]
+            parts[f"{path}.{tail}"] = [name, path + _DOWN, path + _UP] if tail == "weight" else [name]
         elif ".lora_" not in name:
-            found[name] = [name]
-    return found
+            parts[name] = [name]
+    return parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.scope import decay_groups
+from gqa.uptrain.scope import parameter_groups
 from gqa.uptrain.training_model import TrainingModel
 
 
@@ -13,7 +13,7 @@ def make_optimizer(model: TrainingModel, options: TrainOptions) -> torch.optim.O
     """AdamW (fused where the device has it), or Adafactor with an external learning rate (arXiv 1804.04235, section
     3.1). No parameter group is empty: torch's distributed state dicts cannot hold an empty one.
     """
-    groups = [group for group in decay_groups(model, options.weight_decay) if group["params"]]
+    groups = [group for group in parameter_groups(model, options.weight_decay) if group["params"]]
     if options.optimizer == "adafactor":
         from transformers import Adafactor
 

@@ -1,6 +1,4 @@
-"""The options of gqa-uptrain: everything that decides a training run; what must be equal for a run to be continued.
-Imports no torch.
-"""
+"""The options of gqa-uptrain, which must be equal for a run to be continued. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ AUTO_TEACHER, NO_TEACHER = "auto", "none"
 class TrainOptions(Options):
     """See `gqa-uptrain --help`. Batches are counted in blocks; at most one of alpha, tokens and steps is given.
 
-    What is left open here `gqa.uptrain.defaults` decides once the checkpoint is known (teacher `auto`, no data, no
-    length, no scope) and once the data is (no context, no batch).
+    `gqa.uptrain.defaults` fills in the defaults that depend on the checkpoint (teacher, data, length, scope) or on the
+    data (context, batch).
     """
 
     # fmt: off
@@ -130,46 +128,46 @@ class TrainOptions(Options):
     # fmt: on
 
     @property
-    def teachers(self) -> tuple[str, ...]:
-        """The teacher where there is one."""
-        return () if self.teacher == NO_TEACHER else (self.teacher,)
+    def distills(self) -> bool:
+        """Whether there is a teacher."""
+        return self.teacher != NO_TEACHER
 
     @property
     def lengths(self) -> list[str]:
-        """Which of the three ways to say how long training is are used."""
+        """Which of the three options for the length are given."""
         return [f"--{name}" for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None]
 
     @property
     def block(self) -> int:
-        """Tokens of a block, once that is decided."""
+        """Tokens of a block, once decided."""
         assert self.context is not None
         return self.context
 
     @property
     def blocks_per_step(self) -> int:
-        """The batch, once it is decided."""
+        """Blocks of a batch, once decided."""
         assert self.batch_size is not None
         return self.batch_size
 
     def check(self, ranks: int) -> None:
-        """Raises RefusedError where options do not go together."""
-        for told in chain(self._conflicts(), self._data_conflicts(), self._batch_conflicts(ranks)):
-            raise RefusedError(told)
+        """Raise RefusedError if options contradict each other."""
+        for message in chain(self._conflicts(), self._data_conflicts(), self._batch_conflicts(ranks)):
+            raise RefusedError(message)
 
     def _conflicts(self) -> Iterator[str]:
-        """What is refused before any data is read; how much data there is decides the rest."""
-        if len(given := self.lengths) > 1:
-            yield f"the length is given by {' and '.join(given)}; give one of --alpha, --tokens and --steps"
+        """Conflicts that do not depend on the amount of data."""
+        if len(lengths := self.lengths) > 1:
+            yield f"the length is given by {' and '.join(lengths)}; give one of --alpha, --tokens and --steps"
         if self.pretraining_tokens is not None and self.alpha is None:
             yield "--pretraining-tokens is what --alpha is a fraction of; give both"
         if self.heldout and self.heldout_fraction:
             yield "held-out text is given by --heldout and --heldout-fraction; give one"
         before = "--teacher, the model before conversion"
-        for name, there, needed in (
-            ("distill", self.teachers, before), ("temperature", self.teachers, before),
+        for name, present, needed in (
+            ("distill", self.distills, before), ("temperature", self.distills, before),
             ("lora_rank", self.train == "lora", "--train lora"), ("decay", self.schedule == "wsd", "--schedule wsd"),
         ):  # fmt: skip
-            if not there and self.given(name):
+            if not present and self.given(name):
                 yield f"{flag(name)} needs {needed}; give both or leave it out"
 
     def _data_conflicts(self) -> Iterator[str]:
@@ -183,13 +181,13 @@ class TrainOptions(Options):
             yield "--data self:TOKENS stands alone: no other source, stream, documents or held-out share"
         if self.separator and not self.heldout:
             yield "separator is for text that is read, and --data self is written"
-        if not self.teachers:
+        if not self.distills:
             yield "--data self is what the --teacher writes; give the model before conversion"
         if parse_self(self.data[0]).tokens is None and self.alpha is not None:
             yield "--alpha is a fraction of the data; say how much of --data self there is, like self:1M"
 
     def _batch_conflicts(self, ranks: int) -> Iterator[str]:
-        if self.batch_size is None:  # it will be one that goes
+        if self.batch_size is None:  # `settle_steps` decides it
             return
         share = self.batch_size // ranks
         if self.batch_size % ranks:

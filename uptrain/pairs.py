@@ -19,15 +19,15 @@ from gqa.corpus.sources import is_self, parse_sources
 from gqa.corpus.tokens import Block
 from gqa.uptrain.dataloader import (
     Dataloader,
-    held_back,
+    count_held_back,
+    count_steps,
     heldout_sources,
-    how_to_read,
-    length_of,
+    length_arguments,
+    mixture_weights,
     open_dataloader,
     open_heldout,
     open_sampled,
-    steps_of,
-    weights_of,
+    source_options,
 )
 from gqa.uptrain.defaults import settle_steps
 from gqa.uptrain.options import TrainOptions
@@ -76,7 +76,7 @@ def _written(block: Block, seeds: list[int]) -> Block:
 
 def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: int) -> Dataloader:
     """A pair counts one where text is counted in tokens, so an alpha is of all pairs, in the order of their hashes."""
-    sources = parse_sources(options.data, **how_to_read(options))
+    sources = parse_sources(options.data, **source_options(options))
     table = tokenise_pairs(sources, encoder)
     count, mean = len(table), float(np.minimum(table.tokens, size).sum(0).mean())
 
@@ -97,7 +97,7 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
         heldout = Heldout({bytes(digest): 0 for digest in other.digests})
         held = np.arange(len(other))
     else:
-        limits = {} if options.heldout_fraction else hold_back_of_each(table, held_back(counted, table))
+        limits = {} if options.heldout_fraction else hold_back_of_each(table, count_held_back(counted, table))
         heldout = Heldout(limits, options.heldout_fraction)
         held = np.flatnonzero(heldout.lengths(table) == 0)
         if options.heldout_fraction and not len(held):
@@ -108,10 +108,10 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
         heldout.lengths(table),
         block_size=1,
         seed=options.seed,
-        weights=weights_of(sources),
-        **length_of(counted),
+        weights=mixture_weights(sources),
+        **length_arguments(counted),
     )
-    steps = steps_of(n_blocks, counted)
+    steps = count_steps(n_blocks, counted)
     summary = f"{steps * counted.blocks_per_step:,} pairs out of {count:,}, of {mean:.0f} tokens"
     if cut := int((table.tokens > size).any(0).sum()):
         summary += f"; {cut:,} are cut to {size} a side"

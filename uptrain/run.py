@@ -1,6 +1,5 @@
-"""A run from its start to a trained checkpoint: its weights under the names, in the dtypes and the files of the
-checkpoint that it came from, and everything else byte for byte. So nothing that read that one has to learn anything to
-read this one. `uptrain` is what the command calls.
+"""Train and write the trained checkpoint: weights under the names, in the dtypes and in the files of the source
+checkpoint, and everything else byte for byte, so whatever loads the source loads the result.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from gqa.checkpoint.write import (
     write_tensor,
     write_text,
 )
-from gqa.uptrain.loop import AfterStep, TrainingProgress, train
-from gqa.uptrain.lora import merged, parts
+from gqa.uptrain.loop import TrainingProgress, train
+from gqa.uptrain.lora import adapter_parts, merge_adapters
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.shards import gathered
 from gqa.uptrain.summary import card, record_of
@@ -41,27 +40,24 @@ METRICS = "gqa_uptraining.jsonl"
 _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
 
 
-def uptrain(
-    setup: Setup, *, quiet: bool = True, argv: Sequence[str] = (), after_step: AfterStep | None = None
-) -> tuple[TrainingProgress, dict[str, Any]]:
-    """Train and write the checkpoint to `options.output`; returns how it went and the record that is written there.
+def uptrain(setup: Setup, *, quiet: bool = True, argv: Sequence[str] = ()) -> tuple[TrainingProgress, dict[str, Any]]:
+    """Train and write the checkpoint to `options.output`; return the progress and the record that is written there.
 
     `argv` are the arguments of the command. Raises what `train` raises, and OutputError.
     """
-    with waiting_for("its share of a step"), setup.states.held():
-        progress, weights = train(setup, quiet=quiet, after_step=after_step)
+    with waiting_for("its share of a step"), setup.states.lock():
+        progress, weights = train(setup, quiet=quiet)
         record = finite(record_of(setup, progress, argv))
-        with gathered(weights) as whole:
+        with gathered(weights) as full_weights:
             if setup.accelerator.is_main_process:
-                _export(setup, whole, record)
+                _export(setup, full_weights, record)
     return progress, record
 
 
 def _export(setup: Setup, weights: Mapping[str, Tensor], record: dict[str, Any]) -> None:
-    """Write what the model's state dict has become, verified by looking at it again; then the states are not needed.
-    Where there are no `weights` those of the source are written.
+    """Write and verify the checkpoint, then remove the states. Without `weights` those of the source are written.
 
-    The directory appears at once, complete.
+    The directory appears only when it is complete.
     """
     options, source = setup.options, setup.checkpoint
     assert options.output
@@ -82,21 +78,21 @@ def _export(setup: Setup, weights: Mapping[str, Tensor], record: dict[str, Any])
 
 
 def _write_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Checkpoint, work: Path) -> None:
-    """The files of the source with their tensors in their order; what the class does not read stays as it is. Each of
-    the `weights` is looked up when it is due.
+    """Write the files of the source with their tensors in order; tensors that the class does not use are copied. Each
+    weight is looked up only when it is written.
 
-    Raises OutputError where a number has become too large for its dtype.
+    Raises OutputError if a number is too large for its dtype.
     """
     files = [list(part) for _, part in groupby(source.tensors.values(), key=lambda spec: spec.file)]
     shards = dict(zip(shard_names(len(files)), files, strict=True))
-    made_of, own = sources(model) if weights else {}, parts(weights)
+    stored, parts = sources(model) if weights else {}, adapter_parts(weights)
     ready: dict[str, Tensor] = {}
     for file, specs in shards.items():
         with new_shard(work / file, specs) as target:
             for spec in specs:
-                if spec.name in made_of and spec.name not in ready:
-                    needed = [part for name in made_of[spec.name][1] for part in own[name]]
-                    ready |= saved_tensors(model, merged({name: weights[name] for name in needed}))
+                if spec.name in stored and spec.name not in ready:
+                    needed = [part for name in stored[spec.name][1] for part in parts[name]]
+                    ready |= saved_tensors(model, merge_adapters({name: weights[name] for name in needed}))
                 if spec.name in ready:
                     write_tensor(target, _cast(ready.pop(spec.name), spec))
                 elif source.has_range(spec):

@@ -74,7 +74,7 @@ def unreached(model: PreTrainedModel) -> list[str]:
     return found
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Optimiser groups: matrices decay, vectors (norms, biases, gates) do not, whatever their shape says."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []

@@ -1,4 +1,4 @@
-"""From options to a run that is ready to start: data, model, teacher and processes, each checked before it trains."""
+"""Prepare a run from its options: model, teacher, data and processes, all checked before training."""
 
 from __future__ import annotations
 
@@ -51,29 +51,28 @@ from gqa.uptrain.training_model import TrainingModel
 
 _ACCELERATE = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 _LESS_MEMORY = ", or give --checkpointing, --train lora or --optimizer adafactor"
-MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens; of a source or a target where positions are relative, as T5 was trained
+MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens of a block; of a source or target with relative positions, as for T5
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run that is ready to start: all that is known before the first step has been checked.
+    """A run that is ready to start, with everything checked that can be checked before the first step.
 
-    `options`: with all decided that was left open. `taught`: who teaches or why nobody does, for people. `base`: the
-    teacher's checkpoint. `training`: the model with its loss and its teacher. `micro`: the number of blocks of one
-    forward pass on one process.
+    `options`: with all defaults decided. `teacher_text`: the teacher, or why there is none, in words. `training_model`:
+    the model with its loss and its teacher. `micro_batch`: blocks of one forward pass on one process.
     """
 
     options: TrainOptions
-    taught: str
+    teacher_text: str
     accelerator: Accelerator
     checkpoint: Checkpoint
-    base: Checkpoint | None
+    teacher_checkpoint: Checkpoint | None
     model: PreTrainedModel
     teacher: PreTrainedModel | None
-    training: TrainingModel
+    training_model: TrainingModel
     dataloader: Dataloader
     heldout: list[Block]
-    micro: int
+    micro_batch: int
     states: States
 
     @property
@@ -81,24 +80,24 @@ class Setup:
         """The log of every step."""
         return self.states.directory / "metrics.jsonl"
 
-    def memory_explained(self) -> AbstractContextManager[None]:
-        """Where memory ends, RefusedError tells the batch that was tried and what to lower."""
-        size = self.options.block
-        return memory_told(
-            f"training, {self.micro} blocks of {size} tokens at a time on {self.accelerator.device}",
-            f"lower --micro-batch (now {self.micro}) or --context (now {size}){_LESS_MEMORY}",
+    def explain_memory(self) -> AbstractContextManager[None]:
+        """Raise RefusedError with the batch that was tried and what to lower, if memory is too small."""
+        tokens = f"{self.options.block:,}"
+        return explain_memory_error(
+            f"training, {self.micro_batch} blocks of {tokens} tokens at a time on {self.accelerator.device}",
+            f"lower --micro-batch (now {self.micro_batch}) or --context (now {tokens}){_LESS_MEMORY}",
         )
 
 
 @contextmanager
-def memory_told(what: str, advice: str) -> Iterator[None]:
-    """Where memory ends, RefusedError says during what, and what to do."""
+def explain_memory_error(activity: str, advice: str) -> Iterator[None]:
+    """Turn out-of-memory errors into a RefusedError that names the activity and what to do."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        raise RefusedError(f"out of memory while {what}; {advice}") from error
+        raise RefusedError(f"out of memory while {activity}; {advice}") from error
 
 
 def prepare(
@@ -106,9 +105,8 @@ def prepare(
 ) -> Setup:
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
 
-    `teacher` is the model that `options.teacher` names, in its own dtype, if it is in memory already; `watcher` shows
-    the progress of the text that it writes. A `dry` run is planned and cannot start: it reads headers, and no model has
-    weights.
+    `teacher`: the model of `options.teacher` in its own dtype, if it is in memory already. `watcher` shows the progress
+    of sampling. A `dry` run reads headers only; its models have no weights, and it cannot start.
     """
     processes = ranks().num_processes
     output = options.output or beside(options.model, "-uptrained")
@@ -119,22 +117,22 @@ def prepare(
         raise RefusedError(f"{checkpoint.name} has quantised weights, which are not trained; uptrain the original")
     config = read_auto_config(str(checkpoint.directory), options.trust_remote_code)
     check_predicts_tokens(config, checkpoint.name, options.trust_remote_code)
-    options, base, taught = settle(options, checkpoint, headers_only=dry)
+    options, base, teacher_text = settle(options, checkpoint, headers_only=dry)
     options.check(processes)
-    out = OutputDirectory(output, checkpoint.directory, options.overwrite).out  # refuses now
-    if not dry:  # which may be about another machine
+    out = OutputDirectory(output, checkpoint.directory, options.overwrite).out  # refuses a bad output now
+    if not dry:  # a dry run may be for another machine
         require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options, out)
     states = States(_beside(out, "state"), options.keep_last)
     if options.resume:
-        options = states.continued(options)
+        options = states.fill(options)
         options.check(processes)
-    elif states.all():
+    elif states.complete():
         raise RefusedError(
             f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"
         )
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
-    with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
+    with explain_memory_error("preparing the model", "see Memory in docs/uptraining.md"):
         model = build_model(options, checkpoint, accelerator, dry)
         if base is not None:
             teacher = build_teacher(options, base, teacher, accelerator, dry)
@@ -143,37 +141,38 @@ def prepare(
         if not dry:
             if accelerator.is_fsdp2:
                 share_model(training, checkpoint, accelerator)
-            check_exportable(model, checkpoint)  # which of several names are stored is known when weights are read
-            for each, source in ((model, checkpoint), (teacher, base)):
-                if each is not None and source is not None:
-                    check_finite(each, source.name)
+            check_exportable(model, checkpoint)  # weights are read: it is known which of several tied names are stored
+            check_finite(model, checkpoint.name)
+            if base is not None and teacher is not None:
+                check_finite(teacher, base.name)
     dataloader, heldout = build_data(options, checkpoint, base, model, tokenizer, accelerator.device, watcher, dry)
     options = dataloader.options
     share = options.blocks_per_step // processes
-    micro = options.micro_batch or share
-    accelerator.gradient_accumulation_steps = share // micro
+    micro_batch = options.micro_batch or share
+    accelerator.gradient_accumulation_steps = share // micro_batch
     return Setup(
-        options, taught, accelerator, checkpoint, base, model, teacher, training, dataloader, heldout, micro, states
-    )
+        options, teacher_text, accelerator, checkpoint, base, model, teacher, training, dataloader, heldout,
+        micro_batch, states,
+    )  # fmt: skip
 
 
 def build_model(
     options: TrainOptions, checkpoint: Checkpoint, accelerator: Accelerator, dry: bool = False
 ) -> PreTrainedModel:
-    """The model in float32, with what does not train frozen. Its parameters are empty in a `dry` run, and under FSDP2,
-    where weights are read into shards.
+    """The model in float32, with frozen parameters that do not train. They are empty in a `dry` run, and under FSDP2,
+    which reads weights into shards later.
     """
     sharded, device = accelerator.is_fsdp2, str(accelerator.device)
     model = _load(checkpoint, options, device, "float32", weights=not (dry or sharded))
     follow_prefix(model, checkpoint.tensors)
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
-    set_seed(options.seed)  # of adapters
+    set_seed(options.seed)  # initialises adapters
     choose(model, checkpoint, options.train or "all", options.lora_rank)
     if accelerator.num_processes > 1 and not sharded and not dry:
         with accelerator.autocast():
-            dropped = any(getattr(model.config, f"{part}_layerdrop", 0) for part in ("encoder", "decoder"))
-            accelerator.ddp_handler.find_unused_parameters = dropped or bool(unreached(model))
+            layerdrop = any(getattr(model.config, f"{part}_layerdrop", 0) for part in ("encoder", "decoder"))
+            accelerator.ddp_handler.find_unused_parameters = layerdrop or bool(unreached(model))
     if options.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         try:
@@ -188,7 +187,7 @@ def build_model(
 def build_teacher(
     options: TrainOptions, base: Checkpoint, loaded: PreTrainedModel | None, accelerator: Accelerator, dry: bool = False
 ) -> PreTrainedModel:
-    """The model of `base` in its stored dtype, or the one that is `loaded` already; without gradients."""
+    """The model of `base` in its stored dtype, or the one that is `loaded` already, without gradients."""
     sharded = accelerator.is_fsdp2 and not dry and loaded is None
     teacher = loaded or _load(base, options, str(accelerator.device), "auto", weights=not (dry or sharded))
     teacher.requires_grad_(False)
@@ -201,46 +200,39 @@ def build_data(
     options: TrainOptions, checkpoint: Checkpoint, base: Checkpoint | None, model: PreTrainedModel, tokenizer: Any,
     device: torch.device, watcher: Watcher, dry: bool,
 ) -> tuple[Dataloader, list[Block]]:  # fmt: skip
-    """What the model is trained on, some of which the model of `base` may write, and the blocks that are held out.
-    Raises RefusedError and CorpusError.
+    """The data to train on, which the model of `base` may write, and the held-out blocks. Raises RefusedError and
+    CorpusError.
     """
     longest, processes = find_block_size(model.config, tokenizer, checkpoint, options), ranks().num_processes
-    pairs, own = model.config.is_encoder_decoder, is_self(options.data[0])
-    # One process tokenises, or lets the teacher write, and the others find it done.
-    with main_first("the text that the teacher writes" if own else "the text to be tokenised"):
-        if pairs:
-            encoder, maker = PairEncoder(model.config, tokenizer, checkpoint.name), None
-            if base is not None:
-                maker = partial(_maker, base, options, str(device), watcher)
-            dataloader = open_pairs(options, encoder, tokenizer, longest, processes, maker, not dry)
-        elif own:
-            assert base is not None
-            write = partial(_written, base, options, str(device), watcher, not dry)
-            dataloader = open_sampled(options, write, longest, processes)
+    sampled = is_self(options.data[0])
+
+    def sample(size: int, count: int) -> SampledBlocks:
+        assert base is not None
+        load, plain = partial(_load, base, options, device=str(device)), parse_self(options.data[0]).plain
+        return sampled_blocks(
+            load, str(device), base, size, count, derive_seed(options.seed, "training"), plain, watcher, not dry,
+            trust_remote_code=options.trust_remote_code,
+        )  # fmt: skip
+
+    def make_pairs(size: int) -> PairMaker:
+        assert base is not None
+        return PairMaker(base, str(device), size, options.seed, watcher, options.trust_remote_code)
+
+    # One process tokenises, or samples from the teacher, and the others read its cache.
+    with main_first("the text that the teacher writes" if sampled else "the text to be tokenised"):
+        if model.config.is_encoder_decoder:
+            encoder = PairEncoder(model.config, tokenizer, checkpoint.name)
+            dataloader = open_pairs(options, encoder, tokenizer, longest, processes, base and make_pairs, not dry)
+        elif sampled:
+            dataloader = open_sampled(options, sample, longest, processes)
         else:
             dataloader = open_dataloader(options, tokenizer, longest, processes)
     with main_first("the held-out text to be tokenised"):
         return dataloader, dataloader.heldout or open_heldout(dataloader.options, tokenizer)
 
 
-def _written(
-    teacher: Checkpoint, options: TrainOptions, device: str, watcher: Watcher, write: bool, size: int, count: int
-) -> SampledBlocks:
-    """So many blocks of `size` tokens that the teacher writes."""
-    load, plain = partial(_load, teacher, options, device=device), parse_self(options.data[0]).plain
-    return sampled_blocks(
-        load, device, teacher, size, count, derive_seed(options.seed, "training"), plain, watcher, write,
-        trust_remote_code=options.trust_remote_code,
-    )  # fmt: skip
-
-
-def _maker(teacher: Checkpoint, options: TrainOptions, device: str, watcher: Watcher, size: int) -> PairMaker:
-    """The teacher of an encoder-decoder, which writes at most `size` tokens on each side of a pair."""
-    return PairMaker(teacher, device, size, options.seed, watcher, options.trust_remote_code)
-
-
 def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
-    """CPUs are named, for accelerate takes processes on them for unrelated ones otherwise. Raises RefusedError."""
+    """The accelerator of a run. Raises RefusedError if it cannot start with these options."""
     older = parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") == "1"
     if older or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         other = "FSDP1" if older else "DeepSpeed"
@@ -254,44 +246,42 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
     try:
         accelerator = Accelerator(
             mixed_precision=_ACCELERATE[options.precision or "float32"],
-            # Given as a number it would give way to a variable of the launcher's.
+            # A plain number would be overridden by the launcher's environment.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-            cpu=not torch.accelerator.is_available(),
+            cpu=not torch.accelerator.is_available(),  # else it takes several processes on CPUs for unrelated ones
             log_with=list(options.report_to) or None,
             project_dir=str(_beside(out, "logs")),
             kwargs_handlers=[DistributedDataParallelKwargs()],
         )
     except (ValueError, RuntimeError, ImportError) as error:
-        if out_of_memory(error):  # the first that a process asks of a device that others have filled
+        if out_of_memory(error):  # the process' first use of a device that others have filled
             advice = "free some or choose another device"
             raise RefusedError(f"out of memory while accelerate starts; {advice}") from error
         raise RefusedError(f"accelerate cannot start with these options: {explain(error)}") from error
     if device:
-        accelerator.state.device = torch.device(device)  # of this run: what is shared by all of a process stays
+        accelerator.state.device = torch.device(device)  # of this run; the state of the process stays
     if options.precision == "float16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
         raise RefusedError("--precision float16 needs a GPU; on a CPU use bfloat16")
     if accelerator.is_fsdp2 and options.optimizer == "adafactor":  # transformers' own keeps its state in whole tensors
         raise RefusedError("--optimizer adafactor does not go with FSDP2, which divides weights; use adamw")
     if accelerator.is_fsdp2:
-        # transformers would load every model on the first process alone, also those that are never shared out.
+        # With it transformers loads every model on the first process alone, also those that are never sharded.
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
-        # Else each process holds whole gradients from one micro-batch to the next.
+        # Without it each process holds unsharded gradients between micro-batches.
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         if options.precision != "float32":
-            _keep_sums(accelerator)
+            _reduce_in_float32(accelerator)
     return accelerator
 
 
 def _launcher_precision() -> Any:
-    """What `accelerate launch` asks for, else float32."""
+    """The precision that `accelerate launch` sets, else float32."""
     names = {name: precision for precision, name in _ACCELERATE.items()}
     return names.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "float32")
 
 
-def _keep_sums(accelerator: Accelerator) -> None:
-    """Only weights are gathered in 16 bits. Gradients are added in float32, and the sums that a model returns
-    stay as they are, which accelerate's own policy rounds.
-    """
+def _reduce_in_float32(accelerator: Accelerator) -> None:
+    """Gather weights in 16 bits, but add gradients and return sums in float32; accelerate's own policy rounds both."""
     plugin = accelerator.state.fsdp_plugin
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -311,14 +301,14 @@ def _load(
 
 
 def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
-    """Raise RefusedError, before anything is trained, where what a model's class stores is not what its source has."""
+    """Raise RefusedError if the model's class would store other tensors or shapes than its source has."""
     stored = {name: shape for name, (shape, _) in sources(model).items()}
     tied = {name.replace(".base_layer.", ".") for name in tied_names(model)}
     known = {name: spec.shape for name, spec in source.tensors.items()}
-    odd = [name for name, shape in stored.items() if known.get(name) != shape and (name in known or name not in tied)]
-    if odd or not known.keys() & stored.keys():
+    wrong = [name for name, shape in stored.items() if known.get(name) != shape and (name in known or name not in tied)]
+    if wrong or not known.keys() & stored.keys():
         raise RefusedError(
-            f"{type(model).__name__} would store {listing(odd or stored)} otherwise than {source.name} does; load it "
+            f"{type(model).__name__} would store {listing(wrong or stored)} otherwise than {source.name} does; load it "
             "with transformers, save it again and train that"
         )
 
@@ -335,31 +325,31 @@ def _check_compiler() -> None:
 
 
 def check_finite(model: PreTrainedModel, name: str) -> None:
-    """Raise RefusedError where weights are NaN or infinite: training would blame the learning rate."""
+    """Raise RefusedError if weights are NaN or infinite: training would blame the learning rate."""
     weights = {key: weight.detach() for key, weight in model.named_parameters() if weight.is_floating_point()}
     local = {key: weight.to_local() if isinstance(weight, DTensor) else weight for key, weight in weights.items()}
-    odd = [key for key, weight in local.items() if weight.element_size() > 1 and not bool(weight.isfinite().all())]
-    if odd := gather_object(odd):
+    bad = [key for key, weight in local.items() if weight.element_size() > 1 and not bool(weight.isfinite().all())]
+    if bad := gather_object(bad):
         raise RefusedError(
-            f"{name} has weights that are NaN or infinite: {listing(set(odd))}; give an intact checkpoint"
+            f"{name} has weights that are NaN or infinite: {listing(set(bad))}; give an intact checkpoint"
         )
 
 
-def check_teacher(teacher: Any, its_tokenizer: Any, model: Any, tokenizer: Any, name: str) -> None:
-    """Raise RefusedError where the teacher of that name does not predict the tokens that the model predicts."""
+def check_teacher(teacher: Any, teacher_tokenizer: Any, model: Any, tokenizer: Any, name: str) -> None:
+    """Raise RefusedError if the teacher of that name has another vocabulary than the model."""
     theirs, ours = (each.config.get_text_config(decoder=True).vocab_size for each in (teacher, model))
     if theirs != ours:
-        odd = f"the teacher {name} predicts {theirs:,} tokens, the model {ours:,}"
-    elif its_tokenizer.get_vocab() != tokenizer.get_vocab():
-        odd = f"the tokenizer of the teacher {name} has other tokens than the model's"
+        difference = f"the teacher {name} predicts {theirs:,} tokens, the model {ours:,}"
+    elif teacher_tokenizer.get_vocab() != tokenizer.get_vocab():
+        difference = f"the tokenizer of the teacher {name} has other tokens than the model's"
     else:
         return
-    raise RefusedError(f"{odd}; give the checkpoint from which the model was converted")
+    raise RefusedError(f"{difference}; give the checkpoint from which the model was converted")
 
 
 def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
-    """What is asked for, or the positions of the model but `MAX_BLOCK` at most. Raises RefusedError."""
-    most = MAX_PAIR if config.is_encoder_decoder else MAX_BLOCK
+    """Tokens of a block: --context, or the model's positions, `MAX_BLOCK` at most. Raises RefusedError."""
+    default = MAX_PAIR if config.is_encoder_decoder else MAX_BLOCK
     config = config.get_text_config(decoder=True)
     if len(tokenizer) > config.vocab_size:
         raise RefusedError(
@@ -369,4 +359,4 @@ def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options
     longest = positions(config)
     if longest and options.context and options.context > longest:
         raise RefusedError(f"--context {options.context} is more than the {longest} positions of {checkpoint.name}")
-    return options.context or min(longest or most, MAX_BLOCK)
+    return options.context or min(longest or default, MAX_BLOCK)

@@ -1,4 +1,4 @@
-"""Models under FSDP2: each process reads its rows of every weight, and none ever holds a model whole."""
+"""Models under FSDP2: each process reads its rows of every weight; no process holds a whole model."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _RESULT = "the result to be written"
 
 
 def share_model(training: TrainingModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
-    """Divide an empty model as accelerate does, and read the checkpoint into it. Raises what `read_shards` does."""
+    """Shard an empty model as accelerate does, and read the checkpoint into it. Raises the errors of `read_shards`."""
     plugin = accelerator.state.fsdp_plugin
-    plugin.cpu_ram_efficient_loading = False  # which would send weights that the first process had whole
+    plugin.cpu_ram_efficient_loading = False  # it broadcasts whole weights from the first process
     fsdp2_prepare_model(accelerator, training)
     offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     _read(training.model, checkpoint, "cpu" if offloaded else str(accelerator.device))
 
 
 def share_teacher(teacher: PreTrainedModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
-    """The same of what does not train, gathered a layer at a time."""
+    """Shard a frozen model, which is gathered a layer at a time, and read the checkpoint into it."""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    kinds = set(teacher._no_split_modules or ())
-    for module in [each for each in teacher.modules() if type(each).__name__ in kinds]:
+    classes = set(teacher._no_split_modules or ())
+    for module in [module for module in teacher.modules() if type(module).__name__ in classes]:
         fully_shard(module, mesh=mesh)
     fully_shard(teacher, mesh=mesh)
     _read(teacher, checkpoint, str(accelerator.device))
@@ -47,21 +47,21 @@ def _read(model: PreTrainedModel, checkpoint: Checkpoint, device: str) -> None:
     read_shards(model, str(checkpoint.directory), files, device)
 
 
-def prepared(accelerator: Accelerator, training: Any, optimizer: Any) -> tuple[Any, Any]:
-    """What `accelerator.prepare` gives. Of shards accelerate tells parameters by their address, and those of which a
-    process has no rows have none; but the optimiser has been made of shards.
+def prepare_model(accelerator: Accelerator, training: Any, optimizer: Any) -> tuple[Any, Any]:
+    """`accelerator.prepare`, which with FSDP2 maps parameters to shards by address; a shard without rows has none. Our
+    optimiser already has the shards, so only the rest is done here.
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare(training, optimizer)  # type: ignore[no-any-return]
     training._is_accelerate_prepared = True
-    accelerator._models.append(training)  # all that prepare_model does then, which older ones refuse with FSDP2
+    accelerator._models.append(training)  # all that accelerate's prepare_model does here; older versions refuse FSDP2
     return training, accelerator.prepare_optimizer(optimizer)
 
 
 @contextmanager
 def gathered(weights: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-    """In the main process a weight is whole whenever it is looked up, however long the process does other things
-    meanwhile; the others take part in that, and enter the block when it has left it, also where it failed there.
+    """In the main process looking up a weight all-gathers it; the other processes serve these gathers until the main
+    process leaves the block, also by an error, and enter the block then.
     """
     main = ranks().is_main_process
     while not main and (name := broadcast_str("", _RESULT)):
@@ -84,6 +84,6 @@ class _Gathered(UserDict[str, Tensor]):
 
 
 def _whole(tensor: Any) -> Tensor:
-    """On the device of the processes, which gather nothing that was put into the host's memory."""
-    found: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
-    return found
+    """Gather a DTensor, on the device of the mesh: offloaded shards cannot be gathered in the host's memory."""
+    full: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return full

@@ -1,12 +1,12 @@
-"""Saving and continuing a run. What is saved has its final name only when all of it is on disk.
+"""States of a run: saved while it trains, loaded to continue it.
 
 A state is a directory `step-N`: weights and optimiser as torch's distributed checkpoint, accelerate's own files
-(scaler, random states of every rank) and `trainer_state.json` with the step and what the run was asked for. All ranks
-write into the one directory, which several machines must share; training goes on as soon as weights and optimiser are
-copied to the memory of the host. accelerate reads random states with pickle: continue only from states that you made.
+(scaler, random states of every rank) and `trainer_state.json` with the progress and the options. It gets this name only
+when it is complete. All ranks write into one directory, which several machines must share; training continues as soon
+as weights and optimiser are copied to the host's memory. accelerate reads random states with pickle: continue only from
+states that you made.
 
-Beside the states lie the weights with the lowest held-out loss so far, `best`, which all ranks write in the same way;
-each state has them too.
+`best`, beside the states and in each of them, holds the weights with the lowest held-out loss so far.
 """
 
 from __future__ import annotations
@@ -54,30 +54,30 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one proces
 
 @dataclass
 class States:
-    """The states of one run, `directory/step-N`."""
+    """The states of one run, `directory/step-N`, of which the last `keep_last` stay."""
 
     directory: Path
     keep_last: int
     _writing: Future[None] | None = None
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Within the block the directory exists, no other run uses it, and no half of a state is left from one that was
-        killed; the main process sees to that. Raises RefusedError if another run uses it.
+    def lock(self) -> Iterator[None]:
+        """Create and lock the directory, and remove incomplete states, in the main process. Raises RefusedError if
+        another run has the lock.
         """
         with ExitStack() as stack:
             if ranks().is_main_process:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                using = f"another run is using {self.directory}; wait for it or give another output with -o"
+                message = f"another run is using {self.directory}; wait for it or give another output with -o"
                 stack.callback(self._remove_empty)  # after the lock is released
-                stack.enter_context(locked(self.directory / _LOCK, using))
+                stack.enter_context(locked(self.directory / _LOCK, message))
                 for leftover in self.directory.glob("*.partial"):
                     shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             stack.callback(self.finish)
             yield
 
     def remove(self) -> None:
-        """Remove the states and the log while the directory is locked; the lock and the directory go with `held`."""
+        """Remove the states and the log; `lock` removes its file and the directory at its end."""
         for path in self.directory.iterdir():
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -86,26 +86,26 @@ class States:
                     path.unlink()
 
     def _remove_empty(self) -> None:
-        """What is left if the first step was refused, or if all is written; another run may have the lock by now."""
+        """Remove the directory if nothing is in it but an empty log; another run may have the lock by now."""
         with suppress(OSError):
             metrics = self.directory / "metrics.jsonl"
             if metrics.exists() and not metrics.stat().st_size:
                 metrics.unlink()
             self.directory.rmdir()
 
-    def all(self) -> list[Path]:
+    def complete(self) -> list[Path]:
         """Complete states, the oldest first."""
         return sorted(record.parent for record in self.directory.glob(f"step-{'[0-9]' * 8}/{RECORD}"))
 
     def save(self, accelerator: Accelerator, model: Any, optimizer: Any, record: dict[str, Any]) -> None:
-        """Begin to write the state of all ranks, which `finish` or the next `save` ends: what training changes is
-        copied when this returns. The older ones beyond `keep_last` go only when the new one is complete.
+        """Copy the state of all ranks to the host's memory and start writing it; `finish` or the next `save` waits for
+        it. Older states beyond `keep_last` are removed when the new one is complete.
 
-        Raises OutputError if it or the one before cannot be written.
+        Raises OutputError if this state or the one before cannot be written.
         """
         self.finish()
         work = self.directory / f"step-{record['step']:08d}.partial"
-        with self._failing(f"the state of step {record['step']}", work):
+        with self._explain_errors(f"the state of step {record['step']}", work):
             work.mkdir(parents=True, exist_ok=True)
             if accelerator.is_main_process:
                 _link(self.directory / BEST, work / BEST)
@@ -118,19 +118,19 @@ class States:
         thread.shutdown(wait=False)
 
     def finish(self) -> None:
-        """The state that is being written is complete. Raises OutputError if it cannot be, on all ranks."""
+        """Wait until the state is written. Raises OutputError on all ranks if it cannot be."""
         writing, self._writing = self._writing, None
         if writing:
             writing.result()
 
     @cached_property
     def _group(self) -> Any:
-        """What ranks write states together in while they train in another."""
+        """The process group for writing states, apart from that of training."""
         return distributed.new_group(backend="gloo", timeout=TIMEOUT) if ranks().num_processes > 1 else None
 
     def _complete(self, work: Path, record: dict[str, Any], copies: dict[str, Any], group: Any) -> None:
-        """Write a state under its name. torch's `save` ends on all ranks when all have written, or fails on all."""
-        with self._failing(f"the state of step {record['step']}", work):
+        """Write a state and rename it. torch's `save` returns on all ranks when all have written, or fails on all."""
+        with self._explain_errors(f"the state of step {record['step']}", work):
             save(copies, checkpoint_id=work / _SHARDS, process_group=group, no_dist=group is None)
             if not ranks().is_main_process:
                 return
@@ -138,57 +138,57 @@ class States:
             for directory in [work, *(p for p in work.rglob("*") if p.is_dir())]:
                 fsync_directory(directory)
             final = work.with_suffix("")
-            if final.exists():  # saved before, without all of its files
+            if final.exists():  # an incomplete one
                 shutil.rmtree(final)
             work.rename(final)
             fsync_directory(self.directory)
-            for old in self.all()[: -self.keep_last]:
-                gone = old.with_suffix(".partial")
-                old.rename(gone)
-                shutil.rmtree(gone)
+            for old in self.complete()[: -self.keep_last]:
+                shutil.rmtree(old.rename(old.with_suffix(".partial")))
 
-    def keep_best(self, weights: dict[str, Tensor]) -> None:
-        """Replace the best weights of before by what each process has. Raises OutputError."""
-        self.finish()  # which processes talk about too
+    def save_best(self, weights: dict[str, Tensor]) -> None:
+        """Replace the best weights by those of all processes. Raises OutputError."""
+        self.finish()  # it uses the same process group
         work = self.directory / f"{BEST}.partial"
-        with self._failing("the best weights", work):
+        with self._explain_errors("the best weights", work):
             save(weights, checkpoint_id=work, process_group=self._group, no_dist=self._group is None)
             if ranks().is_main_process:
                 shutil.rmtree(self.directory / BEST, ignore_errors=True)
                 work.rename(self.directory / BEST)
 
     @contextmanager
-    def _failing(self, what: str, work: Path) -> Iterator[None]:
-        """Raise OutputError if `what` cannot be saved, and remove the half of it in `work`."""
+    def _explain_errors(self, content: str, work: Path) -> Iterator[None]:
+        """Raise OutputError if the content cannot be saved, and remove the incomplete `work`."""
         try:
             yield
         except (OSError, RuntimeError, CheckpointException) as error:  # torch writes files with its own errors
             shutil.rmtree(work, ignore_errors=True)
             if out_of_memory(cause := _cause(error)) or is_disconnected(cause):
                 raise cause from error
-            told = "free some space and continue from the last state with --resume"
-            raise OutputError(f"{what} could not be saved in {self.directory} ({explain(cause)}); {told}") from error
+            raise OutputError(
+                f"{content} could not be saved in {self.directory} ({explain(cause)}); free some space and continue "
+                "from the last state with --resume"
+            ) from error
 
     def read_best(self, weights: dict[str, Tensor]) -> None:
-        """Read the best weights into these."""
+        """Read the best weights into these tensors."""
         read(weights, checkpoint_id=self.directory / BEST, process_group=self._group, no_dist=self._group is None)
 
-    def take_best(self, state: Path) -> None:
-        """The best weights are again those of a state, or none if it has none."""
+    def restore_best(self, state: Path) -> None:
+        """Replace the best weights by those of a state, which may have none."""
         shutil.rmtree(self.directory / BEST, ignore_errors=True)
         _link(state / BEST, self.directory / BEST)
 
-    def continued(self, options: TrainOptions) -> TrainOptions:
-        """The options with what the run that is continued made of those that are left open: how many processes share a
-        step may decide how large it is. Raises RefusedError.
+    def fill(self, options: TrainOptions) -> TrainOptions:
+        """Fill in the block and batch size of the last state, whose defaults may depend on the number of processes.
+        Raises RefusedError.
         """
-        before = self.latest()[1].get("options", {})
-        left = {name: before.get(name) for name in ("context", "batch_size") if getattr(options, name) is None}
-        return replace(options, **left)
+        saved = self.latest()[1].get("options", {})
+        open_names = [name for name in ("context", "batch_size") if getattr(options, name) is None]
+        return replace(options, **{name: saved.get(name) for name in open_names})
 
     def latest(self) -> tuple[Path, dict[str, Any]]:
         """The newest state and its record. Raises RefusedError if there is none or it cannot be read."""
-        if not (states := self.all()):
+        if not (states := self.complete()):
             raise RefusedError(f"--resume: {self.directory} has no saved state; start without --resume")
         with _readable(states[-1]):
             record: dict[str, Any] = json.loads((states[-1] / RECORD).read_text())
@@ -197,17 +197,17 @@ class States:
 
 
 def load(path: Path, saved_by: int, accelerator: Accelerator, model: Any, optimizer: Any) -> None:
-    """Weights, optimiser and random states as they were when so many ranks saved them, whatever ranks and shards there
-    are. Raises RefusedError if the state cannot be read.
+    """Read weights, optimiser and random states that `saved_by` ranks saved; ranks and shards may differ now. Raises
+    RefusedError if the state cannot be read.
     """
     with _readable(path):
-        FileSystemReader(path / _SHARDS).read_metadata()  # of which `read` would log every error
+        FileSystemReader(path / _SHARDS).read_metadata()  # `read` would log every error of it
         weights, moments = get_state_dict(model, optimizer.optimizer)
         read({"model": weights}, checkpoint_id=path / _SHARDS)
-        partial = DefaultLoadPlanner(allow_partial_load=True)  # what never had a gradient has no moments
+        partial = DefaultLoadPlanner(allow_partial_load=True)  # parameters without gradients have no moments
         read({"optimizer": moments}, checkpoint_id=path / _SHARDS, planner=partial)
         set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
-        if (rank := accelerator.process_index) < saved_by:  # accelerate goes on without a file that it cannot read
+        if (rank := accelerator.process_index) < saved_by:  # accelerate ignores a file that it cannot read
             torch.load(path / f"random_states_{rank}.pkl", weights_only=False)
         load_accelerator_state(str(path), [], [], [], [], rank, accelerator.scaler)
 
@@ -219,20 +219,20 @@ def _readable(path: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # of json, pickle, zip files, torch
         if out_of_memory(cause := _cause(error)):
             raise cause from error
-        told = "delete it to continue from the one before, or start without --resume"
-        raise RefusedError(f"the state {path} cannot be read ({explain(cause)}); {told}") from error
+        raise RefusedError(
+            f"the state {path} cannot be read ({explain(cause)}); delete it to continue from the one before, or start "
+            "without --resume"
+        ) from error
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What went wrong in the first of the ranks that are named in an error of torch.distributed.checkpoint."""
+    """The error of the first rank that failed, from an error of torch.distributed.checkpoint."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     return next((failure for failure, _ in failures.values()), error)
 
 
-def check_same_run(path: Path, record: dict[str, Any], run: dict[str, Any]) -> None:
-    """Raise RefusedError if a state belongs to another run than one of these `options` and `data`, with every
-    difference.
-    """
+def check_run(path: Path, record: dict[str, Any], run: dict[str, Any]) -> None:
+    """Raise RefusedError with all differences if the options or the data of a state are not those of this run."""
     changed = differences(json.loads(json.dumps(run["options"], default=str)), record.get("options", {}))
     if record.get("data") != run["data"]:
         changed.append("the content of the data")
@@ -241,13 +241,13 @@ def check_same_run(path: Path, record: dict[str, Any], run: dict[str, Any]) -> N
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same files, if there are any, below a second name, or copies of them where the system has no such names."""
+    """Hard-link the files of a directory, if it exists, or copy them if the file system has no links."""
 
-    def link(one: str, other: str) -> None:
+    def link(file: str, name: str) -> None:
         try:
-            os.link(one, other)
+            os.link(file, name)
         except OSError:
-            shutil.copyfile(one, other)
+            shutil.copyfile(file, name)
 
     if source.exists():
         shutil.copytree(source, target, copy_function=link)

@@ -1,4 +1,4 @@
-"""The weights that a checkpoint would store, in the place of those that train."""
+"""Evaluate a model with the weights that would be stored."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.names import sources
 from gqa.checkpoint.read import Checkpoint, stored_as
-from gqa.uptrain.lora import adapted, parts
+from gqa.uptrain.lora import adapter_parts, merge_adapter
 
 
 @contextmanager
 def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[None]:
-    """Within the block the model has the weights that would be written: adapters merged, and everything that trains
-    rounded to the dtype in which the checkpoint stores it. What is replaced is in the memory of the host meanwhile.
+    """Give the model, within the block, the weights that would be stored: adapters merged, and trained parameters
+    rounded to the dtype of the checkpoint. The training weights wait in the host's memory.
     """
     specs = ((checkpoint.tensors.get(stored), names) for stored, (_, names) in sources(model).items())
     dtypes = {name: spec.dtype for spec, names in specs if spec for name in names}
@@ -31,15 +31,15 @@ def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[N
 
     try:
         with torch.no_grad():
-            for name, (own, *adapter) in parts(parameters).items():
-                weight, dtype = parameters[own], dtypes.get(name, "F32")
+            for name, (base, *adapter) in adapter_parts(parameters).items():
+                weight, dtype = parameters[base], dtypes.get(name, "F32")
                 if dtype == "F32" or not (weight.requires_grad or adapter):
                     continue
                 if not adapter:
                     replace(weight, stored_as(weight, dtype))
                     continue
-                down, up = (parameters[each] for each in adapter)
-                replace(weight, stored_as(adapted(weight, down, up), dtype))
+                down, up = (parameters[part] for part in adapter)
+                replace(weight, stored_as(merge_adapter(weight, down, up), dtype))
                 replace(up, torch.zeros_like(up))
         yield
     finally:

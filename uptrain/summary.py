@@ -46,7 +46,7 @@ def plan_record(setup: Setup) -> dict[str, Any]:
         "tokens": dataloader.steps * dataloader.tokens_per_step,
         "tokens_per_step": dataloader.tokens_per_step,
         "block_size": setup.options.block,
-        "micro_batch": setup.micro,
+        "micro_batch": setup.micro_batch,
         "processes": setup.accelerator.num_processes,
         "warmup_steps": warmup_steps(options.warmup, options.schedule, dataloader.steps),
         "heldout_tokens": dataloader.tokens(len(setup.heldout)),
@@ -86,15 +86,16 @@ def memory_bytes(parameters: int, trained: int, optimizer: str, teacher: int = 0
 def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
     """The same for people, with what it takes where the record has the `estimate`."""
     options = setup.options
-    forwards = options.blocks_per_step // (setup.micro * record["processes"])
+    forwards = options.blocks_per_step // (setup.micro_batch * record["processes"])
     several, each = ("es", " on each") if record["processes"] > 1 else ("", "")
     lines = [
         f"model       {record['model']}: {record['trained_parameters']:,} of {record['parameters']:,} parameters train "
         f"({options.train})",
-        f"teacher     {setup.taught}" if options.teachers else f"no teacher  {setup.taught}",
+        f"teacher     {setup.teacher_text}" if options.distills else f"no teacher  {setup.teacher_text}",
         f"data        {', '.join(options.data)}: {record['data']}",
         f"steps       {record['steps']:,} of {options.batch_size} blocks = {record['tokens_per_step']:,} tokens "
-        f"({record['processes']} process{several} x {forwards} x {setup.micro}), {record['tokens']:,} tokens in all",
+        f"({record['processes']} process{several} x {forwards} x {setup.micro_batch}), "
+        f"{record['tokens']:,} tokens in all",
         f"rate        {options.learning_rate:g} {options.optimizer}, {options.schedule}, "
         f"{record['warmup_steps']} steps of warm-up",
         f"memory      {size(record['memory_bytes'])}{each} for weights, gradients and optimiser, activations on top",
@@ -114,7 +115,7 @@ def result_text(setup: Setup, progress: TrainingProgress) -> str:
     """How it went."""
     lines, before, after = [], progress.heldout_before, progress.heldout_after
     if before and after:
-        name, told = ("distillation", "nats from the teacher") if setup.options.teachers else ("nats", "nats per token")
+        name, told = ("distillation", "nats from the teacher") if setup.options.distills else ("nats", "nats per token")
         lines.append(
             f"held out    {before[name]:.4f} {told} before, {after[name]:.4f} after {progress.best_step} steps"
         )
@@ -147,8 +148,8 @@ def record_of(setup: Setup, progress: TrainingProgress, argv: Sequence[str]) -> 
         "tokens": progress.tokens,
         "steps": progress.step,
         "skipped_steps": progress.skipped,
-        "teacher": told["teacher"] if options.teachers else None,
-        "teacher_revision": setup.base and setup.base.revision,
+        "teacher": told["teacher"] if options.distills else None,
+        "teacher_revision": setup.teacher_checkpoint and setup.teacher_checkpoint.revision,
         "losses": _losses(setup, progress),
         "data_summary": dataloader.summary,
         "data_fingerprint": dataloader.fingerprint,
@@ -165,7 +166,7 @@ def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
     found: dict[str, Any] = {"training": progress.loss}
     for when, told in (("before", progress.heldout_before), ("after", progress.heldout_after)):
         found[f"heldout_{when}"] = told and told["nats"]
-        if setup.options.teachers:
+        if setup.options.distills:
             found[f"distillation_{when}"] = told and told["distillation"]
     return found | {"best_step": progress.best_step if setup.heldout else progress.step}
 
