@@ -84,7 +84,7 @@ def options(**given: Any) -> TrainOptions:
     [
         ({"alpha": 0.1}, 1, "given by --alpha and --steps; give one of --alpha, --tokens and --steps"),
         ({"alpha": math.nan, "steps": None}, 1, "alpha: nan is not a number above 0 to 1"),
-        ({"pretraining_tokens": 9}, 1, "--pretraining-tokens is what --alpha is a fraction of"),
+        ({"pretraining_tokens": 9}, 1, "pretraining_tokens is what --alpha is a fraction of"),
         ({"batch_size": 6}, 4, "--batch-size 6 cannot be shared by 4 processes; give a multiple of 4"),
         ({"batch_size": 8, "micro_batch": 3}, 2, "--micro-batch 3 does not divide the 4 blocks"),
         ({"distill": 0.5, "teacher": "none"}, 1, "--distill needs --teacher"),
@@ -93,7 +93,7 @@ def options(**given: Any) -> TrainOptions:
         ({"decay": 0.5}, 1, "--decay needs --schedule wsd; give both"),
         ({"heldout": "a", "heldout_fraction": 0.1}, 1, "given by --heldout and --heldout-fraction; give one"),
         ({"learning_rate": math.inf}, 1, "learning_rate: inf is not a number above 0"),
-        ({"repeats": True, "mask_documents": True}, 1, "--repeats makes blocks without documents"),
+        ({"repeats": True, "mask_documents": True}, 1, "repeats makes blocks without documents"),
     ],
 )
 def test_options_that_do_not_go_together(given: dict[str, Any], ranks: int, says: str) -> None:

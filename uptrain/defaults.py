@@ -1,6 +1,4 @@
-"""What a run does where its options leave it open: who teaches, on which text, how long, which weights train, and how
-much of the text a step takes.
-"""
+"""Defaults that depend on the checkpoint or the data: teacher, text, length, scope, block and batch."""
 
 from __future__ import annotations
 
@@ -16,79 +14,79 @@ from gqa.convert.methods import METHODS
 from gqa.corpus.sources import is_self, parse_self
 from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, TrainOptions
 
-TOKENS = 512_000  # to train on where nothing says how many
-_STEPS = 250  # that a run has at least, where smaller batches and blocks can give it them
-_BATCH, _BLOCK = 8, 256  # blocks of a step at most, tokens of a block at least
+TOKENS = 512_000  # to train on by default
+_STEPS = 250  # of a run at least, if smaller batches and blocks allow it
+_BATCH, _BLOCK = 8, 256  # most blocks of a step, fewest tokens of a block
 
 
 def settle(
     options: TrainOptions, checkpoint: Checkpoint, headers_only: bool = False
 ) -> tuple[TrainOptions, Checkpoint | None, str]:
-    """The options with the teacher, data, length, repeats and scope decided; the teacher's checkpoint; and for people
-    which one it is, or why there is none. Raises RefusedError where there is neither text nor a teacher to write it.
+    """The options with teacher, data, length, repeats and scope decided; the teacher's checkpoint; and its name, or
+    why there is none. Raises RefusedError if there is neither text nor a teacher to write it.
     """
     record = read_record(checkpoint, PROVENANCE)
     conversion: dict[str, Any] = record if isinstance(record, dict) else {}
-    teacher, told = None, "--teacher none"
+    teacher, teacher_text = None, "--teacher none"
     if options.teacher == AUTO_TEACHER:
-        teacher, told = find_base(checkpoint, conversion, headers_only)
+        teacher, teacher_text = find_base(checkpoint, conversion, headers_only)
     elif options.teacher != NO_TEACHER:
         teacher = open_model(options.teacher, _recorded_commit(options.teacher, conversion), headers_only)
-        told = options.teacher + _at_commit(teacher)
+        teacher_text = options.teacher + _at_commit(teacher)
     if not options.data and teacher is None:
         raise RefusedError(
-            f"no --data is given, and there is no teacher that could write it ({told}); give text, or the model before "
-            "conversion with --teacher"
+            f"no --data is given, and there is no teacher that could write it ({teacher_text}); give text, or the "
+            "model before conversion with --teacher"
         )
     name = NO_TEACHER if teacher is None else options.teacher
     if name == AUTO_TEACHER and teacher is not None:
         name = teacher.hub_id or str(teacher.directory)
     data = options.data or ("self",)
-    counted = is_self(data[0]) and parse_self(data[0]).tokens
-    tokens = options.tokens if options.lengths or counted else TOKENS
+    sample_tokens = is_self(data[0]) and parse_self(data[0]).tokens
+    tokens = options.tokens if options.lengths or sample_tokens else TOKENS
     train = options.train or ("attention" if _aligned(conversion) else "all")
-    found = replace(options, teacher=name, data=data, tokens=tokens, train=train)
+    settled = replace(options, teacher=name, data=data, tokens=tokens, train=train)
     if options.repeats is None and not is_self(data[0]):
-        # A teacher says what to make of text that repeats itself; without one it is learnt that text does.
-        pairs = bool(checkpoint.config.get("is_encoder_decoder"))  # of which none repeats itself
-        found = replace(found, repeats=bool(found.distills) and not options.mask_documents and not pairs)
-    return found, teacher, told
+        # Without a teacher the model would learn that text repeats itself. Pairs do not repeat.
+        pairs = bool(checkpoint.config.get("is_encoder_decoder"))
+        settled = replace(settled, repeats=settled.distills and not options.mask_documents and not pairs)
+    return settled, teacher, teacher_text
 
 
 def _aligned(conversion: dict[str, Any]) -> bool:
-    """Whether heads were merged by a method that looks at the model."""
-    chosen = conversion.get("options")
-    how = METHODS.get(str(chosen.get("method"))) if isinstance(chosen, dict) else None
-    return how is not None and how.aligns
+    """Whether the conversion's method aligned heads."""
+    options = conversion.get("options")
+    method = METHODS.get(str(options.get("method"))) if isinstance(options, dict) else None
+    return method is not None and method.aligns
 
 
 def find_base(
     checkpoint: Checkpoint, conversion: dict[str, Any], headers_only: bool = False
 ) -> tuple[Checkpoint | None, str]:
-    """The base model that a conversion's provenance names, at the commit that was converted, or None; and which it is
-    or why there is none, for people.
+    """The base model that a conversion's provenance names, at the commit that was converted, or None; and its name in
+    words, or why there is none.
 
-    It is looked for where it lay from the result, beside the result, and at the hub where it came from there.
+    A local base model is looked up by its path relative to the result, then beside the result.
     """
     source = conversion.get("source")
     if not isinstance(source, dict) or not isinstance(name := source.get("model"), str) or not name:
         return None, f"{checkpoint.name} has no {PROVENANCE} that names its base model"
     assert checkpoint.directory is not None
-    here = checkpoint.directory.resolve()
-    places = [here / str(source["path"])] if source.get("path") else []
-    places += [here.with_name(name)] if Path(name).name == name else []
-    found = next((str(place.resolve()) for place in places if place.is_dir()), None)
-    if found is None and "path" in source:  # it was a local one
+    directory = checkpoint.directory.resolve()
+    candidates = [directory / str(source["path"])] if source.get("path") else []
+    candidates += [directory.with_name(name)] if Path(name).name == name else []
+    local = next((str(path.resolve()) for path in candidates if path.is_dir()), None)
+    if local is None and "path" in source:  # it was local at the conversion
         return None, f"the base model {name} is not where it was; --teacher says where it is now"
     try:
-        base = open_model(found or name, None if found else _recorded_commit(name, conversion), headers_only)
+        base = open_model(local or name, None if local else _recorded_commit(name, conversion), headers_only)
     except (RefusedError, OSError) as error:
         return None, f"the base model {name} cannot be read: {explain(error)}"
-    return base, f"{found or name}{_at_commit(base)}, the base model; --teacher none is without"
+    return base, f"{local or name}{_at_commit(base)}, the base model; --teacher none is without"
 
 
 def _recorded_commit(name: str, conversion: dict[str, Any]) -> str | None:
-    """The commit of the hub id `name` that was converted, if the conversion's provenance has it."""
+    """The commit of hub id `name` that was converted, if recorded."""
     source = conversion.get("source")
     if not isinstance(source, dict) or source.get("model") != name or Path(name).exists():
         return None
@@ -100,23 +98,22 @@ def _at_commit(teacher: Checkpoint) -> str:
     return f" at commit {teacher.revision[:12]}" if teacher.revision else ""
 
 
-def settle_steps(options: TrainOptions, have: int, longest: int, ranks: int) -> TrainOptions:
-    """The options with the tokens of a block and the blocks of a step decided, of `have` tokens of data.
+def settle_steps(options: TrainOptions, data_tokens: int, longest: int, ranks: int) -> TrainOptions:
+    """The options with the tokens of a block and the blocks of a step decided.
 
-    Blocks are the `longest` that the model reads and a step has eight of them. A run that had less than 250 steps then
-    takes fewer, and shorter blocks where one is too many: what few tokens bring is a matter of steps
-    (docs/uptraining.md). With a constant rate it does not, so that the first steps of a longer run are a shorter one.
-    The blocks of a step are shared by `ranks`.
+    By default a step has eight blocks of `longest` tokens. If that makes less than 250 steps, a step has fewer blocks,
+    and blocks are shorter: with few tokens the number of steps decides the result (docs/uptraining.md). A constant
+    learning rate keeps the default, so that a longer run begins with the steps of a shorter one. `ranks` share a step.
     """
-    tokens = options.tokens or have
+    tokens = options.tokens or data_tokens
     if options.alpha is not None:
-        tokens = int(options.alpha * (options.pretraining_tokens or have))
+        tokens = int(options.alpha * (options.pretraining_tokens or data_tokens))
     short = options.steps is None and options.schedule != "constant"
     block, batch = options.context or longest, options.batch_size
     while short and options.context is None and tokens < _STEPS * block and block // 2 >= _BLOCK:
         block //= 2
     if batch is None:
         unit = ranks * (options.micro_batch or 1)
-        wanted = min(_BATCH, tokens // (_STEPS * block)) if short else _BATCH
-        batch = max(1, wanted // unit) * unit
+        target = min(_BATCH, tokens // (_STEPS * block)) if short else _BATCH
+        batch = max(1, target // unit) * unit
     return replace(options, context=block, batch_size=batch)

@@ -1,8 +1,7 @@
-"""Losses over a large vocabulary whose logits exist one slice at a time, forward and backward.
+"""Losses over a large vocabulary with the logits of one slice of a batch in memory at a time.
 
-`chunked_sum` takes the gradient of each slice's loss as soon as its logits are there, so that neither logits nor their
-gradient are ever held for a batch, and nothing is computed twice. (The idea of fused linear cross-entropy, here with
-the model's own head in the place of one matrix.)
+`chunked_sum` computes the gradient of a slice's loss during the forward pass, so logits and their gradients never exist
+for a whole batch, and nothing is computed twice: fused linear cross-entropy, with any head.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class _ChunkedSum(torch.autograd.Function):
     def forward(
         ctx: Any, loss: SliceLoss, vocabulary: int, differentiate: bool, rows: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
-        total, told = rows.new_zeros((), dtype=torch.float32), None
+        total, report = rows.new_zeros((), dtype=torch.float32), None
         row_gradient = torch.empty_like(rows) if differentiate else None
         sums: list[Tensor | None] = [None] * len(parameters)
         for piece in chunks(len(rows), vocabulary, rows.device):
@@ -32,28 +31,28 @@ class _ChunkedSum(torch.autograd.Function):
                 leaf = rows[piece].detach().requires_grad_(differentiate)
                 value, numbers = loss(leaf, piece)
             total += value.detach()
-            told = numbers.detach() if told is None else told + numbers.detach()
+            report = numbers.detach() if report is None else report + numbers.detach()
             if row_gradient is not None:
                 with torch.autocast(rows.device.type, enabled=False):  # as every backward pass is
-                    row_gradient[piece], *found = torch.autograd.grad(value, [leaf, *parameters], allow_unused=True)
-                sums = [_add(before, part) for before, part in zip(sums, found, strict=True)]
-        ctx.held = None if row_gradient is None else (row_gradient, sums)
-        assert told is not None
-        ctx.mark_non_differentiable(told)
-        return total, told
+                    row_gradient[piece], *gradients = torch.autograd.grad(value, [leaf, *parameters], allow_unused=True)
+                sums = [_add(before, part) for before, part in zip(sums, gradients, strict=True)]
+        ctx.gradients = None if row_gradient is None else (row_gradient, sums)
+        assert report is not None
+        ctx.mark_non_differentiable(report)
+        return total, report
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        held, ctx.held = ctx.held, None  # scaled in place: good for once
-        if held is None:
+        gradients, ctx.gradients = ctx.gradients, None  # they are scaled in place, so only once
+        if gradients is None:
             raise RuntimeError("the gradient of a chunked sum was already taken")
-        rows, sums = held
-        # In float32, for a loss scale is more than float16 can hold; autograd casts what it gets.
+        rows, sums = gradients
+        # In float32: float16 cannot hold the loss scale. autograd casts the result.
         return (None, None, None, *(None if part is None else part.float().mul_(upstream[0]) for part in (rows, *sums)))
 
 
 def _add(before: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Sums over slices are in float32, however little of a bfloat16 sum each slice would be."""
+    """Add in float32: bfloat16 would round small slices away."""
     if before is None or part is None:
         return before if part is None else part.float()
     return before.add_(part)
@@ -64,12 +63,12 @@ def chunked_sum(
 ) -> tuple[Tensor, Tensor]:
     """Sum of `loss` over slices of (N, D) rows, differentiable (once) in them and in `parameters` (those of the head).
 
-    Returns the sum and the summed numbers to report. The gradient is that of a sum: divide afterwards, so that in
-    float16 it is not divided into nothing. Parameters that need no gradient are none of those given.
+    Return the sum and the summed numbers to report. Divide the gradient afterwards: a mean could underflow in float16.
+    All `parameters` need a gradient.
     """
     differentiate = torch.is_grad_enabled()
-    found: tuple[Tensor, Tensor] = _ChunkedSum.apply(loss, vocabulary, differentiate, rows, *parameters)  # type: ignore[no-untyped-call]
-    return found
+    sums: tuple[Tensor, Tensor] = _ChunkedSum.apply(loss, vocabulary, differentiate, rows, *parameters)  # type: ignore[no-untyped-call]
+    return sums
 
 
 def distillation(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What turns gradients into steps: AdamW or Adafactor."""
+"""The optimisers: AdamW and Adafactor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gqa.uptrain.training_model import TrainingModel
 
 
 def make_optimizer(model: TrainingModel, options: TrainOptions) -> torch.optim.Optimizer:
-    """AdamW (fused where the device has it), or Adafactor with an external learning rate (arXiv 1804.04235, section
-    3.1). No parameter group is empty: torch's distributed state dicts cannot hold an empty one.
+    """AdamW (fused if the device supports it), or Adafactor with an external learning rate (arXiv 1804.04235, section
+    3.1). There is no empty parameter group, which torch's distributed state dicts cannot hold.
     """
     groups = [group for group in parameter_groups(model, options.weight_decay) if group["params"]]
     if options.optimizer == "adafactor":

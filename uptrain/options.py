@@ -159,7 +159,7 @@ class TrainOptions(Options):
         if len(lengths := self.lengths) > 1:
             yield f"the length is given by {' and '.join(lengths)}; give one of --alpha, --tokens and --steps"
         if self.pretraining_tokens is not None and self.alpha is None:
-            yield "--pretraining-tokens is what --alpha is a fraction of; give both"
+            yield "pretraining_tokens is what --alpha is a fraction of; give both"
         if self.heldout and self.heldout_fraction:
             yield "held-out text is given by --heldout and --heldout-fraction; give one"
         before = "--teacher, the model before conversion"
@@ -172,11 +172,11 @@ class TrainOptions(Options):
 
     def _data_conflicts(self) -> Iterator[str]:
         if self.repeats and self.mask_documents:
-            yield "--repeats makes blocks without documents, which --mask-documents would keep apart"
+            yield "repeats makes blocks without documents, which mask_documents would keep apart"
         if not any(map(is_self, self.data)):
             return
         if self.repeats is not None:
-            yield "--repeats is for text of yours; --data self repeats itself, and self:plain does not"
+            yield "repeats is for text of yours; --data self repeats itself, and self:plain does not"
         if len(self.data) > 1 or self.streaming or self.mask_documents or self.heldout_fraction:
             yield "--data self:TOKENS stands alone: no other source, stream, documents or held-out share"
         if self.separator and not self.heldout:

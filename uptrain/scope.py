@@ -1,4 +1,4 @@
-"""Which parameters train, and which of them decay."""
+"""Choose the parameters that train, and those with weight decay."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from gqa.uptrain.options import Scope
 
 
 def attention_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[set[str], set[str]]:
-    """Names of a model's parameters in attention modules, and of those of them that hold keys or values.
+    """Names of the parameters in attention modules, and of those among them that project to keys or values.
 
-    Found in the checkpoint by the family's entry, then in the model by what becomes of each stored tensor. A projection
-    that keys and values share with queries is one parameter, so it counts as theirs. Raises RefusedError where the
-    class puts the tensors of one projection together in another way than the checkpoint.
+    The family's entry names the stored tensors, which are mapped to the model's parameters. A fused projection of
+    queries, keys and values counts as one of keys and values. Raises RefusedError if the class combines the tensors of
+    a projection with others.
     """
     config = read_config(checkpoint.config, checkpoint.name)
     modules = attention_modules(checkpoint, config)
     inside = {f"{module.path}.{tail}" for module in modules for tail in module.tensors}
     projections = {f"{m.path}.{tail}" for m in modules for tail in m.tensors if rule_of(tail, config)}
-    own, trainable = parameter_names(model), {name for name, _ in model.named_parameters()}
-    if lost := [name for name in projections if name not in own]:
+    parameters, trainable = parameter_names(model), {name for name, _ in model.named_parameters()}
+    if missing := [name for name in projections if name not in parameters]:
         raise RefusedError(
-            f"{type(model).__name__} has no parameter that is {listing(lost)} alone, so keys and values cannot be "
+            f"{type(model).__name__} has no parameter that is {listing(missing)} alone, so keys and values cannot be "
             "picked out; use --train all"
         )
-    return {own[name] for name in inside if own.get(name) in trainable}, {own[name] for name in projections} & trainable
+    attention = {parameters[name] for name in inside if parameters.get(name) in trainable}
+    return attention, {parameters[name] for name in projections} & trainable
 
 
 def choose(model: PreTrainedModel, checkpoint: Checkpoint, scope: Scope, rank: int = 16) -> None:
-    """Freeze what does not train; with `lora` put adapters of that rank on all linear layers that do not train whole.
+    """Freeze the parameters outside the scope; `lora` adds adapters of that rank to the other linear layers.
 
-    With `all`, what its class does not store, like sinusoids, is frozen too. Raises RefusedError.
+    `all` freezes only parameters that the class does not store, like sinusoids. Raises RefusedError.
     """
     if scope == "all":
         unstored = getattr(model, "_keys_to_ignore_on_save", None) or ()
@@ -58,24 +59,22 @@ def choose(model: PreTrainedModel, checkpoint: Checkpoint, scope: Scope, rank: i
 
 
 def trained_names(model: PreTrainedModel) -> list[str]:
-    """Names of parameters that train, in its state dict: each of the names of a tied one."""
+    """Names in the state dict of parameters that train, with all names of a tied one."""
     return [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
 
 
 def unreached(model: PreTrainedModel) -> list[str]:
-    """Names of parameters that would train but that no prediction from plain text depends on: the towers of a
-    multimodal model. Found by the gradient of one prediction.
-    """
+    """Names of trainable parameters that get no gradient from plain text, such as the towers of a multimodal model."""
     ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
-    read = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
-    model(**read, use_cache=False).logits.sum().backward()
-    found = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    model(**inputs, use_cache=False).logits.sum().backward()
+    names = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     model.zero_grad()
-    return found
+    return names
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimiser groups: matrices decay, vectors (norms, biases, gates) do not, whatever their shape says."""
+    """Optimiser groups: matrices decay; vectors (norms, biases, gates) do not, even if stored as matrices."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():

@@ -1,6 +1,6 @@
-"""The module that accelerate wraps: a batch of blocks goes in, a summed loss comes out.
+"""The module that accelerate wraps: from a batch of blocks to a summed loss.
 
-DDP and FSDP work by hooks on a module's forward, so everything that touches parameters has to happen inside of one.
+DDP and FSDP hook into a module's forward, so everything that uses parameters happens there.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ Batch = dict[str, Tensor]
 
 
 class TrainingModel(nn.Module):
-    """The model with its loss and, where there is one, its teacher (which is no part of it: not trained, not saved)."""
+    """The model with its loss, and the teacher if there is one, which is not a submodule: not trained, not saved."""
 
     def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel | None, options: TrainOptions) -> None:
         super().__init__()
         self.model = model
         self._options = options
         self._head = ChunkedHead(model, options.compile)
-        self._teacher = None if teacher is None else ChunkedHead(teacher)  # no nn.Module: it is not a part of this one
+        self._teacher = None if teacher is None else ChunkedHead(teacher)
         self._documents_checked = False
-        # What FSDP gathers one at a time.
-        present = {type(module).__name__ for module in model.modules()}
-        self._no_split_modules = sorted(present & set(model._no_split_modules or ()))
+        # The classes of layers, which FSDP gathers one at a time.
+        classes = {type(module).__name__ for module in model.modules()}
+        self._no_split_modules = sorted(classes & set(model._no_split_modules or ()))
 
     def tie_weights(self) -> None:
         """FSDP calls it after it has replaced parameters."""
         self.model.tie_weights()
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
-        """`input_ids` (B, T) and perhaps `position_ids`, `document_ids`; of an encoder-decoder what the encoder is
-        given and `labels` (B, T) -> the loss summed over the predictions that count,
-        and (predictions, nats, distillation) as sums.
+        """`input_ids` (B, T), with `document_ids` and `position_ids` if documents are masked, or for an encoder-decoder
+        the encoder's inputs and `labels` (B, T) -> the summed loss of the predictions that count, and the sums
+        (predictions, nats, distillation).
         """
         inputs, targets, counted = split_batch(batch)
         if "labels" in batch:
-            inputs["decoder_input_ids"] = shifted(self.model, batch["labels"])
+            inputs["decoder_input_ids"] = shift_right(self.model, batch["labels"])
         if "document_ids" in batch and not self._documents_checked:
             check_documents_apart(self.model, rows=min(2, len(batch["input_ids"])))
             self._documents_checked = True
@@ -59,19 +59,21 @@ class TrainingModel(nn.Module):
 
             def slice_loss(rows: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
                 with torch.no_grad():
-                    theirs = None
+                    teacher_logits = None
                     if teacher is not None and teacher_hidden is not None:
-                        theirs = teacher.logits(teacher_hidden[piece])
+                        teacher_logits = teacher.logits(teacher_hidden[piece])
                 scored = None if counted is None else counted[piece]
                 logits = self._head.logits(rows)
-                return next_token_loss(logits, targets[piece], theirs, options.distill, options.temperature, scored)
+                return next_token_loss(
+                    logits, targets[piece], teacher_logits, options.distill, options.temperature, scored
+                )
 
             loss, sums = chunked_sum(slice_loss, self._head.vocabulary, hidden, self._head_parameters())
         count = sums.new_full((1,), len(targets)) if counted is None else counted.sum(dtype=sums.dtype).reshape(1)
         return loss, torch.cat([count, sums])
 
     def _head_parameters(self) -> list[nn.Parameter]:
-        """What the head reads besides hidden states: parameters outside the backbone, and a tied embedding."""
+        """Parameters that the head uses: those outside the backbone, and a tied embedding."""
         if not self._head.split:
             return []
         inside = {id(p) for p in self._head.backbone.parameters()}
@@ -83,7 +85,7 @@ class TrainingModel(nn.Module):
 
 @contextmanager
 def gathered(teacher: PreTrainedModel) -> Iterator[None]:
-    """What a teacher in shards has outside of its layers is whole, until all slices have been through its head."""
+    """Gather a sharded teacher's parameters outside its layers until all slices have passed its head."""
     sharded = isinstance(teacher, FSDPModule)
     if sharded:
         teacher.unshard()
@@ -93,15 +95,14 @@ def gathered(teacher: PreTrainedModel) -> Iterator[None]:
 
 
 def split_batch(batch: Batch) -> tuple[Batch, Tensor, Tensor | None]:
-    """What the model reads, the (N,) ids that it is to predict, and which of these count (None for all).
+    """The model's inputs, the (N,) ids to predict, and which of these count (None for all).
 
-    A block's last token has nothing to predict, and the last of a document inside a block must not predict the next
-    document's first (with `document_ids`, where attention stays inside documents). Of `labels` those count that are not
-    -100; what the decoder reads is for its class to say (`shifted`).
+    A block's last token predicts nothing, and with `document_ids` the last token of a document does not predict the
+    first of the next. Of `labels` those count that are not -100; `shift_right` makes the decoder's inputs.
     """
     if "labels" in batch:
         labels = batch["labels"].flatten()
-        return {name: given for name, given in batch.items() if name != "labels"}, labels.clamp_min(0), labels >= 0
+        return {name: tensor for name, tensor in batch.items() if name != "labels"}, labels.clamp_min(0), labels >= 0
     ids, counted = batch["input_ids"], None
     inputs = {"input_ids": ids[:, :-1]}
     if "position_ids" in batch:  # transformers keeps attention inside runs of positions
@@ -111,31 +112,31 @@ def split_batch(batch: Batch) -> tuple[Batch, Tensor, Tensor | None]:
     return inputs, ids[:, 1:].flatten(), counted
 
 
-def shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
-    """(B, T) what the decoder reads to predict `labels`, in the way of its class: those before, behind its first token
-    (the language of mBART); padding where they are -100.
+def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
+    """Decoder inputs (B, T) for `labels`, as the class makes them: the first token (mBART's is the language), then all
+    labels but the last, with padding in place of -100.
     """
     pad = model.config.pad_token_id
-    if (own := getattr(model, "prepare_decoder_input_ids_from_labels", None)) and pad is not None:
-        found: Tensor = own(labels)
-        return found
-    ids = labels.roll(1, -1)  # of M2M-100, which has the function without the method
+    if (method := getattr(model, "prepare_decoder_input_ids_from_labels", None)) and pad is not None:
+        shifted: Tensor = method(labels)
+        return shifted
+    ids = labels.roll(1, -1)  # M2M-100 has the function but not the method
     ids[:, 0] = model.config.decoder_start_token_id
     return ids.masked_fill(ids == -100, pad or 0)
 
 
 def predictions(batch: Batch) -> int:
-    """How many predictions of a batch count."""
+    """Count the predictions of a batch that count."""
     _, targets, counted = split_batch(batch)
     return len(targets) if counted is None else int(counted.sum())
 
 
 @torch.no_grad()
 def check_documents_apart(model: PreTrainedModel, rows: int) -> None:
-    """Raise RefusedError where the second of two documents in a block still sees the first.
+    """Raise RefusedError if the second of two documents in a block still sees the first.
 
-    Positions that restart are all that transformers is told, and not every class and kernel listens: recurrent layers
-    do not, nor flash attention for more than one block at a time.
+    transformers infers documents from positions that restart, but recurrent layers ignore that, as does flash attention
+    for more than one block at a time.
     """
     device, training = next(model.parameters()).device, model.training
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -145,11 +146,16 @@ def check_documents_apart(model: PreTrainedModel, rows: int) -> None:
     model.eval()
     try:
         first, second = (
-            model(input_ids=given, position_ids=positions, use_cache=False).logits[:, 4:].float()
-            for given in (ids, changed)
+            model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 4:].float()
+            for tokens in (ids, changed)
         )
         apart = torch.allclose(first, second, rtol=0, atol=1e-4 * float(first.abs().max()), equal_nan=True)
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:  # it takes no positions, or others
+    except (
+        TypeError,
+        ValueError,
+        IndexError,
+        RuntimeError,
+    ) as error:  # the class takes no positions, or of another shape
         if out_of_memory(error):
             raise
         apart = False
@@ -158,6 +164,6 @@ def check_documents_apart(model: PreTrainedModel, rows: int) -> None:
         torch.clear_autocast_cache()  # as in ChunkedHead
     if not apart:
         raise RefusedError(
-            f"--mask-documents: {type(model).__name__} with {model.config._attn_implementation} attention does not "
+            f"mask_documents: {type(model).__name__} with {model.config._attn_implementation} attention does not "
             "keep documents apart; use --attn-implementation sdpa, with flash attention --micro-batch 1, or do without"
         )
