@@ -1,8 +1,8 @@
-"""How much of the data training sees, and in which order.
+"""Select and order the training data.
 
-The order is that of a hash of each document's text and the seed: the same on every machine, for every number of ranks,
-and whatever file a document lies in. Training reads a prefix of it, so what a smaller alpha sees, a larger one sees
-first. Held-out documents are known by a hash of their text: no seed, no alpha and no other source brings them back.
+Documents are ordered by a hash of their text and the seed: the same on every machine, for every number of ranks, and
+for any layout of files. Training reads a prefix, so a larger alpha first reads the data of a smaller one. Held-out
+documents are identified by a hash of their text, so no seed, alpha or other source brings them back.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from gqa.corpus.tokens import Blocks, Documents, Ints, TokenisedText
 
 @dataclass(frozen=True)
 class Heldout:
-    """What training never reads, in whatever source and epoch it comes: documents with a digest in `limits` from so
-    many tokens on, and documents with a digest below `fraction` of all.
+    """Text that training never reads, in any source and epoch: documents with a digest in `limits` from that number of
+    tokens on, and documents whose digest is in the lowest `fraction` of all.
     """
 
     limits: Mapping[bytes, int] = field(default_factory=dict)
     fraction: float = 0.0
 
     def limit(self, digest: bytes, length: int) -> int:
-        """How many of `length` tokens, at the beginning of a document with this digest, may be trained on."""
+        """Tokens to train on, from the start of a document of this digest and length."""
         if is_below(digest, hash_threshold(self.fraction)):
             return 0
         return min(self.limits.get(digest, length), length)
 
     def lengths(self, documents: Documents) -> Ints:
-        """(D,) the tokens that may be trained on."""
+        """(D,) tokens of each document to train on."""
         pairs = zip(documents.digests, documents.lengths.tolist(), strict=True)
         return np.array([self.limit(digest.tobytes(), length) for digest, length in pairs], np.int64)
 
 
 def hold_back(documents: Iterable[tuple[bytes, int]], tokens: int, limits: dict[bytes, int]) -> None:
-    """Add so many tokens to the `limits` of a `Heldout`: documents, given by digest and length, in their order, whole
-    but the last, of which it is the end. A long document alone is cut so.
+    """Add so many tokens to the `limits` of a `Heldout`: whole documents (digest, length) in order, and the end of
+    the last one.
     """
     for digest, length in documents:
         if tokens <= 0:
@@ -57,7 +57,7 @@ def hold_back(documents: Iterable[tuple[bytes, int]], tokens: int, limits: dict[
 
 
 def hold_back_of_each(documents: Documents, tokens: int) -> dict[bytes, int]:
-    """The limits for so many tokens of D documents, of each source its share, in the order of their hash."""
+    """Hold back so many tokens: from each source its share, documents in the order of their hash."""
     limits: dict[bytes, int] = {}
     lengths, digests = documents.lengths, documents.digests
     for first, end in pairwise(np.cumsum([0, *documents.sizes])):
@@ -78,43 +78,42 @@ def n_blocks_for(
     blocks_per_step: int = 1,
     pretraining_tokens: int | None = None,
 ) -> int:
-    """The blocks that training reads: those that fit into alpha x all tokens, into `tokens`, or that `steps` need.
+    """Number of blocks to train on: those that fit into alpha x all tokens, or into `tokens`, or that `steps` need.
 
-    Of alpha, tokens and steps one is given. All tokens are `pretraining_tokens` if given, else `data_tokens`.
-    `blocks_per_step` is the global batch. Raises CorpusError where it comes to less than one block.
+    Give one of alpha, tokens and steps. All tokens are `pretraining_tokens` if given, else `data_tokens`.
+    `blocks_per_step` is the global batch. Raises CorpusError if that is less than one block.
     """
     if data_tokens < block_size:
         raise CorpusError(f"the data has {data_tokens} tokens, less than one block of {block_size}; use smaller blocks")
     if steps is not None:
         return steps * blocks_per_step
     if alpha is not None:
-        # As it is written: 0.29 of 100 is 29, and not 28 as in binary.
+        # Decimal: 0.29 of 100 is 29, not 28 as in binary.
         tokens = int(Fraction(repr(float(alpha))) * (pretraining_tokens or data_tokens))
     assert tokens is not None
     if tokens < block_size:
-        told = f"tokens is {tokens}" if alpha is None else f"alpha {alpha:g} is {tokens} tokens"
-        raise CorpusError(f"{told}, less than one block of {block_size}; give more, or use smaller blocks")
+        length = f"tokens is {tokens}" if alpha is None else f"alpha {alpha:g} is {tokens} tokens"
+        raise CorpusError(f"{length}, less than one block of {block_size}; give more, or use smaller blocks")
     return tokens // block_size
 
 
 def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
-    """(D,) the order of documents whose texts have these digests, (D, 32).
+    """(D,) order of documents with these text digests (D, 32).
 
-    That of the SHA-256 of a text's SHA-256, the seed, the epoch and how many documents before have the same text:
-    copies of a text are spread out. Which of them is which makes no difference.
+    The key is SHA-256(digest, seed, epoch, number of earlier copies of the text), which spreads copies out.
     """
     import pandas
 
     raw = digests.tobytes()
     copies = pandas.DataFrame(np.frombuffer(raw, np.uint64).reshape(-1, 4)).groupby([0, 1, 2, 3]).cumcount()
-    told = (f"{seed}:{epoch}:{copy}".encode() for copy in copies)
-    keys = [hashlib.sha256(raw[32 * i : 32 * i + 32] + text).digest()[:8] for i, text in enumerate(told)]
+    salts = (f"{seed}:{epoch}:{copy}".encode() for copy in copies)
+    keys = [hashlib.sha256(raw[32 * i : 32 * i + 32] + salt).digest()[:8] for i, salt in enumerate(salts)]
     return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What training reads: its blocks, out of `data_tokens` that may be read before anything repeats."""
+    """The blocks to train on, and the tokens that can be read before any repeats."""
 
     blocks: Blocks
     data_tokens: int
@@ -132,7 +131,7 @@ class Selection:
 def select(
     text: TokenisedText, *, block_size: int, heldout: Heldout, boundaries: bool = False, **how: Any
 ) -> Selection:
-    """The blocks that training reads, in the order in which it reads them; `how` is what `reading_order` takes."""
+    """The blocks to train on, in order; `how` are other arguments of `reading_order`."""
     lengths = heldout.lengths(text)
     order, n_blocks, data_tokens = reading_order(text, lengths, block_size=block_size, **how)
     blocks = Blocks(text, order, block_size, n_blocks, boundaries, lengths)
@@ -143,11 +142,11 @@ def reading_order(
     documents: Documents, lengths: Ints, *, block_size: int, seed: int = 0, weights: Sequence[float] | None = None,
     **length: Any,
 ) -> tuple[Ints, int, int]:  # fmt: skip
-    """(N,) documents in the order in which training reads them, how many blocks it reads, and the tokens that there are
-    before anything repeats. `lengths` is what of each document may be read, `length` what `n_blocks_for` takes.
+    """(N,) document numbers in training order, the number of blocks, and the tokens before any repeats.
 
-    `weights`: the share of the tokens that each source has; the data then ends where the first source would repeat. A
-    source that is exhausted begins again in another order. Raises CorpusError.
+    `lengths`: (D,) tokens of each document to train on. `length`: the length arguments of `n_blocks_for`. `weights`:
+    each source's share of the tokens; the data then ends when the first source is exhausted. An exhausted source starts
+    again in another order. Raises CorpusError.
     """
     sizes = (len(lengths),) if weights is None else documents.sizes
     sources = [np.flatnonzero(lengths[a:b]) + a for a, b in pairwise(np.cumsum([0, *sizes]))]
@@ -163,7 +162,7 @@ def reading_order(
 
 
 def shares_of(weights: Sequence[float]) -> list[Fraction]:
-    """Weights, divided by their sum."""
+    """Divide weights by their sum, exactly."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     return [weight / sum(exact) for weight in exact]
 
@@ -171,10 +170,10 @@ def shares_of(weights: Sequence[float]) -> list[Fraction]:
 def _merged(
     digests: NDArray[np.uint8], lengths: Ints, sources: list[Ints], shares: list[Fraction], tokens: int, seed: int
 ) -> Ints:
-    """Documents of that many tokens or a little more, from each source its share.
+    """Documents with at least so many tokens, from each source its share.
 
-    The next document is always of the source that has had least for its share, which is to sort all documents by
-    (tokens of its source before it) / share. What comes first does not depend on `tokens`.
+    The next document is always from the source furthest behind its share: a sort by (tokens of the source before the
+    document) / share. A larger `tokens` only appends documents.
     """
     orders, due = [], []
     for source, share in zip(sources, shares, strict=True):

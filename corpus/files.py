@@ -1,4 +1,4 @@
-"""Local files of text: which ones a path names, and the data set of `datasets` that reads them."""
+"""Local text files: find them, and load them with `datasets`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ FORMATS = {
 }
 _COMPRESSED = (".gz", ".zst")  # of text, JSON and CSV; the others compress inside
 _CARD = re.compile(r"(readme|license)\.(md|txt)", re.IGNORECASE)
-_OF_DATASETS = re.compile(r"(dataset_infos?|dataset_dict|state)\.json|cache-.*\.arrow")  # what it keeps beside its data
+_DATASETS_FILES = re.compile(
+    r"(dataset_infos?|dataset_dict|state)\.json|cache-.*\.arrow"
+)  # files of `datasets` beside its data
 _SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(?![a-z])", re.I)
 _SUFFIXES = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
 ALLOWED = f"{_SUFFIXES} (text, JSON and CSV also with .gz, or with .zst where zstandard is installed)"
 
 
 def file_format(path: Path) -> str | None:
-    """The key of FORMATS that the suffixes of a file say, None for any other file."""
+    """The key of FORMATS for the suffixes of a file, or None."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compressed = bool(suffixes) and suffixes[-1] in _COMPRESSED
     last = suffixes[-2:-1] if compressed else suffixes[-1:]
@@ -39,16 +41,16 @@ def file_format(path: Path) -> str | None:
 
 
 def is_local(spec: str) -> bool:
-    """Whether a spec means files rather than a name at the hub: it is there, or it is written as a path or pattern."""
-    written = spec.startswith(("/", ".", "~")) or spec.endswith("/") or file_format(Path(spec)) or glob.has_magic(spec)
-    return bool(written) or os.path.exists(spec)
+    """Whether a spec means files, not a hub name: it exists, or it is written as a path or pattern."""
+    is_path = spec.startswith(("/", ".", "~")) or spec.endswith("/") or file_format(Path(spec)) or glob.has_magic(spec)
+    return bool(is_path) or os.path.exists(spec)
 
 
 def find_files(spec: str) -> tuple[Path, ...]:
-    """The files of one format that a file, a directory or a glob names, each once, in the order of their paths.
+    """The files of one format that a file, a directory or a glob names, each once, sorted by path.
 
-    Directories are searched recursively, without hidden files, cards, and what `datasets` keeps beside its data.
-    Raises CorpusError where there are none, several formats, or several splits.
+    Directories are searched recursively, without hidden files, cards, and metadata of `datasets`. Raises CorpusError if
+    there is no file, or files of several formats or splits.
     """
     path = Path(os.path.expanduser(spec))  # pathlib raises where there is no such user
     if os.path.isfile(path):  # pathlib raises where a name is too long
@@ -69,7 +71,7 @@ def find_files(spec: str) -> tuple[Path, ...]:
     elif glob.has_magic(spec):
         matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
         files = [file for match in matches for file in (_in_directory(match) if match.is_dir() else [match])]
-        if not (files := [file for file in files if file_format(file) and not _OF_DATASETS.fullmatch(file.name)]):
+        if not (files := [file for file in files if file_format(file) and not _DATASETS_FILES.fullmatch(file.name)]):
             raise CorpusError(
                 f"nothing matches {spec} (files: {ALLOWED}); quote it, so that the shell leaves it as it is"
             )
@@ -90,26 +92,26 @@ def _in_directory(directory: Path) -> list[Path]:
     files = []
     for path in directory.rglob("*"):
         hidden = any(part.startswith(".") for part in path.relative_to(directory).parts)
-        if file_format(path) and not hidden and not _OF_DATASETS.fullmatch(path.name) and path.is_file():
+        if file_format(path) and not hidden and not _DATASETS_FILES.fullmatch(path.name) and path.is_file():
             files.append(path)
     return files
 
 
 def load_files(files: Sequence[Path], columns: Sequence[str]) -> Any:
-    """A `datasets.IterableDataset` of files of one format, one shard a file. A text file is one row, "text"."""
+    """A `datasets.IterableDataset` of files of one format, with a shard for each. A text file is one row, "text"."""
     import datasets
 
     kind = str(file_format(files[0]))
     options: dict[str, Any] = {}
     if kind == "text":
         options = {"sample_by": "document", "encoding": "utf-8-sig"}
-    elif kind in ("csv", "tsv"):  # without types pandas reads 007 as a number and NA as nothing
+    elif kind in ("csv", "tsv"):  # by default pandas reads 007 as a number and NA as missing
         features = datasets.Features({name: datasets.Value("string") for name in columns})
         options = {"sep": "\t" if kind == "tsv" else ",", "features": features, "na_filter": False}
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # they log what they raise
     names = [glob.escape(str(file.absolute())) for file in files]
     builder = "csv" if kind == "tsv" else kind
-    # Otherwise every load is reported to a server.
+    # Else `datasets` reports every load to a server.
     counts, datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS, False
     try:
         with quiet("datasets"):
@@ -121,7 +123,7 @@ def load_files(files: Sequence[Path], columns: Sequence[str]) -> Any:
 
 
 def file_error(error: BaseException, file: Path, columns: Sequence[str]) -> CorpusError:
-    """What a reader of `datasets` raised of a file, in one line."""
+    """The one-line error for what a reader of `datasets` raised."""
     if isinstance(error, StopIteration):
         return CorpusError(f"{file} holds no text: it is empty or blank")
     if isinstance(error, UnicodeDecodeError):
@@ -138,5 +140,5 @@ def file_error(error: BaseException, file: Path, columns: Sequence[str]) -> Corp
 
 
 def missing_column(place: str, column: str, present: Sequence[str]) -> CorpusError:
-    """The error for a column that is not there, with those that are."""
+    """The error for a missing column, with those that exist."""
     return CorpusError(f"{place} has no field {column!r}; it has {listing(repr(name) for name in present) or 'none'}")

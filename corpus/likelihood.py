@@ -1,8 +1,8 @@
 """Next-token likelihoods without the logits of a whole batch in memory.
 
-Uptraining, calibration and evaluation need logits in float32 of every position, but one position at a time: V numbers
-each, more than all hidden states of a small model together. So the backbone runs once, and the model's own head
-(projection, soft-capping, scaling, whatever its class does) runs on slices of its hidden states.
+Uptraining, calibration and evaluation need float32 logits of every position, V numbers each, but of one position at a
+time. So the backbone runs once, and the model's own head (projection, soft-capping, scaling) runs on slices of the
+hidden states.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Float32 logits held at a time: small enough for a processor's cache, large enough for a matrix product. A GPU is not
-# busy with so few rows of a large vocabulary; half a GiB is what it has to spare, and where it is known what is free, a
-# slice of logits may take this share of it (a comparison of two models holds eight of that size).
+# Float32 logits in memory at a time. On a CPU: small enough for its cache, large enough for a matrix product. A GPU
+# needs more rows to be busy: half a GiB, or, if its free memory is known, this share of it (a comparison of two models
+# holds eight slices).
 CHUNK_NUMBERS = 1 << 22
 DEVICE_CHUNK_NUMBERS = 1 << 27
 FREE_SHARE = 16
-# Every slice reads the whole head (and, in training, makes a gradient of it), which takes as long as the products of
-# about a hundred rows.
+# Every slice reads the whole head (and, in training, writes its gradient), which takes as long as the products of about
+# a hundred rows.
 LEAST_ROWS = 256
 
 
 class ChunkedHead:
-    """The model's backbone and head apart: `hidden(...)` once, then `logits(rows)` for any of its positions.
+    """A model split into backbone and head: `hidden(...)` once, then `logits(rows)` for any positions.
 
-    The head is the model's own `forward` with its backbone replaced by hidden states that are already there, so that
-    whatever the class does after the backbone is done exactly. Whether that reproduces the model's logits is checked
-    on the first input; where it does not (a backbone of an unusual shape), `split` is False and the model's full
-    forward is used instead, in its own dtype.
+    The head is the model's own `forward` with its backbone replaced by a function that returns existing hidden states,
+    so everything that the class does after the backbone is exact. The first input checks that this reproduces the
+    model's logits; if not (an unusual backbone), `split` is False and the full forward is used, in the model's dtype.
     """
 
     def __init__(self, model: PreTrainedModel, compile_backbone: bool = False) -> None:
         self.model = model
         self.backbone = model.base_model
-        # T5 has no module that holds encoder and decoder alone; then the encoder runs by itself, before its decoder.
+        # T5 has no module of encoder and decoder alone: the encoder runs by itself, then the decoder is the backbone.
         self._decoder = model.get_decoder() if self.backbone is model and model.config.is_encoder_decoder else None
         self.backbone = self._decoder or self.backbone
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
@@ -51,39 +50,38 @@ class ChunkedHead:
         self._run = torch.compile(self.backbone) if compile_backbone and self.split else self.backbone
 
     def hidden(self, **inputs: Tensor) -> Tensor:
-        """`input_ids` (B, T) and whatever the model takes beside -> (B, T, D) hidden states of what it predicts from;
-        where it does not split, (B, T, V) logits in the model's dtype. With `decoder_input_ids` T is theirs.
+        """`input_ids` (B, T) and other inputs of the model -> (B, T, D) hidden states before the head, or without a
+        split (B, T, V) logits in the model's dtype. With `decoder_input_ids` T is their length.
         """
         if self.split and not self._checked:
             self._check({name: part[:1, :8] if part.ndim == 2 else part[:1] for name, part in inputs.items()})
         if not self.split:
             return self.model(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
-        self._output = self._run(**self._given(inputs), use_cache=False, return_dict=True)
+        self._output = self._run(**self._backbone_inputs(inputs), use_cache=False, return_dict=True)
         hidden: Tensor = self._output.last_hidden_state
         return hidden
 
     def logits(self, rows: Tensor) -> Tensor:
-        """(n, D) rows of what `hidden` gave -> (n, V) logits, in the model's dtype."""
+        """(n, D) rows of the result of `hidden` -> (n, V) logits, in the model's dtype."""
         return self._head(rows, self._output) if self.split else rows
 
-    def _given(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the backbone is given."""
+    def _backbone_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._decoder is None:
             return inputs
         mask = inputs.get("attention_mask")
         encoded = self.model.get_encoder()(input_ids=inputs["input_ids"], attention_mask=mask, return_dict=True)
-        found = {"input_ids": inputs["decoder_input_ids"], "encoder_hidden_states": encoded.last_hidden_state}
-        return found if mask is None else found | {"encoder_attention_mask": mask}
+        decoder = {"input_ids": inputs["decoder_input_ids"], "encoder_hidden_states": encoded.last_hidden_state}
+        return decoder if mask is None else decoder | {"encoder_attention_mask": mask}
 
     def _head(self, rows: Tensor, output: Any) -> Tensor:
-        given = copy.copy(output)
-        given.last_hidden_state = rows.unsqueeze(0)
+        output = copy.copy(output)
+        output.last_hidden_state = rows.unsqueeze(0)
         ids = rows.new_zeros((1, len(rows)), dtype=torch.long)
-        read: dict[str, Any] = {"input_ids": ids}
+        inputs: dict[str, Any] = {"input_ids": ids}
         if self.model.config.is_encoder_decoder:
-            read = {"decoder_input_ids": ids, "encoder_outputs": (given.last_hidden_state,)}
-        with _replaced_forward(self.backbone, lambda *args, **kwargs: given):
-            return self.model(**read, use_cache=False).logits[0]  # type: ignore[no-any-return]
+            inputs = {"decoder_input_ids": ids, "encoder_outputs": (output.last_hidden_state,)}
+        with _replaced_forward(self.backbone, lambda *args, **kwargs: output):
+            return self.model(**inputs, use_cache=False).logits[0]  # type: ignore[no-any-return]
 
     def _check(self, inputs: dict[str, Tensor]) -> None:
         self._checked = True
@@ -94,37 +92,33 @@ class ChunkedHead:
                 self.split = self._reproduces(inputs)
         finally:
             self.model.train(training)
-            # Of older torch: autocast keeps weights that it cast without a gradient for all that follows in its region
-            # (pytorch#112583).
+            # Older versions of torch reuse the weights that autocast cast without a gradient (pytorch#112583).
             torch.clear_autocast_cache()
 
     def _reproduces(self, inputs: dict[str, Tensor]) -> bool:
-        """Whether the backbone alone gives the hidden states inside the model, and the head its logits of these."""
+        """Whether backbone and head alone reproduce the hidden states and the logits of the model."""
         outputs: list[Any] = []
-        hook = self.backbone.register_forward_hook(lambda module, given, output: outputs.append(output))
+        hook = self.backbone.register_forward_hook(lambda module, args, output: outputs.append(output))
         try:
             expected = self.model(**inputs, use_cache=False).logits[0]
         finally:
             hook.remove()
         try:
             inside = outputs[-1].last_hidden_state[0]
-            alone = self.backbone(**self._given(inputs), use_cache=False, return_dict=True).last_hidden_state[0]
+            alone = self.backbone(**self._backbone_inputs(inputs), use_cache=False, return_dict=True).last_hidden_state[
+                0
+            ]
             got = self._head(inside, outputs[-1])
-        except (
-            AttributeError,
-            TypeError,
-            ValueError,
-            IndexError,
-        ):  # its class differs from most
+        except (AttributeError, TypeError, ValueError, IndexError):  # an unusual class
             return False
         return _is_close(alone, inside) and _is_close(got, expected)
 
 
 def _is_close(got: Tensor, expected: Tensor) -> bool:
-    """Whether two (n, D) tensors differ by rounding: by the root mean square, relative to that of the second.
+    """Whether two (n, D) tensors differ only by rounding: RMS of the difference relative to that of the second.
 
-    Rounding is independent from number to number, so its mean square is small in any dtype; a largest difference would
-    have to allow for the rounding of the largest number, many per cent of others in bfloat16.
+    Rounding errors are independent, so their mean square is small in any dtype, while a bound for the largest
+    difference must allow for the rounding of the largest number: many per cent of others in bfloat16.
     """
     if got.shape != expected.shape:
         return False
@@ -137,7 +131,7 @@ def _is_close(got: Tensor, expected: Tensor) -> bool:
 
 @contextmanager
 def _replaced_forward(module: torch.nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """An instance attribute that hides the class' method meanwhile."""
+    """Replace a module's `forward` by an instance attribute."""
     before = module.__dict__.get("forward")
     module.forward = function
     try:
@@ -152,11 +146,10 @@ def chunks(count: int, vocabulary: int, device: torch.device | None = None, free
     """Slices of `count` rows whose float32 logits over `vocabulary` stay within what suits the device.
 
     Args:
-        free: Bytes that are free on it; None for the same slices whatever else it holds, as sums over slices need that
-            are to be the same each time.
+        free: Free bytes of the device, or None for slices that do not depend on them, so that sums are reproducible.
     """
     numbers = CHUNK_NUMBERS if device is None or device.type == "cpu" else DEVICE_CHUNK_NUMBERS
-    if free is not None:  # a power of two: a little more or less that is free makes no other slices
+    if free is not None:  # a power of two, which is stable against small changes of the free memory
         numbers = max(CHUNK_NUMBERS, 1 << (free // FREE_SHARE // 4).bit_length() >> 1)
     step = max(LEAST_ROWS, numbers // vocabulary)
     for start in range(0, count, step):
@@ -165,14 +158,11 @@ def chunks(count: int, vocabulary: int, device: torch.device | None = None, free
 
 def nats(logits: Tensor, targets: Tensor) -> Tensor:
     """-ln p(target): (n, V) float32 logits, (n,) ids -> (n,) float32."""
-    # A processor takes fresh pages for every large result; of small ones it has them already (7 times as fast).
-    pieces = logits.device.type == "cpu" and not logits.requires_grad
-    rows = max(1, CHUNK_NUMBERS // 2 // logits.shape[-1] if pieces else len(logits))
-    found = [
-        torch.nn.functional.cross_entropy(some, wanted, reduction="none")
-        for some, wanted in zip(logits.split(rows), targets.split(rows), strict=True)
-    ]
-    return torch.cat(found)
+    # A CPU allocates new pages for every large result but reuses those of small ones, which is 7 times as fast.
+    small = logits.device.type == "cpu" and not logits.requires_grad
+    rows = max(1, CHUNK_NUMBERS // 2 // logits.shape[-1] if small else len(logits))
+    pieces = zip(logits.split(rows), targets.split(rows), strict=True)
+    return torch.cat([torch.nn.functional.cross_entropy(*piece, reduction="none") for piece in pieces])
 
 
 def kl_divergence(p: Tensor, q: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Pairs of a source and a target, which encoder-decoders read and write: two columns of a data set, or plain text of
-which spans are left out as such models were trained on it.
+"""Pairs of a source and a target for encoder-decoders: two columns of a data set, or plain text with spans left out
+(span corruption).
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.corpus.sources import Source, row_digest
 from gqa.corpus.tokens import LAYOUT, Block, Documents, Encoder, Ints, cached_rows, first_token, list_lengths
 
-Pair = tuple[list[int], list[int]]  # tokens of a source, and of its target: what the model is to predict
+Pair = tuple[list[int], list[int]]  # tokens of a source, and of the target to predict
 
 # As T5 was trained (arXiv 1910.10683, section 3.3.4).
-NOISE, SPAN = 0.15, 3.0  # of all tokens, and tokens of a span of it on average
-_SENTINELS = 100  # that T5 has
+NOISE, SPAN = 0.15, 3.0  # share of the tokens left out, and mean tokens of a span
+_SENTINELS = 100  # of T5
 _BATCH = 64  # pairs tokenised at a time
 
 
 def read_pairs(source: Source) -> Iterator[tuple[str, str]]:
-    """The rows of a data set that have both a source and a target. Raises CorpusError, after the last, where the two
-    columns are the same text.
+    """The rows of a data set with both a source and a target. Raises CorpusError after the last row if the two columns
+    are equal.
     """
     differ = False
-    for one, other in source.rows():
-        differ = differ or one != other
-        yield one, other
+    for text, target in source.rows():
+        differ = differ or text != target
+        yield text, target
     if not differ:
         raise CorpusError(f"--field and --target-field of {source.spec} are the same text; name two columns")
 
 
 class PairEncoder:
-    """Text -> pairs for the model of transformers' `config`, an encoder-decoder that reads text.
+    """Text -> pairs for the encoder-decoder of a transformers `config`.
 
-    start: what its decoder reads first; end: what ends a text; pad: what fills a row; marks: what stands for spans that
-    are left out, T5's sentinels in their order or one mask token (BART), empty where the tokenizer has neither.
-    Without a `tokenizer` there is no text. Raises RefusedError where the config names no first token.
+    start: the decoder's first token; end: the last token of a text; pad: the padding token; marks: tokens in place of
+    spans that are left out: T5's sentinels in order, or one mask token (BART), or empty. `tokenizer` may be None if no
+    text is encoded. Raises RefusedError if the config names no first token.
     """
 
     def __init__(self, config: Any, tokenizer: Any, name: str) -> None:
@@ -59,26 +59,25 @@ class PairEncoder:
             self._around = _frame(tokenizer, "text"), target
 
     def encode(self, texts: Sequence[str], target: bool = False) -> list[list[int]]:
-        """The tokens of sources, or of targets, and nothing before or after them."""
-        how = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        found: list[list[int]] = self._tokenizer(**{"text_target" if target else "text": list(texts)}, **how)[
-            "input_ids"
-        ]
-        return found
+        """The tokens of sources, or of targets, without special tokens."""
+        sides = {"text_target" if target else "text": list(texts)}
+        settings = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        ids: list[list[int]] = self._tokenizer(**sides, **settings)["input_ids"]
+        return ids
 
     def identify(self) -> str:
-        """A hash of all that decides what `encode` gives."""
+        """A hash of everything that determines the result of `encode`."""
         return Encoder(self._tokenizer).identify()
 
     def framed(self, source: Sequence[int], target: Sequence[int], length: int) -> Pair:
-        """With what the tokenizer puts before and after them, each cut to `length` in all; of a target not `start`,
-        which is what the decoder reads.
+        """Add the special tokens of the tokenizer, without `start` of the target, which only the decoder reads; each
+        side is cut to `length` in all.
         """
-        one, other = (
+        framed_source, framed_target = (
             [*before, *ids[: length - len(before) - len(after)], *after]
             for ids, (before, after) in zip((source, target), self._around, strict=True)
         )
-        return one, other
+        return framed_source, framed_target
 
     def cuts(self, source: Sequence[int], target: Sequence[int], length: int) -> bool:
         """Whether `framed` cuts one of them."""
@@ -86,7 +85,7 @@ class PairEncoder:
         return any(len(before) + len(ids) + len(after) > length for ids, (before, after) in sides)
 
     def check_marks(self) -> None:
-        """Raise RefusedError where there are none."""
+        """Raise RefusedError if the tokenizer has no marks."""
         if not self.marks:
             raise RefusedError(
                 f"the tokenizer of {self.name} has neither sentinels nor a mask token, so plain text makes no pairs: "
@@ -94,7 +93,7 @@ class PairEncoder:
             )
 
     def corrupt(self, ids: Ints, generator: np.random.Generator) -> Pair:
-        """A pair of plain text (T,), neither side of more tokens. Raises RefusedError where there are no marks."""
+        """A pair from plain text (T,), with at most T tokens a side. Raises RefusedError if there are no marks."""
         self.check_marks()
         most = len(ids) - max(len(before) + len(after) for before, after in self._around)
         return self.framed(*corrupted(ids[: max(most, 2)], self.marks, generator), len(ids))
@@ -102,7 +101,7 @@ class PairEncoder:
 
 @dataclass(frozen=True)
 class PairTable(Documents):
-    """Tokenised pairs, memory-mapped: Arrow's lists of int32 of sources and of targets, without special tokens."""
+    """Tokenised pairs: memory-mapped Arrow lists of int32 of sources and of targets, without special tokens."""
 
     sources: Any
     targets: Any
@@ -117,7 +116,7 @@ class PairTable(Documents):
 
 
 def tokenise_pairs(sources: Sequence[Source], encoder: PairEncoder) -> PairTable:
-    """The pairs of data sets, one after the other, kept as `tokenise` keeps text. Raises CorpusError."""
+    """The pairs of several data sets, cached as by `tokenise`. Raises CorpusError."""
     import pyarrow  # type: ignore[import-untyped]
 
     def rows(source: Source) -> Iterator[dict[str, Any]]:
@@ -139,14 +138,14 @@ def tokenise_pairs(sources: Sequence[Source], encoder: PairEncoder) -> PairTable
 
 
 def pair_block(pair: tuple[Sequence[int] | Ints, Sequence[int] | Ints]) -> Block:
-    """What an encoder-decoder is given of a pair: `input_ids` and `attention_mask` (S,), `labels` (T,)."""
+    """The inputs of an encoder-decoder: `input_ids` and `attention_mask` (S,), `labels` (T,)."""
     source, target = (np.array(side, np.int64) for side in pair)
     return {"input_ids": source, "attention_mask": np.ones_like(source), "labels": target}
 
 
 @dataclass(frozen=True)
 class PairBlocks:
-    """A block is a pair of a table, in the order of these numbers; each side has `size` tokens at most."""
+    """Pairs of a table as blocks, in the order of these numbers, with at most `size` tokens a side."""
 
     table: PairTable
     order: Ints
@@ -158,34 +157,34 @@ class PairBlocks:
 
 
 def corrupted(ids: Ints, marks: Sequence[int], generator: np.random.Generator) -> Pair:
-    """Tokens (T,) -> the source with a mark for each span of noise, and the target: the spans, each behind its mark;
-    or, with a single mark for all, the whole text.
+    """Tokens (T,) -> the source, with a mark in place of each noise span, and the target: each mark followed by its
+    span, or the whole text if there is one mark for all.
     """
     noise = min(max(round(NOISE * len(ids)), 1), len(ids) - 1)
     most = noise if len(marks) == 1 else min(noise, len(marks))
     spans = max(1, min(round(noise / SPAN), most, len(ids) - noise))
 
     def cut(total: int) -> list[int]:
-        places = np.sort(generator.choice(total - 1, spans - 1, replace=False)) + 1
-        return [int(size) for size in np.diff([0, *places, total])]
+        ends = np.sort(generator.choice(total - 1, spans - 1, replace=False)) + 1
+        return [int(size) for size in np.diff([0, *ends, total])]
 
-    source, target, at = list[int](), list[int](), 0
-    for number, (kept, lost) in enumerate(zip(cut(len(ids) - noise), cut(noise), strict=True)):
-        mark = marks[number % len(marks)]
-        source += [*ids[at : at + kept].tolist(), mark]
-        target += [mark, *ids[at + kept : at + kept + lost].tolist()]
-        at += kept + lost
+    source, target, begin = list[int](), list[int](), 0
+    for number, (plain_size, span_size) in enumerate(zip(cut(len(ids) - noise), cut(noise), strict=True)):
+        mark, middle = marks[number % len(marks)], begin + plain_size
+        source += [*ids[begin:middle].tolist(), mark]
+        target += [mark, *ids[middle : middle + span_size].tolist()]
+        begin = middle + span_size
     return source, ids.tolist() if len(marks) == 1 else target
 
 
 def _marks(tokenizer: Any) -> list[int]:
-    known = tokenizer.get_vocab()
-    found = [known[name] for name in (f"<extra_id_{i}>" for i in range(_SENTINELS)) if name in known]
-    return found or ([] if tokenizer.mask_token_id is None else [tokenizer.mask_token_id])
+    vocabulary = tokenizer.get_vocab()
+    sentinels = [vocabulary[name] for i in range(_SENTINELS) if (name := f"<extra_id_{i}>") in vocabulary]
+    return sentinels or ([] if tokenizer.mask_token_id is None else [tokenizer.mask_token_id])
 
 
 def _frame(tokenizer: Any, side: str) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text."""
-    bare, whole = (tokenizer(**{side: "a"}, add_special_tokens=added)["input_ids"] for added in (False, True))
-    at = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-    return whole[:at], whole[at + len(bare) :]
+    """The special tokens before and after a text."""
+    plain, framed = (tokenizer(**{side: "a"}, add_special_tokens=special)["input_ids"] for special in (False, True))
+    begin = next(i for i in range(len(framed)) if framed[i : i + len(plain)] == plain)
+    return framed[:begin], framed[begin + len(plain) :]

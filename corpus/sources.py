@@ -1,10 +1,10 @@
-"""Where text comes from: the built-in corpus, local files, or a data set of the Hugging Face hub.
+"""Sources of text: the built-in corpus, local files, or a data set of the Hugging Face hub.
 
     stdlib:train   stdlib:heldout                          the source of Python's standard library
     notes.txt   data/   'data/**/*.jsonl.gz'               files of one format (`gqa.corpus.files`)
     org/name   org/name:config   org/name:config:split     a data set of the hub
 
-All are read by `datasets`. In a mixture, `SPEC@WEIGHT` gives a source its share of the tokens.
+`datasets` reads them all. In a mixture, `SPEC@WEIGHT` gives a source its share of the tokens.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _ROWS = 64  # read at a time
 
 
 @dataclass(frozen=True)
-class OwnText:
-    """Text that a model is to write itself: how many tokens, where that is said; `plain`: none of it repeats itself."""
+class SelfText:
+    """Self-generated text: the number of tokens, if given; `plain`: without repeats."""
 
     tokens: int | None
     plain: bool
 
 
 def is_self(spec: str) -> bool:
-    """Whether a source is what a model writes itself: `self`, `self:1M`, `self:plain@2`. Who samples it knows how."""
+    """Whether a spec means self-generated text: `self`, `self:1M`, `self:plain@2`."""
     return re.split("[:@]", spec)[0] == "self"
 
 
-def parse_self(spec: str) -> OwnText:
-    """What `self:plain:1M` asks for. Raises CorpusError."""
+def parse_self(spec: str) -> SelfText:
+    """Parse a spec like `self:plain:1M`. Raises CorpusError."""
     words = split_weight(spec)[0].split(":")
     plain = words[1:2] == ["plain"]
     count = words[1 + plain :]
@@ -56,17 +56,16 @@ def parse_self(spec: str) -> OwnText:
             f"{spec} is not understood; give self, or the tokens that the model is to write, like self:1M, or "
             "self:plain, like self:plain:1M, for text of which nothing is repeated"
         )
-    return OwnText(tokens, plain)
+    return SelfText(tokens, plain)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents, or pairs of a source and a target, that can be read any number of times, always in the same order.
+    """Documents, or pairs of a source and a target, that can be read repeatedly, always in the same order.
 
-    `spec` is what it was made from. `load` gives the data set of `datasets`, of which `columns` are the text, or the
-    source and the target. `identify` says what its content is, as a hash. `files` are its shards where they are known.
-    `separator` cuts rows into documents. `streaming`: it is too large or too far away to be kept. `weight`: its share
-    of a mixture's tokens, where it was given one. `fraction`: only documents whose hash is below it.
+    `load` gives the data set of `datasets`; its `columns` are the text, or the source and the target. `identify` gives
+    a hash of the content. `files`: shards, if known. `separator` cuts rows into documents. `streaming`: do not store
+    it. `weight`: share of a mixture's tokens, if given. `fraction`: only documents whose hash is below it.
     """
 
     spec: str
@@ -108,12 +107,12 @@ class Source:
         return data.map(self._texts, batched=True, batch_size=_ROWS, remove_columns=columns)
 
     def read(self, data: Any) -> Iterator[dict[str, Any]]:
-        """The rows of a data set that was made of `dataset`. Raises CorpusError."""
+        """The rows of a data set made from `dataset()`. Raises CorpusError."""
         try:
             yield from data
         except CorpusError:
             raise
-        except Exception as error:  # whatever the readers of datasets raise
+        except Exception as error:  # the readers of `datasets` raise many kinds
             if not self.files:
                 raise hub_error(error, self.spec) from error
             state = data.state_dict()
@@ -122,7 +121,7 @@ class Source:
             raise file_error(error, self.files[state.get("shard_idx", 0) % len(self.files)], self.columns) from error
 
     def _texts(self, batch: dict[str, list[Any]]) -> dict[str, list[str]]:
-        """The rows of a batch in which all columns have text, cut at the separator."""
+        """The rows of a batch with text in all columns, cut at the separator."""
         rows = []
         for row in zip(*(batch[column] for column in self.columns), strict=True):
             for column, value in zip(self.columns, row, strict=True):
@@ -137,7 +136,7 @@ class Source:
         return {column: [row[number] for row in rows] for number, column in enumerate(self.columns)}
 
     def shard(self, count: int, index: int) -> Source:
-        """Every `count`th shard (file) from `index` on, which are a part of it; of how many is `n_shards`."""
+        """The source with every `count`th shard (file) from `index` on only."""
         if count == 1:
             return self
         return replace(
@@ -152,7 +151,7 @@ class Source:
         return len(self.files) or getattr(self.load(), "num_shards", 1)  # of a stream
 
     def part(self, fraction: float) -> Source:
-        """The documents that are held out: about that fraction, those whose hash is lowest."""
+        """The held-out documents: about that fraction, those with the lowest hashes."""
         return replace(
             self,
             spec=f"{self.spec} ({fraction:g} held out)",
@@ -170,7 +169,7 @@ def parse_source(
     streaming: bool = False,
     separator: str | None = None,
 ) -> Source:
-    """The source that a spec names. Nothing of a hub data set is fetched before its documents are read.
+    """The source of a spec. Nothing of a hub data set is fetched before its documents are read.
 
     `field` holds the text in JSON, CSV, Parquet, Arrow and hub data sets; with `target_field` rows are pairs of both.
     `split` is that of a hub data set whose spec names none. `separator` cuts text files into documents; without it each
@@ -210,9 +209,9 @@ def parse_source(
             f"there is no file or directory {spec}, and it is no data set name (org/name[:config[:split]])"
         )
     name, config, named_split = match.groups()
-    # Once: a branch may move on while its files are read.
+    # Cached: a branch may move while its files are read.
     load = cache(partial(load_hub, name, config, named_split or split, streaming))
-    # What identifies its rows is made of the commit, the configuration and the split.
+    # The fingerprint depends on the commit, the configuration and the split.
     return Source(spec, load, lambda: f"{load()._fingerprint} {columns}", columns, streaming=streaming)
 
 
@@ -262,7 +261,7 @@ def row_digest(*texts: str) -> bytes:
 
 
 def hash_threshold(fraction: float) -> int:
-    """The number below which 64-bit hashes are that fraction of all: exact, so the same on every machine."""
+    """The threshold for that fraction of 64-bit hashes: exact, so the same on every machine."""
     return int(Fraction(repr(float(fraction))) * 2**64)
 
 
@@ -278,7 +277,7 @@ def _load_stdlib(side: str) -> Any:
 
 
 def _digest_files(files: Sequence[Path], columns: tuple[str, ...], separator: str | None) -> str:
-    """By what is in the files and how it is read; where they are does not matter."""
+    """Hash the content of files and how it is read, not their paths."""
     digest = hashlib.sha256(repr((columns, separator)).encode())
     for path in files:
         try:

@@ -1,8 +1,7 @@
-"""The corpus that every user already has: the source of Python's standard library.
+"""The built-in corpus: the source of Python's standard library.
 
-Documents are split by a hash of the module's *name*, so on every machine the same modules are held out, and what a
-checkpoint was trained on in one place is not what it is evaluated on in another. Python versions agree on every module
-that keeps its name.
+A hash of the module's *name* splits it, so the same modules are held out on every machine and, for modules that keep
+their name, in every version of Python.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from typing import Literal
 Split = Literal["train", "heldout"]
 
 HELDOUT_PER_MILLE = 50
-# Tests, vendored wheels and generated tables: not prose that a person wrote in Python.
+# Tests, vendored wheels and generated tables.
 _EXCLUDED_PARTS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 _EXCLUDED_PACKAGES = frozenset({"encodings", "pydoc_data", "turtledemo", "lib2to3"})
 
 
 def stdlib_texts(split: Split) -> Iterator[str]:
-    """The modules of one split in the order of their names. Files that are not UTF-8 are left out.
+    """The modules of one split, sorted by path, without files that are not UTF-8.
 
-    Held out are those whose name (dotted) has a SHA-256 that is low.
+    A module is held out if the SHA-256 of its dotted name, modulo 1000, is below `HELDOUT_PER_MILLE`.
     """
-    root, found = Path(sysconfig.get_path("stdlib")), list[Path]()
-    for folder, below, files in os.walk(root):
-        below[:] = {*below} - _EXCLUDED_PARTS  # packages that are installed are far more files
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
-    for path in sorted(found):
+    root, paths = Path(sysconfig.get_path("stdlib")), list[Path]()
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = {*subfolders} - _EXCLUDED_PARTS  # site-packages has far more files
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    for path in sorted(paths):
         parts = path.relative_to(root).with_suffix("").parts
         if _EXCLUDED_PARTS.intersection(parts) or parts[0] in _EXCLUDED_PACKAGES:
             continue

@@ -1,9 +1,8 @@
-"""Documents -> tokens, once, and tokens -> blocks of one length.
+"""Documents -> cached tokens, and tokens -> blocks of one length.
 
-A document's tokens are its own with BOS before (where the tokenizer adds one) and EOS after, and nothing else: text
-that happens to spell a special token is text. The documents of a list, one after the other, are cut into blocks
-wherever that falls. So no token is padding, and a block depends on the list and its own number alone: not on batches
-or ranks.
+A document gets BOS before it (if the tokenizer adds one) and EOS after it. Text that spells a special token stays text.
+Consecutive documents are cut into blocks without padding, so a block depends on the list of documents and its number,
+not on batches or ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ Block = dict[str, Ints]
 LAYOUT = 3  # of what is cached
 _BATCH = 64  # documents tokenised at a time
 _ROWS = 1024  # of a record batch
-# What a tokenizer remembers that does not decide the tokens of a text.
-_OF_USE = (
+# Settings of a tokenizer that do not change the tokens of a text.
+_IRRELEVANT = (
     "name_or_path",
     "model_max_length",
     "padding_side",
@@ -50,9 +49,9 @@ _OF_USE = (
 
 @dataclass(frozen=True)
 class Documents:
-    """D documents or pairs of a source, or of several, one after the other.
+    """D documents or pairs of one or several sources.
 
-    `digests`: (D, 32) uint8, SHA-256 of what each says. `sizes`: documents of each source. `fingerprint`: their hash.
+    `digests`: (D, 32) uint8, SHA-256 of each text. `sizes`: documents of each source. `fingerprint`: their hash.
     """
 
     digests: NDArray[np.uint8]
@@ -64,13 +63,13 @@ class Documents:
 
     @cached_property
     def lengths(self) -> Ints:
-        """(D,) what each counts where a share of them is taken: here the same."""
+        """(D,) the size of each for shares: here 1."""
         return np.ones(len(self), np.int64)
 
 
 @dataclass(frozen=True)
 class TokenisedText(Documents):
-    """Documents as tokens, memory-mapped: Arrow's lists of int32. They count by their tokens."""
+    """Documents as tokens: memory-mapped Arrow lists of int32, whose sizes are their tokens."""
 
     tokens: pyarrow.ChunkedArray
 
@@ -80,7 +79,7 @@ class TokenisedText(Documents):
         return list_lengths(self.tokens)
 
     def document(self, i: int) -> NDArray[np.int32]:
-        """(n,) tokens of document i, BOS and EOS among them."""
+        """(n,) tokens of document i with BOS and EOS."""
         tokens: NDArray[np.int32] = self.tokens[i].values.to_numpy()
         return tokens
 
@@ -94,9 +93,9 @@ def list_lengths(lists: pyarrow.ChunkedArray) -> Ints:
 
 
 def tokenise(source: Source, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
-    """The tokens of a source, from the cache where its content was tokenised before by the same tokenizer.
+    """The tokens of a source, from the cache if the same tokenizer has tokenised its content before.
 
-    Processes that ask for the same at the same time wait for one of them. Raises CorpusError.
+    One process tokenises; others that need the same tokens wait. Raises CorpusError.
     """
     encoder = Encoder(tokenizer)
     key = f"gqa tokens {LAYOUT} {source.identify()} {encoder.identify()}"
@@ -112,8 +111,8 @@ def tokenise(source: Source, tokenizer: PreTrainedTokenizerBase) -> TokenisedTex
 def cached_rows(
     key: str, rows: Callable[[], Iterator[dict[str, Any]]], *columns: str
 ) -> tuple[Any, NDArray[np.uint8], str]:
-    """An Arrow table of `columns` of token ids, the "digest" of each row (D, 32), and a hash of `key`, which says all
-    that decides the rows. They are made where the cache, below HF_DATASETS_CACHE, does not have them or is damaged.
+    """An Arrow table with `columns` of token ids, the "digest" of each row (D, 32), and a hash of `key`, on which the
+    rows depend. `rows` makes them if the cache below HF_DATASETS_CACHE lacks them or is damaged.
     """
     import datasets
     import pyarrow
@@ -126,13 +125,13 @@ def cached_rows(
     schema = pyarrow.schema(fields, metadata={"key": key})
     with FileLock(f"{file}.lock"):
         if (table := _read_table(file, schema)) is None:
-            made = rows()
+            new_rows = rows()
             with (
                 replacing(file) as temporary,
                 pyarrow.OSFile(str(temporary), "wb") as sink,
                 pyarrow.ipc.new_file(sink, schema) as writer,
             ):
-                while batch := list(islice(made, _ROWS)):
+                while batch := list(islice(new_rows, _ROWS)):
                     writer.write_batch(pyarrow.RecordBatch.from_pylist(batch, schema))
             table = _read_table(file, schema)
     digests = np.frombuffer(b"".join(table.column("digest").to_pylist()), np.uint8).reshape(-1, 32)
@@ -140,7 +139,7 @@ def cached_rows(
 
 
 def _read_table(file: Path, schema: pyarrow.Schema) -> Any:
-    """The table of a file, memory-mapped; None where there is none, or a damaged one, which a warning names."""
+    """The memory-mapped table of a file; None without a file, or, with a warning, if it is damaged."""
     import pyarrow
 
     if not file.exists():
@@ -157,7 +156,7 @@ def _read_table(file: Path, schema: pyarrow.Schema) -> Any:
 
 
 def concatenate(texts: Sequence[TokenisedText]) -> TokenisedText:
-    """Several tokenised sources as one; `sizes` remembers how many documents are of each."""
+    """Join tokenised sources; `sizes` has the number of documents of each."""
     import pyarrow
 
     if len(texts) == 1:
@@ -171,9 +170,9 @@ def concatenate(texts: Sequence[TokenisedText]) -> TokenisedText:
 
 
 class Encoder:
-    """What a tokenizer makes of documents. Raises CorpusError where it has no token to put between them.
+    """Encodes documents. Raises CorpusError if the tokenizer has no EOS token.
 
-    BOS is put before each where the tokenizer does that by itself: of Llama and Gemma, not of GPT-2 and Qwen.
+    BOS is added if the tokenizer adds it by default, as for Llama and Gemma, but not GPT-2 and Qwen.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -184,7 +183,7 @@ class Encoder:
         self.bos: int | None = tokenizer.bos_token_id if adds_bos(tokenizer) else None
 
     def encode(self, texts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
-        """Each document with its tokens, BOS and EOS among them."""
+        """Each document with its tokens, including BOS and EOS."""
         texts = iter(texts)
         while batch := list(islice(texts, _BATCH)):
             yield from zip(batch, self.tokens(batch), strict=True)
@@ -203,7 +202,7 @@ class Encoder:
         return [[*before, *tokens, self.eos] for tokens in encoded]
 
     def identify(self) -> str:
-        """A hash of all that decides the tokens, and of nothing else: not of paths, not of paddings set before."""
+        """A hash of everything that determines the tokens, without paths and padding settings."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is not None:
             content = json.loads(backend.to_str())
@@ -214,38 +213,38 @@ class Encoder:
         return hashlib.sha256(json.dumps([content, self.bos, self.eos]).encode()).hexdigest()
 
     def _saved(self) -> Iterator[Any]:
-        """What a tokenizer without a backend writes: its files, its special tokens and how it normalises text."""
+        """The files and settings that a tokenizer without a backend saves."""
         with TemporaryDirectory() as directory:
             self.tokenizer.save_pretrained(directory)
             for file in sorted(Path(directory).rglob("*")):
                 if file.name == "tokenizer_config.json":
                     config = json.loads(file.read_text(encoding="utf-8"))
-                    yield {name: value for name, value in sorted(config.items()) if name not in _OF_USE}
+                    yield {name: value for name, value in sorted(config.items()) if name not in _IRRELEVANT}
                 elif file.is_file():
                     yield file.name, hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer puts BOS before a text when nobody tells it otherwise."""
+    """Whether the tokenizer adds BOS by default."""
     return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def first_token(config: Any, name: str) -> int:
-    """What a sequence starts from: BOS, or EOS where there is none; a decoder beside an encoder may have a token of its
-    own. Raises RefusedError where there is none of these.
+    """The first token of a sequence: an encoder-decoder's decoder start token, else BOS, else EOS. Raises RefusedError
+    if there is none.
     """
-    own = getattr(config, "decoder_start_token_id", None) if config.is_encoder_decoder else None
+    start = getattr(config, "decoder_start_token_id", None) if config.is_encoder_decoder else None
     config = config.get_text_config(decoder=True)
-    for given in (own, *(getattr(config, key, None) for key in ("bos_token_id", "eos_token_id"))):
-        if isinstance(given, list):
-            given = given[0] if given else None
-        if isinstance(given, int) and 0 <= given < config.vocab_size:
-            return given
+    for token in (start, *(getattr(config, key, None) for key in ("bos_token_id", "eos_token_id"))):
+        if isinstance(token, list):
+            token = token[0] if token else None
+        if isinstance(token, int) and 0 <= token < config.vocab_size:
+            return token
     raise RefusedError(f"{name} has neither BOS nor EOS to start a sample from; give text instead of self")
 
 
 def check_ids(largest: int, vocabulary: int, name: str) -> None:
-    """Raise RefusedError where a tokenizer gives ids that the model `name` has no embedding of."""
+    """Raise RefusedError if token ids exceed the embedding of the model `name`."""
     if largest >= vocabulary:
         raise RefusedError(
             f"the tokenizer of {name} gives token {largest}, its embedding has {vocabulary}; they do not belong "
@@ -254,12 +253,11 @@ def check_ids(largest: int, vocabulary: int, name: str) -> None:
 
 
 class Blocks:
-    """The stream of documents in an order, cut into blocks. A map-style data set for a DataLoader without shuffling.
+    """Documents in an order, cut into blocks: a map-style data set for a DataLoader without shuffling.
 
-    `order`: (N,) document numbers, repeated where there are several epochs. `lengths`: (D,) how many tokens at the
-    beginning of each document are in the stream, by default all. Block b is tokens b * size to (b + 1) * size of the
-    stream: {"input_ids": (size,) int64} and, on request, "position_ids" and "document_ids" (size,): see `block_of`.
-    There are `n_blocks`, by default all that fit.
+    `order`: (N,) document numbers, repeated in several epochs. `lengths`: (D,) tokens to read from the start of each
+    document, by default all. Block b is tokens b * size to (b + 1) * size of the stream: {"input_ids": (size,) int64}
+    and, with `boundaries`, "position_ids" and "document_ids" (size,): see `block_of`. `n_blocks`: by default all.
     """
 
     def __init__(
@@ -290,8 +288,8 @@ class Blocks:
 def pack(
     documents: Iterable[Any], size: int, boundaries: bool = False, rest: Any = ()
 ) -> Iterator[tuple[Block, NDArray[np.int32]]]:
-    """Blocks of the tokens of documents, one after the other, behind `rest`, which is left of one before; and what each
-    block leaves of its last document.
+    """Pack the tokens of documents, after the `rest` of an earlier one, into blocks; yield each block with the rest of
+    its last document.
     """
     documents, parts = iter(documents), [np.asarray(rest, np.int32)]
     count = len(rest)
@@ -310,8 +308,8 @@ def pack(
 def block_of(parts: Sequence[NDArray[np.int32] | Sequence[int]], size: int, boundaries: bool) -> Block:
     """The first `size` tokens of consecutive (parts of) documents.
 
-    With `boundaries` also "document_ids", which count them from 0, and "position_ids", which restart at 0 in each: what
-    attention needs so that no document sees another one.
+    With `boundaries` also "document_ids", counted from 0, and "position_ids", which restart at 0 in each document, so
+    that attention stays inside documents.
     """
     tokens = np.concatenate(parts)[:size].astype(np.int64)
     if not boundaries:

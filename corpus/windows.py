@@ -1,7 +1,7 @@
-"""Token ids -> the windows in which a model scores them. Pure integers: no model, no tensor.
+"""Token ids -> windows for scoring: integers only, without model or tensors.
 
 A window is `ids` of length n + 1: the model reads ids[:-1] and predicts ids[1:], and the last `scored` of those n
-predictions count. Every protocol is a list of such windows, so scoring, batching and ranks know nothing of protocols.
+predictions count. Every protocol is a list of windows, so scoring and batching do not depend on the protocol.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Window:
-    """`ids`: what is read, and the last target; `scored`: how many predictions count, from the end.
-
-    `document` numbers the text that it is a part of. `source` are the encoder's ids where there is an encoder.
+    """`ids`: inputs and the last target; `scored`: number of predictions that count, from the end; `document`: number
+    of the text; `source`: ids of the encoder, if there is one.
     """
 
     ids: tuple[int, ...]

@@ -26,7 +26,7 @@ from gqa.convert.merge.options import CalibrationText
 from gqa.convert.merge.sampling import Draw, Room, attend_one, samples
 from gqa.convert.merge.self_samples import SampledBlocks, sampled_blocks
 from gqa.convert.merge.watcher import SILENT, Watcher
-from gqa.corpus.sources import OwnText, is_self, parse_self
+from gqa.corpus.sources import SelfText, is_self, parse_self
 from gqa.eval.evaluate import SAMPLES, _samples
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import Subject
@@ -246,7 +246,7 @@ def test_what_is_asked_for() -> None:
     asked = [parse_self(spec) for spec in ("self", "self:64", "self:1.5k", "self:2M@3", "self:plain", "self:plain:1k")]
     assert [own.tokens for own in asked] == [None, 64, 1500, 2_000_000, None, 1000]
     assert [own.plain for own in asked] == [False] * 4 + [True] * 2
-    assert parse_self("self:plain@2") == OwnText(None, True)
+    assert parse_self("self:plain@2") == SelfText(None, True)
     assert is_self("self:1M")
     assert is_self("self@2")
     assert not is_self("selfish.txt")

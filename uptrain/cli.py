@@ -1,4 +1,4 @@
-"""gqa-uptrain: options, what is printed, exit codes. Nothing here imports torch before it is needed."""
+"""gqa-uptrain: options, output and exit codes. torch is imported inside the command."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Examples:
 def command(options: TrainOptions) -> None:
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
-    Without options it learns the predictions of the base model that it was converted from, on text that this one writes
-    itself. What is written is the state with the lowest held-out loss, which may be MODEL as it came.
+    By default it is distilled from its base model, on text that the base model generates. The result is the state with
+    the lowest held-out loss, which may be MODEL unchanged.
 
-    Runs on one CPU or GPU as it is, on many through `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
+    Runs on one CPU or GPU, on several through `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
     """
     import transformers
 
@@ -56,8 +56,8 @@ def command(options: TrainOptions) -> None:
         try:
             progress, record = uptrain(setup, quiet=options.quiet, argv=sys.argv[1:])
         except StoppedError as stopped:
-            told = f"stopped; step {stopped.step} is saved in {setup.states.directory}, continue with --resume"
-            _leave(main, told, 128 + stopped.number)
+            message = f"stopped; step {stopped.step} is saved in {setup.states.directory}, continue with --resume"
+            _leave(main, message, 128 + stopped.number)
         except DivergedError as error:
             _leave(main, str(error), 1)
         say(result_text(setup, progress))
@@ -66,12 +66,12 @@ def command(options: TrainOptions) -> None:
 
 
 def _leave(main: bool, message: str, code: int) -> NoReturn:
-    """One process tells for all."""
+    """End all processes; the main one prints the message."""
     if main:
         fail("gqa-uptrain", message, code)
     sys.exit(code)
 
 
 def main() -> None:
-    """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
+    """Entry point; `gqa.checkpoint.console.run` documents the exit codes."""
     run(command, "gqa-uptrain", "nothing half-written is left")

@@ -1,6 +1,4 @@
-"""What a run says: a plan and a result for people, and what a trained checkpoint says about itself, a model card for
-people and a provenance file for programs.
-"""
+"""The output of a run: its plan and result, and the model card and the record of the trained checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ _MOMENTS = {"adamw": 8, "adafactor": 1}  # bytes of the optimiser's state for ea
 
 
 def plan_record(setup: Setup) -> dict[str, Any]:
-    """What would be trained on what, JSON-ready."""
+    """The plan of a run, JSON-ready."""
     options, dataloader, model = setup.options, setup.dataloader, setup.model
     parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     teacher = sum(p.numel() * p.element_size() for p in setup.teacher.parameters()) if setup.teacher else 0
@@ -55,18 +53,18 @@ def plan_record(setup: Setup) -> dict[str, Any]:
 
 
 def estimate(setup: Setup) -> dict[str, Any]:
-    """What it would take here: `seconds`, meant to be right within a factor of 2 (the device is timed for half a
-    second), and `disk_bytes`, of the result, the best state and those that are saved to continue from.
+    """Estimate `seconds`, within a factor of 2 (half a second of benchmark), and `disk_bytes` of the result, the best
+    weights and the saved states.
     """
     options, model, dataloader = setup.options, setup.model, setup.dataloader
     tokens, evaluations = dataloader.steps * dataloader.tokens_per_step, EVALUATIONS + 1
     if options.eval_every:
         evaluations = dataloader.steps // options.eval_every + 1
-    own = forward(model.num_parameters(), model.config, setup.options.block)
-    taught = forward(setup.teacher.num_parameters(), model.config, setup.options.block) if setup.teacher else 0.0
+    student = forward(model.num_parameters(), model.config, setup.options.block)
+    teacher = forward(setup.teacher.num_parameters(), model.config, setup.options.block) if setup.teacher else 0.0
     writes = WRITING * tokens if is_self(options.data[0]) else 0.0
-    operations = tokens * ((TRAINING + options.checkpointing) * own + taught) + writes * taught
-    operations += dataloader.tokens(len(setup.heldout)) * evaluations * (own + taught)
+    operations = tokens * ((TRAINING + options.checkpointing) * student + teacher) + writes * teacher
+    operations += dataloader.tokens(len(setup.heldout)) * evaluations * (student + teacher)
     width = int(model.config.get_text_config(decoder=True).hidden_size)
     speed = products_a_second(str(setup.accelerator.device), width) * setup.accelerator.num_processes
     parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
@@ -76,15 +74,14 @@ def estimate(setup: Setup) -> dict[str, Any]:
 
 
 def memory_bytes(parameters: int, trained: int, optimizer: str, teacher: int = 0, shares: int = 1) -> int:
-    """What one process holds where `shares` divide all of it: weights, and of those that train gradients and what the
-    optimiser keeps (of Adafactor rows and columns only, which are counted as a byte), and the bytes of a `teacher`.
-    Activations come on top.
+    """Bytes of one process, if all is divided by `shares`: weights, gradients and optimiser state of those that train,
+    and a `teacher` of so many bytes. Adafactor's rows and columns count as a byte per weight. Without activations.
     """
     return (4 * parameters + (4 + _MOMENTS[optimizer]) * trained + teacher) // shares
 
 
 def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
-    """The same for people, with what it takes where the record has the `estimate`."""
+    """The plan in words, with the estimate if the record has it."""
     options = setup.options
     forwards = options.blocks_per_step // (setup.micro_batch * record["processes"])
     several, each = ("es", " on each") if record["processes"] > 1 else ("", "")
@@ -112,12 +109,12 @@ def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
 
 
 def result_text(setup: Setup, progress: TrainingProgress) -> str:
-    """How it went."""
+    """The result in words."""
     lines, before, after = [], progress.heldout_before, progress.heldout_after
     if before and after:
-        name, told = ("distillation", "nats from the teacher") if setup.options.distills else ("nats", "nats per token")
+        name, unit = ("distillation", "nats from the teacher") if setup.options.distills else ("nats", "nats per token")
         lines.append(
-            f"held out    {before[name]:.4f} {told} before, {after[name]:.4f} after {progress.best_step} steps"
+            f"held out    {before[name]:.4f} {unit} before, {after[name]:.4f} after {progress.best_step} steps"
         )
         if not progress.best_step:
             lines.append(
@@ -133,28 +130,27 @@ def result_text(setup: Setup, progress: TrainingProgress) -> str:
 
 
 def record_of(setup: Setup, progress: TrainingProgress, argv: Sequence[str]) -> dict[str, Any]:
-    """What was trained on what and how it went, with the provenance of what it was trained from inside; JSON-ready.
-
-    `argv` are the arguments of the command.
+    """The record of a run, JSON-ready, with the records of the source checkpoint inside. `argv`: arguments of the
+    command.
     """
     source, options, dataloader = setup.checkpoint, setup.options, setup.dataloader
-    told = request(options, argv)["options"]
+    given = request(options, argv)["options"]
     return {
         **stamp("gqa-uptrain", argv),
         "model": source.hub_id or source.name,
         "revision": source.revision,
-        "data": told["data"],
+        "data": given["data"],
         "alpha": options.alpha,
         "tokens": progress.tokens,
         "steps": progress.step,
         "skipped_steps": progress.skipped,
-        "teacher": told["teacher"] if options.distills else None,
+        "teacher": given["teacher"] if options.distills else None,
         "teacher_revision": setup.teacher_checkpoint and setup.teacher_checkpoint.revision,
         "losses": _losses(setup, progress),
         "data_summary": dataloader.summary,
         "data_fingerprint": dataloader.fingerprint,
         "ranks": setup.accelerator.num_processes,
-        "options": told,
+        "options": given,
         "conversion": read_record(source, PROVENANCE),
         "trained_before": read_record(source, UPTRAINING),
         "versions": versions("torch", "transformers", "accelerate"),
@@ -162,19 +158,19 @@ def record_of(setup: Setup, progress: TrainingProgress, argv: Sequence[str]) -> 
 
 
 def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
-    """Nats per token; with a teacher also the divergence from it, which decides what is best."""
-    found: dict[str, Any] = {"training": progress.loss}
-    for when, told in (("before", progress.heldout_before), ("after", progress.heldout_after)):
-        found[f"heldout_{when}"] = told and told["nats"]
+    """Losses in nats per token; with a teacher also the divergence from it, which selects the best state."""
+    losses: dict[str, Any] = {"training": progress.loss}
+    for when, heldout in (("before", progress.heldout_before), ("after", progress.heldout_after)):
+        losses[f"heldout_{when}"] = heldout and heldout["nats"]
         if setup.options.distills:
-            found[f"distillation_{when}"] = told and told["distillation"]
-    return found | {"best_step": progress.best_step if setup.heldout else progress.step}
+            losses[f"distillation_{when}"] = heldout and heldout["distillation"]
+    return losses | {"best_step": progress.best_step if setup.heldout else progress.step}
 
 
 def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
-    """README.md: the source card's metadata kept, what was trained on how much, and the source's card below it."""
+    """README.md: the source card's metadata, a description of the training, and the source card below."""
     metadata, text = source_card(source, whole=UPTRAINING not in source.side_files)
-    metadata.pop("model-index", None)  # results of other weights
+    metadata.pop("model-index", None)  # results of the source weights
     tagged = {**metadata, "tags": [*metadata.get("tags", []), "gqa-uptrain"]}
     losses, heldout, table = record["losses"], "", list[str]()
     if losses["heldout_before"] is not None:
@@ -186,9 +182,11 @@ def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
         table = ["", *comparison(("before", "this model"), rows)]
     teacher = f", taught by `{record['teacher']}`" if record["teacher"] else ""
     share = f" (alpha {record['alpha']:g})" if record["alpha"] else ""
-    told = (
+    description = (
         f"`{record['model']}` trained further{teacher}: {record['tokens']:,} tokens{share} of "
         f"{', '.join(record['data'])} in {record['steps']:,} steps{heldout} (gqa-uptrain {record['version']}; more in "
         f"`{UPTRAINING}`)."
     )
-    return format_card(tagged, [f"# {name}", "", told, *table], command_line(record["tool"], record["argv"]), text)
+    return format_card(
+        tagged, [f"# {name}", "", description, *table], command_line(record["tool"], record["argv"]), text
+    )
