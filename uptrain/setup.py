@@ -221,8 +221,8 @@ def build_data(
     # One process tokenises, or samples from the teacher, and the others read its cache.
     with main_first("the text that the teacher writes" if sampled else "the text to be tokenised"):
         if model.config.is_encoder_decoder:
-            encoder = PairEncoder(model.config, tokenizer, checkpoint.name)
-            dataloader = open_pairs(options, encoder, tokenizer, longest, processes, base and make_pairs, not dry)
+            encoder, teacher = PairEncoder(model.config, tokenizer, checkpoint.name), make_pairs if base else None
+            dataloader = open_pairs(options, encoder, tokenizer, longest, processes, teacher, not dry)
         elif sampled:
             dataloader = open_sampled(options, sample, longest, processes)
         else:
