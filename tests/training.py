@@ -563,7 +563,7 @@ def write_after(step: int, first: int) -> None:
     def step_and_tell(self: Log, done: int, numbers: dict[str, float]) -> dict[str, Any]:
         record = tell(self, done, numbers)
         if done == step:
-            assert not States(self._path.parent, 1).all()
+            assert not States(self._path.parent, 1).complete()
             told.set()
         return record
 
