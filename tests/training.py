@@ -560,11 +560,10 @@ def write_after(step: int, first: int) -> None:
             raise OSError(f"step {step} was not told")
         return write(self, *given)
 
-    def step_and_tell(self: Log, done: int, numbers: dict[str, float]) -> dict[str, Any]:
-        record = tell(self, done, numbers)
+    def step_and_tell(self: Log, done: int, numbers: dict[str, float]) -> None:
+        tell(self, done, numbers)
         if done == step:
             assert not States(self._path.parent, 1).complete()
             told.set()
-        return record
 
     FileSystemWriter.write_data, Log.step = late, step_and_tell  # type: ignore[method-assign]
