@@ -1,68 +1,96 @@
-"""Our custom modelling code: classes with grouped-query attention for model types that transformers has without.
+"""Custom modelling code: classes with grouped-query attention for model types whose class in transformers has none.
 
-The file lies beside the weights, whose config names its classes in `auto_map`, so that transformers loads it with
-`trust_remote_code=True`. This tool's own commands need no such trust: they run the installed text, never the file
-beside the weights. Nothing is registered with transformers' Auto classes, here or on loading: who meets one of these
-model types asks here for its class.
+A file of `modelling` lies beside the weights, and `auto_map` of config.json names its classes, so transformers loads
+them with `trust_remote_code=True`. Our own commands need no trust: they import the installed file, never the one beside
+the weights. Nothing is registered with transformers' Auto classes.
 """
 
 import re
-import sys
-from functools import cache, partial
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
 from gqa.checkpoint import modelling
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.modelling.text import BY_LAYER, DECILM, NAMES, auto_classes, class_of, text_of
-from gqa.checkpoint.provenance import version
 
 PREFIX = "gqa_"
-MODEL_TYPES = frozenset(PREFIX + source for source in NAMES)
+# Llama-like model types whose layers can have different numbers of heads: they build attention as
+# `attention(config, layer)`.
+BY_LAYER = (
+    "llama", "cohere", "cohere2", "gemma", "gemma2", "glm", "glm4", "granite", "mistral", "olmo", "olmo2", "phi",
+    "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+# File -> model types of transformers whose classes it extends.
+_FILES = {
+    "modeling_gqa_gpt2": ("gpt2",),
+    "modeling_gqa_opt": ("opt",),
+    "modeling_gqa_encoder_decoder": ("bart", "mbart", "marian", "pegasus", "m2m_100", "t5", "mt5"),
+    "modeling_gqa_by_layer": BY_LAYER,
+}
+_FILE_OF = {PREFIX + source: file for file, sources in _FILES.items() for source in sources}
+MODEL_TYPES = frozenset(_FILE_OF)
 
 
 def listed_as(model_type: str) -> str:
-    """Under which model type families list this one: ours with heads by layer are as transformers' are."""
+    """The model type that families list: of ours with heads by layer that of transformers."""
     source = model_type.removeprefix(PREFIX)
     return source if source in BY_LAYER else model_type
 
 
 def loads_as_decilm(model_type: str) -> bool:
-    """Whether vLLM and llama.cpp load models of this type, whose layers have numbers of heads of their own."""
-    return model_type in MODEL_TYPES and model_type.removeprefix(PREFIX) in DECILM
+    """Whether vLLM and llama.cpp load models of this type, whose layers have different numbers of heads."""
+    return model_type == f"{PREFIX}llama"
 
 
 def file_of(model_type: str) -> tuple[str, str]:
-    """Name and text of the file beside the weights, whose first line says where it is from."""
-    origin = f"# Written by gqa-convert {version()}. It needs nothing but torch and transformers.\n"
-    return f"modeling_{model_type}.py", origin + text_of(model_type.removeprefix(PREFIX))
+    """Name and text of the file beside the weights."""
+    name = f"{_FILE_OF[model_type]}.py"
+    return name, (Path(modelling.__path__[0]) / name).read_text(encoding="utf-8")
 
 
-def auto_map(model_type: str) -> dict[str, str]:
-    """What config.json says about where transformers finds the classes."""
-    source, file = model_type.removeprefix(PREFIX), f"modeling_{model_type}"
-    classes = {"AutoConfig": f"{NAMES[source].classes}Config"} | auto_classes(source)
-    return {auto: f"{file}.{class_of(source, name)}" for auto, name in classes.items()}
+def class_name(model_type: str, source: str) -> str:
+    """The name of our class for the class `source` of transformers."""
+    return "DeciLMForCausalLM" if (model_type, source) == (f"{PREFIX}llama", "LlamaForCausalLM") else f"GQA{source}"
 
 
-# Where this process keeps the files that it runs, until it ends: save_pretrained copies them from there.
-_folder = cache(partial(TemporaryDirectory, prefix="gqa-modelling-", ignore_cleanup_errors=True))
+# Of Llama-like models these classes build the model below their head by AutoModel, which does not know ours.
+_BUILT_BY_AUTO_MODEL = re.compile(r"AutoModelFor(SequenceClassification|TokenClassification|QuestionAnswering)")
 
 
 @cache
-def _classes(model_type: str) -> dict[str, Any]:
-    """What the file defines, run as a module; its classes tell save_pretrained to write the file too."""
-    name, text = file_of(model_type)
-    path = Path(_folder().name) / name
-    path.write_text(text, encoding="utf-8")
-    module = ModuleType(f"{modelling.__name__}.{path.stem}")
-    sys.modules[module.__name__], module.__file__ = module, str(path)
-    exec(compile(text, path, "exec"), vars(module))
-    for auto, found in auto_map(model_type).items():
-        vars(module)[found.rpartition(".")[2]].register_for_auto_class(auto)
-    return vars(module)
+def auto_classes(model_type: str) -> dict[str, str]:
+    """Auto classes of transformers -> the class that each has for the source of a model type of ours."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    source = model_type.removeprefix(PREFIX)
+    classes = {"AutoConfig": CONFIG_MAPPING_NAMES[source]}
+    prefix = classes["AutoConfig"].removesuffix("Config")  # some also know a class of another model
+    for auto in sorted(name for name in vars(modeling_auto) if name.startswith("AutoModel")):
+        if source in BY_LAYER and _BUILT_BY_AUTO_MODEL.fullmatch(auto):
+            continue
+        mapping = getattr(getattr(modeling_auto, auto), "_model_mapping", None)
+        name = str(getattr(mapping, "_model_mapping", {}).get(source))
+        if name.startswith(prefix):
+            classes[auto] = name
+    return classes
+
+
+def auto_map(model_type: str) -> dict[str, str]:
+    """`auto_map` of config.json: where transformers finds the classes."""
+    file = _FILE_OF[model_type]
+    return {auto: f"{file}.{class_name(model_type, name)}" for auto, name in auto_classes(model_type).items()}
+
+
+@cache
+def _module(model_type: str) -> ModuleType:
+    """The installed file, whose classes of the model type have save_pretrained copy it."""
+    module = import_module(f"{modelling.__name__}.{_FILE_OF[model_type]}")
+    for auto, name in auto_classes(model_type).items():
+        getattr(module, class_name(model_type, name)).register_for_auto_class(auto)
+    return module
 
 
 def config_class(model_type: str) -> Any:
@@ -70,25 +98,27 @@ def config_class(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type in MODEL_TYPES:
-        return _classes(model_type)[f"GQA{NAMES[model_type.removeprefix(PREFIX)].classes}Config"]
+        return getattr(_module(model_type), class_name(model_type, auto_classes(model_type)["AutoConfig"]))
     return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 - `get` finds none
 
 
 def custom_class(architecture: str, model_type: object) -> Any:
     """The class of ours that a config names, or None."""
-    return _classes(str(model_type)).get(architecture) if model_type in MODEL_TYPES else None
-
-
-# The Auto class whose class stands in where a config names none that ours know, first come.
-_USUAL = ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM")
+    if model_type not in MODEL_TYPES:
+        return None
+    names = {class_name(str(model_type), name) for name in auto_classes(str(model_type)).values()}
+    return getattr(_module(str(model_type)), architecture) if architecture in names else None
 
 
 def stand_in(architectures: list[str] | None, model_type: str) -> str:
-    """The name of our class for that of a config of the source. Raises RefusedError where it has another head."""
-    source = model_type.removeprefix(PREFIX)
-    classes = auto_classes(source)
+    """The name of our class for that of a config of the source; its language model if the config names no other.
+
+    Raises RefusedError where it has another head.
+    """
+    classes = auto_classes(model_type)
     for name in architectures or ():
         if re.search("For.*(Classification|QuestionAnswering)$", name) and name not in classes.values():
             raise RefusedError(f"custom modelling code has no class with the head of {name}")
-    named = [name for name in architectures or () if name in classes.values()]
-    return class_of(source, (named + [classes[auto] for auto in _USUAL if auto in classes])[0])
+    names = [name for name in architectures or () if name in classes.values()]
+    usual = classes.get("AutoModelForSeq2SeqLM") or classes["AutoModelForCausalLM"]
+    return class_name(model_type, (names or [usual])[0])

@@ -27,9 +27,10 @@ from training import options_for, tiny_checkpoint, trained
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import gqa
+from gqa.checkpoint import modelling
+from gqa.checkpoint.custom_code import BY_LAYER
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.loading import cache_name, load_model
-from gqa.checkpoint.modelling.text import BY_LAYER
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
 from gqa.convert.merge.allot import _text, allotted, heads_within, losses_alone
@@ -161,7 +162,7 @@ def test_only_what_engines_read_as_llama_is_called_so(tmp_path: Path) -> None:
     raw = json.loads((out / "config.json").read_text())
     assert raw["architectures"] == ["GQAQwen2ForCausalLM"]
     assert "num_key_value_heads_per_layer" not in raw
-    assert "block_configs" not in (out / "modeling_gqa_qwen2.py").read_text()
+    assert not hasattr(AutoConfig.from_pretrained(out, trust_remote_code=True), "block_configs")
 
 
 @pytest.mark.usefixtures("alone")
@@ -173,7 +174,8 @@ def test_it_is_trained_and_measured_as_any_other(tmp_path: Path) -> None:
     before, after = load(out), load(tmp_path / "trained")
     assert {name: tensor.shape for name, tensor in before.items()} == {n: t.shape for n, t in after.items()}
     assert any(not tensor.equal(after[name]) for name, tensor in before.items())
-    assert (tmp_path / "trained/modeling_gqa_llama.py").read_text() == (out / "modeling_gqa_llama.py").read_text()
+    files = [place / "modeling_gqa_by_layer.py" for place in (tmp_path / "trained", out, Path(modelling.__path__[0]))]
+    assert len({file.read_bytes() for file in files}) == 1
     assert as_engines_read_it(tmp_path / "trained") == list(HEADS)
     base, converted = (
         Subject(place.name, str(place), read_checkpoint(place)) for place in (model, tmp_path / "trained")

@@ -3,13 +3,11 @@
 import ast
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +20,22 @@ from tiny_models import QUERY_HEADS, build, inputs, logits
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto import configuration_auto, modeling_auto, tokenization_auto
-from transformers.models.t5.modeling_t5 import T5Attention
 
-from gqa.checkpoint import modelling
+from gqa.checkpoint import custom_code, modelling
+from gqa.checkpoint.custom_code import BY_LAYER, MODEL_TYPES, config_class, custom_class
 from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.modelling.text import MODELS, text_of
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert import convert_checkpoint, plan_conversion
 from gqa.convert.recast.targets import ANY
 
 ROOT = Path(__file__).parent.parent
+FILES = sorted(Path(modelling.__path__[0]).glob("modeling_*.py"))
 PACKAGES = ("checkpoint", "corpus", "convert", "uptrain", "eval")
 
 
 def file_of(name: str) -> str:
-    return f"modeling_gqa_{name}.py"
+    return custom_code.file_of(f"gqa_{name}")[0]
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -65,45 +63,41 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 # ------------------------------------------------------------------------------------------------- the files
 
 
-def test_every_file_belongs_to_a_family() -> None:
-    assert set(MODELS) == set(THEIRS)
+def test_every_file_has_a_tiny_model() -> None:
+    assert {f"gqa_{name}" for name in (*THEIRS, *BY_LAYER)} == MODEL_TYPES
+    assert {path.name for path in FILES} == {file_of(name) for name in (*THEIRS, *BY_LAYER)}
 
 
-@pytest.mark.parametrize("name", THEIRS)
-def test_files_need_nothing_else_and_name_no_other_model(name: str) -> None:
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_files_need_nothing_else(path: Path) -> None:
     """Imports of the standard library, torch and transformers, all of them used; small enough to be read."""
-    text = text_of(name)
+    text = path.read_text()
     used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     for node in ast.walk(ast.parse(text)):
-        assert not isinstance(node, ast.Import)
-        if isinstance(node, ast.ImportFrom):
-            assert str(node.module).split(".")[0] in {"inspect", "types", "typing", "torch", "transformers"}
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+            assert {module.split(".")[0] for module in modules} <= {"types", "typing", "torch", "transformers"}
             assert {alias.asname or alias.name for alias in node.names} <= used
-    assert len(text.splitlines()) < 130
-    assert max(map(len, text.splitlines())) <= 120
-    # A file made of another's has its own model's name everywhere.
-    names = MODELS[name]
-    classes = set(re.findall(r"\b(?:source\.|GQA)([A-Z]\w+)", text))
-    assert classes
-    assert all(found.startswith(names.classes) for found in classes)
-    assert set(re.findall(r"([\w-]+)'s (?:own|config|attention|models)", text)) == {names.words}
-    assert set(re.findall(r"(?:models\.|gqa_)(\w+)", text)) == {name}
+    assert len(text.splitlines()) < 180
 
 
-def test_another_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 5.15 T5 computed scores by itself: its forward pass on fewer heads would say nothing and be wrong."""
-    monkeypatch.setattr(T5Attention, "forward", lambda self, hidden_states: hidden_states)
-    with pytest.raises(ImportError, match=rf"transformers {version('transformers')} .*; install 5\.18 to 5\.24$"):
-        exec(compile(text_of("t5"), "t5", "exec"), {"__name__": modelling.__name__})
+@pytest.mark.parametrize("architecture", ["GQABertModel", "GQAGPT2Model", "Grouped", "Tensor", ""])
+def test_a_config_names_no_other_class(architecture: str) -> None:
+    assert custom_class(architecture, "gqa_t5") is None
+
+
+@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
+def test_configs_have_the_defaults_of_transformers(model_type: str) -> None:
+    new = {"model_type", "num_key_value_heads", "grouped_attention"}
+    theirs, ours = config_class(model_type.removeprefix("gqa_"))().to_dict(), config_class(model_type)().to_dict()
+    assert {key: ours[key] for key in ours.keys() - new} == {key: theirs[key] for key in theirs.keys() - new}
 
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_what_is_written(name: str, converted: dict[str, Path]) -> None:
-    """The installed file below a line that says who wrote it; every Auto class of the source is in the config."""
-    written = (converted[name] / file_of(name)).read_text()
-    first, _, rest = written.partition("\n")
-    assert first == f"# Written by gqa-convert {version('gqa')}. It needs nothing but torch and transformers."
-    assert rest == text_of(name)
+    """The installed file, byte for byte; every Auto class of the source is in the config."""
+    installed = Path(modelling.__path__[0]) / file_of(name)
+    assert (converted[name] / file_of(name)).read_bytes() == installed.read_bytes()
     config = json.loads((converted[name] / "config.json").read_text())
     assert config["model_type"] == f"gqa_{name}"
     assert config["architectures"] == [f"GQA{THEIRS[name].model_class}"]

@@ -2,16 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tiny_configs import Tiny, tiny_model
 
-from gqa.checkpoint import modelling
-from gqa.checkpoint.modelling.text import MODELS
-
-# Those that are another one with other names.
-COPIES = [name for name in MODELS if not (Path(modelling.__path__[0]) / f"{name}.py").is_file()]
+# Those whose attention in transformers is a copy of BART's or T5's.
+COPIES = ("mbart", "marian", "pegasus", "m2m_100", "mt5")
 
 
 def _no_kv(kv_heads: int) -> dict[str, Any]:

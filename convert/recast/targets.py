@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gqa.checkpoint.custom_code import MODEL_TYPES, PREFIX, auto_map, file_of, loads_as_decilm, stand_in
+from gqa.checkpoint.custom_code import BY_LAYER, MODEL_TYPES, PREFIX, auto_map, file_of, loads_as_decilm, stand_in
 from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
-from gqa.checkpoint.modelling.text import BY_LAYER
 from gqa.checkpoint.read import Checkpoint, read_json
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import read_config, read_top, transformers_config, valid_groups

@@ -1,0 +1,171 @@
+# Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0).
+"""T5, BART and their like (mT5, mBART, Marian, Pegasus, M2M-100) with grouped-query attention (arXiv 2305.13245):
+`num_key_value_heads` key/value heads, each read by a group of query heads, in the kinds of attention that
+`grouped_attention` names.
+
+Everything is transformers' own but the size of the key and value projections. Relative positions are those of the query
+heads. Each class is named `GQA` and the name of the class of transformers that it extends, as
+GQAT5ForConditionalGeneration; `__getattr__` makes it.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bart.modeling_bart import BartAttention
+from transformers.models.m2m_100.modeling_m2m_100 import M2M100Attention
+from transformers.models.marian.modeling_marian import MarianAttention
+from transformers.models.mbart.modeling_mbart import MBartAttention
+from transformers.models.mt5.modeling_mt5 import MT5Attention
+from transformers.models.pegasus.modeling_pegasus import PegasusAttention
+from transformers.models.t5 import modeling_t5 as t5
+
+
+class GroupedConfig(PreTrainedConfig):
+    """Mixin for configs: the number of key/value heads (by default H), and the kinds of attention that have as many: a
+    choice of `decoder-self`, `cross` and `encoder`.
+    """
+
+    num_key_value_heads: int | None = None
+    grouped_attention: list[str] | tuple[str, ...] = ("decoder-self", "cross")
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        query_heads = getattr(self, "decoder_attention_heads", self.num_attention_heads)
+        self.num_key_value_heads = self.num_key_value_heads or query_heads
+        self.grouped_attention = list(self.grouped_attention)
+
+
+def eager_attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """T5's function of this name (BART's is the same without position bias), with key/value heads (B, G, S, d) repeated
+    for the query heads (B, H, T, d). The other attention functions of transformers repeat them.
+    """
+    key, value = (heads.repeat_interleave(module.num_key_value_groups, dim=1) for heads in (key, value))
+    return t5.eager_attention_forward(module, query, key, value, *args, **kwargs)
+
+
+class GroupedAttention(nn.Module):
+    """Mixin for attention modules: G key/value heads. The cache holds G heads too."""
+
+    def set_kv_heads(self, kv_heads: int, query_heads: int) -> None:
+        """Replace the key and value projections by new ones of `kv_heads` heads."""
+        if query_heads % kv_heads:
+            raise ValueError(f"num_key_value_heads {kv_heads} does not divide the {query_heads} attention heads")
+        self.num_key_value_groups = query_heads // kv_heads
+        for name in {"k", "v", "k_proj", "v_proj"} & self._modules.keys():
+            full = self.get_submodule(name)
+            size = full.out_features // self.num_key_value_groups
+            setattr(self, name, nn.Linear(full.in_features, size, bias=full.bias is not None))
+
+    def keys_and_values(self, key: nn.Module, value: nn.Module, states: Tensor, cache: Any, cross: bool) -> Any:
+        """Keys and values (B, G, S, d) by projections of `states` (B, S, D), with those that the cache holds."""
+        filled = None  # by layer, whether the cache holds the encoder's keys and values
+        if isinstance(cache, EncoderDecoderCache):
+            filled = cache.is_updated if cross else None
+            cache = cache.cross_attention_cache if cross else cache.self_attention_cache
+        if filled and filled.get(self.layer_idx):
+            return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+        heads = [part(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (key, value)]
+        if filled is not None:
+            filled[self.layer_idx] = True
+        return heads if cache is None else cache.update(*heads, self.layer_idx)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        """Output (B, T, H * d), and the weights (B, H, T, S) where the attention function returns them."""
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout, scaling = self.dropout if self.training else 0.0, self.scaling
+        output, weights = attention(self, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+        return output.flatten(2), weights
+
+
+# transformers finds attention modules by its own classes, whose forward passes are the same.
+class GroupedBartAttention(
+    GroupedAttention, BartAttention, M2M100Attention, MarianAttention, MBartAttention, PegasusAttention
+):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,  # the name of past_key_values since transformers 5.24
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T, D), and for cross-attention the encoder's (B, S, D) -> (B, T, D) and the weights (B, H, T, S)."""
+        query = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        cache, cross = past_key_values if cache is None else cache, key_value_states is not None
+        states = key_value_states if cross else hidden_states
+        key, value = self.keys_and_values(self.k_proj, self.v_proj, states, cache, cross)
+        output, weights = self.attend(query, key, value, attention_mask, **kwargs)
+        return self.out_proj(output), weights
+
+
+class GroupedT5Attention(GroupedAttention, t5.T5Attention, MT5Attention):
+    @property
+    def head_dim(self) -> int:
+        return int(self.key_value_proj_dim)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        past_key_values: Any = None,
+        cache: Any = None,  # the name of past_key_values since transformers 5.24
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The same, with the bias (1, H, T, S) of relative positions between output and weights."""
+        query = self.q(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        cache, cross = past_key_values if cache is None else cache, key_value_states is not None
+        seen: Any = 0 if cache is None else cache.get_seq_length(self.layer_idx)
+        seen = seen.clone() if isinstance(seen, Tensor) else seen  # a static cache adds to it in place
+        states = key_value_states if cross else hidden_states
+        key, value = self.keys_and_values(self.k, self.v, states, cache, cross)
+        if position_bias is None and self.has_relative_attention_bias:
+            position_bias = self.compute_bias(query.shape[2], key.shape[2], device=query.device, past_seen_tokens=seen)
+        elif position_bias is None:
+            position_bias = torch.zeros(
+                1, self.n_heads, query.shape[2], key.shape[2], device=query.device, dtype=query.dtype
+            )
+            if self.gradient_checkpointing and self.training:
+                position_bias.requires_grad = True
+        output, weights = self.attend(query, key, value, mask, position_bias=position_bias, **kwargs)
+        return self.o(output), position_bias, weights
+
+
+class Grouped(PreTrainedModel):
+    """Mixin for models: gives the attention modules that the config names fewer key/value heads."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        for name, module in list(self.named_modules()):
+            cross = name.endswith(("encoder_attn", "EncDecAttention"))
+            if not cross and not name.endswith(("self_attn", "SelfAttention")):
+                continue
+            if ("cross" if cross else "decoder-self" if module.is_decoder else "encoder") in config.grouped_attention:
+                is_t5 = isinstance(module, t5.T5Attention | MT5Attention)
+                query_heads = module.n_heads if is_t5 else module.num_heads
+                module.__class__ = GroupedT5Attention if is_t5 else GroupedBartAttention
+                module.set_kv_heads(config.num_key_value_heads, query_heads)
+        self.post_init()
+
+
+def __getattr__(name: str) -> Any:
+    """The config or model `GQA...` of the class of transformers that is named after `GQA`."""
+    if not name.startswith("GQA"):
+        raise AttributeError(f"{__name__} has no {name}")
+    source = getattr(transformers, name.removeprefix("GQA"))
+    members = {"__module__": __name__}
+    if issubclass(source, PreTrainedConfig):
+        # In this order: a mixin before the class would replace its defaults.
+        bases, members["model_type"] = (source, GroupedConfig), f"gqa_{source.model_type}"
+    else:
+        config = f"GQA{source.config_class.__name__}"
+        bases, members["config_class"] = (Grouped, source), globals().get(config) or __getattr__(config)
+    globals()[name] = type(name, bases, members)
+    return globals()[name]
