@@ -56,6 +56,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"{__name__} has no {name}")
     source = getattr(transformers, name.removeprefix("GQA"))
     members = {"__module__": __name__}
+    bases: tuple[Any, ...]
     if issubclass(source, PreTrainedConfig):
         bases, members["model_type"] = (source,), f"gqa_{source.model_type}"
     else:

@@ -51,7 +51,7 @@ def eager_attention_forward(module: Any, query: Tensor, key: Tensor, value: Tens
 class GroupedAttention(nn.Module):
     """Mixin for attention modules: G key/value heads. The cache holds G heads too."""
 
-    def set_kv_heads(self, kv_heads: int, query_heads: int) -> None:
+    def set_kv_heads(self: Any, kv_heads: int, query_heads: int) -> None:
         """Replace the key and value projections by new ones of `kv_heads` heads."""
         if query_heads % kv_heads:
             raise ValueError(f"num_key_value_heads {kv_heads} does not divide the {query_heads} attention heads")
@@ -61,7 +61,7 @@ class GroupedAttention(nn.Module):
             size = full.out_features // self.num_key_value_groups
             setattr(self, name, nn.Linear(full.in_features, size, bias=full.bias is not None))
 
-    def keys_and_values(self, key: nn.Module, value: nn.Module, states: Tensor, cache: Any, cross: bool) -> Any:
+    def keys_and_values(self: Any, key: nn.Module, value: nn.Module, states: Tensor, cache: Any, cross: bool) -> Any:
         """Keys and values (B, G, S, d) by projections of `states` (B, S, D), with those that the cache holds."""
         filled = None  # by layer, whether the cache holds the encoder's keys and values
         if isinstance(cache, EncoderDecoderCache):
@@ -74,7 +74,7 @@ class GroupedAttention(nn.Module):
             filled[self.layer_idx] = True
         return heads if cache is None else cache.update(*heads, self.layer_idx)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         """Output (B, T, H * d), and the weights (B, H, T, S) where the attention function returns them."""
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout, scaling = self.dropout if self.training else 0.0, self.scaling
@@ -87,7 +87,7 @@ class GroupedBartAttention(
     GroupedAttention, BartAttention, M2M100Attention, MarianAttention, MBartAttention, PegasusAttention
 ):
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,
         past_key_values: Any = None,
@@ -106,11 +106,11 @@ class GroupedBartAttention(
 
 class GroupedT5Attention(GroupedAttention, t5.T5Attention, MT5Attention):
     @property
-    def head_dim(self) -> int:
+    def head_dim(self: Any) -> int:
         return int(self.key_value_proj_dim)
 
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         mask: Tensor | None = None,
         key_value_states: Tensor | None = None,
