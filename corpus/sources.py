@@ -65,7 +65,7 @@ class Source:
 
     `load` gives the data set of `datasets`; its `columns` are the text, or the source and the target. `identify` gives
     a hash of the content. `files`: shards, if known. `separator` cuts rows into documents. `streaming`: do not store
-    it. `weight`: share of a mixture's tokens, if given. `fraction`: only documents whose hash is below it.
+    it. `weight`: share of a mixture's tokens, if given. `takes`: only documents whose digest it accepts.
     """
 
     spec: str
@@ -76,7 +76,7 @@ class Source:
     separator: str | None = None
     streaming: bool = False
     weight: float | None = None
-    fraction: float | None = None
+    takes: Callable[[bytes], bool] | None = None
 
     def texts(self) -> Iterator[str]:
         """Documents in the order of the source, none of them blank. Raises CorpusError as `rows` does."""
@@ -91,7 +91,8 @@ class Source:
         if (first := next(rows, None)) is None:
             if len(self.columns) > 1:
                 raise CorpusError(f"no row of {self.spec} has both a source and a target; name two columns that belong")
-            raise CorpusError(f"{self.spec} holds no text: it is empty or blank")
+            held = " or held out" if self.takes else ""
+            raise CorpusError(f"{self.spec} holds no text: it is empty or blank{held}")
         yield from (tuple(row[name] for name in self.columns) for row in chain([first], rows))
 
     def dataset(self) -> Any:
@@ -130,9 +131,8 @@ class Source:
                     raise CorpusError(f"{self.spec}: field {column!r} is no text but {kind}; name a field of text")
             parts = [(text.strip("\n"),) for text in row[0].split(self.separator)] if self.separator else [row]
             rows += [part for part in parts if all(value and value.strip() for value in part)]
-        if self.fraction is not None:
-            threshold = hash_threshold(self.fraction)
-            rows = [row for row in rows if is_below(row_digest(*row), threshold)]
+        if self.takes is not None:
+            rows = [row for row in rows if self.takes(row_digest(*row))]
         return {column: [row[number] for row in rows] for number, column in enumerate(self.columns)}
 
     def shard(self, count: int, index: int) -> Source:
@@ -152,12 +152,17 @@ class Source:
 
     def part(self, fraction: float) -> Source:
         """The held-out documents: about that fraction, those with the lowest hashes."""
+        threshold = hash_threshold(fraction)
         return replace(
             self,
             spec=f"{self.spec} ({fraction:g} held out)",
-            fraction=fraction,
+            takes=lambda digest: is_below(digest, threshold),
             identify=lambda: f"{self.identify()} below {fraction!r}",
         )
+
+    def without(self, heldout: Callable[[bytes], bool]) -> Source:
+        """The documents whose digests are not held out."""
+        return replace(self, takes=lambda digest: not heldout(digest))
 
 
 def parse_source(

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from documents import lines, write
+from embedded import SOURCE
 
 from gqa.checkpoint.errors import CorpusError
+from gqa.checkpoint.read import read_checkpoint
+from gqa.convert.merge.watcher import SILENT
 from gqa.corpus.pairs import PairEncoder
-from gqa.uptrain.dataloader import Dataloader, open_dataloader
+from gqa.corpus.tokens import Encoder, pack
+from gqa.eval.study.study import AblateOptions
+from gqa.uptrain.dataloader import Dataloader, heldout_sources, open_dataloader
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.pairs import open_pairs
 
@@ -100,6 +106,18 @@ def test_all_that_is_named_is_held_out(tokenizer: Any, data: str, how: dict[str,
         CorpusError, match=r"none of a source is left to train on; hold|has nothing to train on: it is empty, blank or"
     ):
         open_dataloader(options, tokenizer, 64).block(0)
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("how", [{"heldout": "some.jsonl"}, {"heldout_fraction": 0.1}])
+def test_a_study_calibrates_on_no_heldout_text(tokenizer: Any, how: dict[str, Any]) -> None:
+    options = AblateOptions(Path("study"), "m", data=("twice.jsonl",), calibration_context=64, **how)
+    text = replace(options.maps.text, repeats=False)
+    ids = text.blocks(read_checkpoint(SOURCE), "cpu", SILENT).numpy()
+    [source] = heldout_sources(options.training)
+    held = grams(block for block, _ in pack((ids for _, ids in Encoder(tokenizer).encode(source.texts())), 64))
+    assert len(held) > 200
+    assert not grams({"input_ids": block} for block in ids) & held
 
 
 @pytest.mark.usefixtures("files")

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 from gqa.checkpoint.errors import RefusedError
 from gqa.convert.merge.watcher import Watcher
 from gqa.convert.methods import GROUPINGS
-from gqa.corpus.sources import Source, is_self, parse_self, parse_sources, split_weight, weighted
+from gqa.corpus.sources import (
+    Source,
+    hash_threshold,
+    is_below,
+    is_self,
+    parse_self,
+    parse_sources,
+    row_digest,
+    split_weight,
+    weighted,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +38,8 @@ class CalibrationText:
     `length`; of an encoder-decoder, so many pairs of sources and targets of at most `length`. `field` is the column of
     text of files and data sets; `target_field` that of what its decoder writes, or `self`: it is to write it.
     `repeats`: half of the blocks repeat themselves (`gqa.corpus.repeats`), but those of `self:plain` and pairs.
-    `trust_remote_code`: tokenizer and model may be code that comes along.
+    `trust_remote_code`: tokenizer and model may be code that comes along. Documents of the source `heldout`, or those
+    below the hash of `heldout_fraction`, are left out of whatever is read.
     """
 
     sources: tuple[str, ...] = ("self",)
@@ -39,6 +50,8 @@ class CalibrationText:
     target_field: str | None = None
     repeats: bool = True
     trust_remote_code: bool = False
+    heldout: str | None = None
+    heldout_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.length < 2:
@@ -117,7 +130,13 @@ class CalibrationText:
 
     def _parse(self, source: str) -> Source:
         target = None if self.target_field == "self" else self.target_field
-        return parse_sources((source,), field=self.field, target_field=target)[0]
+        [found] = parse_sources((source,), field=self.field, target_field=target)
+        if self.heldout_fraction:
+            return found.without(partial(is_below, threshold=hash_threshold(self.heldout_fraction)))
+        if self.heldout:
+            [other] = parse_sources((self.heldout,), field=self.field, target_field=target)
+            return found.without({row_digest(*row) for row in other.rows()}.__contains__)
+        return found
 
     def _seed(self, number: int) -> int:
         """Of what the model writes for the source of that number: for each text of its own."""

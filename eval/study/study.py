@@ -231,6 +231,7 @@ class AblateOptions(Options):
         text = CalibrationText(
             self.calibration or self.data or ("self",), self.calibration_tokens, self.calibration_context,
             field=self.field, target_field=self.target_field, trust_remote_code=self.trust_remote_code,
+            heldout=self.heldout, heldout_fraction=self.heldout_fraction,
         )  # fmt: skip
         return MapsOptions(text=text, grouping=self.grouping, refinement=Refinement(self.refine_steps))
 
