@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from typing import NoReturn
 
 import click
@@ -59,6 +60,8 @@ def command(options: TrainOptions) -> None:
             message = f"stopped; step {stopped.step} is saved in {setup.states.directory}, continue with --resume"
             _leave(main, message, 128 + stopped.number)
         except DivergedError as error:
+            if options.verbose and main:
+                traceback.print_exc()
             _leave(main, str(error), 1)
         say(result_text(setup, progress))
     if main and options.json:
