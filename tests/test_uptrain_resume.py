@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import load
-from training import Runs, difference, losses, metrics, shared_runs, state_files, state_weights, write_corpus
+from training import Runs, difference, losses, metrics, shared_runs, state_files, state_weights
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.uptrain.state import States
@@ -204,13 +204,17 @@ def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path) -> 
         ({"resume": True, "alpha": 0.5, "steps": None}, "alpha: None -> 0.5; steps: 6 -> None"),
     ):
         assert says in refused(runs, *saving(runs, out, **{"steps": 6} | options))
-    data = runs.directory / "data.jsonl"
-    content = data.read_bytes()
-    try:
-        write_corpus(data, 20)
-        assert f"{was} the content of the data; start" in refused(runs, *saving(runs, out, steps=6), "--resume")
-    finally:
-        data.write_bytes(content)
+    data, config = runs.directory / "data.jsonl", runs.directory / "model" / "config.json"
+    for file, text, says in (
+        (data, data.read_text().partition("\n")[2], "the content of the data"),
+        (config, config.read_text().replace("10000.0", "20000.0"), "content of the model: "),
+    ):
+        content = file.read_bytes()
+        try:
+            file.write_text(text)
+            assert f"{was} {says}" in refused(runs, *saving(runs, out, steps=6), "--resume")
+        finally:
+            file.write_bytes(content)
     assert States(Path(f"{out}-state"), 2).complete() == [state(out, 2), state(out, 4)]
 
 

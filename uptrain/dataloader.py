@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.identity import file_digests
 from gqa.checkpoint.provenance import without_place
 from gqa.convert.merge.self_samples import SampledBlocks
 from gqa.corpus.alpha import Heldout, hold_back, hold_back_of_each, n_blocks_for, select, shares_of
@@ -139,7 +140,9 @@ def _open_stream(
         batch=options.blocks_per_step,
     )  # fmt: skip
     summary = f"a stream of {blocks}"
-    return Dataloader(options, blocks, steps, f"{summary} {blocks.encoder.identify()}", summary, heldout_blocks)
+    contents = file_digests(file for source in sources for file in source.files)
+    fingerprint = f"{summary} {blocks.encoder.identify()} {contents}"
+    return Dataloader(options, blocks, steps, fingerprint, summary, heldout_blocks)
 
 
 def _pack_heldout(documents: Iterable[Any], options: TrainOptions) -> list[Block]:

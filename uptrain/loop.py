@@ -15,6 +15,7 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from gqa.checkpoint.identity import checkpoint_digest
 from gqa.checkpoint.processes import main_first
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.log import Log
@@ -243,9 +244,11 @@ def state_dict(accelerator: Accelerator, wrapped: Any) -> Weights:
 
 
 def _run_identity(setup: Setup) -> dict[str, Any]:
-    """The options and data that a state must share with the run that continues it."""
-    teacher = {"teacher_revision": setup.teacher_checkpoint.revision} if setup.teacher_checkpoint else {}
-    return {"options": setup.options.binding() | teacher, "data": setup.dataloader.fingerprint}
+    """The options and contents that a state must share with the run that continues it."""
+    base = setup.teacher_checkpoint
+    models = {"model": setup.checkpoint} | ({"teacher": base} if base else {})
+    contents = {f"content of the {name}": checkpoint_digest(model) for name, model in models.items()}
+    return {"options": setup.options.binding() | contents, "data": setup.dataloader.fingerprint}
 
 
 def _resume(setup: Setup, model: Any, optimizer: Any) -> TrainingProgress:
