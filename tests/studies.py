@@ -15,6 +15,7 @@ import torch
 from checkpoints import Result, run
 from training import BLOCK, expert_options, tiny_checkpoint, write_corpus
 
+from gqa.corpus.sources import row_digest
 from gqa.eval.study.study import AblateOptions, Cell
 
 # What depends on the machine or on when it was measured.
@@ -33,7 +34,9 @@ def place() -> Path:
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     tiny_checkpoint(directory / "model", kv_heads=4)
     write_corpus(directory / "train.jsonl", 10)
-    write_corpus(directory / "heldout.jsonl", 3, first=10)
+    write_corpus(heldout := directory / "heldout.jsonl", 3, first=10)
+    lines = heldout.read_text().splitlines(keepends=True)  # in the order in which a study reads documents
+    heldout.write_text("".join(sorted(lines, key=lambda line: row_digest(json.loads(line)["text"]))))
     return directory
 
 

@@ -102,7 +102,7 @@ def test_ways_to_train_share_a_conversion(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ablation, "convert_checkpoint", noting)
     _, *found = measured(
-        tmp_path / "study", methods="calibrated", alphas="0,0.1", train="all,kv", teachers="none,source",
+        tmp_path / "study", methods="calibrated", alphas="0,0.5", train="all,kv", teachers="none,source",
         calibration_tokens=640, calibration_context=64, learning_rate=1e-4,
     )  # fmt: skip
     assert made == ["calibrated"]
