@@ -1,6 +1,5 @@
-"""What can be converted, and how: the families as text, which `--families` prints."""
+"""What can be converted, and how: the rows of docs/models.md."""
 
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -9,17 +8,8 @@ from gqa.convert.heads.families.table import FAMILIES, NESTED
 from gqa.convert.recast.targets import RECASTINGS
 
 
-def families_text() -> str:
-    """Every family with its model types, wrapped for a terminal."""
-    parts = []
-    for title, names, note in family_rows():
-        wrapped = textwrap.fill(names, 110, initial_indent="    ", subsequent_indent="    ")
-        parts.append(f"{title}{f' ({note})' if note else ''}\n{wrapped}")
-    return "\n\n".join(parts)
-
-
 def family_rows() -> Iterator[tuple[str, str, str]]:
-    """(how heads are stored, model types, note), of which docs/models.md is made."""
+    """(how heads are stored, model types, note) of every family."""
     for family in FAMILIES:
         notes, reasons = [family.note] if family.note else [], defaultdict(list)
         for name, found in family.symmetries.items():  # why the heads of which types cannot be aligned

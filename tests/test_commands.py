@@ -1,5 +1,6 @@
 """Options of the commands: their names, counts and sizes, and what is misspelt."""
 
+import ast
 import io
 import math
 import re
@@ -78,6 +79,23 @@ def options_of(program: str) -> dict[str, click.Option]:
 def test_there_are_at_most_120_options() -> None:
     """--help and --version aside."""
     assert sum(len(set(options_of(program).values())) - 1 for program in ROOMS) <= 120
+
+
+def test_messages_name_options_that_are_there() -> None:
+    """Every option in a string of ours is one of the commands, or of a program that the string names."""
+    known = {name for program in ROOMS for option in options_of(program).values() for name in option.opts}
+    known |= {name for program in ROOMS for option in options_of(program).values() for name in option.secondary_opts}
+    others = {"--help", "--version", "--no-", "--option", "--nproc", "--kl-divergence"}
+    words = {
+        (file.name, word)
+        for folder in ("checkpoint", "corpus", "convert", "uptrain", "eval", "package")
+        for file in (Path(__file__).parents[1] / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for word in re.findall(r"(?<![\w-])--[a-z][a-z-]*", node.value)
+    }
+    assert len(words) > 50
+    assert [(file, word) for file, word in sorted(words) if word not in known | others] == []
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_the_recommendation_says_what_recall_decides() -> None:
     assert "it alone rules out 1: the best of them is refined, 1 KV head, untrained: +0.0420 nats" in text
     nothing = recommend(points(recalling(0.84, 0.7)), RECALLING, Bounds()).text
     assert "closest     refined, 1 KV head, untrained: +0.0420 nats per token, 84.0% of second copies" in nothing
-    assert "allow more with --max-recall-loss" in nothing
+    assert "allow more with max_recall_loss (from Python)" in nothing
     assert "it recalls too little for a bound" in least_recall(RECALLING | {"recall_text": 0.6}, Bounds())[1]
     refused = recommend(points(recalling(0.8)), SOURCE | {"recall_refused": "too short"}, Bounds()).text
     assert "recall      not measured: too short" in refused

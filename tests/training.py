@@ -177,7 +177,7 @@ class Runs(Forks):
         warm = (
             "import os; os.fsync = lambda handle: None; import datasets.io.generator, gqa.uptrain.cli, gqa.uptrain.run"
         )
-        more = "import os, peft, processes, scipy.io, training; os.fsync = lambda handle: None"
+        more = "import os, peft, processes, training; os.fsync = lambda handle: None"
         classes = "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
         converted = f"training.warm({str(directory)!r})"
         super().__init__(

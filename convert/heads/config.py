@@ -104,7 +104,9 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
     family = find_family(model_type, text)
     if family is None:
         known = listing((t for f in FAMILIES for t in f.model_types), 8)
-        raise RefusedError(f"{name} is of model type {model_type}, which is not supported ({known}; see --families)")
+        raise RefusedError(
+            f"{name} is of model type {model_type}, which is not supported ({known}; see docs/models.md)"
+        )
     if reason := family.refusal(text):
         raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}")
     owner = path if _descend(raw, path) is not None else ()
@@ -123,13 +125,13 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
                 )
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
-        raise CorruptError(f"{name}: config.json has no model_type; --families lists what is supported")
+        raise CorruptError(f"{name}: config.json has no model_type; docs/models.md lists what is supported")
     refuse_model_type(model_type, None, name)
     if config_class(model_type) is None:
         remote = " (its classes come with the checkpoint: auto_map)" if "auto_map" in raw else ""
         raise RefusedError(
             f"{name} is of model type {model_type!r}, which transformers does not have{remote}; "
-            "--families lists what is supported"
+            "docs/models.md lists what is supported"
         )
     try:
         return transformers_config(raw)
@@ -172,7 +174,7 @@ def refuse_model_type(model_type: str, text: Any, name: str) -> None:
     """Raise for architectures known not to be convertible, with the reason and what to do instead."""
     reason = REFUSED.get(model_type) or (REFUSED["deepseek_v3"] if getattr(text, "kv_lora_rank", None) else None)
     if reason:
-        advice = "" if "; " in reason else "; --families lists what can be converted"
+        advice = "" if "; " in reason else "; docs/models.md lists what can be converted"
         raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}{advice}")
 
 

@@ -138,7 +138,10 @@ def recommend(measured: pandas.DataFrame, source: Row, bounds: Bounds) -> Recomm
         none, order, recalls = f"none is {limit}", ["kv_bytes_per_token", "train_tokens", "loss"], [("recall", recall)]
         closest, option = _best(smaller, "worst"), "--max-loss-increase"
         if forgetful := len(fluent) - len(within):
-            closest, option = _best(fluent.drop(within.index), "recall_worst", highest=True), "--max-recall-loss"
+            closest, option = (
+                _best(fluent.drop(within.index), "recall_worst", highest=True),
+                "max_recall_loss (from Python)",
+            )
             recalls.append(("", f"it alone rules out {forgetful}: the best of them is {_named(closest)}"))
         advice = f"allow more with {option}, or add longer training, a teacher or methods to the study"
     if within.empty:
