@@ -10,6 +10,7 @@ import shlex
 import shutil
 import struct
 import sys
+from contextlib import nullcontext
 from html import escape, unescape
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from test_page import checked
 
 import gqa.eval
+from gqa.checkpoint.errors import RefusedError
 from gqa.eval import evaluate, report
 from gqa.eval.report import as_json, verdicts
 from gqa.eval.subjects import distinct_names
@@ -188,7 +190,7 @@ def test_what_keeps_a_report_from_being_written_is_said_before_anything_runs(mon
         assert "no report can be written to /proc/report" in refused("SRC --data TEXT", "-o", "/proc/report", code=1)
 
 
-def test_two_runs_of_one_report(tmp_path: Path) -> None:
+def test_two_runs_of_one_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused before it measures anything; what the first finishes meanwhile is not replaced."""
     out = tmp_path / "report"
     with report.reserved(out, overwrite=False):
@@ -197,6 +199,9 @@ def test_two_runs_of_one_report(tmp_path: Path) -> None:
     with report.reserved(tmp_path / "other", overwrite=False):
         done("SRC --memory 1GB", "-o", out)
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
+    monkeypatch.setattr(report, "locked", lambda *given: nullcontext(out.rename(tmp_path / "late")))
+    with pytest.raises(RefusedError, match="late holds an earlier report"), report.reserved(tmp_path / "late", False):
+        pass
 
 
 def test_a_full_disk_leaves_the_last_report_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from hub_server import Hub, Machine
 
 import gqa
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.hub import beside
+from gqa.checkpoint.hub import beside, open_model
 
 NAME, OUT = "lab/tiny-llama", "tiny-llama-gqa2-mean"
 FIRST_BYTES = 2**16  # of a shard, all that a dry run may fetch
@@ -130,6 +130,7 @@ def test_a_path_in_the_cache_is_the_repository(tmp_path: Path, hub: Hub, machine
         assert same_weights(machine.work / OUT, machine.work / "by-name")
         with machine.entered():
             assert beside(str(place), "-uptrained") == Path("tiny-llama-uptrained")
+            assert open_model(str(place)).name == "tiny-llama"
     assert snapshot(machine.home) == before
 
 

@@ -142,7 +142,9 @@ def test_a_source_that_stands_twice_is_other_text() -> None:
         None,
     ],
 )
-def test_samples_of_another_model_are_not_used(change: Any, teacher, cache: Path, tmp_path: Path) -> None:
+def test_samples_of_another_model_are_not_used(
+    change: Any, teacher, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor of other versions of the libraries; a model that has moved keeps its own."""
     before, model = sampled(teacher, 3)[0], copy_source(tmp_path)
     assert sampled(teacher, 3, source=model)[1] == []
@@ -156,6 +158,8 @@ def test_samples_of_another_model_are_not_used(change: Any, teacher, cache: Path
     after, told = sampled(teacher, 3, source=model)
     assert told
     assert after.fingerprint != before.fingerprint
+    monkeypatch.setattr(module, "versions", lambda *names: "others")
+    assert sampled(teacher, 3)[1]
 
 
 def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
