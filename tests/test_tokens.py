@@ -185,7 +185,7 @@ def test_what_fails_is_not_kept(tokenizer: Any, tmp_path: Path, monkeypatch: pyt
     assert len(tokenised(path, ["a", "b"], tokenizer)) == 2
 
 
-@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "other"])
+@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "hole", "other"])
 def test_damaged_tokens_are_made_anew(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
@@ -201,6 +201,7 @@ def test_damaged_tokens_are_made_anew(
         other.replace(file)
     else:
         cut = {"cut": whole[: len(whole) // 2], "zeros": bytes(len(whole)), "empty": b""}
+        cut |= {"hole": whole[:2048] + bytes(1024) + whole[3072:]}  # among the lengths of documents
         file.with_suffix(".new").write_bytes(cut[damage])
         file.with_suffix(".new").replace(file)
     again = tokenise(source, tokenizer)
