@@ -142,7 +142,7 @@ def test_what_is_misspelt_or_makes_no_sense(program: str, words: str, message: s
     assert len(done.err.splitlines()) == 1
 
 
-BAD = ("nan", "inf", "-1", str(10**40), "")
+BAD = ("nan", "inf", "-1", str(10**19), str(10**40), "")
 
 
 @pytest.mark.parametrize(("program", "name"), [(program, name) for program in ROOMS for name in ALL_OPTIONS[program]])
@@ -426,3 +426,5 @@ def test_numbers_are_those_that_are_written() -> None:
         None,
     ]
     assert ByteSize().convert("1.001MB", None, None) == 1_001_000
+    with pytest.raises(click.BadParameter, match="'inf' is not a number"):
+        Number(float).convert("inf", None, None)
