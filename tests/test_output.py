@@ -147,6 +147,9 @@ def test_refused_outputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for words in ([], ["--overwrite"]) if name != "exists" else ([],):
             check_refused(run(*MERGED, "-o", out, *words, model), says, code=code)
             assert snapshot(model.parent) == before, name
+    (root / ".out.gqa-lock").mkdir()  # what is in the way only when it is entered
+    says = f"cannot write beside {root / 'out'}: "
+    check_refused(run(*MERGED, "-o", root / "out", model), says, "give another output with -o", code=1)
 
 
 @pytest.mark.parametrize("record", [True, False])
