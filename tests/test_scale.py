@@ -216,9 +216,9 @@ finally:
 
 
 def test_a_model_is_evaluated_in_less_memory_than_it_takes(tmp_path: Path) -> None:
-    """Under a limit of the address space: what a small model takes, and less than the weights. Control: without the disk
-    it ends in one line. transformers loads and accelerate offloads in threads: peaks of one run and the next differ by
-    up to 40 % of the weights, so one of three has to stay below.
+    """Under a limit of the address space: what a small model takes, and less than the weights. Control: without the
+    disk it ends in one line. Models are loaded and offloaded in threads: peaks of one run and the next differ by up to
+    40 % of the weights, so one of three has to stay below.
     """
     text = ["--data", "stdlib:heldout", "--context", "64", "--tokens", "100", "--precision", "float32", "-q", "--json"]
     sizes = {"small": {}, "model": SIZES | {"num_hidden_layers": 20, "num_attention_heads": 16}}
