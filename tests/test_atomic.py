@@ -124,8 +124,12 @@ def test_two_at_a_time(runs: Runs, big: Path, tmp_path: Path) -> None:
     first = runs.begin(*MERGED, "-q", "-o", out, big)
     while not (tmp_path / ".out.gqa-partial").exists():
         time.sleep(0.001)
-    second = runs.begin("--groups", 1, "--method", "mean", "-q", "-o", out, big)
-    assert second.wait() == 2
+    os.kill(first.pid, signal.SIGSTOP)  # it is still writing when the second comes
+    try:
+        second = runs.begin("--groups", 1, "--method", "mean", "-q", "-o", out, big)
+        assert second.wait() == 2
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
     assert "another conversion is writing" in second.said()
     assert first.wait() == 0, first.said()
     assert contents(out) == contents(convert_checkpoint(big, 2, tmp_path / "alone", method="mean").out)
