@@ -216,9 +216,9 @@ finally:
 
 
 def test_a_model_is_evaluated_in_less_memory_than_it_takes(tmp_path: Path) -> None:
-    """Under a limit of the address space: what a small model takes, and less than the weights. Control: without the
-    disk it ends in one line. Models are loaded and offloaded in threads: peaks of one run and the next differ by up to
-    40 % of the weights, so one of three has to stay below.
+    """Under a limit of the address space: what a small model takes, and three quarters of the weights. Control:
+    without the disk it ends in one line. Models are loaded and offloaded in threads: peaks of one run and
+    the next differ by up to 40 % of the weights, so one of eight has to stay below.
     """
     text = ["--data", "stdlib:heldout", "--context", "64", "--tokens", "100", "--precision", "float32", "-q", "--json"]
     sizes = {"small": {}, "model": SIZES | {"num_hidden_layers": 20, "num_attention_heads": 16}}
@@ -232,9 +232,9 @@ def test_a_model_is_evaluated_in_less_memory_than_it_takes(tmp_path: Path) -> No
 
     weights = 2 * sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
     assert weights > 850 << 20
-    limit = int(evaluated("small", 0)[0][-1]) + 19 * weights // 20
+    limit = int(evaluated("small", 0)[0][-1]) + 3 * weights // 4
     spread = "--device", "auto", "--host-memory", "90MB"
-    runs = (evaluated("model", limit, *spread)[1] for _ in range(3))
+    runs = (evaluated("model", limit, *spread)[1] for _ in range(8))
     assert next((nats for nats in runs if nats), 0.0) == pytest.approx(evaluated("model", 0)[1], rel=1e-6)
     told, nats = evaluated("model", limit)
     assert (len(told), nats) == (2, 0.0), told
