@@ -8,10 +8,10 @@
 decode: tokens per second of a random bfloat16 model of Llama-2-7B's shape by KV heads, context and batch, as one CUDA
     graph per step and as transformers runs it. `roofline` is the share of the device's copy bandwidth that the bytes of
     the weights and of the cache take: 1 is the limit. `largest` is the largest batch whose cache fits.
-convert: that model with 8 KV heads by `calibrated` and `refined`, on text that it writes itself: seconds and peak
-    memory of each stage (the first samples the text: its tokens per second are the sampler's).
-uptrain: tokens per second and model FLOPs utilisation of gqa-uptrain on a model of 1.3 billion parameters, with and
-    without --compile and --checkpointing, with NCCL on one rank and with FSDP2 on one rank.
+convert: a model of 1.3 billion parameters with 4 of 16 KV heads by `calibrated` and `refined`, on text that it writes
+    itself: seconds and peak memory of each stage (the first samples the text: its tokens per second are the sampler's).
+uptrain: tokens per second and model FLOPs utilisation of gqa-uptrain on a model of that size, with and without
+    --compile and --checkpointing, with NCCL on one rank and with FSDP2 on one rank.
 distill: the embedded model with 2 and 1 heads, distilled on 1, 10 and 100 million tokens that it writes itself.
 smollm2: SmolLM2 (a directory, --smollm2) with 1 head, distilled on 20 million: perplexity and recall on each --text.
 
@@ -64,7 +64,8 @@ class Scale:
     largest: int = 4096
     steps: int = 10
     copy_bytes: int = 1 << 32
-    convert_heads: int = 8
+    converted: Shape = SHAPES["1.3b"]
+    convert_heads: int = 4
     convert: tuple[str, ...] = ("--tokens", "65536")
     refine: tuple[str, ...] = ()
     compile: bool = True
@@ -85,8 +86,8 @@ class Scale:
 _LITTLE = ("--method", "calibrated", "--tokens", "512", "--context", "32")
 TINY = Scale(
     shape=Shape(64, 128, 2, 8, 8, 4096), kv_heads=(8, 2), contexts=(32,), batches=(1, None), largest=4, steps=2,
-    copy_bytes=1 << 20, convert_heads=2, convert=("--tokens", "512", "--context", "32"),
-    refine=("--refine-steps", "4"), compile=False,
+    copy_bytes=1 << 20, converted=Shape(64, 128, 2, 8, 8, 4096), convert_heads=2,
+    convert=("--tokens", "512", "--context", "32"), refine=("--refine-steps", "4"), compile=False,
     trained=Shape(64, 128, 2, 8, 8, 4096),
     train=("--steps", "4", "--batch-size", "2", "--micro-batch", "1", "--context", "32", "--heldout-tokens", "128"),
     tokens=(256, 512), distil=("--context", "32", "--batch-size", "2", "--heldout-tokens", "512"),
@@ -194,7 +195,7 @@ def command(module: str, *words: str) -> dict[str, Any]:
         with contextlib.redirect_stderr(stages), contextlib.redirect_stdout(output):
             run_command(module, *words, "--json")
     except (RuntimeError, TimeoutError) as error:
-        raise RuntimeError(f"{error}: {stages.getvalue()[-1500:]}") from error
+        raise RuntimeError(f"{error} after {stages.seconds}: {stages.getvalue()[-1500:]}") from error
     stages.next("end")
     seconds = {name: round(value, 2) for name, value in stages.seconds.items()}
     record = json.loads(output.getvalue().splitlines()[-1])
@@ -266,6 +267,7 @@ class Decoder:
         """The step as a CUDA graph, without what Python takes between kernels."""
 
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # which still fills the cache
         with torch.cuda.stream(stream):
             self.step()
         stream.synchronize()
@@ -350,7 +352,7 @@ def convert(results: Results) -> None:
     scale, more = results.scale, {"calibrated": (), "refined": results.scale.refine}
     if not results.missing(*more):
         return
-    model = random_model(results, "large", scale.shape._replace(positions=4096), "bfloat16")
+    model = random_model(results, "large", scale.converted, "bfloat16")
 
     def run(method: str) -> dict[str, Any]:
         words = ["--groups", str(scale.convert_heads), "--method", method, *scale.convert, *more[method]]
@@ -491,9 +493,10 @@ def draw(out: Path) -> None:
     for heads, curve in curves.items():
         learning.plot(*zip(*curve, strict=True), marker="o", label=f"{heads} KV heads")
     learning.set(title="Distillation", xlabel="tokens", ylabel="KL, nats", xscale="log", yscale="log")
-    for axes in (speed, learning):
-        if axes.has_data():
-            axes.legend(fontsize=6)
+    for axes in (speed, roofline, training, learning):
+        axes.set_visible(axes.has_data())  # of a part that did not run
+    for axes in filter(lambda axes: axes.get_visible(), (speed, learning)):
+        axes.legend(fontsize=6)
     figure.tight_layout()
     figure.savefig(out / "gpu.svg")
     pyplot.close(figure)

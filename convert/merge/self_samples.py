@@ -39,7 +39,7 @@ from gqa.corpus.tokens import Block, first_token
 SAMPLED = 64  # sequences sampled together at most
 SAMPLED_BYTES = 1 << 30  # that their caches may fill
 DRAWN = 24  # bytes for each score of a token, while one is drawn
-_MOST = 512  # sequences at a time, of as many batches as a GPU has memory for
+_MOST = 16384  # sequences at a time: attention kernels number them with 16 bits
 
 
 @dataclass(frozen=True)
