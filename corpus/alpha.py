@@ -128,13 +128,11 @@ class Selection:
         return f"{text}; {self.heldout_documents:,} documents held out" if self.heldout_documents else text
 
 
-def select(
-    text: TokenisedText, *, block_size: int, heldout: Heldout, boundaries: bool = False, **how: Any
-) -> Selection:
+def select(text: TokenisedText, *, block_size: int, heldout: Heldout, **how: Any) -> Selection:
     """The blocks to train on, in order; `how` are other arguments of `reading_order`."""
     lengths = heldout.lengths(text)
     order, n_blocks, data_tokens = reading_order(text, lengths, block_size=block_size, **how)
-    blocks = Blocks(text, order, block_size, n_blocks, boundaries, lengths)
+    blocks = Blocks(text, order, block_size, n_blocks, lengths)
     return Selection(blocks, data_tokens, int((lengths == 0).sum()))
 
 

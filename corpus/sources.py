@@ -64,8 +64,8 @@ class Source:
     """Documents, or pairs of a source and a target, that can be read repeatedly, always in the same order.
 
     `load` gives the data set of `datasets`; its `columns` are the text, or the source and the target. `identify` gives
-    a hash of the content. `files`: shards, if known. `separator` cuts rows into documents. `streaming`: do not store
-    it. `weight`: share of a mixture's tokens, if given. `takes`: only documents whose digest it accepts.
+    a hash of the content. `files`: shards, if known. `streaming`: do not store it. `weight`: share of a mixture's
+    tokens, if given. `takes`: only documents whose digest it accepts.
     """
 
     spec: str
@@ -73,7 +73,6 @@ class Source:
     identify: Callable[[], str]
     columns: tuple[str, ...] = ("text",)
     files: tuple[Path, ...] = ()
-    separator: str | None = None
     streaming: bool = False
     weight: float | None = None
     takes: Callable[[bytes], bool] | None = None
@@ -122,15 +121,15 @@ class Source:
             raise file_error(error, self.files[state.get("shard_idx", 0) % len(self.files)], self.columns) from error
 
     def _texts(self, batch: dict[str, list[Any]]) -> dict[str, list[str]]:
-        """The rows of a batch with text in all columns, cut at the separator."""
+        """The rows of a batch with text in all columns."""
         rows = []
         for row in zip(*(batch[column] for column in self.columns), strict=True):
             for column, value in zip(self.columns, row, strict=True):
                 if value is not None and not isinstance(value, str):
                     kind = type(value).__name__
                     raise CorpusError(f"{self.spec}: field {column!r} is no text but {kind}; name a field of text")
-            parts = [(text.strip("\n"),) for text in row[0].split(self.separator)] if self.separator else [row]
-            rows += [part for part in parts if all(value and value.strip() for value in part)]
+            if all(value and value.strip() for value in row):
+                rows.append(row)
         if self.takes is not None:
             rows = [row for row in rows if self.takes(row_digest(*row))]
         return {column: [row[number] for row in rows] for number, column in enumerate(self.columns)}
@@ -172,18 +171,14 @@ def parse_source(
     target_field: str | None = None,
     split: str = "train",
     streaming: bool = False,
-    separator: str | None = None,
 ) -> Source:
     """The source of a spec. Nothing of a hub data set is fetched before its documents are read.
 
     `field` holds the text in JSON, CSV, Parquet, Arrow and hub data sets; with `target_field` rows are pairs of both.
-    `split` is that of a hub data set whose spec names none. `separator` cuts text files into documents; without it each
-    file is one. Raises CorpusError.
+    `split` is that of a hub data set whose spec names none. Raises CorpusError.
     """
     if not spec.strip():
         raise CorpusError(_NO_DATA)
-    if separator == "":
-        raise CorpusError("the separator is empty; give the text between two documents, such as <|endoftext|>")
     if target_field == field:
         raise CorpusError(f"--field and --target-field of {spec} are the same text; name two columns")
     columns = (field, target_field) if target_field else (field,)
@@ -201,14 +196,11 @@ def parse_source(
             if target_field:
                 raise CorpusError(f"{spec} is plain text and has no field {target_field!r}")
             columns = ("text",)
-        else:
-            separator = None
         # Readers of some formats fail on files of no bytes.
         files = tuple(file for file in files if file.stat().st_size) or files
         return Source(
-            spec, partial(load_files, files, columns), partial(_digest_files, files, columns, separator), columns,
-            files, separator, streaming,
-        )  # fmt: skip
+            spec, partial(load_files, files, columns), partial(_digest_files, files, columns), columns, files, streaming
+        )
     if not (match := _HUB_NAME.fullmatch(spec)):
         raise CorpusError(
             f"there is no file or directory {spec}, and it is no data set name (org/name[:config[:split]])"
@@ -281,9 +273,9 @@ def _load_stdlib(side: str) -> Any:
     return datasets.Dataset.from_dict({"text": list(stdlib_texts(cast(Split, side)))})
 
 
-def _digest_files(files: Sequence[Path], columns: tuple[str, ...], separator: str | None) -> str:
+def _digest_files(files: Sequence[Path], columns: tuple[str, ...]) -> str:
     """Hash the content of files and how it is read, not their paths."""
-    digest = hashlib.sha256(repr((columns, separator)).encode())
+    digest = hashlib.sha256(repr(columns).encode())
     for path in files:
         try:
             with path.open("rb") as stream:

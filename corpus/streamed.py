@@ -37,13 +37,13 @@ class StreamedBlocks:
     """
 
     def __init__(
-        self, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, *, block_size: int,
-        heldout: Heldout, boundaries: bool = False, batch: int = 1,
+        self, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, *, block_size: int, heldout: Heldout,
+        batch: int = 1,
     ) -> None:  # fmt: skip
         if len(sources) > 1 and any(source.weight is None for source in sources):
             raise CorpusError("several streams need weights (SPEC@WEIGHT): their sizes are not known")
         self.sources, self.encoder, self._heldout = sources, Encoder(tokenizer), heldout
-        self._size, self._boundaries = block_size, boundaries
+        self._size = block_size
         self._shards = [source.n_shards for source in sources]
         self.lanes = max(n for n in range(1, min(*self._shards, _LANES, batch) + 1) if batch % n == 0)
         self._ahead = 2 * batch // self.lanes
@@ -114,7 +114,7 @@ class StreamedBlocks:
                 if first and not start:
                     raise CorpusError(f"{part.spec} has nothing to train on: it is empty, blank or held out")
 
-        for block, rest in pack(documents(), self._size, self._boundaries, state["rest"]):
+        for block, rest in pack(documents(), self._size, state["rest"]):
             yield block, rest, data.state_dict() if data else position
 
     def _tokens(self, texts: list[str]) -> dict[str, list[list[int]]]:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -256,15 +256,14 @@ class Blocks:
     """Documents in an order, cut into blocks: a map-style data set for a DataLoader without shuffling.
 
     `order`: (N,) document numbers, repeated in several epochs. `lengths`: (D,) tokens to read from the start of each
-    document, by default all. Block b is tokens b * size to (b + 1) * size of the stream: {"input_ids": (size,) int64}
-    and, with `boundaries`, "position_ids" and "document_ids" (size,): see `block_of`. `n_blocks`: by default all.
+    document, by default all. Block b is tokens b * size to (b + 1) * size of the stream: {"input_ids": (size,) int64}.
+    `n_blocks`: by default all.
     """
 
     def __init__(
-        self, text: TokenisedText, order: Ints, size: int, n_blocks: int | None = None, boundaries: bool = False,
-        lengths: Ints | None = None,
-    ) -> None:  # fmt: skip
-        self.text, self.order, self.size, self.boundaries = text, order, size, boundaries
+        self, text: TokenisedText, order: Ints, size: int, n_blocks: int | None = None, lengths: Ints | None = None
+    ) -> None:
+        self.text, self.order, self.size = text, order, size
         self.lengths = text.lengths if lengths is None else lengths
         self._ends = np.cumsum(self.lengths[order])
         tokens = int(self._ends[-1:].sum())
@@ -282,39 +281,16 @@ class Blocks:
         last = int(np.searchsorted(self._ends, begin + self.size, "left"))
         parts = [self.text.document(int(i))[: self.lengths[i]] for i in self.order[first : last + 1]]
         parts[0] = parts[0][begin - int(self._ends[first]) :]  # from the end: negative
-        return block_of(parts, self.size, self.boundaries)
+        return {"input_ids": np.concatenate(parts)[: self.size].astype(np.int64)}
 
 
-def pack(
-    documents: Iterable[Any], size: int, boundaries: bool = False, rest: Any = ()
-) -> Iterator[tuple[Block, NDArray[np.int32]]]:
+def pack(documents: Iterable[Any], size: int, rest: Any = ()) -> Iterator[tuple[Block, Ints]]:
     """Pack the tokens of documents, after the `rest` of an earlier one, into blocks; yield each block with the rest of
     its last document.
     """
-    documents, parts = iter(documents), [np.asarray(rest, np.int32)]
-    count = len(rest)
-    while True:
-        while count >= size:
-            count -= size
-            parts, rest = [part for part in parts if len(part)], parts[-1][len(parts[-1]) - count :]
-            yield block_of(parts, size, boundaries), rest
-            parts = [rest]
-        if (tokens := next(documents, None)) is None:
-            return
-        parts.append(np.asarray(tokens, np.int32))
-        count += len(tokens)
-
-
-def block_of(parts: Sequence[NDArray[np.int32] | Sequence[int]], size: int, boundaries: bool) -> Block:
-    """The first `size` tokens of consecutive (parts of) documents.
-
-    With `boundaries` also "document_ids", counted from 0, and "position_ids", which restart at 0 in each document, so
-    that attention stays inside documents.
-    """
-    tokens = np.concatenate(parts)[:size].astype(np.int64)
-    if not boundaries:
-        return {"input_ids": tokens}
-    lengths = [len(part) for part in parts]
-    documents = np.repeat(np.arange(len(parts)), lengths)[:size]
-    starts = np.cumsum([0, *lengths[:-1]])
-    return {"input_ids": tokens, "document_ids": documents, "position_ids": np.arange(size) - starts[documents]}
+    rest = np.asarray(rest, np.int64)
+    for tokens in chain([()], documents):
+        rest = np.concatenate([rest, np.asarray(tokens, np.int64)])
+        for begin in range(0, len(rest) - size + 1, size):
+            yield {"input_ids": rest[begin : begin + size]}, rest[begin + size :]
+        rest = rest[len(rest) // size * size :]

@@ -14,11 +14,9 @@ from training import training_model
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import gqa.corpus.likelihood
-from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.likelihood import ChunkedHead, nats
 from gqa.uptrain.losses import chunked_sum
 from gqa.uptrain.scope import unreached
-from gqa.uptrain.training_model import check_documents_apart, predictions
 
 VOCABULARY = 96
 # Tied, with a bias in the head (Phi), soft-capped (Gemma 2), scaled (Cohere, Granite), mixtures, inside a larger model.
@@ -194,36 +192,6 @@ def test_autocast_loses_no_gradient() -> None:
         assert float((first[name] - tensor).norm() / tensor.norm()) < 0.1, name
 
 
-def packed(lengths: list[int]) -> dict[str, Tensor]:
-    """One block of documents of these lengths."""
-    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    given = batch(1, sum(lengths))
-    return given | {"document_ids": documents[None], "position_ids": positions[None]}
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("lengths", [[9, 24], [1, 20, 12], [16, 16, 1]])
-def test_documents_in_a_block_are_as_apart(attention: str, lengths: list[int]) -> None:
-    """Loss and gradients are the sums of those of each document alone: none sees, or predicts into, another."""
-    model, given = made("llama", attention=attention), packed(lengths)
-    loss, told = training_model(model)(**given)
-    loss.backward()
-    found = gradients(model)
-    expected = torch.zeros(())
-    for ids in given["input_ids"].split(lengths, dim=1):
-        if ids.shape[1] > 1:
-            alone, _ = training_model(model)(input_ids=ids)
-            alone.backward()
-            expected = expected + alone.detach()
-    wanted = gradients(model)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    assert_close({k: v / 30 for k, v in found.items()}, {k: v / 30 for k, v in wanted.items()})
-    assert int(told[0]) == sum(lengths) - len(lengths) == predictions(given)
-    unmasked, _ = training_model(model)(input_ids=given["input_ids"])
-    assert float(unmasked) != pytest.approx(float(expected), rel=1e-2)
-
-
 @pytest.mark.parametrize("error", [0.0, 0.05])
 def test_a_head_that_is_off_is_not_split(error: float) -> None:
     """A class whose logits depend on its input ids, by less than the largest logit is rounded to in bfloat16."""
@@ -238,27 +206,6 @@ def test_a_head_that_is_off_is_not_split(error: float) -> None:
     head = ChunkedHead(model)
     head.hidden(**batch())
     assert head.split == (not error)
-
-
-def test_a_block_without_predictions_is_nothing() -> None:
-    """Every document one token long: no loss, no gradient, no division by zero."""
-    model = made()
-    loss, told = training_model(model)(**packed([1, 1, 1]))
-    loss.backward()
-    assert (float(loss), float(told[0])) == (0, 0)
-    assert all(not tensor.any() for tensor in gradients(model).values())
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "phi3", "mixtral", "jamba", "falcon_h1"])
-def test_classes_that_keep_documents_apart(name: str) -> None:
-    """The last two do not."""
-    model = made(name)
-    if name in ("jamba", "falcon_h1"):
-        with pytest.raises(RefusedError, match="does not keep documents apart; use --attn-implementation sdpa"):
-            training_model(model)(**packed([9, 24]))
-    else:
-        check_documents_apart(model, 2)
-    assert model.training
 
 
 def test_unreached_parameters() -> None:

@@ -93,7 +93,6 @@ def options(**given: Any) -> TrainOptions:
         ({"decay": 0.5}, 1, "--decay needs --schedule wsd; give both"),
         ({"heldout": "a", "heldout_fraction": 0.1}, 1, "given by --heldout and --heldout-fraction; give one"),
         ({"learning_rate": math.inf}, 1, "learning_rate: inf is not a number above 0"),
-        ({"repeats": True, "mask_documents": True}, 1, "repeats makes blocks without documents"),
     ],
 )
 def test_options_that_do_not_go_together(given: dict[str, Any], ranks: int, says: str) -> None:

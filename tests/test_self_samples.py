@@ -271,15 +271,12 @@ def test_what_is_asked_for() -> None:
         ({"data": ("self",), "alpha": 0.1}, "say how much of --data self there is"),
         ({"data": ("self:1M", "stdlib:train")}, "stands alone"),
         ({"streaming": True}, "stands alone"),
-        ({"separator": "--"}, "is for text that is read"),
     ],
 )
 def test_refusals(changes: dict[str, object], reason: str) -> None:
     given = {"model": "m", "output": Path("out"), "data": ("self:1M",), "teacher": "t"} | changes
     with pytest.raises(RefusedError, match=reason):
         TrainOptions(**given).check(1)  # type: ignore[arg-type]
-    if "separator" in changes:  # the control: held-out text is read
-        TrainOptions(**given | {"heldout": "notes.txt"}).check(1)  # type: ignore[arg-type]
 
 
 def test_samples_are_the_models_own(tmp_path: Path) -> None:

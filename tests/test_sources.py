@@ -34,20 +34,14 @@ def refusal(spec: object, **options: str) -> str:
 
 KINDS = {"large.parquet": pa.large_string(), "coded.parquet": pa.dictionary(pa.int32(), pa.string())}
 FORMATS = ("a.jsonl", "a.jsonl.gz", "a.JSONL", "a.json", "a.csv", "a.tsv", "a.parquet", *KINDS, "a.arrow",
-           "feather.arrow", "a.txt")  # fmt: skip
+           "feather.arrow")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
     path, texts = tmp_path / name, [*TEXTS, "", " \n"]
-    if name == "a.txt":
-        path.write_bytes("\n<|endoftext|>\n".join(texts).encode())
-        texts = [text.replace("\r\n", "\n") for text in TEXTS]  # as Python reads text
-    else:
-        texts = TEXTS
-        write(path, [*TEXTS, "", " \n"], KINDS.get(name))
-    source = parse_source(str(path), separator="<|endoftext|>")
-    assert list(source.texts()) == texts == list(source.texts())
+    source = parse_source(str(write(path, texts, KINDS.get(name))))
+    assert list(source.texts()) == TEXTS == list(source.texts())
 
 
 def test_datasets_writes_what_is_read(tmp_path: Path) -> None:
@@ -70,7 +64,6 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     assert texts_of(tmp_path / "a.txt") == ["one\n\n\ntwo\n"]
     assert texts_of(tmp_path) == ["one\n\n\ntwo\n", "# three\n"]
-    assert texts_of(tmp_path, separator="\n\n") == ["one", "two", "# three"]
 
 
 def test_directories_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +119,6 @@ def test_what_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     }
     assert {spec: refusal(spec) for spec in said} == said
     assert texts_of("data/**/*train*") == ["a"]
-    assert refusal("a.jsonl", separator="").startswith("the separator is empty; give the text between two documents")
 
 
 # What is in a file, and how what is said of it goes on after its name.
@@ -208,7 +200,7 @@ def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.csv", "b.txt"):
         (tmp_path / name).write_bytes(one.read_bytes())
         seen.add(parse_source(str(tmp_path / name)).identify())
-    assert len(seen | {parse_source(str(tmp_path / "b.txt"), separator="b").identify()}) == 6
+    assert len(seen) == 5
 
 
 def test_mixtures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

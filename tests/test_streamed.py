@@ -95,7 +95,7 @@ def test_each_process_reads_its_own_files(stream: Open, read: list[int], ranks: 
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "documents": {"mask_documents": True, "heldout_fraction": 0.1},
+    "held out": {"heldout_fraction": 0.1},
     "repeats": {"repeats": True},
     "mixture": {"data": ("many@3", "one@1")},  # one of them has a single file: one lane
     "mixture of lanes": {"data": ("many@3", "more@1")},
@@ -157,8 +157,8 @@ def test_the_stream_is_packed_as_blocks_are(tokenizer: Any, tmp_path: Path) -> N
     """Document after document, and then again from the first."""
     texts, path = texts_of(100), tmp_path / "a.jsonl"
     text = tokenised(path, texts, tokenizer)
-    kept = Blocks(text, np.tile(np.arange(len(texts)), 3), 64, boundaries=True)
-    blocks = opened(tokenizer, str(path), boundaries=True)
+    kept = Blocks(text, np.tile(np.arange(len(texts)), 3), 64)
+    blocks = opened(tokenizer, str(path))
     for number in [*range(len(kept)), 3]:
         assert blocks[number].keys() == kept[number].keys()
         assert all(np.array_equal(values, kept[number][name]) for name, values in blocks[number].items())

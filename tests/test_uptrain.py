@@ -262,7 +262,6 @@ def bad_models(place: Path, root: Path) -> Refusals:
     (other / "tokenizer.json").write_text(json.dumps(added))
     bare = shutil.copytree(place / "model", root / "bare", ignore=shutil.ignore_patterns("*token*"))
     full = tiny_checkpoint(root / "full")
-    odd = tiny_checkpoint(root / "lfm2", "lfm2")
     packed = tiny_checkpoint(root / "packed")
     save_file({**load(packed), "a.qweight": torch.ones(2)}, packed / SINGLE, {"format": "pt"})
     headless, spoilt = tiny_checkpoint(root / "headless", "qwen3_vl_text"), tiny_checkpoint(root / "spoilt")
@@ -283,7 +282,6 @@ def bad_models(place: Path, root: Path) -> Refusals:
         ({"output": Path("/")}, "is the root of a file system"),
         ({"context": 65}, "--context 65 is more than the 64 positions of model"),
         ({"attn_implementation": "magic"}, "magic"),
-        ({"model": odd, "mask_documents": True}, "does not keep documents apart"),
         ({"precision": "float16"}, "--precision float16 needs a GPU; on a CPU use bfloat16"),
         ({"device": "nowhere"}, "--device nowhere cannot be used"),
         ({"report_to": "pigeons"}, "Unsupported logging capability: pigeons"),
@@ -395,7 +393,6 @@ ASKING = {  # for memory, what is raised and what is told
     "gqa.uptrain.setup.Accelerator": (GPU, "accelerate starts; free some"),
     "transformers.LlamaForCausalLM.from_pretrained": (CPU, PREPARING),
     "torch.compile": (CPU, PREPARING),
-    "torch.allclose": (CPU, TRAINING),  # of the model's outputs, with --mask-documents
     "gqa.uptrain.training_model.next_token_loss": (GPU, TRAINING),
     "torch.save": (CPU, TRAINING),
 }
@@ -407,10 +404,7 @@ def test_out_of_memory(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     error, says = ASKING[asking]
     compiling, fail = asking == "torch.compile", failing(error)
     monkeypatch.setattr(asking, (lambda function: fail) if compiling else fail)
-    done = command(
-        tmp_path / "out", steps=1, batch_size=4, micro_batch=2, save_every=1,
-        mask_documents=asking == "torch.allclose", compile=compiling,
-    )  # fmt: skip
+    done = command(tmp_path / "out", steps=1, batch_size=4, micro_batch=2, save_every=1, compile=compiling)
     check_refused(done, f"out of memory while {says}")
     assert not (tmp_path / "out").exists()
 
@@ -432,22 +426,6 @@ def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert end == call.finish()
     assert not (tmp_path / "out-state").exists()
-
-
-def test_mixtures_and_separators(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is held out of a text file with separators are its pieces, of several sources those of each."""
-    monkeypatch.setattr(summary, "products_a_second", lambda device, width: 1e9)
-    texts = [json.loads(line)["text"].strip() for line in (place / "data.jsonl").read_text().splitlines()]
-    lines, pieces = tmp_path / "lines.jsonl", tmp_path / "pieces.txt"
-    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    pieces.write_text("\n<|end|>\n".join(texts))
-    found = {}
-    for name, data in {"lines": lines, "pieces": pieces, "both": [f"{lines}@1", f"{pieces}@3"]}.items():
-        told = {"data": data, "separator": "<|end|>", "heldout_fraction": 0.3, "steps": 1, "json": True}
-        done = command(tmp_path / "out", dry_run=True, **told)
-        assert done.code == 0, done.err
-        found[name] = json.loads(done.out)["heldout_tokens"]
-    assert 0 < found["lines"] == found["pieces"] < found["both"]
 
 
 def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def test_how_long_and_which_weights(converted: Path) -> None:
     assert settled(converted)[0].train == "attention"
     assert settled(converted, train="kv")[0].train == "kv"
     given: dict[str, Any]
-    for given, repeats in (({}, True), ({"mask_documents": True}, False), ({"teacher": "none"}, False),
+    for given, repeats in (({}, True), ({"teacher": "none"}, False),
                            ({"teacher": "none", "repeats": True}, True), ({"repeats": False}, False)):  # fmt: skip
         assert settled(converted, data=("text",), **given)[0].repeats is repeats
     edited(converted, lambda record: record["options"].update(method=["refined"]))

@@ -23,11 +23,8 @@ WAYS = {"4x2": (1, 2), "2 ranks x 2x2": (2, 2)}
 LAUNCHED = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}  # as launchers may set it
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "documents": {
-        "mask_documents": True, "train": "kv", "optimizer": "adafactor",
-        "teacher": "teacher", "distill": 0.5, "temperature": 2.0,
-    },
-}  # fmt: skip
+    "distilled": {"train": "kv", "optimizer": "adafactor", "teacher": "teacher", "distill": 0.5, "temperature": 2.0},
+}
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -18,7 +18,7 @@ from gqa.uptrain.state import States
 
 STEPS = 4
 VARIANTS: dict[str, dict[str, Any]] = {
-    "bf16": {"model": "dropout", "precision": "bfloat16", "mask_documents": True},
+    "bf16": {"model": "dropout", "precision": "bfloat16"},
     "streaming": {"streaming": True, "heldout_fraction": 0.1, "optimizer": "adafactor", "schedule": "cosine"},
     "lora": {"train": "lora", "lora_rank": 4, "teacher": "teacher", "micro_batch": 2},
     "ranks": {"model": "dropout", "ranks": 2},

@@ -112,7 +112,7 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
         blocks = _pack_heldout((text.document(number)[limit:] for number, limit in ends), options)
     selection = select(
         text, heldout=heldout, block_size=options.block, seed=options.seed, weights=mixture_weights(sources),
-        boundaries=options.mask_documents, **length_arguments(options),
+        **length_arguments(options),
     )  # fmt: skip
     steps = count_steps(selection.blocks.n_blocks, options)
     return Dataloader(options, selection.blocks, steps, text.fingerprint, selection.summary(), blocks)
@@ -136,9 +136,8 @@ def _open_stream(
         heldout = Heldout(limits)
         heldout_blocks = _pack_heldout((documents[digest][limit:] for digest, limit in limits.items()), options)
     blocks = StreamedBlocks(
-        sources, tokenizer, block_size=options.block, heldout=heldout, boundaries=options.mask_documents,
-        batch=options.blocks_per_step,
-    )  # fmt: skip
+        sources, tokenizer, block_size=options.block, heldout=heldout, batch=options.blocks_per_step
+    )
     summary = f"a stream of {blocks}"
     contents = file_digests(file for source in sources for file in source.files)
     fingerprint = f"{summary} {blocks.encoder.identify()} {contents}"
@@ -147,7 +146,7 @@ def _open_stream(
 
 def _pack_heldout(documents: Iterable[Any], options: TrainOptions) -> list[Block]:
     """Pack documents into at most `count_heldout` blocks."""
-    packed = pack(documents, options.block, options.mask_documents)
+    packed = pack(documents, options.block)
     return [block for block, _ in islice(packed, count_heldout(options))]
 
 
@@ -222,7 +221,7 @@ def open_heldout(options: TrainOptions, tokenizer: Any) -> list[Block]:
         blocks = _pack_heldout((tokens for _, tokens in Encoder(tokenizer).encode(texts)), options)
     else:
         text = concatenate([tokenise(source, tokenizer) for source in sources])
-        whole = Blocks(text, np.arange(len(text)), options.block, boundaries=options.mask_documents)
+        whole = Blocks(text, np.arange(len(text)), options.block)
         count = min(count_heldout(options), len(whole))
         blocks = [whole[int(number)] for number in np.linspace(0, len(whole) - 1, count)]
     if not blocks:
@@ -244,7 +243,7 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
     """
     if options.heldout:
         fields = {"field": options.field, "target_field": options.target_field}
-        return [*parse_sources([options.heldout], separator=options.separator, **fields)]
+        return [*parse_sources([options.heldout], **fields)]
     if not options.heldout_fraction:
         return [parse_source("stdlib:heldout")] if options.data == ("stdlib:train",) else []
     sources = parse_sources(options.data, **source_options(options))
@@ -259,7 +258,4 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
 
 def source_options(options: TrainOptions) -> dict[str, Any]:
     """The arguments of `parse_sources`."""
-    return {
-        "field": options.field, "target_field": options.target_field, "separator": options.separator,
-        "streaming": options.streaming,
-    }  # fmt: skip
+    return {"field": options.field, "target_field": options.target_field, "streaming": options.streaming}

@@ -49,7 +49,7 @@ def settle(
     if options.repeats is None and not is_self(data[0]):
         # Without a teacher the model would learn that text repeats itself. Pairs do not repeat.
         pairs = bool(checkpoint.config.get("is_encoder_decoder"))
-        settled = replace(settled, repeats=settled.distills and not options.mask_documents and not pairs)
+        settled = replace(settled, repeats=settled.distills and not pairs)
     return settled, teacher, teacher_text
 
 

@@ -113,10 +113,8 @@ class TrainOptions(Options):
     # For Python callers.
     lora_rank: int = option(16, "", COUNT, expert=True)  # of the adapters of train="lora"
     weight_decay: float = option(0.1, "", FROM_ZERO, expert=True)
-    separator: str | None = option(None, expert=True)  # between the documents of a text file
     pretraining_tokens: int | None = option(None, "", Tokens(), expert=True)  # what alpha is a fraction of
     repeats: bool | None = option(None, expert=True)  # half of the blocks repeat themselves; None: with a teacher
-    mask_documents: bool = option(False, expert=True)  # attention stays inside documents
     decay: float = option(0.2, "", SHARE, expert=True)  # the share of the steps in which wsd decays
     clip: float = option(1.0, "", POSITIVE, expert=True)  # the norm of the gradient, at most
     distill: float = option(1.0, "", SHARE, expert=True)  # the teacher's share of the loss; the rest is cross-entropy
@@ -171,16 +169,12 @@ class TrainOptions(Options):
                 yield f"{flag(name)} needs {needed}; give both or leave it out"
 
     def _data_conflicts(self) -> Iterator[str]:
-        if self.repeats and self.mask_documents:
-            yield "repeats makes blocks without documents, which mask_documents would keep apart"
         if not any(map(is_self, self.data)):
             return
         if self.repeats is not None:
             yield "repeats is for text of yours; --data self repeats itself, and self:plain does not"
-        if len(self.data) > 1 or self.streaming or self.mask_documents or self.heldout_fraction:
-            yield "--data self:TOKENS stands alone: no other source, stream, documents or held-out share"
-        if self.separator and not self.heldout:
-            yield "separator is for text that is read, and --data self is written"
+        if len(self.data) > 1 or self.streaming or self.heldout_fraction:
+            yield "--data self:TOKENS stands alone: no other source, stream or held-out share"
         if not self.distills:
             yield "--data self is what the --teacher writes; give the model before conversion"
         if parse_self(self.data[0]).tokens is None and self.alpha is not None:

@@ -41,8 +41,8 @@ def open_pairs(
     """A dataloader of pairs with at most `longest` tokens a side, and its held-out pairs. Unless `write`, the teacher
     writes nothing and its blocks are empty. Raises RefusedError and CorpusError.
     """
-    if options.repeats or options.mask_documents:
-        raise RefusedError(f"repeats and mask_documents are for decoders, {encoder.name} is an encoder-decoder")
+    if options.repeats:
+        raise RefusedError(f"repeats are for decoders, {encoder.name} is an encoder-decoder")
     sampled = any(map(is_self, options.data))
     if options.target_field:
         if options.streaming or sampled:

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.devices import out_of_memory
-from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.uptrain.losses import chunked_sum, next_token_loss
 from gqa.uptrain.options import TrainOptions
@@ -31,7 +29,6 @@ class TrainingModel(nn.Module):
         self._options = options
         self._head = ChunkedHead(model, options.compile)
         self._teacher = None if teacher is None else ChunkedHead(teacher)
-        self._documents_checked = False
         # The classes of layers, which FSDP gathers one at a time.
         classes = {type(module).__name__ for module in model.modules()}
         self._no_split_modules = sorted(classes & set(model._no_split_modules or ()))
@@ -41,16 +38,12 @@ class TrainingModel(nn.Module):
         self.model.tie_weights()
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
-        """`input_ids` (B, T), with `document_ids` and `position_ids` if documents are masked, or for an encoder-decoder
-        the encoder's inputs and `labels` (B, T) -> the summed loss of the predictions that count, and the sums
-        (predictions, nats, distillation).
+        """`input_ids` (B, T), or for an encoder-decoder the encoder's inputs and `labels` (B, T) -> the summed loss of
+        the predictions that count, and the sums (predictions, nats, distillation).
         """
         inputs, targets, counted = split_batch(batch)
         if "labels" in batch:
             inputs["decoder_input_ids"] = shift_right(self.model, batch["labels"])
-        if "document_ids" in batch and not self._documents_checked:
-            check_documents_apart(self.model, rows=min(2, len(batch["input_ids"])))
-            self._documents_checked = True
         options, teacher = self._options, self._teacher
         hidden = self._head.hidden(**inputs).flatten(0, 1)
         with gathered(teacher.model) if teacher else nullcontext():
@@ -97,19 +90,14 @@ def gathered(teacher: PreTrainedModel) -> Iterator[None]:
 def split_batch(batch: Batch) -> tuple[Batch, Tensor, Tensor | None]:
     """The model's inputs, the (N,) ids to predict, and which of these count (None for all).
 
-    A block's last token predicts nothing, and with `document_ids` the last token of a document does not predict the
-    first of the next. Of `labels` those count that are not -100; `shift_right` makes the decoder's inputs.
+    A block's last token predicts nothing. Of `labels` those count that are not -100; `shift_right` makes the decoder's
+    inputs.
     """
     if "labels" in batch:
         labels = batch["labels"].flatten()
         return {name: tensor for name, tensor in batch.items() if name != "labels"}, labels.clamp_min(0), labels >= 0
-    ids, counted = batch["input_ids"], None
-    inputs = {"input_ids": ids[:, :-1]}
-    if "position_ids" in batch:  # transformers keeps attention inside runs of positions
-        inputs["position_ids"] = batch["position_ids"][:, :-1]
-    if "document_ids" in batch:
-        counted = (batch["document_ids"][:, 1:] == batch["document_ids"][:, :-1]).flatten()
-    return inputs, ids[:, 1:].flatten(), counted
+    ids = batch["input_ids"]
+    return {"input_ids": ids[:, :-1]}, ids[:, 1:].flatten(), None
 
 
 def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
@@ -129,41 +117,3 @@ def predictions(batch: Batch) -> int:
     """Count the predictions of a batch that count."""
     _, targets, counted = split_batch(batch)
     return len(targets) if counted is None else int(counted.sum())
-
-
-@torch.no_grad()
-def check_documents_apart(model: PreTrainedModel, rows: int) -> None:
-    """Raise RefusedError if the second of two documents in a block still sees the first.
-
-    transformers infers documents from positions that restart, but recurrent layers ignore that, as does flash attention
-    for more than one block at a time.
-    """
-    device, training = next(model.parameters()).device, model.training
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = (torch.arange(8, device=device) % (vocabulary - 1)).repeat(rows, 1)
-    changed = torch.cat([ids[:, :4] + 1, ids[:, 4:]], 1)
-    positions = torch.arange(4, device=device).repeat(rows, 2)
-    model.eval()
-    try:
-        first, second = (
-            model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 4:].float()
-            for tokens in (ids, changed)
-        )
-        apart = torch.allclose(first, second, rtol=0, atol=1e-4 * float(first.abs().max()), equal_nan=True)
-    except (
-        TypeError,
-        ValueError,
-        IndexError,
-        RuntimeError,
-    ) as error:  # the class takes no positions, or of another shape
-        if out_of_memory(error):
-            raise
-        apart = False
-    finally:
-        model.train(training)
-        torch.clear_autocast_cache()  # as in ChunkedHead
-    if not apart:
-        raise RefusedError(
-            f"mask_documents: {type(model).__name__} with {model.config._attn_implementation} attention does not "
-            "keep documents apart; use --attn-implementation sdpa, with flash attention --micro-batch 1, or do without"
-        )
