@@ -33,7 +33,6 @@ def load_model(
     attention: str | None = None,
     trust_remote_code: bool = False,
     weights: bool = True,
-    host_memory: int | None = None,
 ) -> PreTrainedModel:
     """The model in the directory `name` in the class that its config names, in evaluation mode.
 
@@ -41,7 +40,6 @@ def load_model(
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
         device: A device; `meta`, where what is stored is only looked at; or `auto`: layer by layer all devices of this
             machine, each to `FILLED`, then its memory, then its disk, as accelerate does it.
-        host_memory: Bytes of the machine's memory that weights may take with `auto`; None for what is free.
         weights: Whether it has any; without, its parameters are on `meta` and what is stored is not looked at.
         attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
 
@@ -62,7 +60,7 @@ def load_model(
             if not weights:
                 return _empty(made, config, dtype, options | {"trust_remote_code": trust_remote_code})
             if device == "auto":
-                options |= _spread(host_memory)
+                options |= _spread()
             elif device == "meta":
                 options["device_map"] = device
             model, info = made.from_pretrained(
@@ -80,7 +78,7 @@ def load_model(
         return model.to(device).eval()
     weakref.finalize(model, shutil.rmtree, options["offload_folder"], ignore_errors=True)
     if model.device.type == "meta":  # inputs go where the embedding is
-        raise RefusedError(f"the embedding of {name} fits into no memory that --device auto may use; let it use more")
+        raise RefusedError(f"the embedding of {name} fits into no memory of this machine")
     return model.eval()
 
 
@@ -106,13 +104,12 @@ def _check_no_adapter(name: str) -> None:
         )
 
 
-def _spread(host_memory: int | None) -> dict[str, Any]:
+def _spread() -> dict[str, Any]:
     """transformers' options for a model on all that this machine has."""
     from accelerate.utils import get_max_memory
 
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # that some of it is not in memory
-    free = get_max_memory() | ({"cpu": host_memory} if host_memory else {})
-    limits = {place: int(of * FILLED) if isinstance(place, int) else of for place, of in free.items()}
+    limits = {place: int(of * FILLED) if isinstance(place, int) else of for place, of in get_max_memory().items()}
     return {"device_map": "auto", "max_memory": limits, "offload_folder": tempfile.mkdtemp(prefix="gqa-offload-")}
 
 

@@ -273,13 +273,11 @@ def run_device(options: EvaluateOptions) -> str:
 
 
 def load(subject: Subject, options: EvaluateOptions) -> PreTrainedModel:
-    spread = "less --host-memory" if options.device == "auto" else "--device auto"
-    advice = f"choose another --precision, {spread} or fewer checkpoints to --decode"
+    advice = "choose another --precision, --device auto or fewer checkpoints to --decode"
     with _explain_memory(subject.name, options, "its weights", advice):
         model = load_model(
             subject.path, dtype=options.precision, device="auto" if options.device == "auto" else run_device(options),
             attention=options.attn_implementation, trust_remote_code=subject.trust_remote_code,
-            host_memory=options.host_memory,
         )  # fmt: skip
         if subject.cache_bits:
             quantise_cache(model, subject.cache_bits, layers_with_cache(subject.checkpoint), subject.name)

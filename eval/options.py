@@ -66,9 +66,6 @@ class EvaluateOptions(Options):
         None, "Where models run: cpu, cuda, cuda:1, mps, or auto: on all devices, then in the host's memory and on "
         "its disk.  [default: a GPU where there is one]", heading="Basic", metavar="NAME",
         needs=("data", "recall", "decode"))
-    host_memory: int | None = option(
-        None, "How much of the host's memory a model may take with --device auto; the rest is read from disk.  "
-        "[default: what is free]", ByteSize(), metavar="SIZE")
     revision: str | None = same_as(ConvertOptions, "revision")
     trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code")
     output: Path | None = option(
@@ -95,8 +92,6 @@ class EvaluateOptions(Options):
         if not any((self.data, self.recall, self.decode, self.memory)):
             raise RefusedError("nothing to measure: give text with --data, or --recall, --decode or --memory")
         replace(self, recall=self.measures_recall).check_needs()
-        if self.host_memory and self.device != "auto":
-            raise RefusedError("--host-memory means nothing without --device auto: give both or none")
         if self.cache_bits and self.decode:
             raise RefusedError("--cache-bits is about quality and bytes: leave it out, or --decode")
         if self.kl and not (len(self.models) > 1 or self.cache_bits):

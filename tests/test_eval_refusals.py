@@ -44,7 +44,6 @@ LOAD = evaluate.load
         ("SRC PLACE/nothere --data TEXT", "there is no directory"),
         ("SRC --data TEXT --overwrite", "--overwrite means nothing without --output"),
         ("SRC --data TEXT --revision main", "--revision is for hub ids"),
-        ("SRC --data TEXT --host-memory 1GB", "--host-memory means nothing without --device auto"),
         ("SRC --decode --context 64", "--context means nothing without --data or --recall or --memory: give one"),
         ("SRC --decode --no-recall -o PLACE/none --context 64", "--context means nothing without --data or --recall"),
         ("SRC --decode --batch-size 4", "--batch-size means nothing without --data or --recall"),
