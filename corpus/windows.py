@@ -39,22 +39,6 @@ def rolling_windows(ids: Sequence[int], context: int, prefix: int, document: int
         yield Window(tuple(ids[end - context - 1 : end]), end - begin, document)
 
 
-def strided_windows(ids: Sequence[int], context: int, stride: int) -> Iterator[Window]:
-    """Overlapping windows of `context` tokens, `stride` apart (transformers' documentation, "Perplexity of fixed-length
-    models"): each scores the tokens that no earlier one has, the very first token excepted. `stride == context` gives
-    disjoint windows.
-    """
-    previous = 0
-    for begin in range(0, len(ids), stride):
-        end = min(begin + context, len(ids))
-        scored = min(end - previous, end - begin - 1)
-        if scored > 0:
-            yield Window(tuple(ids[begin:end]), scored)
-        previous = end
-        if end == len(ids):
-            break
-
-
 def llama_cpp_windows(ids: Sequence[int], context: int, bos: int | None) -> Iterator[Window]:
     """Disjoint chunks of `context` tokens of which the second half is scored, as llama-perplexity does.
 

@@ -31,7 +31,7 @@ def command(options: EvaluateOptions) -> None:
     from gqa.eval.report import as_json, reserved, tables, verdicts, write_report
     from gqa.eval.tables import wrapped
 
-    options = options.settled()
+    options.check()
     with reserved(options.output, options.overwrite):
         results = measure(options.models, options, sys.argv[1:])
         if not results:  # another rank reports

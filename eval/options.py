@@ -10,7 +10,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import COUNT, ByteSize, Number, Options, Tokens, option, same_as
 from gqa.convert.options import ConvertOptions
 
-Protocol = Literal["rolling", "strided", "llama.cpp"]
+Protocol = Literal["rolling", "llama.cpp"]
 CACHE_BITS = Number(int, 2, 8)
 
 
@@ -29,14 +29,12 @@ class EvaluateOptions(Options):
     target_field: str | None = option(
         None, "The column to predict from --field, of encoder-decoders.", heading="Data", metavar="NAME",
         needs=("data",))
-    protocol: Protocol | None = option(
-        None, "How text is cut into windows: as lm-evaluation-harness does, overlapping (needs --stride), or as "
-        "llama-perplexity does.  [default: rolling, strided with --stride]", heading="Quality", needs=("data",))
+    protocol: Protocol = option(
+        "rolling", "How text is cut into windows: as lm-evaluation-harness does, or as llama-perplexity does.",
+        heading="Quality", needs=("data",))
     context: int | None = option(
         None, "Tokens of a window.  [default: the model's positions, 2048 at most; 512 at most for llama.cpp]",
         Tokens(4), heading="Data", metavar="COUNT", needs=("data", "recall", "memory"))
-    stride: int | None = option(
-        None, "Tokens from one window to the next.", Tokens(), heading="Quality", metavar="COUNT", needs=("data",))
     tokens: int | None = option(
         None, "Stop after the document that reaches so many tokens.", Tokens(), heading="Data", metavar="COUNT",
         needs=("data",))
@@ -85,8 +83,8 @@ class EvaluateOptions(Options):
         """Whether recall is measured: --recall, or by default with a report."""
         return bool(self.output) if self.recall is None else self.recall
 
-    def settled(self) -> EvaluateOptions:
-        """Fill in the protocol. Raises RefusedError for options that conflict."""
+    def check(self) -> None:
+        """Raise RefusedError for options that conflict."""
         if not self.models:
             raise RefusedError("no model is named; give one checkpoint or more, the baseline first")
         if not any((self.data, self.recall, self.decode, self.memory)):
@@ -96,12 +94,5 @@ class EvaluateOptions(Options):
             raise RefusedError("--cache-bits is about quality and bytes: leave it out, or --decode")
         if self.kl and not (len(self.models) > 1 or self.cache_bits):
             raise RefusedError("--kl compares checkpoints: give at least two")
-        if self.stride and self.protocol not in (None, "strided"):
-            raise RefusedError(f"--stride does not go with --protocol {self.protocol}, whose windows are fixed")
-        if self.protocol == "strided" and not self.stride:
-            raise RefusedError("--protocol strided needs --stride")
-        if self.target_field and (self.protocol or self.stride):
-            raise RefusedError(
-                "--target-field gives pairs of texts, which are not cut into windows: leave --protocol out"
-            )
-        return replace(self, protocol=self.protocol or ("strided" if self.stride else "rolling"))
+        if self.target_field and self.given("protocol"):
+            raise RefusedError("--target-field gives pairs, which are not cut into windows: leave --protocol out")

@@ -15,7 +15,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder, read_pairs
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Block
-from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
+from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows
 from gqa.eval.options import EvaluateOptions, Protocol
 from gqa.eval.statistics import Floats
 from gqa.eval.subjects import Subject
@@ -40,8 +40,7 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
         text = make_pairs(read_pairs(source), encoder, context, options.tokens)
     else:
         text = make_text(
-            source.texts(), first.tokenizer, protocol=options.protocol or "rolling", context=context,
-            stride=options.stride, max_tokens=options.tokens,
+            source.texts(), first.tokenizer, protocol=options.protocol, context=context, max_tokens=options.tokens,
         )  # fmt: skip
     check_ids(subjects, text)
     return text
@@ -101,7 +100,6 @@ class Text:
     documents: int
     bytes: int
     words: int
-    stride: int | None = None
     cut: int = 0  # pairs that are longer than the context
 
     @property
@@ -132,46 +130,43 @@ def make_text(
     *,
     protocol: Protocol,
     context: int,
-    stride: int | None = None,
     max_tokens: int | None = None,
 ) -> Text:
     """Tokenise and cut into windows.
 
     `rolling` scores every token of every document once, as lm-evaluation-harness does: words and bytes of the text as
     it is, BOS (or else EOS) before the first token, even where the tokenizer puts one there itself, which is scored
-    then. `strided` and `llama.cpp` work on one text, documents joined by blank lines.
+    then. `llama.cpp` works on one text, documents joined by blank lines.
 
     Args:
         max_tokens: Stop after the document that reaches this many tokens.
 
     Raises:
-        RefusedError: Less text than one window (two for `llama.cpp`), or a stride that leaves gaps.
+        RefusedError: Less text than one window (two for `llama.cpp`).
     """
-    if stride and stride > context:
-        raise RefusedError(f"--stride {stride:,} is more than the context of {context:,}: it would leave gaps unscored")
-    rolling, needed = protocol == "rolling", 2 * context if protocol == "llama.cpp" else context
+    rolling = protocol == "rolling"
+    needed = context if rolling else 2 * context
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if rolling and prefix is None:
-        raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with; use --stride")
+        raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with; give --protocol llama.cpp")
     taken = _take(((text, encode(tokenizer, text) if rolling or max_tokens else []) for text in texts), max_tokens)
     documents = len(taken)
     if not rolling:
         joined = "\n\n".join(text for text, _ in taken)
         taken = [(joined, encode(tokenizer, joined))]
     if (tokens := sum(len(ids) for _, ids in taken)) < needed:
+        windows_needed = "one window" if rolling else "two windows"
         raise RefusedError(
-            f"the text has {tokens:,} tokens, less than {'two windows' if needed > context else 'one window'} of "
-            f"{context:,}; give more text or a smaller --context"
+            f"the text has {tokens:,} tokens, less than {windows_needed} of {context:,}; give more text or a smaller "
+            "--context"
         )
     windows: list[Window] = []
     for number, (_, ids) in enumerate(taken):
         if rolling:
             windows += rolling_windows(ids, context, prefix, number)
-        elif protocol == "strided":
-            windows += strided_windows(ids, context, stride or context)
         else:
             windows += llama_cpp_windows(ids, context, ids[0] if ids[0] == tokenizer.bos_token_id else None)
-    return Text(tuple(windows), protocol, context, documents, *_sizes(text for text, _ in taken), stride)
+    return Text(tuple(windows), protocol, context, documents, *_sizes(text for text, _ in taken))
 
 
 def _take(documents: Iterable[tuple[Any, ...]], max_tokens: int | None) -> list[tuple[Any, ...]]:

@@ -118,7 +118,8 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
     from gqa.eval.report import reserved, write_report
 
     with called_from_python(bool(options.get("quiet"))), ExitStack() as stack:
-        settings = _build(EvaluateOptions, models[0] if models else None, options, models=models).settled()
+        settings = _build(EvaluateOptions, models[0] if models else None, options, models=models)
+        settings.check()
         stack.enter_context(reserved(settings.output, settings.overwrite))
         if not isinstance(models[0], EvaluateOptions):
             loaded = [in_memory(model) for model in models]

@@ -75,7 +75,7 @@ def test_printed_numbers_do_not_depend_on_the_batch_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("protocol", "options"), [("rolling", ""), ("strided", "--stride 32"), ("llama.cpp", "--protocol llama.cpp")]
+    ("protocol", "options"), [("rolling", ""), ("llama.cpp", "--protocol llama.cpp")]
 )
 def test_protocols(protocol: str, options: str) -> None:
     result = run(*words(f"SRC --data TEXT --context 64 {options} --json -v"), program="gqa-eval")

@@ -60,7 +60,7 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
         }),
         (found["versions"], {"python", "gqa", "torch", "transformers", "accelerate", "datasets", "numpy"}),
         (found["text"], {
-            "data", "protocol", "context", "stride", "tokens", "documents", "bytes", "words", "windows", "cut"
+            "data", "protocol", "context", "tokens", "documents", "bytes", "words", "windows", "cut"
         }),
         (found["memory"], {"bytes", "ranks", "context", "precision"}),
         (first, MODEL_KEYS),

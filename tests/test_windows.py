@@ -6,24 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from gqa.corpus.windows import Window, batches, llama_cpp_windows, rolling_windows, strided_windows
+from gqa.corpus.windows import Window, batches, llama_cpp_windows, rolling_windows
 
 P = 99  # the prefix
 
 
 def shown(windows):
     return [(list(w.ids), w.scored) for w in windows]
-
-
-def test_strided_windows_by_hand():
-    assert shown(strided_windows(range(10), 4, 2)) == [
-        ([0, 1, 2, 3], 3),  # nothing predicts the first
-        ([2, 3, 4, 5], 2),
-        ([4, 5, 6, 7], 2),
-        ([6, 7, 8, 9], 2),
-    ]
-    assert shown(strided_windows(range(9), 4, 4)) == [([0, 1, 2, 3], 3), ([4, 5, 6, 7], 3)]
-    assert shown(strided_windows(range(7), 4, 3)) == [([0, 1, 2, 3], 3), ([3, 4, 5, 6], 3)]
 
 
 def test_llama_cpp_windows_by_hand():
@@ -44,17 +33,6 @@ def test_rolling_windows_are_those_of_the_harness(count, context):
     ours = [(list(w.ids[: -w.scored]), list(w.ids[-w.scored :])) for w in rolling_windows(ids, context, P)]
     assert ours == [(list(a), list(b)) for a, b in theirs]
     assert [i for w in rolling_windows(ids, context, P) for i in w.ids[-w.scored :]] == ids  # each once, in order
-
-
-@settings(deadline=None)
-@given(st.integers(2, 200), st.integers(2, 60), st.data())
-def test_strided_windows_score_everything_once(count, context, data):
-    """All but the first; with a stride of a whole window, all but the first of each."""
-    stride = data.draw(st.integers(1, context))
-    windows = list(strided_windows(range(count), context, stride))
-    scored = [i for i in range(1, count) if stride < context or i % context]
-    assert [i for w in windows for i in w.ids[-w.scored :]] == scored
-    assert all(len(w.ids) <= context for w in windows)
 
 
 def test_batches_hold_every_window_once_and_similar_lengths_together():
