@@ -74,9 +74,7 @@ def test_printed_numbers_do_not_depend_on_the_batch_size() -> None:
     assert done(f"{line} --context 127").out not in printed
 
 
-@pytest.mark.parametrize(
-    ("protocol", "options"), [("rolling", ""), ("llama.cpp", "--protocol llama.cpp")]
-)
+@pytest.mark.parametrize(("protocol", "options"), [("rolling", ""), ("llama.cpp", "--protocol llama.cpp")])
 def test_protocols(protocol: str, options: str) -> None:
     result = run(*words(f"SRC --data TEXT --context 64 {options} --json -v"), program="gqa-eval")
     found, whole = json.loads(result.out), protocol == "rolling"
