@@ -22,7 +22,7 @@ from gqa.convert.merge.calibration import Calibrator
 from gqa.convert.merge.closed_form import LayerResult, Task, closed_form
 from gqa.convert.merge.layerwise import Layer
 from gqa.convert.merge.options import Refinement
-from gqa.convert.merge.refine import Calls, refine
+from gqa.convert.merge.refine import refine
 from gqa.convert.merge.watcher import Watcher
 
 SHORT = Refinement(steps=8, batch=8, heldout=0.25)
@@ -196,8 +196,7 @@ def refined(
 ) -> tuple[dict[str, Tensor], float, float]:  # fmt: skip
     """What `refine` finds in steps of 8 blocks; every position counts one unless it is said."""
     counted = torch.ones(targets.shape[:2]) if counts is None else counts
-    calls = Calls(hidden, (), {}, lambda rows, _: ((rows,), {}))
-    return refine(module, start, calls, targets, counted, Refinement(batch=8, **how))
+    return refine(module, start, lambda rows: ((hidden[rows],), {}), targets, counted, Refinement(batch=8, **how))
 
 
 def test_refinement_is_never_worse_than_its_start() -> None:

@@ -19,7 +19,7 @@ from gqa.convert.merge.closed_form import LayerResult, Task, closed_form, positi
 from gqa.convert.merge.layerwise import Layer, Part
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.pair import Inputs, Pair, check_finite
-from gqa.convert.merge.refine import Calls, refine, without_heldout
+from gqa.convert.merge.refine import refine, without_heldout
 from gqa.convert.plan import Plan
 
 
@@ -172,9 +172,11 @@ class Calibrator:
             assert attention
             names = self.pair.trainable(result.module, attention)
             start = {name: attention.get_parameter(name).detach() for name in names}
-            calls, training = Calls.of(merged, task.streams.converted), self.pair.options.training
+            arguments = partial(merged.attention_arguments, task.streams.converted)
             with torch.enable_grad():
-                best, _, error = refine(attention, start, calls, targets, task.counts, training, progress)
+                best, _, error = refine(
+                    attention, start, arguments, targets, task.counts, self.pair.options.training, progress
+                )
             if last:
                 file.seek(0)
                 file.readinto(memoryview(source.hidden.view(torch.uint8).numpy()).cast("B"))  # type: ignore[arg-type]

@@ -62,22 +62,19 @@ class Capture:
 class Stream:
     """Hidden states (N, T, D) between two layers, which go through them `batch` at a time.
 
-    arguments: Of each batch, by the index of the layer.
-    other: The same for another number of blocks than the first batch has, and that number.
+    arguments: From indices of blocks to the other arguments of every layer, by its index.
     is_text: (N, T) bool; None where nothing is padding.
     """
 
     hidden: Tensor
     batch: int
-    arguments: list[dict[int, Arguments]]
-    other: tuple[dict[int, Arguments], int]
+    arguments: Callable[[Tensor], dict[int, Arguments]]
     is_text: Tensor | None = None
 
     def batches(self, layer: int) -> Iterator[tuple[slice, Arguments]]:
         """The blocks of each batch, and the other arguments of the layer."""
-        for number, arguments in enumerate(self.arguments):
-            start = number * self.batch
-            yield slice(start, min(start + self.batch, len(self.hidden))), arguments[layer]
+        for rows in torch.arange(len(self.hidden)).split(self.batch):
+            yield slice(int(rows[0]), int(rows[-1]) + 1), self.arguments(rows)[layer]
 
     def clone(self) -> Stream:
         return replace(self, hidden=self.hidden.clone())
@@ -113,6 +110,10 @@ class Layer:
             capture = self.capture_blocks(stream.hidden[rows], arguments, *parts)
             capture.rows = rows
             yield capture
+
+    def attention_arguments(self, stream: Stream, rows: Tensor) -> Arguments:
+        """Arguments of the attention module for the blocks `rows` of a stream."""
+        return self.capture_blocks(stream.hidden[rows], stream.arguments(rows)[self.index], "arguments").arguments
 
     def capture_blocks(self, hidden: Tensor, arguments: Arguments, *parts: Part) -> Capture:
         """The same for some blocks (B, T, D). The layer runs no further than to the last of the parts."""
@@ -322,19 +323,12 @@ class Layerwise:
         for index, layer in layers.items():
             layer.forward = partial(forward, index)
         try:
-            # Some batches of padded text need no mask, but all batches should get the same arguments.
+            # Some batches of padded text need no mask, but all batches should go through the same kernel.
             with layer_attention(always_masked=self.model.config.is_encoder_decoder):
                 yield calls
         finally:
             for layer in layers.values():
                 del layer.forward
-
-
-def is_by_block(value: Tensor, blocks: int, other: Tensor, others: int) -> bool:
-    """Whether an argument of so many blocks has rows for each, one or several: it is as much longer than that of
-    `others`. What is of all blocks has its own length, which may be any number.
-    """
-    return value.ndim > 0 and blocks != others and len(value) * others == len(other) * blocks
 
 
 def send(value: Any, device: str | torch.device) -> Any:

@@ -7,7 +7,7 @@ those before it did (docs/methods.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps import HeadMaps
-from gqa.convert.merge.layerwise import Arguments, Layer, Layerwise, Stream, is_by_block, send
+from gqa.convert.merge.layerwise import Arguments, Layer, Layerwise, Stream
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods import mean
 from gqa.convert.plan import Plan
@@ -136,8 +136,9 @@ class Pair:
         """Outputs (N, S, D) of both encoders, from those of their last layers."""
 
         def output(stream: Stream) -> Tensor:
-            parts = zip(_batches(_encoder_inputs(inputs), stream.batch), stream.hidden.split(stream.batch), strict=True)
-            return torch.cat([self.source.encoder_output(batch, hidden) for batch, hidden in parts])
+            parts = torch.arange(len(stream.hidden)).split(stream.batch)
+            encoder = _encoder_inputs(inputs)
+            return torch.cat([self.source.encoder_output(_select(encoder, p), stream.hidden[p]) for p in parts])
 
         return output(streams.source), output(streams.converted)
 
@@ -156,26 +157,30 @@ class Pair:
         return Streams(source, converted, encoded)
 
     def _stream(self, inputs: Mapping[str, Any], is_text: Tensor | None = None, stack: int = -1) -> Stream:
-        """The hidden states that the first layer of a stack reads. Batches share the other arguments of layers where
-        they are equal.
+        """The hidden states that the first layer of a stack reads. The other arguments of a decoder's layers are the
+        same for all texts of a length; with an encoder they are computed for each batch.
         """
-        batch, hidden, arguments = self.options.at_once, list[Tensor](), list[dict[int, Arguments]]()
-        known: dict[int, dict[int, Arguments]] = {}  # by the number of rows
-        few, other = self.source.layer_inputs(next(_batches(inputs, 1 if batch > 1 else 2)), stack)
-        for part in _batches(inputs, batch):
-            first, given = self.source.layer_inputs(part, stack)
-            before = known.setdefault(len(first), given)
-            alike = _alike(given, before, len(first), other, len(few))
-            if not alike and not self.source.first:
+        source, known = self.source, dict[int, dict[int, Arguments]]()
+        blocks = torch.arange(len(next(iter(inputs.values()))))
+        _, arguments = source.layer_inputs(_select(inputs, blocks[:1]), stack)
+        if not source.first:
+            _, others = source.layer_inputs({**inputs, "input_ids": inputs["input_ids"][:1].flip(1)}, stack)
+            if not all(tree_leaves(tree_map(_equal, arguments, others))):
                 raise RefusedError(
-                    f"layers of {type(self.source.model).__name__} are given more than hidden states of the text; "
+                    f"layers of {type(source.model).__name__} are given more than hidden states of the text; "
                     "it cannot be run layer by layer"
                 )
-            arguments.append(before if alike else send(given, "cpu"))
-            hidden.append(first.cpu())
-        return Stream(
-            torch.cat(hidden), batch, arguments, (other, len(few)), None if is_text is None else is_text.bool()
-        )
+
+        def arguments_of(rows: Tensor) -> dict[int, Arguments]:
+            if source.first:
+                return source.layer_inputs(_select(inputs, rows), stack)[1]
+            if len(rows) not in known:
+                known[len(rows)] = source.layer_inputs(_select(inputs, rows), stack)[1]
+            return known[len(rows)]
+
+        batch = self.options.at_once
+        hidden = [source.layer_inputs(_select(inputs, rows), stack)[0].cpu() for rows in blocks.split(batch)]
+        return Stream(torch.cat(hidden), batch, arguments_of, None if is_text is None else is_text.bool())
 
     def with_attention(self, module: AttentionModule, layer: Layer, model: Layerwise | None = None) -> Layer:
         """A layer of the source, or of another `model`, with the attention module and projection to capture."""
@@ -197,22 +202,10 @@ def _encoder_inputs(inputs: Inputs) -> Inputs:
     return {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
 
 
-def _batches(inputs: Mapping[str, Any], batch: int) -> Iterator[dict[str, Any]]:
-    """The inputs of `batch` blocks at a time."""
-    for start in range(0, len(next(iter(inputs.values()))), batch):
-        rows = slice(start, start + batch)
-        yield {name: value[rows] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+def _select(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
+    """The inputs of some of the blocks."""
+    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
-def _alike(given: Any, before: Any, rows: int, other: Any, others: int) -> bool:
-    """Whether what layers are given is what they were given before, and the same in all rows of a batch. `other` is
-    what they are given of `others` rows.
-    """
-
-    def same(part: Any, old: Any, one: Any) -> bool:
-        if not isinstance(part, Tensor):
-            return True
-        own = part.unflatten(0, (rows, -1)) if is_by_block(part, rows, one, others) else part[None]
-        return torch.equal(part, old) and bool((own == own[:1]).all())
-
-    return all(tree_leaves(tree_map(same, given, before, other)))
+def _equal(one: Any, other: Any) -> bool:
+    return not isinstance(one, Tensor) or torch.equal(one, other)

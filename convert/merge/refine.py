@@ -7,58 +7,16 @@ transformers' modules, so it works for every architecture and from any start (do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_only
 
 from gqa.convert.merge.attention import layer_attention
 from gqa.convert.merge.closed_form import mean_squares
-from gqa.convert.merge.layerwise import Arguments, Layer, Stream, first_tensor, is_by_block
+from gqa.convert.merge.layerwise import Arguments, first_tensor
 from gqa.convert.merge.options import AT_ONCE, Refinement
 
 _CHECKS = 8  # of the held-out error in a run
-
-
-@dataclass(frozen=True)
-class Rows:
-    """An argument with n rows for each block: (N, n, ...), or (1, n, ...) where they are equal for all blocks."""
-
-    tensor: Tensor
-
-
-@dataclass
-class Calls:
-    """Arguments of a layer for all blocks: hidden states (N, T, D), and the others, with `Rows` for those by block.
-
-    inside: Maps arguments of the layer to those that it calls its attention module with.
-    """
-
-    hidden: Tensor
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inside: Callable[[Tensor, Arguments], Arguments]
-
-    @classmethod
-    def of(cls, layer: Layer, stream: Stream) -> Calls:
-        """The calls of the layer's attention for the blocks of `stream`."""
-        batches = list(stream.batches(layer.index))
-        other, others = stream.other
-        sizes = [rows.stop - rows.start for rows, _ in batches]
-        args, kwargs = _by_row([given for _, given in batches], sizes, other[layer.index], others)
-        return cls(stream.hidden, args, kwargs, lambda *inputs: layer.capture_blocks(*inputs, "arguments").arguments)
-
-    def arguments(self, rows: Tensor, device: torch.device) -> Arguments:
-        """Arguments of the attention module for some of the blocks."""
-
-        def select(argument: Rows) -> Tensor:
-            tensor = argument.tensor
-            selected = tensor.expand(len(rows), *tensor.shape[1:]) if len(tensor) == 1 else tensor[rows]
-            return selected.flatten(0, 1).to(device)
-
-        return self.inside(self.hidden[rows].to(device), tree_map_only(Rows, select, (self.args, self.kwargs)))
 
 
 def _module_output(module: nn.Module, weights: Mapping[str, Tensor], arguments: Arguments) -> Tensor:
@@ -70,34 +28,19 @@ def _module_output(module: nn.Module, weights: Mapping[str, Tensor], arguments: 
         return first_tensor(torch.func.functional_call(module, parameters, args, kwargs))
 
 
-def _by_row(values: list[Arguments], rows: list[int], other: Arguments, others: int) -> Arguments:
-    """The arguments of all batches, of so many blocks, as one; they are `other` where they are `others`."""
-
-    def joined(one: Any, *parts: Any) -> Any:
-        if not isinstance(parts[0], Tensor) or not is_by_block(parts[0], rows[0], one, others):
-            return parts[0]
-        own = [part.unflatten(0, (n, -1)) for part, n in zip(parts, rows, strict=True)]
-        distinct = {id(part): found for part, found in zip(parts, own, strict=True)}  # most are the same of all batches
-        alike = all(bool((found == own[0][:1]).all()) for found in distinct.values())
-        return Rows(own[0][:1] if alike else torch.cat([found.cpu() for found in own]))
-
-    made: Arguments = tree_map(joined, other, *values)
-    return made
-
-
 def refine(
-    module: nn.Module, start: Mapping[str, Tensor], calls: Calls, targets: Tensor, counts: Tensor, settings: Refinement,
-    progress: Callable[[int], None] = lambda tokens: None,
+    module: nn.Module, start: Mapping[str, Tensor], arguments: Callable[[Tensor], Arguments], targets: Tensor,
+    counts: Tensor, settings: Refinement, progress: Callable[[int], None] = lambda tokens: None,
 ) -> tuple[dict[str, Tensor], float, float]:  # fmt: skip
     """Train the parameters `start` (names below `module`) towards `targets` (N, T, D); an error at a position counts
-    `counts` (N, T).
+    `counts` (N, T). `arguments` gives those that `module` is called with, from indices of blocks.
 
     Returns the parameters with the least held-out error, which may be the start, and that error at the start and at
     the best: squared, relative to the targets' energy.
     """
-    device, length = next(iter(start.values())).device, calls.hidden.shape[1]
+    device, length = next(iter(start.values())).device, targets.shape[1]
     generator = torch.Generator().manual_seed(settings.seed)
-    heldout, train = _split(len(calls.hidden), settings, generator)
+    heldout, train = _split(len(targets), settings, generator)
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
     optimizers = _optimizers(list(weights.values()), settings.learning_rate)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 - step / settings.steps) for each in optimizers]
@@ -106,9 +49,9 @@ def refine(
     def losses(rows: Tensor) -> Iterator[Tensor]:
         """The mean over blocks in parts, of as many blocks as fit into a layer at a time."""
         for part in rows.split(max(1, AT_ONCE // length)):
-            arguments = calls.arguments(part, device)
+            inputs = arguments(part)
             with torch.autocast(device.type, torch.bfloat16, enabled=bool(settings.autocast)):
-                output = _module_output(module, weights, arguments)
+                output = _module_output(module, weights, inputs)
             errors = (output.float() - targets[part].to(device).float()).square().mean(-1)
             yield (errors * counts[part].to(device)).mean() / scale * (len(part) / len(rows))
 
