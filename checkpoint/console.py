@@ -111,14 +111,14 @@ def _explain_file(error: OSError) -> str:
 
 
 def run(command: click.Command, program: str, interrupted: str) -> None:
-    """Run a command; in colour where the terminal has it, unless NO_COLOR is set (no-color.org).
+    """Run a command.
 
     Exit codes: 0 done, 2 wrong usage or refused, 130 interrupted (143 terminated), 1 anything else.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch dumps its stack where another process has ended
     try:
-        command.main(prog_name=program, standalone_mode=False, color=False if os.environ.get("NO_COLOR") else None)
+        command.main(prog_name=program, standalone_mode=False)
     except click.ClickException as error:
         fail(program, f"{error.format_message().rstrip('.')}; see {program} --help", error.exit_code)
     except (click.Abort, KeyboardInterrupt):

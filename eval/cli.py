@@ -28,8 +28,7 @@ def command(options: EvaluateOptions) -> None:
     """
     from gqa.eval.evaluate import measure
     from gqa.eval.page import no_pictures
-    from gqa.eval.report import as_json, reserved, tables, verdicts, write_report
-    from gqa.eval.tables import wrapped
+    from gqa.eval.report import as_json, as_text, reserved, write_report
 
     options.check()
     with reserved(options.output, options.overwrite):
@@ -37,10 +36,7 @@ def command(options: EvaluateOptions) -> None:
         if not results:  # another rank reports
             return
         if not options.quiet:
-            lead = "\n".join(click.style(wrapped(line, "  "), bold=True) for line in verdicts(results))
-            texts = [table.text().partition("\n") for table in tables(results, every=options.verbose)]
-            styled = [f"{click.style(title, bold=True)}\n{rest}" for title, _, rest in texts]
-            click.echo("\n\n".join(filter(None, [lead, *styled])), err=options.json)
+            click.echo(as_text(results, every=options.verbose), err=options.json)
         if options.output:
             files = [*write_report(results, options.output), *filter(None, [no_pictures()])]
             if not options.quiet:

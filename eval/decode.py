@@ -17,18 +17,17 @@ import inspect
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name
 from gqa.checkpoint.write import Progress, unwatched
-from gqa.convert.heads.kv_cache import KVCache
 from gqa.corpus.tokens import first_token
 from gqa.eval.subjects import Subject
 
@@ -86,7 +85,6 @@ def measure_decode(
         Points by model, in the order of batches and, within one, of contexts; JSON-ready.
 
     Raises:
-        RefusedError: A model returns no cache to decode with.
         torch.OutOfMemoryError: A batch does not fit on the GPU.
     """
     vocabulary = min(model.config.get_text_config(decoder=True).vocab_size for model in models.values())
@@ -127,9 +125,6 @@ def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> Decoded:
         model: In eval mode.
         ids: Prompts (batch, context), without padding: sources where there is an encoder, which is part of the prefill.
         steps: Forward passes of one token per sequence.
-
-    Raises:
-        RefusedError: The model returns no cache to decode with.
     """
     start = clock(model.device)
     encoder_inputs = _encoded(model, ids)
@@ -151,57 +146,18 @@ def _encoded(model: PreTrainedModel, sources: Tensor) -> dict[str, Any]:
 
 
 def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **encoder_inputs: Any) -> tuple[Tensor, Any]:
-    """Greedy tokens (batch, 1) after `ids` (batch, T), and the cache. Raises RefusedError if there is none."""
+    """Greedy tokens (batch, 1) after `ids` (batch, T), and the cache."""
     can_skip = ids.shape[1] > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters
     encoder_inputs["decoder_input_ids" if encoder_inputs else "input_ids"] = ids
     last_only_option = {"logits_to_keep": 1} if can_skip else {}
     name = cache_name(model)
     output = model(**{name: cache}, use_cache=True, **encoder_inputs, **last_only_option)
-    layers = [getattr(part, "layers", ()) for part in _parts(output.get(name))]
-    if not all(any(hasattr(layer, "keys") for layer in half) for half in layers):
-        raise RefusedError(f"{type(model).__name__} returns no key/value cache with layers: there is nothing to time")
     return output.logits[:, -1:].argmax(-1), output[name]
-
-
-def _parts(cache: Any) -> list[Any]:
-    """The cache; for an encoder-decoder those of self-attention and of cross-attention."""
-    both = isinstance(cache, EncoderDecoderCache)
-    return [cache.self_attention_cache, cache.cross_attention_cache] if both else [cache]
-
-
-@torch.inference_mode()
-def measured_cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
-    """Bytes of transformers' cache object for `batch` sequences of `tokens`; for an encoder-decoder those of self- and
-    of cross-attention, with sources as long as the targets.
-
-    Sums the distinct storages of the key and value tensors of all layers. The last token is a decode step: right after
-    a prefill the tensors of a sliding-window layer are views on the whole prompt. Raises RefusedError.
-    """
-    vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
-    cache: Any = None
-    ids = random_tokens(vocabulary, batch, tokens).to(model.device)
-    encoder_inputs = _encoded(model, ids)
-    for part in ids.split([tokens - 1, 1], dim=1):
-        if part.shape[1]:
-            _, cache = _read(model, part, cache, **encoder_inputs)
-    sizes = []
-    for half in _parts(cache):
-        tensors = [getattr(layer, name, None) for layer in half.layers for name in ("keys", "values")]
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)
-        }
-        sizes.append(sum(storages.values()))
-    return sizes
 
 
 def random_tokens(vocabulary: int, batch: int, tokens: int) -> Tensor:
     """Random token ids (batch, tokens), from a fixed seed."""
     return torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(SEED))
-
-
-def in_dtype(cache: KVCache, model: PreTrainedModel) -> KVCache:
-    """A checkpoint's cache in the dtype of the loaded model."""
-    return replace(cache, bytes_per_number=model.dtype.itemsize)
 
 
 def clock(device: torch.device) -> float:

@@ -24,7 +24,7 @@ from gqa.convert.merge.cache_bits import layers_with_cache, quantise_cache, quan
 from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
-from gqa.eval.decode import decode_contexts, in_dtype, measure_decode, measured_cache_bytes
+from gqa.eval.decode import decode_contexts, measure_decode
 from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts, sources_of, write
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
@@ -328,8 +328,8 @@ def compare_quality(scores: Scores, text: Text, baseline: Nats) -> dict[str, Any
 
 
 def time_decoding(subjects: Sequence[Subject], options: EvaluateOptions, contexts: Sequence[int]) -> None:
-    """Add decode timing after prompts of `contexts`, and the measured cache, to each record. All models are in memory
-    at once: their runs are interleaved.
+    """Add decode timing after prompts of `contexts` to each record. All models are in memory at once: their runs are
+    interleaved.
     """
     models = {subject.name: load(subject, options) for subject in subjects}
     batches, steps, repeats = options.decode_batches, options.decode_steps, options.decode_repeats
@@ -340,17 +340,8 @@ def time_decoding(subjects: Sequence[Subject], options: EvaluateOptions, context
         _bar(len(models) * len(batches) * len(contexts) * repeats, "run", "decoding", options) as bar,
     ):
         points = measure_decode(models, batches, contexts, steps, repeats, bar.update)
-        cache_bytes = {name: measured_cache_bytes(model, contexts[0], 1) for name, model in models.items()}
     for subject in subjects:
-        name = subject.name
-        assert subject.cache
-        subject.record["decode"] = {"steps": steps, "repeats": repeats, "points": points[name]}
-        subject.record["kv_cache"]["measured"] = {
-            "tokens": contexts[0],
-            "bytes": sum(cache_bytes[name]),
-            "formula": in_dtype(subject.cache, models[name]).bytes_at(contexts[0]),
-            "cross_bytes": sum(cache_bytes[name][1:]),
-        }
+        subject.record["decode"] = {"steps": steps, "repeats": repeats, "points": points[subject.name]}
 
 
 def check_recall(subjects: Sequence[Subject], context: int) -> None:

@@ -18,7 +18,7 @@ from gqa.checkpoint.provenance import command_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
 from gqa.eval.page import PAGE, Page, made_aside, nearest, no_pictures
-from gqa.eval.tables import Column, Table, not_measured, number, table
+from gqa.eval.tables import Column, Table, not_measured, number, table, wrapped
 
 Record = dict[str, Any]
 
@@ -83,6 +83,12 @@ def recalled(model: Record) -> dict[str, float]:
         right = sum(line["accuracy"] * line["answers"] for line in lines)
         shares[kind] = right / sum(line["answers"] for line in lines)
     return shares
+
+
+def as_text(results: Record, every: bool = False) -> str:
+    """Verdicts and tables for a terminal; `every` table and column."""
+    lead = "\n".join(wrapped(line, "  ") for line in verdicts(results))
+    return "\n\n".join(filter(None, [lead, *(table.text() for table in tables(results, every))]))
 
 
 def tables(results: Record, every: bool = False) -> list[Table]:
@@ -226,11 +232,6 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         ("KV at context", lambda m: size(m["kv_cache"]["bytes_at_context"]) if m["kv_cache"]["context"] else ""),
         ("context", lambda m: f"{m['kv_cache']['context']:,}" if m["kv_cache"]["context"] else "no limit"),
     ]
-    if measured := [cache["measured"]["tokens"] for cache in caches if "measured" in cache]:
-        columns += [
-            (f"measured, {measured[0]:,} tokens", lambda m: size(m["kv_cache"]["measured"]["bytes"])),
-            ("formula", lambda m: size(m["kv_cache"]["measured"]["formula"])),
-        ]
     return table("Memory", columns, models, "; ".join(dict.fromkeys(remarks)), missing="?", short=5)
 
 

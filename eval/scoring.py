@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import nll_loss
-from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.devices import free_memory
@@ -68,7 +66,7 @@ def score(
         progress: Called with the number of tokens scored.
 
     Raises:
-        RefusedError: The logits are not finite; names the window and the first module whose output is not.
+        RefusedError: Logits are not finite.
     """
     state = ranks()
     ends = np.cumsum([0, *(window.scored for window in windows)]).tolist()
@@ -79,7 +77,10 @@ def score(
         values = _score_batch(head, [windows[i] for i in indices], baseline)
         if (bad := ~np.isfinite(values["nats"])).any():
             number = np.repeat(indices, [windows[i].scored for i in indices])[bad].min()
-            raise RefusedError(_not_finite(head.model, windows, number))
+            raise RefusedError(
+                f"{head.model.name_or_path}: the logits of window {number} (document {windows[number].document}) are "
+                "not finite; look for NaN in the weights, or give --precision float32"
+            )
         parts.append((rows, values))
         progress(len(rows))
     parts = gather_object(parts)  # every rank's
@@ -135,24 +136,3 @@ def _compare(p: Tensor, q: Tensor, true: Tensor) -> dict[str, Tensor]:
         "acceptance": torch.minimum(p, q).exp().sum(-1).clamp_max(1.0),
         "baseline_nats": nll_loss(p, true, reduction="none"),
     }
-
-
-def _not_finite(model: Any, windows: Sequence[Window], bad: int) -> str:
-    where = first_not_finite(model, padded([windows[bad]], model))
-    return f"{model.name_or_path}: the logits of window {bad} (document {windows[bad].document}) are not finite; " + (
-        f"the first module whose output is not finite is {where}" if where else "all modules' outputs are finite"
-    )
-
-
-def first_not_finite(model: nn.Module, inputs: dict[str, Tensor]) -> str | None:
-    """The first module, in the order of execution, that turns finite inputs into NaN or Inf."""
-    names, not_finite = {module: name for name, module in model.named_modules() if name}, list[str]()
-
-    def check(module: nn.Module, args: Any, output: Any) -> None:
-        tensors = (part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point())
-        if module in names and not all(bool(tensor.isfinite().all()) for tensor in tensors):
-            not_finite.append(names[module])
-
-    with register_module_forward_hook(check):
-        model(**inputs, use_cache=False)
-    return not_finite[0] if not_finite else None

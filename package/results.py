@@ -119,11 +119,9 @@ class Evaluation:
 
     def text(self, every: bool = False) -> str:
         """The verdicts and tables that gqa-eval prints; `every` table that there is."""
-        from gqa.eval.report import tables, verdicts
+        from gqa.eval.report import as_text
 
-        record = dict(self.record)
-        texts = [table.text() for table in tables(record, every=every)]
-        return "\n\n".join(["\n".join(verdicts(record)), *texts]).lstrip()
+        return as_text(dict(self.record), every)
 
     def __repr__(self) -> str:
         parts = []

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import Result, check_refused, edit_json, run
 from embedded import SOURCE, converted, copy_source, texts
 from tiny_models import TINY, build
+from transformers import EncoderDecoderCache, PreTrainedModel
+
+from gqa.checkpoint.loading import cache_name
 
 
 @cache
@@ -37,6 +41,30 @@ def place() -> Path:
         part["vocab_size"] = 4096
     with_tokenizer(build(dataclasses.replace(tiny, options=options), 4), directory / "t5gemma")
     return directory
+
+
+@torch.inference_mode()
+def cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
+    """Bytes of transformers' cache for `batch` sequences of `tokens`: distinct storages of all layers' keys and values;
+    for an encoder-decoder those of self- and of cross-attention, with sources as long as the targets.
+
+    The last token is a decode step: right after a prefill a sliding-window layer holds views on the whole prompt.
+    """
+    ids = torch.randint(5, model.config.get_text_config(decoder=True).vocab_size, (batch, tokens))
+    name, inputs, cache = cache_name(model), dict[str, Any](), None
+    if model.config.is_encoder_decoder:
+        inputs["encoder_outputs"] = model.get_encoder()(input_ids=ids, return_dict=True)
+    for part in ids.split([tokens - 1, 1], dim=1):
+        if part.shape[1]:
+            inputs["decoder_input_ids" if "encoder_outputs" in inputs else "input_ids"] = part
+            cache = model(**inputs, **{name: cache}, use_cache=True)[name]
+    both = isinstance(cache, EncoderDecoderCache)
+    sizes = []
+    for half in [cache.self_attention_cache, cache.cross_attention_cache] if both else [cache]:
+        tensors = [getattr(layer, part, None) for layer in half.layers for part in ("keys", "values")]
+        storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        sizes.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+    return sizes
 
 
 def few_questions(patch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ from embedded import SOURCE, load, texts, tokenizer
 from evaluations import place
 from tiny_models import TINY, build
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name
 from gqa.convert import convert_checkpoint
 from gqa.eval import decode
@@ -130,9 +129,3 @@ def test_models_read_the_same_prompts(pair: dict[str, PreTrainedModel], calls: A
     assert len(prompts) == 2 * (1 + 2)  # a warm-up and two repeats of each
     assert all(torch.equal(ids, prompts[0]) for ids in prompts)
     assert len(prompts[0].unique()) > 5
-
-
-def test_a_model_without_a_cache_cannot_be_timed() -> None:
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(RefusedError, match="MambaForCausalLM returns no key/value cache"):
-        greedy_decode(mamba.eval(), torch.full((1, 4), 7), 1)

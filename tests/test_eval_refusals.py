@@ -108,9 +108,9 @@ def damaged(path: Path, damage: str) -> Path:
         ("missing", "SRC BAD --data TEXT", "loads with missing keys: model.layers.1.self_attn.k_proj.weight"),
         ("unexpected", "SRC BAD --data TEXT", "loads with unexpected keys: model.layers.1.self_attn.extra.weight"),
         ("mismatched", "SRC BAD --data TEXT", "mismatched keys: ('model.layers.1.self_attn.k_proj.weight', "),
-        ("nan", "SRC BAD --data TEXT", "window 0 (document 0) are not finite; the first module"),
-        ("nan", "SRC BAD --data TEXT --kl", "is model.layers.2.mlp.up_proj"),
-        ("nan", "BAD SRC --data TEXT --kl", "is model.layers.2.mlp.up_proj"),
+        ("nan", "SRC BAD --data TEXT", "bad: the logits of window 0 (document 0) are not finite; look for NaN"),
+        ("nan", "SRC BAD --data TEXT --kl", "bad: the logits of window 0"),
+        ("nan", "BAD SRC --data TEXT --kl", "bad: the logits of window 0"),
         ("vocabulary", "SRC BAD --data TEXT", "stdlib-mha predicts 4,096 tokens and bad 3,000"),
         ("vocabulary", "BAD --data TEXT", "and its model knows 3,000: they do not belong together"),
         ("tokenizer", "SRC BAD --data TEXT", "transformers cannot load the tokenizer of bad"),
@@ -199,7 +199,7 @@ def test_weights_that_do_not_fit(error: Exception, monkeypatch: pytest.MonkeyPat
 
 def test_decoding_that_does_not_fit_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured before is printed and written; where nothing was, it is a refusal like others."""
-    monkeypatch.setattr(evaluate, "measured_cache_bytes", Mock(side_effect=NO_MEMORY[0]))
+    monkeypatch.setattr(evaluate, "measure_decode", Mock(side_effect=NO_MEMORY[0]))
     line = "SRC G2 --decode --decode-contexts 8 --decode-batches 1 --decode-steps 1"
     why = "stdlib-mha, gqa2: the memory of cpu is too small for batches of 1 sequences of 8 tokens; give smaller"
     more = ["--data", place() / "text.jsonl", "--context", 64, "--tokens", 300, "-o", tmp_path / "report", "--json"]

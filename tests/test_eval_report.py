@@ -67,7 +67,6 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
         (second, MODEL_KEYS | {"against_baseline"}),
         (second["kv_cache"], {
                 "bytes_per_token", "cross_bytes_per_token", "context", "bytes_at_context", "remark", "bits", "fits",
-                "measured",
             }),
         (second["quality"], {
             "nats", "tokens", "token_perplexity", "token_perplexity_error", "word_perplexity", "byte_perplexity",

@@ -6,24 +6,23 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from checkpoints import run
 from embedded import SOURCE
-from evaluations import refused, results, told, with_tokenizer
+from evaluations import cache_bytes, refused, results, told, with_tokenizer
 from test_families import write_checkpoint
 from tiny_models import TINY, build
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
-from gqa.checkpoint.loading import cache_name, load_model
+from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
 from gqa.convert.recast.targets import checkpoint_cache
 from gqa.eval import evaluate
-from gqa.eval.decode import greedy_decode, measured_cache_bytes
+from gqa.eval.decode import greedy_decode
 
 ROWS = [
     {"said": f"def f{n}(x):" + " pass" * (5 * n % 7), "meant": f"return x + {n}" + " + 1" * (n % 5)} for n in range(12)
@@ -100,26 +99,17 @@ def test_divergence(place: Path, name: str) -> None:
     assert merged > 1e-7
 
 
-def caches(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
-    """Bytes that transformers' own object holds of self- and of cross-attention."""
-    ids = torch.full((batch, tokens), 7)
-    held: Any = model(input_ids=ids, decoder_input_ids=ids, use_cache=True)[cache_name(model)]
-    parts = (held.self_attention_cache, held.cross_attention_cache)
-    return [sum(layer.keys.nbytes + layer.values.nbytes for layer in part.layers) for part in parts]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_cache_bytes(place: Path, tmp_path: Path, name: str) -> None:
-    """By formula, as gqa-eval measures them, and as transformers holds them."""
+    """By formula, and as transformers holds them."""
     tiny = TINY[f"gqa_{name}"]
     kept = {**tiny.options, "vocab_size": 4096, "grouped_attention": ["decoder-self"]}
     alone = write_checkpoint(build(replace(tiny, options=kept), 2), tmp_path / "self")
     both: dict[str, list[int]] = {}
     for where in (place / name, place / f"{name}-2", alone):
         cache, model = checkpoint_cache(read_checkpoint(where)), load_model(str(where))
-        held = both[where.name] = measured_cache_bytes(model, 9, 3)
-        assert held == caches(model, 9, 3)
+        held = both[where.name] = cache_bytes(model, 9, 3)
         assert held == [3 * cache.bytes_at(9, 0), 3 * (cache.bytes_at(9) - cache.bytes_at(9, 0))]
         assert cache.bytes_at(5, 9) == 5 * cache.bytes_per_token + 9 * cache.cross_bytes_per_token
     full, half = both[name], both[f"{name}-2"]
@@ -143,9 +133,7 @@ def test_decoding_and_memory(place: Path) -> None:
     models = f"{place / 't5'} {place / 't5-2'}"
     first, second = results(f"{models} {short}")["models"]
     for model in (first, second):
-        measured = model["kv_cache"]["measured"]
         assert len(model["decode"]["points"]) == 1
-        assert measured["bytes"] == measured["formula"] == 2 * measured["cross_bytes"]
     assert first["kv_cache"]["cross_bytes_per_token"] == 2 * second["kv_cache"]["cross_bytes_per_token"]
     shown = told(f"{models} {short}")
     assert "2 of 4 heads: KV cache 2x smaller" in shown

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from embedded import SOURCE
-from evaluations import place
+from evaluations import cache_bytes, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import TINY, build
@@ -19,7 +19,6 @@ from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.kv_cache import CachedLayer, KVCache, kv_cache
 from gqa.convert.recast.targets import checkpoint_cache
-from gqa.eval.decode import in_dtype, measured_cache_bytes
 from gqa.eval.subjects import rank_cache, what_fits
 
 LAYERS, DIM = 6, 32  # of stdlib-mha, which has 8 heads
@@ -46,11 +45,10 @@ def test_formula_is_what_transformers_holds(groups: int) -> None:
     assert promised.bytes_per_token == LAYERS * groups * 2 * DIM * 2
     assert promised.remark is None
     for tokens, batch in ((1, 1), (7, 3), (40, 2)):
-        (held,) = measured_cache_bytes(model, tokens, batch)
+        (held,) = cache_bytes(model, tokens, batch)
         assert held == batch * promised.bytes_at(tokens) == batch * tokens * LAYERS * groups * 2 * DIM * 2
         assert held != batch * stored(converted(10 - groups)).bytes_at(tokens)  # another G is caught
-    assert sum(measured_cache_bytes(model.float(), 9, 2)) == 2 * in_dtype(promised, model).bytes_at(9)
-    assert in_dtype(promised, model).bytes_at(9) == 2 * promised.bytes_at(9)
+    assert cache_bytes(model.float(), 9, 2) == [2 * replace(promised, bytes_per_number=4).bytes_at(9)]
 
 
 def test_no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,11 +71,11 @@ def test_formula_of_other_families(name: str, kv_heads: int, tmp_path: Path) -> 
     model.save_pretrained(tmp_path)
     promised = stored(tmp_path)
     for tokens in (1, WINDOW - 1, WINDOW, 3 * WINDOW):
-        assert sum(measured_cache_bytes(model, tokens, 2)) == 2 * promised.bytes_at(tokens)
+        assert sum(cache_bytes(model, tokens, 2)) == 2 * promised.bytes_at(tokens)
     if name == "mistral":  # control: a formula without windows is wrong beyond them
         without = replace(promised, layers=tuple(replace(layer, window=None) for layer in promised.layers))
         assert without.bytes_at(WINDOW) == promised.bytes_at(WINDOW) == promised.bytes_at(WINDOW + 1)
-        assert sum(measured_cache_bytes(model, WINDOW + 1, 1)) < without.bytes_at(WINDOW + 1)
+        assert sum(cache_bytes(model, WINDOW + 1, 1)) < without.bytes_at(WINDOW + 1)
     # transformers keeps all H heads of Falcon's new architecture: nothing is saved, and the result says so
     told = "transformers caches 4 heads a layer, other engines only the 1 key/value heads"
     assert promised.remark == (told if (name, kv_heads) == ("falcon", 1) else None)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit_json, refusal, run
+from evaluations import cache_bytes
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -27,7 +28,6 @@ from gqa.convert.heads.families.refused import REFUSED
 from gqa.convert.heads.families.table import FAMILIES
 from gqa.convert.plan import make_plan
 from gqa.convert.recast.targets import RECASTINGS, checkpoint_cache
-from gqa.eval.decode import measured_cache_bytes
 
 # ------------------------------------------------------------------------------------------------------- refused
 
@@ -186,7 +186,7 @@ def test_the_cache_of_a_source_is_known(tmp_path: Path) -> None:
     for name in ("gpt_neox", "gpt2"):
         model = build(CASES[name].tiny, 4)
         directory = write_checkpoint(model, tmp_path / name)
-        assert checkpoint_cache(open_model(str(directory))).bytes_at(9) == sum(measured_cache_bytes(model, 9, 1))
+        assert checkpoint_cache(open_model(str(directory))).bytes_at(9) == sum(cache_bytes(model, 9, 1))
 
 
 # -------------------------------------------------------------------------------------------------- tokenizers
