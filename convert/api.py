@@ -18,7 +18,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, require_space, write_text
 from gqa.convert.heads.layout import Groups
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.merge.watcher import SILENT, Bar, Watcher
+from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.convert.methods import AUTO, MEASURING, METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan, make_plan, searches
@@ -170,11 +170,11 @@ def convert_plan(
     output = OutputDirectory(out, plan.checkpoint.directory, overwrite)
     require_space(plan.total_bytes, output.out)
     with ExitStack() as stack:
+        stack.enter_context(output)
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
             from gqa.convert.merge.find_maps import with_maps
 
             plan = stack.enter_context(with_maps(plan, out, calibration or MapsOptions(), layers, overwrite=overwrite))
-        stack.enter_context(output)
         warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress)
         write_text(output.work / "README.md", model_card(plan, out.name, asked))
         if load:
@@ -208,7 +208,7 @@ def output_of(options: ConvertOptions, plan: Plan) -> Path:
     return options.output or default_output(plan.checkpoint.hub_id or options.model, plan)
 
 
-def convert_as(options: ConvertOptions, plan: Plan, bar: Bar, argv: Sequence[str] = ()) -> Conversion:
+def convert_as(options: ConvertOptions, plan: Plan, bar: Watcher, argv: Sequence[str] = ()) -> Conversion:
     """Run the plan of a command. Raises what `convert_plan` raises."""
     return convert_plan(
         plan, output_of(options, plan), calibration=options.maps() if plan.lacks_maps else None, layers=bar,

@@ -14,7 +14,7 @@ import click
 from gqa.checkpoint import console
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.options import command as command_of
-from gqa.convert.merge.watcher import Bar
+from gqa.convert.merge.watcher import Watcher
 from gqa.convert.methods import ALIGNING, AUTO, METHODS
 from gqa.convert.options import ConvertOptions
 
@@ -69,7 +69,7 @@ def _plan(options: ConvertOptions) -> tuple[Plan, dict[str, Any]]:
 
     if options.kv_budget:
         console.say_device(options.maps().device, options.quiet)
-    with Bar(options.quiet) as bar:
+    with Watcher(options.quiet) as bar:
         plan, allotment = plan_for(options, bar)
     if not allotment:
         return plan, {}
@@ -94,7 +94,7 @@ def _convert(plan: Plan, allotment: Mapping[str, Any], options: ConvertOptions) 
     quiet, start = options.quiet, time.monotonic()
     if plan.lacks_maps:
         console.say_device(options.maps().device, quiet)
-    with Bar(quiet, plan.total_bytes) as bar:
+    with Watcher(quiet, plan.total_bytes) as bar:
         result = convert_as(options, plan, bar, sys.argv[1:])
     if table := bar.table():
         _say(table, options)

@@ -40,7 +40,7 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
         OutputError: The result could not be written or did not verify; nothing is left at `output`.
     """
     from gqa.convert.api import convert_as, plan_for
-    from gqa.convert.merge.watcher import Bar
+    from gqa.convert.merge.watcher import Watcher
     from gqa.convert.options import ConvertOptions
 
     with called_from_python(bool(options.get("quiet"))), ExitStack() as stack:
@@ -49,9 +49,9 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
             path, directory = stack.enter_context(saved(model, tokenizer))
             settings = replace(settings, model=path)
         settings.check()
-        with Bar(settings.quiet) as bar:
+        with Watcher(settings.quiet) as bar:
             plan, _ = plan_for(settings, bar)
-        with Bar(settings.quiet, plan.total_bytes) as bar:
+        with Watcher(settings.quiet, plan.total_bytes) as bar:
             conversion = convert_as(settings, plan, bar)
     return ConvertedModel(
         path=conversion.out, record=json.loads((conversion.out / PROVENANCE).read_text(encoding="utf-8")),
@@ -78,7 +78,7 @@ def uptrain_model(
         StoppedError: A signal (an interrupt of the kernel) asked for the end; with `resume=True` the run goes on.
         OutputError: The result could not be written or did not verify.
     """
-    from gqa.convert.merge.watcher import Bar
+    from gqa.convert.merge.watcher import Watcher
     from gqa.uptrain.options import TrainOptions
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
@@ -91,7 +91,7 @@ def uptrain_model(
             if in_memory(teacher):
                 settings = replace(settings, teacher=stack.enter_context(saved(teacher, tokenizer))[0])
         stack.enter_context(_fresh_accelerator())
-        with Bar(settings.quiet) as bar:
+        with Watcher(settings.quiet) as bar:
             setup = prepare(settings, watcher=bar)
         _, record = uptrain(setup, quiet=settings.quiet)
     assert setup.options.output

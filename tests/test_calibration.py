@@ -32,7 +32,8 @@ class Told(Watcher):
     """Keeps the errors of the layers, and stops after some of them."""
 
     def __init__(self, stop_after: int = 0) -> None:
-        self.errors: list[float] = []
+        super().__init__(quiet=True)
+        self.losses: list[float] = []
         self.warnings: list[str] = []
         self._stop_after = stop_after
 
@@ -40,7 +41,7 @@ class Told(Watcher):
         self.warnings.append(text)
 
     def layer(self, index: int, layers: int, error: float) -> None:
-        self.errors.append(error)
+        self.losses.append(error)
         if index == self._stop_after:
             raise KeyboardInterrupt
 

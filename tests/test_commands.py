@@ -23,7 +23,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.hub_errors import quiet
 from gqa.checkpoint.options import ByteSize, Number, Several, Text, Tokens, _types, read, read_count
 from gqa.convert import cli as convert_cli
-from gqa.convert.merge.watcher import Bar
+from gqa.convert.merge.watcher import Watcher
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.study.study import AblateOptions
@@ -387,17 +387,20 @@ def test_the_total_of_the_bar_is_what_is_done(method: str, tmp_path: Path, monke
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))  # nothing is sampled yet
     stages: list[list[int]] = []
 
-    class Counting(Bar):
+    class Counting(Watcher):
         def stage(self, name: str, total: int, unit: str = "tok") -> None:
             stages.append([total, 0])
 
         def update(self, count: int) -> None:
             stages[-1][1] += count
 
+        def written(self, count: int) -> None:
+            pass
+
         def layer(self, index: int, layers: int, error: float) -> None:
             pass
 
-    monkeypatch.setattr(convert_cli, "Bar", Counting)
+    monkeypatch.setattr(convert_cli, "Watcher", Counting)
     steps = ["--refine-steps", 3] if method == "refined" else []
     text = [] if method == "aligned" else ["--data", "self:320", "--context", 16]
     words = ["--method", method, *text, *steps]

@@ -25,7 +25,7 @@ from gqa.convert import plan_conversion
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.calibration import Calibrator
 from gqa.convert.merge.options import CalibrationText, MapsOptions
-from gqa.convert.merge.watcher import SILENT, Bar
+from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.corpus.pairs import PairEncoder, corrupted, read_pairs
 from gqa.corpus.sources import parse_source
 
@@ -149,7 +149,7 @@ def test_whatever_is_written_has_random_numbers_of_its_own(place: Path, monkeypa
 def test_fewer_rows_than_asked_for_are_told_of(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for asked in (41, 40):
         text = CalibrationText((str(place / "pairs.jsonl"),), 48 * asked, 48, field="said", target_field="meant")
-        with Bar(quiet=True) as bar:
+        with Watcher(quiet=True) as bar:
             assert len(text.inputs(read_checkpoint(place / "t5"), "cpu", bar)["decoder_input_ids"]) == 40
     said = "pairs.jsonl: 40 of the 41 pairs of 48 tokens that are asked for; give more text"
     assert capsys.readouterr().err.count(said) == 1

@@ -63,7 +63,7 @@ def sampled(
             told[-1] += count
 
     model = read_checkpoint(source)
-    found = sampled_blocks(lambda dtype: teacher, "cpu", model, size, n_blocks, seed, plain, Told(), **how)
+    found = sampled_blocks(lambda dtype: teacher, "cpu", model, size, n_blocks, seed, plain, Told(quiet=True), **how)
     return found, told
 
 

@@ -34,7 +34,7 @@ def command(options: TrainOptions) -> None:
     import transformers
 
     from gqa.checkpoint.loading import ranks
-    from gqa.convert.merge.watcher import Bar
+    from gqa.convert.merge.watcher import Watcher
     from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
@@ -43,7 +43,7 @@ def command(options: TrainOptions) -> None:
     transformers.utils.logging.set_verbosity_error()
     main = ranks().is_main_process
     quiet = options.quiet or not main
-    with Bar(quiet) as bar:
+    with Watcher(quiet) as bar:
         setup = prepare(options, watcher=bar, dry=options.dry_run)
 
     def say(text: str) -> None:
