@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError
 from gqa.corpus.sources import hash_threshold, is_below
-from gqa.corpus.tokens import Blocks, Documents, Ints, TokenisedText
+from gqa.corpus.tokens import Blocks, Documents, Ints
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Selection:
         return f"{text}; {self.heldout_documents:,} documents held out" if self.heldout_documents else text
 
 
-def select(text: TokenisedText, *, block_size: int, heldout: Heldout, **how: Any) -> Selection:
+def select(text: Documents, *, block_size: int, heldout: Heldout, **how: Any) -> Selection:
     """The blocks to train on, in order; `how` are other arguments of `reading_order`."""
     lengths = heldout.lengths(text)
     order, n_blocks, data_tokens = reading_order(text, lengths, block_size=block_size, **how)

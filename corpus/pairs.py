@@ -4,37 +4,22 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gqa.checkpoint.errors import CorpusError, RefusedError
-from gqa.corpus.sources import Source, row_digest
-from gqa.corpus.tokens import LAYOUT, Block, Documents, Encoder, Ints, cached_rows, first_token, list_lengths
+from gqa.checkpoint.errors import RefusedError
+from gqa.corpus.sources import Source
+from gqa.corpus.tokens import Block, Documents, Encoder, Ints, first_token, tokenise_columns
 
 Pair = tuple[list[int], list[int]]  # tokens of a source, and of the target to predict
 
 # As T5 was trained (arXiv 1910.10683, section 3.3.4).
 NOISE, SPAN = 0.15, 3.0  # share of the tokens left out, and mean tokens of a span
 _SENTINELS = 100  # of T5
-_BATCH = 64  # pairs tokenised at a time
-
-
-def read_pairs(source: Source) -> Iterator[tuple[str, str]]:
-    """The rows of a data set with both a source and a target. Raises CorpusError after the last row if the two columns
-    are equal.
-    """
-    differ = False
-    for text, target in source.rows():
-        differ = differ or text != target
-        yield text, target
-    if not differ:
-        raise CorpusError(f"--field and --target-field of {source.spec} are the same text; name two columns")
 
 
 class PairEncoder:
@@ -99,42 +84,10 @@ class PairEncoder:
         return self.framed(*corrupted(ids[: max(most, 2)], self.marks, generator), len(ids))
 
 
-@dataclass(frozen=True)
-class PairTable(Documents):
-    """Tokenised pairs: memory-mapped Arrow lists of int32 of sources and of targets, without special tokens."""
-
-    sources: Any
-    targets: Any
-
-    @cached_property
-    def tokens(self) -> Ints:
-        """(2, D) tokens of each source and of each target."""
-        return np.stack([list_lengths(self.sources), list_lengths(self.targets)])
-
-    def pair(self, number: int) -> Pair:
-        return self.sources[number].as_py(), self.targets[number].as_py()
-
-
-def tokenise_pairs(sources: Sequence[Source], encoder: PairEncoder) -> PairTable:
-    """The pairs of several data sets, cached as by `tokenise`. Raises CorpusError."""
-    import pyarrow  # type: ignore[import-untyped]
-
-    def rows(source: Source) -> Iterator[dict[str, Any]]:
-        pairs = read_pairs(source)
-        while batch := list(islice(pairs, _BATCH)):
-            texts, answers = zip(*batch, strict=True)
-            ids = encoder.encode(texts), encoder.encode(answers, target=True)
-            for pair, one, other in zip(batch, *ids, strict=True):
-                yield {"source": one, "target": other, "digest": row_digest(*pair)}
-
-    parts = []
-    for source in sources:
-        key = f"gqa pairs {LAYOUT} {source.identify()} {encoder.identify()}"
-        parts.append(cached_rows(key, partial(rows, source), "source", "target"))
-    tables, digests, fingerprints = zip(*parts, strict=True)
-    whole = pyarrow.concat_tables([table.replace_schema_metadata() for table in tables])  # each has its own key
-    fingerprint = hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()[:32]
-    return PairTable(np.concatenate(digests), tuple(map(len, digests)), fingerprint, whole["source"], whole["target"])
+def tokenise_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents:
+    """The pairs of data sets, without special tokens, stored as by `tokenise`. Raises CorpusError."""
+    encode_target = partial(encoder.encode, target=True)
+    return tokenise_columns(sources, encoder.identify(), {"source": partial(encoder.encode), "target": encode_target})
 
 
 def pair_block(pair: tuple[Sequence[int] | Ints, Sequence[int] | Ints]) -> Block:
@@ -147,13 +100,14 @@ def pair_block(pair: tuple[Sequence[int] | Ints, Sequence[int] | Ints]) -> Block
 class PairBlocks:
     """Pairs of a table as blocks, in the order of these numbers, with at most `size` tokens a side."""
 
-    table: PairTable
+    table: Documents
     order: Ints
     encoder: PairEncoder
     size: int
 
     def __getitem__(self, index: int) -> Block:
-        return pair_block(self.encoder.framed(*self.table.pair(int(self.order[index])), self.size))
+        source, target = (self.table.tokens(int(self.order[index]), side).tolist() for side in ("source", "target"))
+        return pair_block(self.encoder.framed(source, target, self.size))
 
 
 def corrupted(ids: Ints, marks: Sequence[int], generator: np.random.Generator) -> Pair:

@@ -9,32 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import click
 import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError, RefusedError
-from gqa.checkpoint.write import replacing
+from gqa.checkpoint.hub_errors import quiet
 from gqa.corpus.sources import Source, row_digest
 
 if TYPE_CHECKING:
-    import pyarrow  # type: ignore[import-untyped]
     from transformers import PreTrainedTokenizerBase
 
 Ints = NDArray[np.int64]
 Block = dict[str, Ints]
 
-LAYOUT = 3  # of what is cached
 _BATCH = 64  # documents tokenised at a time
-_ROWS = 1024  # of a record batch
 # Settings of a tokenizer that do not change the tokens of a text.
 _IRRELEVANT = (
     "name_or_path",
@@ -49,124 +45,84 @@ _IRRELEVANT = (
 
 @dataclass(frozen=True)
 class Documents:
-    """D documents or pairs of one or several sources.
+    """D tokenised documents, or pairs, of one or several sources.
 
-    `digests`: (D, 32) uint8, SHA-256 of each text. `sizes`: documents of each source. `fingerprint`: their hash.
+    `data`: a memory-mapped `datasets.Dataset` of token ids ("tokens", or "source" and "target") and the "digest" of
+    each text. `sizes`: documents of each source. `fingerprint`: a hash of texts and tokenizer.
     """
 
-    digests: NDArray[np.uint8]
+    data: Any
     sizes: tuple[int, ...]
     fingerprint: str
 
     def __len__(self) -> int:
-        return len(self.digests)
+        return len(self.data)
+
+    @cached_property
+    def digests(self) -> NDArray[np.uint8]:
+        """(D, 32) SHA-256 of each text."""
+        return np.frombuffer(b"".join(self.data.data.column("digest").to_pylist()), np.uint8).reshape(-1, 32)
 
     @cached_property
     def lengths(self) -> Ints:
-        """(D,) the size of each for shares: here 1."""
-        return np.ones(len(self), np.int64)
+        """(D,) the size of each for shares: its tokens, or 1 for a pair."""
+        return self.count("tokens") if "tokens" in self.data.column_names else np.ones(len(self), np.int64)
 
+    def count(self, column: str) -> Ints:
+        """(D,) tokens in a column."""
+        import pyarrow.compute  # type: ignore[import-untyped]
 
-@dataclass(frozen=True)
-class TokenisedText(Documents):
-    """Documents as tokens: memory-mapped Arrow lists of int32, whose sizes are their tokens."""
+        counts: Ints = pyarrow.compute.list_value_length(self.data.data.column(column)).to_numpy().astype(np.int64)
+        return counts
 
-    tokens: pyarrow.ChunkedArray
-
-    @cached_property
-    def lengths(self) -> Ints:
-        """(D,) tokens of each document."""
-        return list_lengths(self.tokens)
-
-    def document(self, i: int) -> NDArray[np.int32]:
-        """(n,) tokens of document i with BOS and EOS."""
-        tokens: NDArray[np.int32] = self.tokens[i].values.to_numpy()
+    def tokens(self, i: int, column: str = "tokens") -> NDArray[np.int32]:
+        """(n,) tokens of document i, with BOS and EOS."""
+        tokens: NDArray[np.int32] = self.data.data.column(column)[i].values.to_numpy()
         return tokens
 
 
-def list_lengths(lists: pyarrow.ChunkedArray) -> Ints:
-    """(D,) the lengths of D lists."""
-    import pyarrow.compute  # type: ignore[import-untyped]
-
-    lengths: Ints = pyarrow.compute.list_value_length(lists).to_numpy().astype(np.int64)
-    return lengths
-
-
-def tokenise(source: Source, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
-    """The tokens of a source, from the cache if the same tokenizer has tokenised its content before.
-
-    One process tokenises; others that need the same tokens wait. Raises CorpusError.
-    """
+def tokenise(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> Documents:
+    """The tokens of sources, stored as by `tokenise_columns`. Raises CorpusError."""
     encoder = Encoder(tokenizer)
-    key = f"gqa tokens {LAYOUT} {source.identify()} {encoder.identify()}"
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for text, tokens in encoder.encode(source.texts()):
-            yield {"tokens": tokens, "digest": row_digest(text)}
-
-    table, digests, fingerprint = cached_rows(key, rows, "tokens")
-    return TokenisedText(digests, (len(digests),), fingerprint, table.column("tokens"))
+    return tokenise_columns(sources, encoder.identify(), {"tokens": encoder.tokens})
 
 
-def cached_rows(
-    key: str, rows: Callable[[], Iterator[dict[str, Any]]], *columns: str
-) -> tuple[Any, NDArray[np.uint8], str]:
-    """An Arrow table with `columns` of token ids, the "digest" of each row (D, 32), and a hash of `key`, on which the
-    rows depend. `rows` makes them if the cache below HF_DATASETS_CACHE lacks them or is damaged.
+def tokenise_columns(
+    sources: Sequence[Source], identity: str, encoders: Mapping[str, Callable[[list[str]], list[list[int]]]]
+) -> Documents:
+    """Tokenise each column of the sources' rows by its encoder; `identity` is a hash of what these depend on.
+
+    The cache of `datasets` keeps the tokens of each source. One process tokenises; others that need the same tokens
+    wait. Raises CorpusError.
     """
     import datasets
-    import pyarrow
-    from filelock import FileLock
+    from datasets.exceptions import DatasetGenerationError
 
-    fingerprint = hashlib.sha256(key.encode()).hexdigest()[:32]
-    file = Path(datasets.config.HF_DATASETS_CACHE) / "gqa-tokens" / f"{fingerprint}.arrow"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fields = {name: pyarrow.list_(pyarrow.int32()) for name in columns} | {"digest": pyarrow.binary(32)}
-    schema = pyarrow.schema(fields, metadata={"key": key})
-    with FileLock(f"{file}.lock"):
-        if (table := _read_table(file, schema)) is None:
-            new_rows = rows()
-            with (
-                replacing(file) as temporary,
-                pyarrow.OSFile(str(temporary), "wb") as sink,
-                pyarrow.ipc.new_file(sink, schema) as writer,
-            ):
-                while batch := list(islice(new_rows, _ROWS)):
-                    writer.write_batch(pyarrow.RecordBatch.from_pylist(batch, schema))
-            table = _read_table(file, schema)
-    digests = np.frombuffer(b"".join(table.column("digest").to_pylist()), np.uint8).reshape(-1, 32)
-    return table, digests, fingerprint
+    columns = {name: datasets.List(datasets.Value("int32")) for name in encoders}
+    features = datasets.Features(columns | {"digest": datasets.Value("binary")})
 
+    def rows(source: Source) -> Iterator[dict[str, Any]]:
+        texts = source.rows()
+        while batch := list(islice(texts, _BATCH)):
+            texts_of_columns = map(list, zip(*batch, strict=True))
+            tokens = [encode(column) for encode, column in zip(encoders.values(), texts_of_columns, strict=True)]
+            for row, *parts in zip(batch, *tokens, strict=True):
+                yield dict(zip(encoders, parts, strict=True)) | {"digest": row_digest(*row)}
 
-def _read_table(file: Path, schema: pyarrow.Schema) -> Any:
-    """The memory-mapped table of a file; None without a file, or, with a warning, if it is damaged."""
-    import pyarrow
-
-    if not file.exists():
-        return None
-    try:
-        table = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
-        table.validate(full=True)
-    except (OSError, pyarrow.ArrowException):
-        table = None
-    if table is None or not table.schema.equals(schema, check_metadata=True):
-        click.echo(f"warning: the tokens kept in {file} are damaged and are made anew", err=True)
-        return None
-    return table
-
-
-def concatenate(texts: Sequence[TokenisedText]) -> TokenisedText:
-    """Join tokenised sources; `sizes` has the number of documents of each."""
-    import pyarrow
-
-    if len(texts) == 1:
-        return texts[0]
-    return TokenisedText(
-        np.concatenate([text.digests for text in texts]),
-        tuple(size for text in texts for size in text.sizes),
-        hashlib.sha256(" ".join(text.fingerprint for text in texts).encode()).hexdigest()[:32],
-        pyarrow.chunked_array([chunk for text in texts for chunk in text.tokens.chunks]),
-    )
+    parts, keys = [], []
+    for source in sources:
+        key = f"gqa tokens {source.identify()} {identity}"
+        keys.append(hashlib.sha256(key.encode()).hexdigest()[:32])
+        try:
+            with quiet("datasets"):
+                part = datasets.Dataset.from_generator(partial(rows, source), features, fingerprint=keys[-1])
+        except DatasetGenerationError as error:
+            if isinstance(error.__cause__, CorpusError | OSError):
+                raise error.__cause__ from error.__cause__.__cause__
+            raise
+        parts.append(part)
+    fingerprint = hashlib.sha256(" ".join(keys).encode()).hexdigest()[:32]
+    return Documents(datasets.concatenate_datasets(parts), tuple(map(len, parts)), fingerprint)
 
 
 class Encoder:
@@ -261,7 +217,7 @@ class Blocks:
     """
 
     def __init__(
-        self, text: TokenisedText, order: Ints, size: int, n_blocks: int | None = None, lengths: Ints | None = None
+        self, text: Documents, order: Ints, size: int, n_blocks: int | None = None, lengths: Ints | None = None
     ) -> None:
         self.text, self.order, self.size = text, order, size
         self.lengths = text.lengths if lengths is None else lengths
@@ -279,7 +235,7 @@ class Blocks:
         begin = int(index) * self.size
         first = int(np.searchsorted(self._ends, begin, "right"))
         last = int(np.searchsorted(self._ends, begin + self.size, "left"))
-        parts = [self.text.document(int(i))[: self.lengths[i]] for i in self.order[first : last + 1]]
+        parts = [self.text.tokens(int(i))[: self.lengths[i]] for i in self.order[first : last + 1]]
         parts[0] = parts[0][begin - int(self._ends[first]) :]  # from the end: negative
         return {"input_ids": np.concatenate(parts)[: self.size].astype(np.int64)}
 

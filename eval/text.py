@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.corpus.pairs import PairEncoder, read_pairs
+from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Block
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows
@@ -37,7 +37,7 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
     source = parse_source(str(options.data), field=options.field, target_field=target, split="test")
     check_models_agree(subjects, next(source.texts())[:2000])
     if (encoder := first.encoder) and target:
-        text = make_pairs(read_pairs(source), encoder, context, options.tokens)
+        text = make_pairs(source.rows(), encoder, context, options.tokens)
     else:
         text = make_text(
             source.texts(), first.tokenizer, protocol=options.protocol, context=context, max_tokens=options.tokens,
@@ -194,7 +194,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def make_pairs(
-    pairs: Iterable[tuple[str, str]], encoder: PairEncoder, context: int, max_tokens: int | None = None
+    pairs: Iterable[tuple[str, ...]], encoder: PairEncoder, context: int, max_tokens: int | None = None
 ) -> Text:
     """Source and target texts for an encoder-decoder: every target token is scored, after the decoder start token.
 

@@ -7,12 +7,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
 
 from gqa.corpus.sources import parse_source
-from gqa.corpus.tokens import Encoder, TokenisedText, tokenise
+from gqa.corpus.tokens import Documents, Encoder, tokenise
 
 
 def texts_of(count: int, seed: int = 0) -> list[str]:
@@ -50,9 +52,17 @@ def write(path: Path, texts: list[str], kind: pa.DataType | None = None) -> Path
     return path
 
 
-def tokenised(path: Path, texts: list[str], tokenizer: Any) -> TokenisedText:
+def tokenised(path: Path, texts: list[str], tokenizer: Any) -> Documents:
     """The texts, written to a file and tokenised from there."""
-    return tokenise(parse_source(str(write(path, texts))), tokenizer)
+    return tokenise([parse_source(str(write(path, texts)))], tokenizer)
+
+
+def documents_of(tokens: list[list[int]], sizes: tuple[int, ...] = ()) -> Documents:
+    """Documents of these tokens, with digests that differ."""
+    digests = [row.tobytes() for row in np.random.default_rng(0).integers(0, 256, (len(tokens), 32), np.uint8)]
+    features = datasets.Features({"tokens": datasets.List(datasets.Value("int32")), "digest": datasets.Value("binary")})
+    data = datasets.Dataset.from_dict({"tokens": tokens, "digest": digests}, features)
+    return Documents(data, sizes or (len(tokens),), "")
 
 
 class Counted:

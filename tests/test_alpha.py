@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import pytest
-from documents import texts_of, tokenised, write
+from documents import documents_of, texts_of, tokenised, write
 
 from gqa.checkpoint.errors import CorpusError
 from gqa.corpus.alpha import Heldout, Selection, hold_back_of_each, n_blocks_for, permutation, select
 from gqa.corpus.sources import parse_source, row_digest
-from gqa.corpus.tokens import TokenisedText, concatenate, tokenise
+from gqa.corpus.tokens import Documents, tokenise
 
 ALPHAS = (0.01, 0.05, 0.3, 1.0)
 
 
 @pytest.fixture(scope="module")
-def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> TokenisedText:
+def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Documents:
     return tokenised(tmp_path_factory.mktemp("text") / "a.jsonl", texts_of(1000), tokenizer)
 
 
@@ -31,7 +30,7 @@ def ids(blocks: Any) -> list[int]:
     return [int(token) for block in blocks for token in block["input_ids"]]
 
 
-def selected(text: TokenisedText, **options: Any) -> Selection:
+def selected(text: Documents, **options: Any) -> Selection:
     return select(text, **({"block_size": 64, "heldout": Heldout()} | options))
 
 
@@ -43,7 +42,7 @@ def check_prefixes(read: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"seed": 7}, {"heldout": Heldout(fraction=0.1)}, {"weights": [1]}])
-def test_each_alpha_is_a_prefix_of_any_larger(text: TokenisedText, options: dict[str, Any]) -> None:
+def test_each_alpha_is_a_prefix_of_any_larger(text: Documents, options: dict[str, Any]) -> None:
     read = [ids(selected(text, alpha=alpha, **options).blocks) for alpha in ALPHAS]
     check_prefixes(read)
     total = selected(text, alpha=1.0, **options).data_tokens
@@ -51,23 +50,15 @@ def test_each_alpha_is_a_prefix_of_any_larger(text: TokenisedText, options: dict
         assert alpha * total - 64 < len(tokens) <= alpha * total
 
 
-def numbered(lengths: list[int], sizes: tuple[int, ...]) -> TokenisedText:
-    """Documents of so many tokens, no two of which are the same."""
-    tokens, ends = np.arange(sum(lengths), dtype=np.int32), np.cumsum(lengths)[:-1]
-    lists = pyarrow.chunked_array([pyarrow.array(np.split(tokens, ends), pyarrow.list_(pyarrow.int32()))])
-    digests = np.random.default_rng(0).integers(0, 256, (len(lengths), 32), np.uint8)
-    return TokenisedText(digests, sizes, "numbered", lists)
-
-
 @pytest.mark.parametrize(
     ("lengths", "sizes"), [([10_000], (1,)), ([7] * 1200, (1200,)), ([5000, 1, 300, 9, 4000, 700], (2, 4))]
 )
 def test_what_is_set_aside_is_never_read(lengths: list[int], sizes: tuple[int, ...]) -> None:
     """Not in any epoch, also where all is one document; and of each source it is the same share."""
-    text = numbered(lengths, sizes)
+    text = documents_of([piece.tolist() for piece in np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])], sizes)
     held = Heldout(hold_back_of_each(text, 500))
     left = held.lengths(text)
-    tokens = {int(t) for i in range(len(text)) for t in text.document(i)[: left[i]]}
+    tokens = {int(t) for i in range(len(text)) for t in text.tokens(i)[: left[i]]}
     aside = set(range(sum(lengths))) - tokens
     assert 500 <= len(aside) < 500 + len(sizes)
     epochs = [1] * len(sizes) if len(sizes) > 1 else None
@@ -79,7 +70,7 @@ def test_what_is_set_aside_is_never_read(lengths: list[int], sizes: tuple[int, .
         assert (of_source - left[first:end].sum()) == pytest.approx(500 * of_source / sum(lengths), abs=1)
 
 
-def test_the_order_is_the_definition(text: TokenisedText) -> None:
+def test_the_order_is_the_definition(text: Documents) -> None:
     """Documents by SHA-256(SHA-256(text) || "seed:epoch:copy"), copies counted from 0, and nothing else; of a text
     without the white space around it.
     """
@@ -94,21 +85,22 @@ def test_the_order_is_the_definition(text: TokenisedText) -> None:
     assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
-def test_neither_the_order_nor_the_kind_of_files_matters(text: TokenisedText, tokenizer: Any, tmp_path: Path) -> None:
+def test_neither_the_order_nor_the_kind_of_files_matters(text: Documents, tokenizer: Any, tmp_path: Path) -> None:
     texts = texts_of(1000)
     shuffled = random.Random(1).sample(texts, len(texts))
     files = {"a.jsonl": shuffled, "b.parquet": shuffled[::-1], "c.arrow": texts}
     files |= {"d.jsonl": shuffled[:300], "e.arrow": shuffled[300:]}
-    a, b, c, d, e = (tokenised(tmp_path / name, these, tokenizer) for name, these in files.items())
+    a, b, c, d, e = (parse_source(str(write(tmp_path / name, these))) for name, these in files.items())
     for alpha in (0.05, 1.0):
         wanted = ids(selected(text, alpha=alpha).blocks)
-        assert all(ids(selected(made, alpha=alpha).blocks) == wanted for made in (a, b, c, concatenate([d, e])))
+        for sources in ([a], [b], [c], [d, e]):
+            assert ids(selected(tokenise(sources, tokenizer), alpha=alpha).blocks) == wanted
 
 
 def test_heldout_documents_are_in_no_alpha(tokenizer: Any, tmp_path: Path) -> None:
     source = parse_source(str(write(tmp_path / "b.jsonl", texts_of(1000))))
     heldout = {row_digest(text) for text in source.part(0.1).texts()}
-    made = tokenise(source, tokenizer)
+    made = tokenise([source], tokenizer)
     assert 60 < len(heldout) < 150
     for seed in range(4):
         for length in ({"alpha": 0.05}, {"alpha": 1.0}, {"tokens": 3 * int(made.lengths.sum())}):
@@ -120,7 +112,7 @@ def test_heldout_documents_are_in_no_alpha(tokenizer: Any, tmp_path: Path) -> No
         selected(made, alpha=1.0, heldout=Heldout(fraction=1.0))
 
 
-def test_more_tokens_than_there_are(text: TokenisedText) -> None:
+def test_more_tokens_than_there_are(text: Documents) -> None:
     total = int(text.lengths.sum())
     chosen = selected(text, tokens=int(2.5 * total))
     once, twice = (ids(selected(text, tokens=n * total).blocks) for n in (1, 2))
@@ -139,8 +131,8 @@ def test_more_tokens_than_there_are(text: TokenisedText) -> None:
 
 
 def test_weights_are_shares_of_the_tokens(tokenizer: Any, tmp_path: Path) -> None:
-    parts = [tokenised(tmp_path / f"{n}.jsonl", texts_of(n, n), tokenizer) for n in (1000, 400, 700)]
-    text = concatenate(parts)
+    sources = [parse_source(str(write(tmp_path / f"{n}.jsonl", texts_of(n, n)))) for n in (1000, 400, 700)]
+    text, parts = tokenise(sources, tokenizer), [tokenise([source], tokenizer) for source in sources]
     owner = np.repeat(np.arange(3), text.sizes)
     weights = [6, 1, 3]
     sizes = [int(part.lengths.sum()) for part in parts]

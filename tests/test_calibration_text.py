@@ -71,7 +71,7 @@ def test_a_small_source_is_used_from_end_to_end(
     """
     monkeypatch.setattr(module, "_CHARACTERS", characters)
     source = written(tmp_path, documents)
-    text = tokenise(parse_source(source), tokenizer())
+    text = tokenise([parse_source(source)], tokenizer())
     whole = Blocks(text, permutation(text.digests, 3), LENGTH)
     count = min(8, len(whole))
     expected = np.stack([whole[int(i)]["input_ids"] for i in np.linspace(0, len(whole) - 1, count)])

@@ -26,7 +26,7 @@ from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.calibration import Calibrator
 from gqa.convert.merge.options import CalibrationText, MapsOptions
 from gqa.convert.merge.watcher import SILENT, Watcher
-from gqa.corpus.pairs import PairEncoder, corrupted, read_pairs
+from gqa.corpus.pairs import PairEncoder, corrupted
 from gqa.corpus.sources import parse_source
 
 START, END = 1, 2  # of the tiny models
@@ -202,7 +202,7 @@ def test_rows_of_two_columns(tmp_path: Path) -> None:
     rows = [{"said": s, "meant": m} for s, m in (("a", None), ("b", "B"), (" ", "C"), ("d", "D"), (None, "E"))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs = parse_source(str(tmp_path / "rows.jsonl"), field="said", target_field="meant")
-    assert list(read_pairs(pairs)) == [("b", "B"), ("d", "D")]
+    assert list(pairs.rows()) == [("b", "B"), ("d", "D")]
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])

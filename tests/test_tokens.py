@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from documents import Counted, lines, texts_of, tokenised, write
+from documents import Counted, documents_of, lines, texts_of, tokenised, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -19,7 +18,7 @@ from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.corpus.sources import Source, parse_source
-from gqa.corpus.tokens import Blocks, Encoder, TokenisedText, adds_bos, concatenate, pack, tokenise
+from gqa.corpus.tokens import Blocks, Documents, Encoder, adds_bos, pack, tokenise
 
 MODEL = Path(__file__).parent.parent / "examples/stdlib-mha"
 BOS, EOS = 1, 2
@@ -34,24 +33,23 @@ def read(path: Path, **options: str) -> Source:
 
 
 @pytest.fixture(scope="module")
-def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> TokenisedText:
+def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Documents:
     """2200 documents, so that they are in several record batches."""
     return tokenised(tmp_path_factory.mktemp("text") / "a.jsonl", texts_of(2000), tokenizer)
 
 
-def test_documents_are_what_the_tokenizer_makes_of_them(text: TokenisedText, tokenizer: Any) -> None:
+def test_documents_are_what_the_tokenizer_makes_of_them(text: Documents, tokenizer: Any) -> None:
     texts = texts_of(2000)
     assert len(text) == len(texts) == 2200
-    assert text.tokens.num_chunks > 1
     assert text.sizes == (2200,)
     for i in range(0, 2200, 37):
         alone = tokenizer(texts[i], add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        assert text.document(i).tolist() == [BOS, *alone, EOS]
+        assert text.tokens(i).tolist() == [BOS, *alone, EOS]
         assert {BOS, EOS}.isdisjoint(alone)
         assert tokenizer.decode(alone) == texts[i]
     assert len(np.unique(text.digests, axis=0)) == 2000
     with pytest.raises(ValueError, match="read-only"):
-        text.document(0)[0] = 5
+        text.tokens(0)[0] = 5
 
 
 def test_bos_is_put_where_the_tokenizer_puts_it(tokenizer: Any) -> None:
@@ -74,16 +72,15 @@ def test_bos_is_put_where_the_tokenizer_puts_it(tokenizer: Any) -> None:
     assert not adds_bos(variant(eos_token="</s>"))
 
 
-def stream(text: TokenisedText, order: Any) -> list[int]:
-    return [token for i in order for token in text.document(int(i)).tolist()]
+def stream(text: Documents, order: Any) -> list[int]:
+    return [token for i in order for token in text.tokens(int(i)).tolist()]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 12), st.randoms())
 def test_blocks_are_the_documents_one_after_the_other(lengths: list[int], size: int, draw: random.Random) -> None:
-    numbers = np.arange(sum(lengths), dtype=np.int32)
-    lists = pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), pa.array(numbers))
-    text = TokenisedText(np.zeros((len(lengths), 32), np.uint8), (len(lengths),), "", pa.chunked_array([lists]))
+    numbers = iter(range(sum(lengths)))
+    text = documents_of([[next(numbers) for _ in range(length)] for length in lengths])
     order = np.array(draw.sample(range(len(lengths)), len(lengths)))
     tokens = np.array(stream(text, order))
     blocks = Blocks(text, order, size)
@@ -91,26 +88,25 @@ def test_blocks_are_the_documents_one_after_the_other(lengths: list[int], size: 
     assert len(Blocks(text, order, size, n_blocks=1)) == 1
     cut = tokens[: len(blocks) * size].reshape(-1, size)
     assert np.array_equal([block["input_ids"] for block in blocks], cut) or not len(blocks)
-    documents = (text.document(i) for i in order)
+    documents = (text.tokens(i) for i in order)
     assert np.array_equal([block["input_ids"] for block, _ in pack(documents, size)], cut) or not len(blocks)
     assert all(block["input_ids"].dtype == np.int64 for block in blocks)
 
 
 def test_several_sources_as_one(tokenizer: Any, tmp_path: Path) -> None:
-    parts = [tokenised(tmp_path / f"{i}.jsonl", texts_of(20 + i, i), tokenizer) for i in range(3)]
-    whole = concatenate(parts)
+    sources = [read(write(tmp_path / f"{i}.jsonl", texts_of(20 + i, i))) for i in range(3)]
+    whole, parts = tokenise(sources, tokenizer), [tokenise([source], tokenizer) for source in sources]
     assert whole.sizes == tuple(map(len, parts))
     assert stream(whole, range(len(whole))) == [t for part in parts for t in stream(part, range(len(part)))]
     assert whole.digests.tolist() == [row for part in parts for row in part.digests.tolist()]
-    assert concatenate(parts[:1]) is parts[0]
-    assert len({whole.fingerprint, concatenate(parts[::-1]).fingerprint, parts[0].fingerprint}) == 3
+    assert len({each.fingerprint for each in (whole, tokenise(sources[::-1], tokenizer), *parts)}) == 5
 
 
 def test_nothing_is_tokenised_twice(tokenizer: Any, tmp_path: Path, counted: Counted) -> None:
     path = write(tmp_path / "a.jsonl", texts_of(30))
 
     def again(source: Source, tokenizer: Any = tokenizer) -> tuple[str, int]:
-        made = tokenise(source, tokenizer)
+        made = tokenise([source], tokenizer)
         return made.fingerprint, counted.taken()
 
     first, fresh = again(read(path))
@@ -137,18 +133,6 @@ def test_nothing_is_tokenised_twice(tokenizer: Any, tmp_path: Path, counted: Cou
     assert len({first, *(fingerprint for fingerprint, _ in changed)}) == 5
 
 
-def test_the_cache_is_that_of_datasets(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    tokenised(tmp_path / "a.jsonl", ["a"], tokenizer)
-    assert [path.parent.name for path in (tmp_path / "cache").rglob("*.arrow")] == ["gqa-tokens"]
-    assert capfd.readouterr() == ("", "")
-    assert datasets.is_progress_bar_enabled()
-
-
 def test_the_network_is_not_asked(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Local files are found, read, tokenised and kept without a single connection, though nothing says offline."""
     asked: list[Any] = []
@@ -156,52 +140,29 @@ def test_the_network_is_not_asked(tokenizer: Any, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("socket.getaddrinfo", lambda *address, **how: asked.append(address))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     write(tmp_path / "a.jsonl", ["a"])
-    assert len(tokenise(read(tmp_path), tokenizer)) == 1
+    assert len(tokenise([read(tmp_path)], tokenizer)) == 1
     assert asked == []
     with pytest.raises(CorpusError):
         next(parse_source("lab/none").texts())
     assert asked != []  # which is how it would be seen
 
 
-def test_what_fails_is_not_kept(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_is_not_kept(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / "a.jsonl"
     lines(path, {"text": 4}, {"text": 5})
     for _ in range(2):
         with pytest.raises(CorpusError, match=r"a\.jsonl: field 'text' is no text but int; name a field of text"):
-            tokenise(read(path), tokenizer)
+            tokenise([read(path)], tokenizer)
     assert not list((tmp_path / "cache").rglob("*.arrow"))
     path.write_text("")
     with pytest.raises(CorpusError, match="holds no text: it is empty or blank"):
-        tokenise(read(path), tokenizer)
+        tokenise([read(path)], tokenizer)
     assert len(tokenised(path, ["a", "b"], tokenizer)) == 2
-
-
-@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "hole", "other"])
-def test_damaged_tokens_are_made_anew(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    source = read(write(tmp_path / "a.jsonl", texts_of(1200)))
-    made = tokenise(source, tokenizer)
-    expected, key = stream(made, range(len(made))), made.fingerprint
-    (file,) = (tmp_path / "cache").rglob("*.arrow")
-    whole = file.read_bytes()
-    if damage == "other":
-        tokenise(read(write(tmp_path / "b.jsonl", ["b"])), tokenizer)
-        (other,) = {*(tmp_path / "cache").rglob("*.arrow")} - {file}
-        other.replace(file)
-    else:
-        cut = {"cut": whole[: len(whole) // 2], "zeros": bytes(len(whole)), "empty": b""}
-        cut |= {"hole": whole[:2048] + bytes(1024) + whole[3072:]}  # among the lengths of documents
-        file.with_suffix(".new").write_bytes(cut[damage])
-        file.with_suffix(".new").replace(file)
-    again = tokenise(source, tokenizer)
-    assert (stream(again, range(len(again))), again.fingerprint) == (expected, key)
-    assert file.read_bytes() == whole
-    assert capsys.readouterr().err == f"warning: the tokens kept in {file} are damaged and are made anew\n"
-    tokenise(source, tokenizer)
-    assert capsys.readouterr().err == ""
+    assert len(list((tmp_path / "cache").rglob("*.arrow"))) == 1
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_tokenizer_without_backend_is_known_by_its_content(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from gqa.corpus.pairs import PairBlocks
 from gqa.corpus.repeats import mixed
 from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources, row_digest
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Block, Blocks, Documents, Encoder, concatenate, pack, tokenise
+from gqa.corpus.tokens import Block, Blocks, Documents, Encoder, pack, tokenise
 from gqa.uptrain.defaults import settle_steps
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.training_model import Batch
@@ -102,14 +102,14 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
     sources = parse_sources(options.data, **source_options(options))
     if options.streaming:
         return _open_stream(options, sources, tokenizer, longest, ranks)
-    text = concatenate([tokenise(source, tokenizer) for source in sources])
+    text = tokenise(sources, tokenizer)
     options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
     heldout, blocks = heldout_rule(options, tokenizer), open_heldout(options, tokenizer)
     if not heldout:
         heldout = Heldout(hold_back_of_each(text, count_held_back(options, text) * options.block))
         numbers = dict(zip(map(bytes, text.digests), range(len(text)), strict=True))
         ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
-        blocks = _pack_heldout((text.document(number)[limit:] for number, limit in ends), options)
+        blocks = _pack_heldout((text.tokens(number)[limit:] for number, limit in ends), options)
     selection = select(
         text, heldout=heldout, block_size=options.block, seed=options.seed, weights=mixture_weights(sources),
         **length_arguments(options),
@@ -220,7 +220,7 @@ def open_heldout(options: TrainOptions, tokenizer: Any) -> list[Block]:
         texts = chain.from_iterable(source.texts() for source in sources)
         blocks = _pack_heldout((tokens for _, tokens in Encoder(tokenizer).encode(texts)), options)
     else:
-        text = concatenate([tokenise(source, tokenizer) for source in sources])
+        text = tokenise(sources, tokenizer)
         whole = Blocks(text, np.arange(len(text)), options.block)
         count = min(count_heldout(options), len(whole))
         blocks = [whole[int(number)] for number in np.linspace(0, len(whole) - 1, count)]
@@ -233,8 +233,9 @@ def heldout_rule(options: TrainOptions, tokenizer: Any) -> Heldout | None:
     """The rule by which training skips held-out sources, or None without such sources. Raises CorpusError."""
     if options.heldout_fraction:
         return Heldout(fraction=options.heldout_fraction)
-    texts = [tokenise(source, tokenizer) for source in heldout_sources(options)]
-    return Heldout({bytes(digest): 0 for text in texts for digest in text.digests}) if texts else None
+    if not (sources := heldout_sources(options)):
+        return None
+    return Heldout({bytes(digest): 0 for digest in tokenise(sources, tokenizer).digests})
 
 
 def heldout_sources(options: TrainOptions) -> list[Source]:

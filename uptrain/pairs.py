@@ -75,7 +75,8 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
     """A dataloader of two columns. Lengths count pairs, not tokens, so alpha is a share of the pairs."""
     sources = parse_sources(options.data, **source_options(options))
     table = tokenise_pairs(sources, encoder)
-    count, mean = len(table), float(np.minimum(table.tokens, size).sum(0).mean())
+    tokens = np.stack([table.count("source"), table.count("target")])
+    count, mean = len(table), float(np.minimum(tokens, size).sum(0).mean())
 
     def pairs(tokens: int) -> int:
         return max(1, int(tokens / mean))
@@ -107,7 +108,7 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
     )  # fmt: skip
     steps = count_steps(n_blocks, counted)
     summary = f"{steps * counted.blocks_per_step:,} pairs out of {count:,}, of {mean:.0f} tokens"
-    if cut := int((table.tokens > size).any(0).sum()):
+    if cut := int((tokens > size).any(0).sum()):
         summary += f"; {cut:,} are cut to {size} a side"
     return Dataloader(
         replace(options, context=size, batch_size=counted.batch_size), PairBlocks(table, order, encoder, size), steps,

@@ -28,7 +28,7 @@ from gqa.convert.merge.self_samples import (
     store_batches,
 )
 from gqa.convert.merge.watcher import Watcher
-from gqa.corpus.pairs import PairEncoder, read_pairs
+from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import Source, row_digest
 from gqa.corpus.tokens import Ints, check_ids
 
@@ -60,7 +60,7 @@ class PairMaker:
         a source that has one column. Raises RefusedError and CorpusError.
         """
         has_targets = len(source.columns) == 2
-        rows = read_pairs(source) if has_targets else ((text, "") for text in source.texts())
+        rows = source.rows() if has_targets else ((text, "") for text in source.texts())
         chosen = nsmallest(count, rows, key=lambda row: row_digest(str(self._seed), *row))
         pairs = self._framed([text for text, _ in chosen], [answer for _, answer in chosen])
         if has_targets:

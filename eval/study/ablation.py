@@ -25,7 +25,6 @@ from gqa.convert.merge.allot import heads_within, uneven
 from gqa.convert.merge.cache_bits import quantised_attention
 from gqa.convert.methods import AUTO, METHODS
 from gqa.convert.plan import make_plan, searches
-from gqa.corpus.pairs import read_pairs
 from gqa.corpus.sources import parse_sources, row_digest
 from gqa.eval import evaluate
 from gqa.eval.decode import decode_contexts
@@ -175,7 +174,7 @@ def _text(subject: Subject, options: AblateOptions) -> Text:
         heldout_options = replace(training, context=context, heldout_tokens=options.eval_tokens or ALL)
         text = make_spans(open_heldout(heldout_options, subject.tokenizer), encoder, subject.tokenizer, context)
     else:
-        pairs = sorted((pair for source in sources for pair in read_pairs(source)), key=lambda pair: row_digest(*pair))
+        pairs = sorted((pair for source in sources for pair in source.rows()), key=lambda pair: row_digest(*pair))
         text = make_pairs(pairs, encoder, context, options.eval_tokens)
     check_ids([subject], text)
     return text
