@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.integer[Any]]
 
 SHORTEST = 16  # tokens of a repeated passage: shorter ones are predicted without the first copy
-# Shares of the kinds of blocks; docs/recall.md compares others.
+# Shares of the kinds of blocks; docs/results.md compares others.
 MIX = {"plain": 0.5, "tiled": 0.25, "random": 0.25}
 BEFORE = 7  # earlier blocks from which a random block draws tokens too
 _GOLDEN = (math.sqrt(5) - 1) / 2

@@ -82,7 +82,7 @@ def test_expand_back(groups: int, model_type: str, source: Path, converted: Call
 def test_what_merging_costs(
     groups: int, expected: float, source: Path, converted: Callable[..., Path], text: Tensor
 ) -> None:
-    """Nats as docs/families-without-kv-heads.md has them: mean pooling loses much, `calibrated` little of it."""
+    """Nats as docs/results.md has them: mean pooling loses much, `calibrated` little of it."""
     ways = (source, *(converted(groups, method) for method in ("mean", "aligned", "calibrated")))
     before, mean, aligned, calibrated = (nats(load(path), text) for path in ways)
     assert before == pytest.approx(2.82, abs=0.2)

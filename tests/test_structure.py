@@ -141,24 +141,16 @@ def test_functions_and_files_stay_small(path: Path) -> None:
             assert (node.end_lineno or 0) - node.lineno < 70, f"{path}: {node.name}"
 
 
-_PAGE = """# Models
-
-How heads are stored, which model types, and what is refused and why. `--method procrustes`, `aligned` and `calibrated`
-align the heads of all model types but those that a note excepts; `refined` trains the heads of those unaligned.
-`calibrated` and `refined` run layers one by one, where no note says that it cannot be done.
-`python tests/test_structure.py` writes this page.
-
-| how heads are stored | model types | note |
-|---|---|---|
-"""
+HEADER = "| how heads are stored | model types | note |\n|---|---|---|\n"
 
 
 def models_page() -> str:
-    """docs/models.md: a Markdown table, in whose cells a bar would end the cell."""
+    """docs/models.md with its last table written anew: Markdown, in whose cells a bar would end the cell."""
     from gqa.convert.support import family_rows
 
     rows = (" | ".join(cell.replace("|", r"\|") for cell in row) for row in family_rows())
-    return _PAGE + "".join(f"| {row} |\n" for row in rows)
+    prose = MODELS.read_text(encoding="utf-8").partition(HEADER)[0]
+    return prose + HEADER + "".join(f"| {row} |\n" for row in rows)
 
 
 def test_models_page_shows_every_model_type() -> None:
@@ -174,6 +166,7 @@ def test_models_page_shows_every_model_type() -> None:
             cells.append([])
         elif token.type == "inline" and cells:
             cells[-1].append("".join(part.content for part in token.children or ()))
+    cells = cells[cells.index(["how heads are stored", "model types", "note"]) :]
     assert all(len(row) == 3 for row in cells)
     shown = {name for row in cells for name in re.split(r"[,:] ", row[1])}
     stated = {model_type for family in FAMILIES for model_type in family.model_types}
