@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -28,12 +28,12 @@ def open_model(
     model: str,
     revision: str | None = None,
     headers_only: bool = False,
-    check: Callable[[Checkpoint], object] | None = None,
+    or_weights: bool = False,
 ) -> Checkpoint:
     """The checkpoint of a directory or a hub id, whose files are fetched into the hub's cache.
 
-    headers_only: Of a hub id's weights fetch only the headers: everything is described, and no tensor can be read.
-    check: Called with this description before weights are fetched, and may refuse them.
+    headers_only: Of a hub id's weights fetch only the headers: no tensor can be read before `fetch_weights`.
+    or_weights: Fetch weights that have no headers (.bin), which are refused else.
     Raises RefusedError for whatever keeps the model from being fetched, OSError where this machine is the cause.
     """
     if os.path.lexists(model):
@@ -44,9 +44,27 @@ def open_model(
         raise RefusedError(f"there is no directory {model}, and it is no hub id (owner/name); give one of them")
     if revision is not None and (not revision.strip() or ".." in revision):
         raise RefusedError(f"--revision {revision!r} is not the name of a branch, a tag or a commit")
+    with _hub_errors(model, revision):
+        return _from_hub(model, revision, headers_only, or_weights)
+
+
+def fetch_weights(checkpoint: Checkpoint) -> None:
+    """Fetch the weights of a hub id that was opened by its headers. Raises what `open_model` raises."""
+    if checkpoint.hub_id is None or all((checkpoint.directory / file).exists() for file in checkpoint.files):
+        return
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(checkpoint.hub_id, checkpoint.revision):
+        patterns = [*map(escape, checkpoint.files)]
+        snapshot_download(checkpoint.hub_id, revision=checkpoint.revision, allow_patterns=patterns)
+
+
+@contextmanager
+def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
+    """Errors of the hub and of its clients as a RefusedError."""
     try:
         with quiet("huggingface_hub"):
-            return _from_hub(model, revision, headers_only, check)
+            yield
     except RefusedError:
         raise
     except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
@@ -67,9 +85,7 @@ def beside(model: str, suffix: str) -> Path:
     return Path((hub_id or model).split("/")[-1] + suffix)
 
 
-def _from_hub(
-    model: str, revision: str | None, headers_only: bool, check: Callable[[Checkpoint], object] | None
-) -> Checkpoint:
+def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: bool) -> Checkpoint:
     repository = _Repository(model, revision)
     names = repository.names
     if "config.json" not in names:
@@ -82,13 +98,10 @@ def _from_hub(
     modules = repository.fetch("modules.json") / "modules.json" if "modules.json" in names else None
     side, _ = side_files(names.difference(files), modules.read_bytes() if modules else b"[]")
     directory = repository.fetch("config.json", *side)
-    if (headers_only or check) and not all((directory / file).exists() for file in files):
+    if headers_only and not all((directory / file).exists() for file in files):
         if not files[0].endswith(".bin"):
-            described = read_checkpoint(directory, partial(_remote_table, model, directory.name), names)
-            if headers_only or not check:
-                return described
-            check(described)
-        elif headers_only:
+            return read_checkpoint(directory, partial(_remote_table, model, directory.name), names)
+        if not or_weights:
             raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
     return read_checkpoint(repository.fetch(*files))
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gqa.checkpoint.errors import CorruptError, OutputError, RefusedError
-    from gqa.convert.api import Conversion, Plan, Target, convert_checkpoint, plan_conversion
+    from gqa.convert.api import Conversion, Plan, convert_checkpoint, plan_conversion
 
 __all__ = [  # noqa: RUF022 - functions, what they give and take, what they raise
-    "convert_checkpoint", "plan_conversion", "Conversion", "Plan", "Target",
+    "convert_checkpoint", "plan_conversion", "Conversion", "Plan",
     "CorruptError", "OutputError", "RefusedError",
 ]  # fmt: skip
 

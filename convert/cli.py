@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -50,32 +50,23 @@ def command(options: ConvertOptions) -> None:
     the best that needs only the weights; the GQA paper's mean pooling is --method mean.
     """
     from gqa.checkpoint.loading import quiet_transformers
+    from gqa.convert.api import plan_for
+    from gqa.convert.summary import allotment_text, plan_record
 
     options.check()
     console.check_alone()
     with quiet_transformers():  # what matters of its hints is in our errors
-        plan, allotment = _plan(options)
+        if options.kv_budget:
+            console.say_device(options.maps().device, options.quiet)
+        with Watcher(options.quiet) as bar:
+            plan = plan_for(options, bar)
+        if isinstance(plan.groups, tuple) and plan.losses:
+            _say(allotment_text(plan.groups, plan.losses), options)
         _announce(plan, options)
-        if options.dry_run:
-            _report_dry_run(plan, options)
-        else:
-            _convert(plan, allotment, options)
-
-
-def _plan(options: ConvertOptions) -> tuple[Plan, dict[str, Any]]:
-    """The plan; of --kv-budget also the heads and losses of its layers, JSON-ready."""
-    from gqa.convert.api import plan_for
-    from gqa.convert.summary import allotment_text
-
-    if options.kv_budget:
-        console.say_device(options.maps().device, options.quiet)
-    with Watcher(options.quiet) as bar:
-        plan, allotment = plan_for(options, bar)
-    if not allotment:
-        return plan, {}
-    heads, losses = allotment
-    _say(allotment_text(heads, losses), options)
-    return plan, {"allotment": {"kv_budget": options.kv_budget, "heads": heads, "nats": losses}}
+        record = plan_record(plan, options.kv_budget) | {"dry_run": options.dry_run}
+        record |= _dry_run(plan, options) if options.dry_run else _convert(plan, options)
+        if options.json:
+            click.echo(json.dumps(record))
 
 
 def _announce(plan: Plan, options: ConvertOptions) -> None:
@@ -87,55 +78,43 @@ def _announce(plan: Plan, options: ConvertOptions) -> None:
         _say(f"method      {plan.method} (--method {AUTO}): {plan.why}", options)
 
 
-def _convert(plan: Plan, allotment: Mapping[str, Any], options: ConvertOptions) -> None:
+def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
+    """Convert and print what came of it; what the record has of it, JSON-ready."""
     from gqa.convert.api import convert_as
-    from gqa.convert.summary import size
+    from gqa.convert.summary import plan_text, size
 
-    quiet, start = options.quiet, time.monotonic()
-    if plan.lacks_maps:
-        console.say_device(options.maps().device, quiet)
-    with Watcher(quiet, plan.total_bytes) as bar:
+    start = time.monotonic()
+    if plan.needs_maps:
+        console.say_device(options.maps().device, options.quiet)
+    with Watcher(options.quiet, plan.total_bytes) as bar:
         result = convert_as(options, plan, bar, sys.argv[1:])
     if table := bar.table():
         _say(table, options)
-    record = _report_plan(plan, options) | dict(allotment)
+    _say(plan_text(plan, tensors=options.verbose), options)
     _warn(result.warnings[len(plan.warnings) if plan.why else 0 :])
     seconds = time.monotonic() - start
     _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
-    if plan.method in METHODS and not quiet:
+    if plan.method in METHODS and not options.quiet:
         _say_next(plan, result, options)
-    record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
-    _say_record(record | {"dry_run": False}, options)
+    return {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
 
 
-def _report_dry_run(plan: Plan, options: ConvertOptions) -> None:
-    """Print the plan, and time and memory of every method that the model allows."""
+def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
+    """Print the plan, and time and memory of every method that the model allows; the latter JSON-ready."""
     from gqa.convert.estimate import duration, estimates
-    from gqa.convert.summary import size
-
-    record = _report_plan(plan, options)
-    if plan.method in METHODS and (options.json or not options.quiet):
-        maps, record["estimates"] = options.maps(), {}
-        for each in estimates(plan, maps):
-            cost = f"{duration(each.seconds)} on {maps.device}, {size(each.memory)} of memory"
-            _say(f"estimate    {each.method.name:12}{cost}", options)
-            found = {"seconds": round(each.seconds, 1), "memory_bytes": each.memory}
-            record["estimates"][each.method.name] = found
-    _say("dry run     nothing was written", options)
-    _say_record(record | {"dry_run": True}, options)
-
-
-def _report_plan(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
-    """Print a plan, and return it JSON-ready."""
-    from gqa.convert.summary import plan_record, plan_text, tensor_parallel
+    from gqa.convert.summary import plan_text, size
 
     _say(plan_text(plan, tensors=options.verbose), options)
-    record = plan_record(plan)
-    if ranks := options.tensor_parallel:
-        fits, text = tensor_parallel(plan.groups, plan.config.main.query, ranks)
-        record["tensor_parallel"] = {"ranks": ranks, "possible": fits, "text": text}
-        _say(text, options)
-    return record
+    costs = {}
+    if plan.method in METHODS and (options.json or not options.quiet):
+        maps = options.maps()
+        for estimate in estimates(plan, maps):
+            name, memory = estimate.method.name, estimate.memory
+            cost = f"{duration(estimate.seconds)} on {maps.device}, {size(memory)} of memory"
+            _say(f"estimate    {name:12}{cost}", options)
+            costs[name] = {"seconds": round(estimate.seconds, 1), "memory_bytes": memory}
+    _say("dry run     nothing was written", options)
+    return {"estimates": costs} if costs else {}
 
 
 def _say_next(plan: Plan, result: Conversion, options: ConvertOptions) -> None:
@@ -146,27 +125,17 @@ def _say_next(plan: Plan, result: Conversion, options: ConvertOptions) -> None:
     from gqa.convert.estimate import allowed
     from gqa.convert.heads.config import transformers_config
 
-    if not predicts_tokens(transformers_config(plan.new_config)):
-        return
-    *_, best = allowed(plan)
-    if not plan.merging.how.reads_text:
-        until = f"{best.name} or training" if best.reads_text else "training"
-        doubt = "with few heads, above all of a rotary model, text is often not sensible"
-        _say(f"expect      {doubt} before {until}", options)
-    what = f"--method {best.name} ({best.cost}): {best.result}"
-    if best.name == plan.method:
-        what = f"distil from the base model:\n            {shlex.join(['gqa-uptrain', str(result.out)])}"
-    _say(f"next        {what}", options)
+    if predicts_tokens(transformers_config(plan.new_config)):
+        *_, best = allowed(plan)
+        advice = f"--method {best.name} ({best.cost}): {best.result}"
+        if best.name == plan.method:
+            advice = f"distil from the base model:\n            {shlex.join(['gqa-uptrain', str(result.out)])}"
+        _say(f"next        {advice}", options)
 
 
 def _say(text: str, options: ConvertOptions) -> None:
     if not options.quiet:
         click.echo(console.labelled(text), err=options.json)
-
-
-def _say_record(record: Mapping[str, Any], options: ConvertOptions) -> None:
-    if options.json:
-        click.echo(json.dumps(record))
 
 
 def _warn(warnings: Sequence[str]) -> None:

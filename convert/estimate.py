@@ -23,7 +23,6 @@ from gqa.corpus.sources import is_self
 _BENCHMARK_SECONDS = 0.5
 _BYTES_A_SECOND = 1e9  # that are read, copied and read again
 _PASSES = 7.0  # of the whole model over the text: both streams twice, its attention once more, and what samples it
-_WIDE = 2.0  # products in float64 take so many times as long
 TRAINING = 3.0  # forward passes that a step of training takes
 WRITING = 2.0  # that sampling takes for each token
 _ALWAYS = 8 << 20  # bytes, of small things
@@ -97,33 +96,24 @@ def products_a_second(device: str, width: int) -> float:
 
 
 def operations(plan: Plan, method: Method, how: MapsOptions) -> float:
-    """Multiplications and additions in float32, those in float64 counted twice."""
+    """Multiplications and additions."""
     if not method.aligns:
         return 0.0
-    text, training = how.text, how.refinement
-    modules = _changed(plan)
-    width, attention, found = int(plan.config.text.hidden_size), 0, 0.0
-    for module in modules:
-        heads = plan.config.heads(module.layer)
-        groups = next(change.groups for change in plan.changes_of(module))
-        rows = heads.query * heads.key_dim + heads.kv * (heads.key_dim + heads.value_dim)
-        merged = heads.kv // groups * max(heads.key_dim, heads.value_dim)
-        own = sum(spec.numel for spec in module.tensors.values())
-        attention += own
-        found += _WIDE * 40 * groups * merged**3  # eigenvectors of each group's moments
-        if method.reads_text:
-            joined = heads.query * heads.value_dim
-            found += _WIDE * 2 * text.taken * (merged**2 * (2 * groups + heads.query) + 2 * joined**2)
-        else:
-            found += 2 * width**2 * (rows + 2 * width)
+    training, tokens, length = how.refinement, how.text.taken, how.text.length
+    width, attention, total = int(plan.config.text.hidden_size), 0, 0.0
+    for module in _changed(plan):
+        heads, weights = plan.config.heads(module.layer), sum(spec.numel for spec in module.tensors.values())
+        attention += weights
+        if not method.reads_text:
+            total += 2 * width * (weights + 2 * width**2)
         if method.refines:
-            seen = training.steps * training.batch * text.length
-            scores = 4 * text.length * heads.query * heads.key_dim
-            found += TRAINING * seen * (2 * own + scores) + training.steps * _MUON * 6 * own * width
+            scores = 4 * length * heads.query * heads.key_dim
+            total += TRAINING * training.steps * training.batch * length * (2 * weights + scores)
+            total += training.steps * _MUON * 6 * weights * width
     beside = plan.checkpoint.parameters - attention - _vocabulary(plan) * width  # nearly all of it is MLPs
     if method.reads_text:
-        return found + _PASSES * 2 * text.taken * (attention + beside)
-    return found + (4 * width * max(beside, 0) if method.guesses else 0)
+        return total + _PASSES * 2 * tokens * (attention + beside)
+    return total + (4 * width * max(beside, 0) if method.guesses else 0)
 
 
 def memory(plan: Plan, method: Method, how: MapsOptions) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 
@@ -25,9 +25,6 @@ from gqa.checkpoint.options import (
 )
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import AUTO, AUTOMATIC, GROUPINGS, MEASURING, METHODS
-
-if TYPE_CHECKING:
-    from gqa.convert.recast.targets import Target
 
 
 @dataclass(frozen=True)
@@ -75,9 +72,6 @@ class ConvertOptions(Options):
     device: str | None = option(
         None, "Where models run: cpu, cuda, cuda:1, mps.  [default: a GPU where there is one]", heading="Basic",
         metavar="NAME", methods="aligns")
-    remote_code: bool | None = option(
-        None, "Whether a model whose class cannot have fewer heads gets custom modelling code.  [default: where no "
-        "class of transformers will do]")
     attention: tuple[Literal["decoder-self", "cross", "encoder"], ...] | None = option(
         None, "Whose heads become fewer, in an encoder-decoder that gets such a class: decoder-self, cross, encoder.  "
         "[default: decoder-self,cross]", metavar="KIND[,...]")
@@ -96,12 +90,13 @@ class ConvertOptions(Options):
         False, "Replace the checkpoint at DIR once the new one is complete.", heading="Output")
     checksums: bool = option(
         False, "Compare every untouched byte; record SHA-256 of all shards.", heading="Output")
-    tensor_parallel: int | None = option(None, "Say whether N ranks can hold it.", COUNT)
+    tensor_parallel: int = option(
+        1, "Tensor-parallel ranks that share the result: heads by layer are multiples of it.", COUNT,
+        needs=("kv_budget",))
     verbose: bool = option(
         False, "List every changed tensor, and show where an error comes from.", short="-v", heading="Output")
     quiet: bool = option(False, "Print errors and warnings only.", short="-q", heading="Output")
     # For Python callers.
-    verify_load: bool = option(False, expert=True)  # load the result with transformers and run it once
     repeats: bool = option(True, methods="reads_text", expert=True)  # half of the blocks repeat themselves
     ridge: float = option(  # how strongly the refit of W_O is held to the original
         MapsOptions.ridge, "", FROM_ZERO, methods="reads_text", expert=True)
@@ -123,15 +118,9 @@ class ConvertOptions(Options):
             device=find_device(self.device),
         )  # fmt: skip
 
-    def target(self) -> Target:
-        """What is asked of the class that the result is written for."""
-        from gqa.convert.heads.family import KINDS
-        from gqa.convert.recast.targets import Target
-
-        return Target(self.remote_code, tuple(kind for kind in KINDS if kind in (self.attention or ())) or None)
-
     def check(self) -> None:
         """Raises RefusedError where options do not go together, or the method does not use one."""
+        self.check_needs()
         if (self.groups is None) == (self.kv_budget is None):
             raise RefusedError("give --groups G, or --kv-budget SHARE for a share of the KV cache; one of them")
         if self.kv_budget and self.dry_run:

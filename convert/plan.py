@@ -1,7 +1,7 @@
 """Checkpoint + family + options -> Plan: every output tensor and byte, every reason to refuse, before any writing."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.checkpoint.shards import shard_names
 from gqa.convert.heads.blocks import can_guess_inputs
 from gqa.convert.heads.config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
+from gqa.convert.heads.family import Kind
 from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.heads.layout import Groups, Layout, Rule
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
@@ -19,7 +20,7 @@ from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.load_check import check_loads
 from gqa.convert.methods import ALIGNING, AUTO, METHODS, Merging, best, instead
 from gqa.convert.recast.parts import View
-from gqa.convert.recast.targets import ANY, Target, recast
+from gqa.convert.recast.targets import recast
 
 _MOST_GROUPS = 100  # that heads can form, of a size: what one of them loses takes milliseconds
 _MOST_PARTITIONS = 20_000  # of all heads into groups
@@ -72,6 +73,7 @@ class Plan:
     dtype: str | None = None
     warnings: tuple[str, ...] = ()
     why: str = ""  # the method was taken, where none was named and heads are merged
+    losses: Sequence[Mapping[int, float]] = ()  # of a KV budget: by layer, nats a token that any number of heads loses
 
     @property
     def fewest(self) -> int:
@@ -100,9 +102,9 @@ class Plan:
         return sum(math.prod(t.shape) for t in self.tensors)
 
     @property
-    def lacks_maps(self) -> bool:
-        """Whether its method looks at the model first, and has not yet."""
-        return self.merging.how.aligns and not self.merging.maps and self.fewest < self.config.main.kv
+    def needs_maps(self) -> bool:
+        """Whether its method looks at the model first."""
+        return self.merging.how.aligns and self.fewest < self.config.main.kv
 
     @property
     def method(self) -> str:
@@ -118,19 +120,19 @@ def make_plan(
     seed: int = 0,
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
-    target: Target = ANY,
+    attention: tuple[Kind, ...] | None = None,
 ) -> Plan:
     """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
 
-    `groups` that are the same in all layers are one number. `target` is about models whose class cannot have fewer
-    heads.
+    `groups` that are the same in all layers are one number. `attention`: the kinds whose heads become fewer, of an
+    encoder-decoder.
     """
     if method not in (AUTO, *METHODS):
         raise RefusedError(f"unknown method {method!r}; choose {', '.join((AUTO, *METHODS))}")
     if dtype is not None and dtype not in _STORED:
         raise RefusedError(f"dtype {dtype!r} is not known; choose {', '.join(_STORED)}")
     given, groups = groups, groups[0] if isinstance(groups, tuple) and len(set(groups)) == 1 else groups
-    checkpoint = recast(checkpoint, groups, target)
+    checkpoint = recast(checkpoint, groups, attention)
     config = read_config(checkpoint.config, checkpoint.name)
     check_groups(config, given, checkpoint.name)
     modules = attention_modules(checkpoint, config)

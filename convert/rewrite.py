@@ -1,12 +1,12 @@
-"""Run a plan: shards are written one after another (or `jobs` at a time), side files, then index and config."""
+"""Run a plan: shards are written `jobs` at a time, side files, then index and config."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -27,8 +27,9 @@ from gqa.checkpoint.write import (
     write_text,
 )
 from gqa.convert.heads.modules import Change
+from gqa.convert.methods import Merging
 from gqa.convert.plan import OutputTensor, Plan, Shard
-from gqa.convert.verify import all_finite, in_threads, sha256, verify, verify_shard
+from gqa.convert.verify import all_finite, sha256, verify, verify_shard
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,54 +39,48 @@ if TYPE_CHECKING:
 CAST_CHUNK = 4 << 20  # numbers cast at a time
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Job:
-    """What the jobs of one run share.
+    """What the threads of one run share.
 
     not_finite: (tensor, heads of it) with NaN or Inf in the source.
     """
 
     plan: Plan
+    merging: Merging
     work: Path
     checksums: bool
     progress: Progress
     not_finite: list[tuple[str, str]] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
-    own: threading.local = field(default_factory=threading.local)
-
-    def buffer(self, size: int) -> NDArray[np.uint8]:
-        """Memory of this thread, the same each time: fresh pages for every tensor cost as much as reading it."""
-        import numpy as np
-
-        buffer: NDArray[np.uint8] | None = getattr(self.own, "buffer", None)
-        if buffer is None or buffer.nbytes < size:
-            buffer = self.own.buffer = np.empty(size, np.uint8)
-        return buffer
 
 
 def write(
-    plan: Plan, work: Path, *, checksums: bool, jobs: int, progress: Progress | None
+    plan: Plan, merging: Merging, work: Path, *, checksums: bool, jobs: int, progress: Progress | None
 ) -> tuple[list[str], dict[str, dict[str, str]] | None]:
-    """Fill the directory `work` and verify it; what was odd, and the checksums. Raises OutputError.
+    """Fill the directory `work` and verify it; warnings, and the checksums. Raises OutputError.
 
     Merging waits for memory, not for arithmetic: several threads on one tensor would only wait for each other.
     """
     import torch
 
-    job, source = _Job(plan, work, checksums, progress or unwatched), plan.checkpoint
+    job, source = _Job(plan, merging, work, checksums, progress or unwatched), plan.checkpoint
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        digests = in_threads(jobs, partial(_make_shard, job), plan.shards, job.stop.set)
-        read = in_threads(jobs, lambda file: sha256(source.path(file)), source.files if checksums else (), job.stop.set)
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                written = [*pool.map(lambda shard: _make_shard(job, shard), plan.shards)]
+                read = [*pool.map(lambda file: sha256(source.path(file)), source.files)] if checksums else []
+            except BaseException:
+                job.stop.set()
+                raise
         _write_side_files(plan, work)
         verify(plan, work)
     finally:
         torch.set_num_threads(threads)
-    hashes = {
-        "source": dict(zip(source.files, read, strict=False)),
-        "output": {shard.file: digest for shard, digest in zip(plan.shards, digests, strict=True)},
-    }
+    files = [shard.file for shard in plan.shards]
+    hashes = {"source": dict(zip(source.files, read, strict=False)), "output": dict(zip(files, written, strict=True))}
     warnings = [f"{name} has NaN or Inf in its {part} heads" for name, part in job.not_finite]
     return warnings, hashes if checksums else None
 
@@ -100,8 +95,13 @@ def _make_shard(job: _Job, shard: Shard) -> str:
 
 def _write_shard(job: _Job, shard: Shard) -> None:
     """One output file: header, then tensors in order."""
+    import numpy as np
+
     checkpoint, change = job.plan.checkpoint, None
-    made: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
+    # Memory to read into, the same for all tensors: fresh pages for every tensor cost as much as reading it.
+    largest = max((tensor.sources[0].nbytes for tensor in shard.tensors if tensor.change), default=0)
+    buffer = np.empty(max(largest, 8 * CAST_CHUNK), np.uint8)
     with new_shard(job.work / shard.file, shard.tensors) as target:
         for tensor, count in _runs(shard, checkpoint):
             source = tensor.sources[0]
@@ -109,49 +109,50 @@ def _write_shard(job: _Job, shard: Shard) -> None:
                 with checkpoint.path(source.file).open("rb") as stream:
                     copy_range(stream, target, source.begin, count, job.progress, job.stop)
             elif tensor.change is None:
-                _cast(job, target, tensor, source)
+                _cast(job, target, tensor, buffer)
             else:
                 if tensor.change is not change:
-                    change, made = tensor.change, _compute(job, tensor.change)
-                write_tensor(target, stored_as(made[tensor.name], tensor.dtype), job.progress, job.stop)
+                    change, merged = tensor.change, _merge(job, tensor.change, buffer)
+                write_tensor(target, stored_as(merged[tensor.name], tensor.dtype), job.progress, job.stop)
 
 
 def _runs(shard: Shard, checkpoint: Checkpoint) -> Iterator[tuple[OutputTensor, int]]:
     """(first tensor, bytes to copy): neighbours that are neighbours in the source, too, move as one range. Zero bytes
     where the tensor is computed or cast.
     """
-    position, found = 0, []
+    position, keyed = 0, []
     for tensor in shard.tensors:
         source = tensor.sources[0]
         moves = tensor.copied and checkpoint.has_range(source)
-        found.append((tensor, (source.file, source.begin - position) if moves else tensor.name))
+        keyed.append((tensor, (source.file, source.begin - position) if moves else tensor.name))
         position += tensor.nbytes
-    for place, run in groupby(found, itemgetter(1)):
+    for key, run in groupby(keyed, itemgetter(1)):
         tensors = [tensor for tensor, _ in run]
-        yield tensors[0], 0 if isinstance(place, str) else sum(tensor.nbytes for tensor in tensors)
+        yield tensors[0], 0 if isinstance(key, str) else sum(tensor.nbytes for tensor in tensors)
 
 
-def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, source: TensorSpec) -> None:
-    """An untouched tensor in another dtype, out of a `.bin` or computed by a view, a bounded piece at a time."""
-    for piece in _pieces(job, source):
+def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.uint8]) -> None:
+    """Write an untouched tensor in another dtype, out of a `.bin` or computed by a view, a bounded piece at a time."""
+    source = tensor.sources[0]
+    for piece in _pieces(job.plan.checkpoint, source, buffer):
         cast = stored_as(piece, tensor.dtype)
         if cast.dtype != piece.dtype and not all_finite(cast) and not cast.isfinite().equal(piece.isfinite()):
             raise OutputError(f"{source.name} has numbers too large for {tensor.dtype}; give another --dtype")
         write_tensor(target, cast, job.progress, job.stop)
 
 
-def _pieces(job: _Job, spec: TensorSpec) -> Iterator[Tensor]:
-    checkpoint, size = job.plan.checkpoint, max(spec.nbytes, 1) // max(spec.numel, 1)
+def _pieces(checkpoint: Checkpoint, spec: TensorSpec, buffer: NDArray[np.uint8]) -> Iterator[Tensor]:
+    """The numbers of a tensor, CAST_CHUNK at a time."""
     if not checkpoint.has_range(spec):
         yield from checkpoint.read(spec).reshape(-1).split(CAST_CHUNK)
         return
+    size = max(spec.nbytes, 1) // max(spec.numel, 1)
     for start in range(spec.begin, spec.end, CAST_CHUNK * size):
         end = min(start + CAST_CHUNK * size, spec.end)
-        piece = replace(spec, shape=((end - start) // size,), begin=start, end=end)
-        yield checkpoint.read(piece, job.buffer(piece.nbytes))
+        yield checkpoint.read(replace(spec, shape=((end - start) // size,), begin=start, end=end), buffer)
 
 
-def _compute(job: _Job, change: Change) -> dict[str, Tensor]:
+def _merge(job: _Job, change: Change, buffer: NDArray[np.uint8]) -> dict[str, Tensor]:
     """Merge in float32 (float64 for F64) and round once: to the stored dtype, or to that of --dtype.
 
     `HeadMaps` multiplies so and gives heads in the dtype that they had. What is rounded later is wide before: to the
@@ -161,15 +162,14 @@ def _compute(job: _Job, change: Change) -> dict[str, Tensor]:
 
     read, sources = job.plan.checkpoint.read, change.sources
     # What is computed is written before the next tensor is read, so that nothing can still lie in the buffer.
-    tensors = [read(sources[0], job.buffer(sources[0].nbytes))] + [read(spec) for spec in sources[1:]]
-    precise = torch.float64 if change.sources[0].dtype == "F64" else torch.float32
+    tensors = [read(sources[0], buffer)] + [read(spec) for spec in sources[1:]]
+    precise = torch.float64 if sources[0].dtype == "F64" else torch.float32
     if job.plan.dtype or not change.rule.projection:
         tensors = [tensor.to(precise) for tensor in tensors]
-
     for part, heads in change.split(tensors).items():
         if part != "whole" and not all_finite(heads):
-            job.not_finite.append((change.sources[0].name, part))
-    return dict(zip(change.outputs, job.plan.merging.apply(change, tensors), strict=True))
+            job.not_finite.append((sources[0].name, part))
+    return dict(zip(change.outputs, job.merging.apply(change, tensors), strict=True))
 
 
 def _write_side_files(plan: Plan, work: Path) -> None:

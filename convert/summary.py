@@ -20,7 +20,8 @@ from gqa.checkpoint.provenance import (
     versions,
     without_place,
 )
-from gqa.convert.heads.layout import Groups, groups_text
+from gqa.convert.heads.layout import groups_text
+from gqa.convert.maps_file import StoredMaps
 from gqa.convert.plan import Plan
 from gqa.convert.recast.parts import CUSTOM_CODE
 
@@ -62,23 +63,7 @@ def allotment_text(heads: Sequence[int], losses: Sequence[Mapping[int, float]]) 
     return title + "\n".join("            " + "  ".join(row) for row in rows) + sums
 
 
-def tensor_parallel(groups: Groups, query: int, ranks: int) -> tuple[bool, str]:
-    """Whether `ranks` can hold the result, and what each holds (what vLLM and transformers require)."""
-    if isinstance(groups, tuple):  # the layer that fits least says it
-        return min((tensor_parallel(kept, query, ranks) for kept in sorted({*groups})), key=lambda told: told[0])
-    if query % ranks:
-        return False, f"tensor parallel {ranks}: not possible, {ranks} does not divide the {query} query heads"
-    if groups % ranks == 0:
-        return True, f"tensor parallel {ranks}: {groups // ranks} of {groups} KV heads a rank"
-    if ranks % groups == 0:
-        return True, (
-            f"tensor parallel {ranks}: the {groups} KV heads are replicated, one a rank; "
-            f"nothing is saved beyond {groups} ranks (vLLM does this, transformers refuses it)"
-        )
-    return False, f"tensor parallel {ranks}: not possible, neither {groups} % {ranks} nor {ranks} % {groups} is 0"
-
-
-def plan_record(plan: Plan) -> dict[str, Any]:
+def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
     """The plan as one JSON-ready object, from which the text and the provenance of a result are made."""
     main, before, after = plan.config.main, plan.cache_before, plan.cache_after
     way, classes, context = plan.checkpoint.way, plan.checkpoint.classes, after.context
@@ -112,7 +97,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             "bytes_at_context_after": after.bytes_at(context) if context else None,
         },
         "warnings": list(plan.warnings),
-    }
+    } | ({"allotment": {"kv_budget": kv_budget, "heads": plan.groups, "nats": plan.losses}} if plan.losses else {})
 
 
 def plan_text(plan: Plan, tensors: bool) -> str:
@@ -160,8 +145,9 @@ def _place(plan: Plan, out: Path) -> str | None:
 
 
 def provenance(
-    plan: Plan, checksums: dict[str, dict[str, str]] | None, out: Path, asked: Mapping[str, Any]
-) -> dict[str, Any]:
+    plan: Plan, maps: StoredMaps | None, checksums: dict[str, dict[str, str]] | None, out: Path,
+    asked: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
     """How the result at `out` was made, JSON-ready; `asked`: the command's arguments and options."""
     told = plan_record(plan)
     record: dict[str, Any] = {
@@ -181,7 +167,6 @@ def provenance(
     }
     if plan.checkpoint.hub_id is None:
         record["source"]["path"] = _place(plan, out)
-    maps = plan.merging.maps
     beside = {"recast": told["recast"], "maps": maps and _told_of_maps(maps.description), "sha256": checksums}
     return record | {name: value for name, value in beside.items() if value}
 

@@ -1,14 +1,13 @@
-"""Reopen what was written and hold it against the plan. Only `verify_load` runs the model."""
+"""Reopen what was written and hold it against the plan."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.headers import read_header
@@ -21,8 +20,6 @@ from gqa.convert.plan import OutputTensor, Plan, Shard
 if TYPE_CHECKING:
     from torch import Tensor
 
-T = TypeVar("T")
-R = TypeVar("R")
 BLOCK = 1 << 16  # bytes of a sampled block
 CHUNK = 1 << 20  # bytes compared at a time when all are; they stay in the processor's cache
 
@@ -35,9 +32,9 @@ def verify(plan: Plan, work: Path) -> None:
         written = replace(read_checkpoint(work), name=plan.checkpoint.name)
         config = read_config(written.config, written.name)
         for layer in range(config.layers):
-            found, meant = config.heads(layer).kv, target_heads(plan.config, layer, plan.groups).kv
-            if found != meant:
-                raise OutputError(f"layer {layer} of the result has {found} KV heads, {meant} were asked for")
+            actual, expected = config.heads(layer).kv, target_heads(plan.config, layer, plan.groups).kv
+            if actual != expected:
+                raise OutputError(f"layer {layer} of the result has {actual} KV heads, {expected} were asked for")
         for module in attention_modules(written, config):
             module_changes(module, config, plan.groups)  # shapes are held against the config
     except RefusedError as error:
@@ -47,8 +44,7 @@ def verify(plan: Plan, work: Path) -> None:
 
 def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str], whole: bool) -> str:
     """Check one written file from disk: sampled bytes of untouched tensors, all with `whole`, and that what was
-    computed is finite unless its source, one of `tolerated`, is not. Its SHA-256 where it was read whole,
-    else nothing.
+    computed is finite unless its source, one of `tolerated`, is not. Its SHA-256 where it was read whole, else nothing.
 
     Raises OutputError.
     """
@@ -58,48 +54,16 @@ def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str
         raise OutputError(f"the result does not verify: {error}") from error
     written = Checkpoint(plan.checkpoint.name, path.parent, {}, tensors, (shard.file,))
     _check_tensors(shard.tensors, written)
-    return _check_shard(plan.checkpoint, written, shard, tolerated, whole)
-
-
-def _check_tensors(planned: Iterable[OutputTensor], written: Checkpoint) -> None:
-    expected = {t.name: (t.dtype, t.shape) for t in planned}
-    actual = {s.name: (s.dtype, s.shape) for s in written.tensors.values()}
-    if wrong := {n for n in expected.keys() | actual.keys() if expected.get(n) != actual.get(n)}:
-        raise OutputError(f"the result does not verify: {listing(wrong)} differ from the plan")
-
-
-def sha256(path: Path) -> str:
-    """Of a whole file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def in_threads(jobs: int, function: Callable[[T], R], items: Iterable[T], stop: Callable[[], None]) -> list[R]:
-    """Results of a function for every item, `jobs` at a time. The first error ends it: `stop` is called."""
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        try:
-            futures = [pool.submit(function, item) for item in items]
-            for future in as_completed(futures):
-                future.result()
-            return [future.result() for future in futures]
-        except BaseException:
-            stop()
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _check_shard(source: Checkpoint, written: Checkpoint, shard: Shard, tolerated: Collection[str], whole: bool) -> str:
-    """One output file against the plan; `whole` reads all of it, once, and gives its SHA-256."""
     digest = hashlib.sha256()
-    with written.path(shard.file).open("rb", buffering=0) as copy:
+    with path.open("rb", buffering=0) as copy:
         if whole:
-            digest.update(copy.read(written.tensors[shard.tensors[0].name].begin))
+            digest.update(copy.read(tensors[shard.tensors[0].name].begin))
         for tensor in shard.tensors:
-            spec = written.tensors[tensor.name]
+            spec = tensors[tensor.name]
             known = any(part.name in tolerated for part in tensor.sources)
             if tensor.change and not known and not all_finite(written.read(spec)):
                 raise OutputError(f"the result does not verify: {spec.name} has NaN or Inf though its source has none")
-            with _original(source, tensor) as original:
+            with _original(plan.checkpoint, tensor) as original:
                 for start, count in _blocks(spec.nbytes, whole) if whole or original else ():
                     data = _read(copy, spec.begin + start, count)
                     if original and data != original(start, count):
@@ -127,6 +91,19 @@ def _original(source: Checkpoint, tensor: OutputTensor) -> Iterator[Callable[[in
             yield lambda start, count: _read(stream, spec.begin + start, count)
 
 
+def _check_tensors(planned: Iterable[OutputTensor], written: Checkpoint) -> None:
+    expected = {t.name: (t.dtype, t.shape) for t in planned}
+    actual = {s.name: (s.dtype, s.shape) for s in written.tensors.values()}
+    if wrong := {n for n in expected.keys() | actual.keys() if expected.get(n) != actual.get(n)}:
+        raise OutputError(f"the result does not verify: {listing(wrong)} differ from the plan")
+
+
+def sha256(path: Path) -> str:
+    """Of a whole file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def _read(stream: BinaryIO, position: int, count: int) -> bytes:
     stream.seek(position)
     return stream.read(count)
@@ -142,26 +119,3 @@ def _blocks(size: int, whole: bool) -> list[tuple[int, int]]:
 def all_finite(tensor: Tensor) -> bool:
     """Whether it holds neither NaN nor Inf: the sum says so faster, but may overflow."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-
-
-def verify_load(directory: Path) -> None:
-    """Load with transformers, no key missing or unexpected, and run one forward pass. Raises OutputError."""
-    import torch
-
-    from gqa.checkpoint.loading import load_model
-
-    try:
-        model = load_model(str(directory))
-    except RefusedError as error:
-        raise OutputError(f"the result does not verify: {error}") from error
-    config, ids = model.config, torch.arange(8).unsqueeze(0)
-    inputs = {"input_ids": ids}
-    if model.main_input_name == "input_features":
-        sound = torch.zeros(1, 64, config.encoder_config.num_mel_bins)
-        inputs = {"input_features": sound.to(model.dtype)}
-    if config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids
-    with torch.no_grad():
-        output = model(**inputs)
-    if not bool(torch.isfinite(output[0].float()).all()):
-        raise OutputError("one forward pass of the result gives NaN or Inf")

@@ -50,7 +50,7 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
             settings = replace(settings, model=path)
         settings.check()
         with Watcher(settings.quiet) as bar:
-            plan, _ = plan_for(settings, bar)
+            plan = plan_for(settings, bar)
         with Watcher(settings.quiet, plan.total_bytes) as bar:
             conversion = convert_as(settings, plan, bar)
     return ConvertedModel(

@@ -211,9 +211,7 @@ def find_maps(
     plan: Plan, out: Path, options: MapsOptions, watcher: Watcher = SILENT, overwrite: bool = False
 ) -> dict[str, Tensor]:
     """The maps that a conversion to `out` finds, by the names that they are stored under."""
-    with with_maps(plan, out, options, watcher, overwrite=overwrite) as made:
-        maps = made.merging.maps
-        assert maps
+    with with_maps(plan, out, options, watcher, overwrite=overwrite) as maps:
         return {name: maps.tensor(name) for name in maps.names}
 
 

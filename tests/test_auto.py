@@ -9,7 +9,7 @@ from checkpoints import edit_json, llama, load, run, weights
 from safetensors.torch import save_file
 from test_families import write_checkpoint
 from tiny_models import TINY, build
-from training import tiny_checkpoint, write_corpus
+from training import tiny_checkpoint
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.convert import convert_checkpoint, estimate, plan_conversion
@@ -70,18 +70,6 @@ def test_the_result_is_that_of_the_method_and_says_so(tmp_path: Path) -> None:
     assert record == other
     assert options | given == options | {"method": "aligned"}
     assert convert_checkpoint(model, 1).out == tmp_path / "m-mqa-aligned", "the default of Python too"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_was_merged_without_text_says_what_to_expect(method: str, tmp_path: Path) -> None:
-    """And what has seen text does not."""
-    model = tiny_checkpoint(tmp_path / "m", kv_heads=4)
-    quick = ("--data", write_corpus(tmp_path / "text.jsonl"), "--tokens", 512, "--context", 64)
-    text = quick if METHODS[method].reads_text else ()
-    steps = ("--refine-steps", 2) if METHODS[method].refines else ()
-    said = " ".join(run("--groups", 2, "--method", method, *text, *steps, model).out.split())
-    assert ("text is often not sensible before refined or training" in said) != METHODS[method].reads_text
-    assert "not sensible" not in run("--groups", 2, "--method", method, "--overwrite", "--dry-run", model).out
 
 
 @pytest.mark.parametrize("head", ["LlamaModel", "LlamaForSequenceClassification"])

@@ -354,7 +354,6 @@ def test_from_python(uneven: Path, tmp_path: Path) -> None:
         (("--kv-budget", "0.5", "--tensor-parallel", "3"), "none is a multiple of 3"),
         (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs none"),
         (("--kv-budget", "1"), "'1' is not a number above 0 below 1"),
-        (("--groups", "1,4,1,4", "--no-remote-code"), "--no-remote-code"),
     ],
 )
 def test_refused(uneven: Path, words: tuple[str, ...], says: str, tmp_path: Path) -> None:
@@ -377,8 +376,8 @@ def test_refused_before_anything_is_measured(
         build(next(tiny for tiny in SOURCES if tiny.name == "gpt2"), QUERY_HEADS), tmp_path / "gpt2"
     )
     assert "as many key/value heads in all layers" in refusal(gpt2, "--kv-budget", "0.5")
-    for words in (("--no-remote-code",), ("--attention", "cross"), ("--method", "mean", "--grouping", "search")):
-        assert words[-2 if len(words) > 1 else 0] in refusal(uneven, "--kv-budget", "0.5", *words)
+    for words in (("--attention", "cross"), ("--method", "mean", "--grouping", "search")):
+        assert words[-2] in refusal(uneven, "--kv-budget", "0.5", *words)
     monkeypatch.undo()
     measured = "gqa.convert.merge.self_samples.sampled_blocks"
     monkeypatch.setattr(measured, lambda *_, **__: pytest.fail("it was measured"))

@@ -172,7 +172,7 @@ def test_maps_are_kept_until_something_was_made_of_them(source: Path, tmp_path: 
     with pytest.raises(RefusedError, match="unfinished run with ridge"), with_maps(plan, out, other, told):
         pass
     with with_maps(plan, out, options, told) as found:
-        assert found.merging.maps
+        assert found.names
         assert told.losses == []
     with with_maps(plan, out, other, told, overwrite=True):
         assert len(told.losses) == 2

@@ -241,7 +241,7 @@ def test_a_conversion_and_a_training_fit_a_terminal_of_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     tiny_checkpoint(Path("model"), kv_heads=4, num_hidden_layers=12)
     text = ("--data", write_corpus(Path("text.jsonl")), "--context", 64)
-    made = run("model", "-g", 2, "--method", "calibrated", *text, "--tokens", 512, "--tensor-parallel", 16, "-v")
+    made = run("model", "-g", 2, "--method", "calibrated", *text, "--tokens", 512, "-v")
     assert made.code == 0, made.err
     assert made.out.count("squared error of attention outputs") == made.out.count("\nnext ") == 1
     trained = run(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit_json, refusal, run
-from test_custom_code import CUSTOM_CODE, ENCODER_DECODERS, ORIGINALS, OURS, THEIRS, TOLERANCE, ours
+from test_custom_code import ENCODER_DECODERS, ORIGINALS, OURS, THEIRS, TOLERANCE, ours
 from test_families import error, load, write_checkpoint
 from tiny_models import QUERY_HEADS, build, inputs, logits
 from torch import Tensor
@@ -27,7 +27,6 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert import convert_checkpoint, plan_conversion
-from gqa.convert.recast.targets import ANY
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(Path(modelling.__path__[0]).glob("modeling_*.py"))
@@ -56,7 +55,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         directory = write_checkpoint(build(tiny, QUERY_HEADS), place / "source")
         if name == "gpt2":
             write_tokenizer(directory)
-        made[name] = convert_checkpoint(directory, 2, place / "out", target=CUSTOM_CODE, method="mean").out
+        made[name] = convert_checkpoint(directory, 2, place / "out", method="mean").out
     return made
 
 
@@ -228,8 +227,6 @@ def test_our_commands_need_no_trust(converted: dict[str, Path], tmp_path: Path) 
     assert done.code == 0, done.err
     assert (trained / "modeling_gqa_gpt2.py").is_file()
     assert "loads with trust_remote_code=True, verified" in done.said
-    refused = run("--groups", 1, "--no-remote-code", trained)
-    assert (refused.code, "can only be converted to custom modelling code" in refused.err) == (2, True)
     done = run("--groups", 1, "--method", "mean", "-o", tmp_path / "one", trained)
     assert (done.code, ours(tmp_path / "one").name) == (0, "gqa_gpt2"), done.err
     assert "trust_remote_code=True" in done.err
@@ -239,7 +236,6 @@ def test_our_commands_need_no_trust(converted: dict[str, Path], tmp_path: Path) 
 
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
-    "no custom code": ("bart", ("--no-remote-code",), "only be converted to custom modelling code"),
     "unknown kind": (
         "bart",
         ("--attention", "decoder-self,sideways"),
@@ -248,7 +244,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "no kind": ("bart", ("--attention", ","), "',' names nothing"),
     "cross alone": ("bart", ("--attention", "cross"), "leaves out decoder-self"),
     "no divisor": ("bart", ("--groups", 3, "--method", "mean"), "choose 1, 2 or 4"),
-    "heads that no class of transformers holds": ("gpt2", ("--no-remote-code",), "(as gpt_bigcode); choose 1 or 4"),
+    "heads that no class holds": ("gpt2", ("--groups", 3), "(as gpt_bigcode or gqa_gpt2); choose 1, 2 or 4"),
     "kinds of a decoder": ("gpt2", ("--attention", "decoder-self"), "leave out --attention (it is for bart, m2m_100"),
 }
 
@@ -260,10 +256,9 @@ def test_refused(case: str, converted: dict[str, Path]) -> None:
 
 
 def test_native_first(converted: dict[str, Path]) -> None:
-    """GPT-2 with one head is a class of transformers, unless asked otherwise."""
-    for target, expected in ((ANY, "gpt_bigcode"), (CUSTOM_CODE, "gqa_gpt2")):
-        plan = plan_conversion(converted["gpt2"].with_name("source"), 1, target=target)
-        assert plan.new_config["model_type"] == expected
+    """GPT-2 with one head is a class of transformers."""
+    plan = plan_conversion(converted["gpt2"].with_name("source"), 1)
+    assert plan.new_config["model_type"] == "gpt_bigcode"
 
 
 def test_a_config_that_names_odd_kinds(converted: dict[str, Path], tmp_path: Path) -> None:

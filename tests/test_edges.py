@@ -371,7 +371,7 @@ def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, f"{name}-gqa2-mean", f"{name}-mqa-mean"])
 
 
-@pytest.mark.parametrize("words", [[], ["--dry-run"], ["-v"], ["--tensor-parallel", "2"], ["-q", "--checksums"]])
+@pytest.mark.parametrize("words", [[], ["--dry-run"], ["-v"], ["-q", "--checksums"]])
 def test_json_is_one_object_alone_on_stdout(words: list[str], tmp_path: Path) -> None:
     model = llama(tmp_path / "m")
     before = snapshot(tmp_path)

@@ -75,9 +75,7 @@ def logits(model: PreTrainedModel, given: dict[str, Tensor]) -> Tensor:
 def test_identity(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """G = H: the other class gives the source's logits, also with padding on the left and token by token."""
     case, source = CASES[name], source_model(name)
-    result = convert_checkpoint(
-        checkpoint(name), case.groups[0], tmp_path / "out", load=True, checksums=True, method="mean"
-    )
+    result = convert_checkpoint(checkpoint(name), case.groups[0], tmp_path / "out", checksums=True, method="mean")
     given = inputs(case.tiny)
     for attention in ("eager", "sdpa"):
         target = load(result.out, attention)

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from gqa.convert.plan import Plan, searches
 @contextmanager
 def with_maps(
     plan: Plan, out: Path, options: MapsOptions, watcher: Watcher = SILENT, *, overwrite: bool = False
-) -> Iterator[Plan]:
-    """The plan with the maps that it lacks, for as long as the block runs. Raises RefusedError and CorpusError.
+) -> Iterator[StoredMaps]:
+    """The maps of a plan's method, for as long as the block runs. Raises RefusedError and CorpusError.
 
     Finished layers are kept beside `out` until the block succeeds; the same call then goes on after the last of them.
     """
@@ -51,7 +51,7 @@ def with_maps(
             f"a layer at a time ({options.refinement.batch} to refine it); lower --context, give --precision "
             "bfloat16, or another --device"
         ) from error
-    yield replace(plan, merging=replace(plan.merging, maps=layers.maps()))
+    yield layers.maps()
     layers.remove()
 
 

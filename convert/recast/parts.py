@@ -7,8 +7,7 @@ module that is stored under either name.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-_IN_LAYER = re.compile(r"\.\d+\.")
 NATIVE, CUSTOM_CODE = "native", "custom modelling code"
-
-
-class UnknownTensorError(RefusedError):
-    """A stored tensor that the target has no place for: the head of a classifier."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,7 @@ class Place:
     config: transformers' config object of the source.
     heads: Its attention heads, `kv` = `query`.
     layer: Counted from 0; 0 also outside the layers.
-    stored: The source's tensors by their names without the prefix of the base model; `used`, those that were found.
+    stored: The source's tensors by their names without the prefix of the base model; `used`, those that were looked up.
     """
 
     config: Any
@@ -114,7 +108,8 @@ class Place:
 
     def find(self, module: str, tail: str) -> TensorSpec | None:
         """`module.tail`, where it is stored."""
-        for name in self._names(module, tail):
+        names = [f"{name.format(self.layer)}.{tail}" for name in module.split("|")]
+        for name in names:
             if name in self.stored:
                 self.used.add(name)
                 return self.stored[name]
@@ -122,13 +117,10 @@ class Place:
 
     def need(self, module: str, tail: str) -> TensorSpec:
         """The same. Raises CorruptError where it is not stored."""
-        if found := self.find(module, tail):
-            return found
-        names = " or ".join(self._names(module, tail))
+        if spec := self.find(module, tail):
+            return spec
+        names = f"{module}.{tail}".replace("|", f".{tail} or ").format(self.layer)
         raise CorruptError(f"the checkpoint has no {names}; give a checkpoint of the whole model")
-
-    def _names(self, module: str, tail: str) -> list[str]:
-        return [f"{name.format(self.layer)}.{tail}" for name in module.split("|")]
 
 
 # (weight (out, in) or bias (out,), place) -> its rows picked and ordered as the target has them
@@ -231,23 +223,17 @@ class Recasting:
         stored = {name.removeprefix(self.prefix): spec for name, spec in checkpoint.tensors.items()}
         if len(stored) < len(checkpoint.tensors):
             raise CorruptError(f"{checkpoint.name} has tensors with and without {self.prefix!r} before their names")
-        known = {source for part in self.parts for source in part.source.split("|")}
-        outside = (name for name in stored if not _IN_LAYER.search(name))  # a head that predicts something else
-        self._refuse_unknown(name for name in outside if name.rpartition(".")[0] not in known)
         query, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-        found: dict[str, Recipe] = {}
+        recipes: dict[str, Recipe] = {}
         used: set[str] = set()
         for part in self.parts:
             for layer in range(config.num_hidden_layers if "{}" in part.target else 1):
                 place = Place(config, LayerHeads(query, query, dim, dim), layer, stored, used)
                 for tail, recipe in part.recipes(place):
-                    found[f"{part.target.format(layer)}.{tail}"] = recipe
-        self._refuse_unknown(stored.keys() - used)
-        return found
-
-    def _refuse_unknown(self, names: Iterable[str]) -> None:
-        if unknown := [name for name in names if not self.drops(name)]:
+                    recipes[f"{part.target.format(layer)}.{tail}"] = recipe
+        if unknown := [name for name in stored if name not in used and not self.drops(name)]:
             which = f"{listing(unknown)} {'is' if len(unknown) == 1 else 'are'}"
-            raise UnknownTensorError(
+            raise RefusedError(
                 f"{which} not known of a language model of type {self.source}, which is all that becomes {self.target}"
             )
+        return recipes

@@ -305,7 +305,7 @@ class _Runner:
         if not out.exists():
             method = "mean" if cell.method in UNMERGED else cell.method
             plan = make_plan(open_model(str(options.model)), groups, method, cell.seed)
-            calibration = options.maps_of(cell) if plan.lacks_maps else None
+            calibration = options.maps_of(cell) if plan.needs_maps else None
             convert_checkpoint(str(options.model), groups, out, method=method, seed=cell.seed, calibration=calibration)
         return out, time.perf_counter() - start
 
