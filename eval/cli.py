@@ -32,7 +32,7 @@ def command(options: EvaluateOptions) -> None:
 
     options.check()
     with reserved(options.output, options.overwrite):
-        results = measure(options.models, options, sys.argv[1:])
+        results = measure(options, sys.argv[1:])
         if not results:  # another rank reports
             return
         if not options.quiet:

@@ -75,12 +75,13 @@ def score(
     for indices in list(batches(windows, batch_size))[state.process_index :: state.num_processes]:
         rows = np.concatenate([ranges[i] for i in indices])
         values = _score_batch(head, [windows[i] for i in indices], baseline)
-        if (bad := ~np.isfinite(values["nats"])).any():
-            number = np.repeat(indices, [windows[i].scored for i in indices])[bad].min()
-            raise RefusedError(
-                f"{head.model.name_or_path}: the logits of window {number} (document {windows[number].document}) are "
-                "not finite; look for NaN in the weights, or give --precision float32"
-            )
+        for model, name in ((head.model, "nats"), (baseline and baseline.model, "baseline_nats")):
+            if model and not (finite := np.isfinite(values[name])).all():
+                number = np.repeat(indices, [windows[i].scored for i in indices])[~finite].min()
+                raise RefusedError(
+                    f"{model.name_or_path}: the logits of window {number} (document {windows[number].document}) are "
+                    "not finite; look for NaN in the weights, or give --precision float32"
+                )
         parts.append((rows, values))
         progress(len(rows))
     parts = gather_object(parts)  # every rank's

@@ -1,13 +1,8 @@
-"""The checkpoints to evaluate, their records from config and headers, and the batch and context that fit into memory.
-
-Memory counts weights and KV cache (`gqa.convert.heads.kv_cache`). Activations, an engine's blocks and fragmentation are
-not modelled: the result is an upper bound.
-"""
+"""The checkpoints to evaluate, and their records from config and headers."""
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +17,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.kv_cache import KVCache
+from gqa.convert.merge.cache_bits import layers_with_cache
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.pairs import PairEncoder
 
@@ -53,12 +49,8 @@ class Subject:
         return load_tokenizer(self.checkpoint, self.trust_remote_code)
 
     @property
-    def text_config(self) -> Any:
-        return self.config.get_text_config(decoder=True)
-
-    @property
     def vocabulary(self) -> int:
-        return int(self.text_config.vocab_size)
+        return int(self.config.get_text_config(decoder=True).vocab_size)
 
     @property
     def positions(self) -> int | None:
@@ -83,19 +75,8 @@ class Subject:
             return None
         return formula.quantised(self.cache_bits) if self.cache_bits else formula
 
-    def cache_and_weights(self, precision: str) -> tuple[KVCache, int]:
-        """KV cache, and bytes of the weights, in `precision`; `auto`: as stored."""
-        assert self.cache
-        if precision == "auto":
-            return self.cache, self.checkpoint.nbytes
-        number = 4 if precision == "float32" else 2
-        floats = [spec for spec in self.checkpoint.tensors.values() if spec.dtype in ("F64", "F32", "F16", "BF16")]
-        extra_bytes = sum(number * spec.numel - spec.nbytes for spec in floats)
-        return replace(self.cache, bytes_per_number=number), self.checkpoint.nbytes + extra_bytes
-
-    @cached_property
     def record(self) -> dict[str, Any]:
-        """JSON-ready record from config and headers; measurements are added to it."""
+        """JSON-ready record from config and headers."""
         record: dict[str, Any] = {
             "name": self.name,
             "path": self.path,
@@ -123,17 +104,21 @@ class Subject:
 
 def open_subjects(models: Sequence[str], trust_remote_code: bool = False, revision: str | None = None) -> list[Subject]:
     """Open directories and hub ids, each with a distinct name; hub ids are downloaded."""
-    local = [os.path.lexists(model) for model in models]
-    if revision is not None and all(local):
+    if revision is not None and all(map(os.path.lexists, models)):
         raise RefusedError("--revision is for hub ids, and all of these are local paths")
-    checkpoints = [
-        open_model(model, None if is_local else revision) for model, is_local in zip(models, local, strict=True)
-    ]
+    checkpoints = [open_model(model, None if os.path.lexists(model) else revision) for model in models]
     paths = [(c.hub_id,) if c.hub_id else Path(os.path.abspath(c.directory or "")).parts for c in checkpoints]
     return [
         Subject(name, str(checkpoint.directory), checkpoint, trust_remote_code)
         for name, checkpoint in zip(distinct_names(paths), checkpoints, strict=True)
     ]
+
+
+def with_bits(subjects: list[Subject], bits: Sequence[int] | None) -> list[Subject]:
+    """`subjects`, and each once more per cache width of `bits`. Raises RefusedError for unsupported caches."""
+    for subject in subjects if bits else ():
+        layers_with_cache(subject.checkpoint)  # refuses
+    return [*subjects, *(subject.quantised(width) for width in bits or () for subject in subjects)]
 
 
 def distinct_names(paths: Sequence[tuple[str, ...]]) -> list[str]:
@@ -146,61 +131,3 @@ def distinct_names(paths: Sequence[tuple[str, ...]]) -> list[str]:
         repeats = sum(other == name or other.startswith(f"{name} (") for other in names)
         names.append(f"{name} ({repeats + 1})" if repeats else name)
     return names
-
-
-def fit(subjects: Sequence[Subject], memory: int, ranks: int, context: int, precision: str) -> dict[str, Any]:
-    """Add the largest batch and context that fit into the `memory` of each tensor-parallel rank to each record."""
-    for subject in subjects:
-        if not subject.cache:
-            continue
-        batch, longest, refused = None, None, {}
-        try:
-            if (query := subject.record["heads"]["query"]) % ranks:
-                raise RefusedError(f"{ranks} ranks are not possible for {query} query heads: they must divide them")
-            batch, longest = what_fits(*subject.cache_and_weights(precision), memory, context, ranks)
-        except RefusedError as error:  # of this conversion; the ranks may suit another
-            refused = {"impossible": str(error)}
-        subject.record["kv_cache"]["fits"] = {"batch": batch, "longest": longest, **refused}
-    return {"bytes": memory, "ranks": ranks, "context": context, "precision": precision}
-
-
-def rank_cache(cache: KVCache, ranks: int) -> KVCache:
-    """The part of a KV cache on one of `ranks` tensor-parallel ranks.
-
-    As in vLLM, KV heads are split if `ranks` divides them, and replicated, one a rank, if they divide `ranks`. Raises
-    RefusedError otherwise. `fit` checks the query heads.
-    """
-    for layer in (*cache.layers, *cache.cross):
-        if ranks < 1 or (layer.heads % ranks and ranks % layer.heads):
-            raise RefusedError(
-                f"{ranks} ranks are not possible for {layer.heads} key/value heads: one must be a multiple of the other"
-            )
-    self_layers, cross_layers = (tuple(replace(layer, heads=max(layer.heads // ranks, 1)) for layer in kind) for kind in
-                  (cache.layers, cache.cross))  # fmt: skip
-    return replace(cache, layers=self_layers, cross=cross_layers)
-
-
-def what_fits(
-    cache: KVCache, weights_bytes: int, memory_bytes: int, context: int, ranks: int = 1
-) -> tuple[int, int | None]:
-    """Number of sequences of `context` tokens that fit beside the weights, and tokens of the longest single sequence.
-
-    Both are 0 if the weights alone do not fit. The second is None if memory is no limit: every layer has a window and
-    all windows fit. `KVCache.context` limits what the model can use.
-
-    Args:
-        weights_bytes: Of the whole model; a rank holds its share, rounded up.
-        memory_bytes: Of one rank. Activations are not modelled: subtract what they need.
-        ranks: Tensor-parallel ranks, see `rank_cache`.
-
-    Raises:
-        RefusedError: The ranks cannot share the KV heads.
-    """
-    local = rank_cache(cache, ranks)
-    free = max(memory_bytes - -(-weights_bytes // ranks), 0)
-    batch = free // local.bytes_at(context)
-    window = max((layer.window or 0 for layer in local.layers), default=0)  # from here on the cache grows linearly
-    growth = local.bytes_at(window + 1) - local.bytes_at(window)
-    if not growth and local.bytes_at(window) <= free:
-        return batch, None
-    return batch, bisect_right(range(free // max(growth, 1) + 1), free, key=local.bytes_at) - 1  # it grows no slower

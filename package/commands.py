@@ -127,7 +127,7 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
                 raise RefusedError("tokenizer is for models in memory, and all of these bring their own; leave it out")
             copies = [saved(model, tokenizer if memory else None) for model, memory in zip(models, loaded, strict=True)]
             settings = replace(settings, models=tuple(stack.enter_context(copy)[0] for copy in copies))
-        record = measure(settings.models, settings, ())
+        record = measure(settings, ())
         if record and settings.output:
             write_report(record, settings.output)
     return Evaluation(record=record, path=settings.output)

@@ -19,7 +19,7 @@ from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.kv_cache import CachedLayer, KVCache, kv_cache
 from gqa.convert.recast.targets import checkpoint_cache
-from gqa.eval.subjects import rank_cache, what_fits
+from gqa.eval.memory import rank_cache, what_fits
 
 LAYERS, DIM = 6, 32  # of stdlib-mha, which has 8 heads
 WINDOW = 5  # of the tiny models

@@ -33,7 +33,7 @@ from gqa.eval.report import recalled
 from gqa.eval.study.directory import Row, Rows, UnwrittenError, check_directory, locked_work
 from gqa.eval.study.report import CELL_COLUMNS
 from gqa.eval.study.study import UNMERGED, AblateOptions, Cell, Grid
-from gqa.eval.subjects import Subject, open_subjects
+from gqa.eval.subjects import Subject, open_subjects, with_bits
 from gqa.eval.tables import Table, table
 from gqa.eval.text import MAX_CONTEXT, Text, check_ids, choose_context, make_pairs, make_spans, make_text
 from gqa.uptrain.dataloader import heldout_sources, open_dataloader, open_heldout
@@ -92,7 +92,7 @@ def open_study(options: AblateOptions) -> Study:
         raise RefusedError("no data is named: give text to train and calibrate on with --data, like stdlib:train")
     if any(source.partition(":")[0] == "self" for source in training.data):
         raise RefusedError("--data self is no text that can be held out; name text (self can be had for --calibration)")
-    evaluate.with_bits([subject], grid.cache_bits or ())
+    with_bits([subject], grid.cache_bits)
     config, grid, left_out = _settle(subject, grid, options.grouping, options.given("methods"))
     if any(METHODS[method].reads_text for method in grid.methods):
         options.maps.text.check(subject.config, subject.name, "the context of calibration")
@@ -220,8 +220,7 @@ class _Runner:
             kl="kl" not in options.skip, context=study.text.context, decode_batches=(options.decode_batch,),
             decode_steps=STEPS, decode_repeats=REPEATS, recall=False if "recall" in options.skip else None,
         )  # fmt: skip
-        context = None if "recall" in options.skip else study.text.context
-        self._comparison = evaluate.Comparison([subject], study.text, context, self._options)
+        self._comparison = evaluate.Comparison(subject, study.text, self._options)
         self._contexts: tuple[int, ...] = ()
         if "decode" not in options.skip:
             context_option = (options.decode_context,) if options.decode_context else None
@@ -247,12 +246,15 @@ class _Runner:
     def measure_source(self, cells: Sequence[Cell]) -> None:
         """Measure the source and add a row for each of `cells`: the source itself and its quantised caches."""
         subject, comparison = self._study.subject, self._comparison
-        start, parts = time.perf_counter(), comparison.measure(subject, alone=True)
-        row = self._columns(subject, parts) | {"text": self._study.text.record(), "train_tokens": 0}
+        start, text = time.perf_counter(), self._study.text
+        if "recall" not in self._study.options.skip:
+            comparison.prepare_recall([subject], text.context)
+        record = comparison.measure(subject, alone=True)
+        row = self._columns(subject, record) | {"text": text.record(), "train_tokens": 0}
         if "recall" in comparison.refused:
             row["recall_refused"] = comparison.refused["recall"]
-        elif comparison.first_copy_accuracy is not None:
-            row["recall_first_reading"] = comparison.first_copy_accuracy
+        elif record.get("recall_first_reading") is not None:
+            row["recall_first_reading"] = record["recall_first_reading"]
         row["query_heads"] = self._study.config.main.query
         row["seconds_evaluating"] = time.perf_counter() - start
         for cell in cells:
@@ -334,15 +336,15 @@ class _Runner:
         start, comparison = time.perf_counter(), self._comparison
         variant = subject.quantised(cell.bits) if cell.bits else subject
         has_recall = "recall" not in comparison.refused
-        parts = comparison.measure(variant)
+        record = comparison.measure(variant)
         if has_recall and (reason := comparison.refused.pop("recall", "")):
             raise RefusedError(reason)
-        row = self._columns(variant, parts) | {"seconds_evaluating": time.perf_counter() - start}
+        row = self._columns(variant, record) | {"seconds_evaluating": time.perf_counter() - start}
         return row if cell.bits else row | self._speed(cell, subject)
 
-    def _columns(self, subject: Subject, parts: Mapping[str, Row]) -> Row:
-        """Parts of a model's record as columns."""
-        quality, against = parts["quality"]["quality"], parts["quality"].get("against_baseline", {"log_ratio": 0.0})
+    def _columns(self, subject: Subject, record: Row) -> Row:
+        """Measurements of a model as columns."""
+        quality, against = record["quality"], record.get("against_baseline", {"log_ratio": 0.0})
         cache, source = subject.cache, self._study.subject.cache
         assert cache
         assert source
@@ -361,10 +363,10 @@ class _Runner:
         }
         if cross := cache.cross_bytes_per_token:
             row["cross_bytes_per_token"] = cross  # of each token of the source
-        if recall := parts.get("recall"):
-            row |= {f"recall_{kind.replace('-', '_')}": share for kind, share in recalled(recall).items()}
-            row |= {"greedy_tokens": recall["greedy"]["tokens"], "recall_by_distance": recall["recall"]}
-            row["samples"] = recall["samples"]
+        if "recall" in record:
+            row |= {f"recall_{kind.replace('-', '_')}": share for kind, share in recalled(record).items()}
+            row |= {"greedy_tokens": record["greedy"]["tokens"], "recall_by_distance": record["recall"]}
+            row["samples"] = record["samples"]
         return row
 
     def _speed(self, cell: Cell, subject: Subject) -> Row:
@@ -380,8 +382,9 @@ class _Runner:
                 return {name: row[name] for name in columns}
         models = [replace(self._study.subject, name="base model")]
         models += [] if cell.is_source else [replace(subject, name="conversion")]
-        evaluate.time_decoding(models, self._options, self._contexts)
-        points = [model.record["decode"]["points"][0] for model in models]
+        records: list[Row] = [{} for _ in models]
+        evaluate.time_decoding(models, records, self._options, self._contexts)
+        points = [record["decode"]["points"][0] for record in records]
         ratio = points[0]["seconds_per_token"] / points[-1]["seconds_per_token"]
         values = (*(points[-1][name] for name in names), self._contexts[0], ratio)
         return dict(zip(columns, values, strict=True))
