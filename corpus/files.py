@@ -14,7 +14,7 @@ from gqa.checkpoint.errors import CorpusError, explain, listing
 from gqa.checkpoint.hub_errors import quiet
 
 FORMATS = {
-    "text": (".txt", ".md"),
+    "text": (".txt",),
     "json": (".jsonl", ".json", ".ndjson"),
     "csv": (".csv",),
     "tsv": (".tsv",),
@@ -22,10 +22,6 @@ FORMATS = {
     "arrow": (".arrow",),
 }
 _COMPRESSED = (".gz", ".zst")  # of text, JSON and CSV; the others compress inside
-_CARD = re.compile(r"(readme|license)\.(md|txt)", re.IGNORECASE)
-_DATASETS_FILES = re.compile(
-    r"(dataset_infos?|dataset_dict|state)\.json|cache-.*\.arrow"
-)  # files of `datasets` beside its data
 _SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(?![a-z])", re.I)
 _SUFFIXES = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
 ALLOWED = f"{_SUFFIXES} (text, JSON and CSV also with .gz, or with .zst where zstandard is installed)"
@@ -47,10 +43,10 @@ def is_local(spec: str) -> bool:
 
 
 def find_files(spec: str) -> tuple[Path, ...]:
-    """The files of one format that a file, a directory or a glob names, each once, sorted by path.
+    """The files of one format that a file, a directory or a glob names, sorted by path.
 
-    Directories are searched recursively, without hidden files, cards, and metadata of `datasets`. Raises CorpusError if
-    there is no file, or files of several formats or splits.
+    Directories are searched recursively, without hidden files. Raises CorpusError if there is no file, or files of
+    several formats, or a directory holds several splits.
     """
     path = Path(os.path.expanduser(spec))  # pathlib raises where there is no such user
     if os.path.isfile(path):  # pathlib raises where a name is too long
@@ -58,9 +54,19 @@ def find_files(spec: str) -> tuple[Path, ...]:
             raise CorpusError(f"{spec} has no suffix that says what it is; allowed are {ALLOWED}")
         return (path,)
     if os.path.isdir(path):
-        files = _in_directory(path)
-        if not files:
-            raise CorpusError(f"the directory {spec} has no file with text; allowed are {ALLOWED}")
+        names = glob.iglob(f"{glob.escape(str(path))}/**", recursive=True)  # skips hidden files
+    elif glob.has_magic(spec):
+        names = glob.iglob(str(path), recursive=True)
+    else:
+        raise CorpusError(f"there is no file or directory {spec}")
+    files = sorted(file for file in map(Path, names) if file_format(file) and file.is_file())
+    if not files:
+        raise CorpusError(
+            f"the directory {spec} has no file with text; allowed are {ALLOWED}"
+            if os.path.isdir(path)
+            else f"nothing matches {spec} (files: {ALLOWED}); quote it, so that the shell leaves it as it is"
+        )
+    if os.path.isdir(path):
         splits = {split.lower() for file in files for split in _SPLITS.findall(str(file.relative_to(path)))}
         if len(splits) > 1:
             example = "train" if "train" in splits else min(splits)
@@ -68,33 +74,11 @@ def find_files(spec: str) -> tuple[Path, ...]:
                 f"the directory {spec} holds several splits ({listing(splits)}); give the files of one, "
                 f"for instance '{spec.rstrip('/')}/**/*{example}*'"
             )
-    elif glob.has_magic(spec):
-        matches = [Path(name) for name in glob.glob(str(path), recursive=True)]
-        files = [file for match in matches for file in (_in_directory(match) if match.is_dir() else [match])]
-        if not (files := [file for file in files if file_format(file) and not _DATASETS_FILES.fullmatch(file.name)]):
-            raise CorpusError(
-                f"nothing matches {spec} (files: {ALLOWED}); quote it, so that the shell leaves it as it is"
-            )
-    else:
-        raise CorpusError(f"there is no file or directory {spec}")
-    if any(file.suffix != ".md" for file in files):
-        files = [file for file in files if not _CARD.fullmatch(file.name)] or files
-    unique = {file.resolve(): file for file in sorted(files, reverse=True)}
-    files = sorted(unique.values())
     formats = {file_format(file): file for file in files}
     if len(formats) > 1:
         examples = listing(str(file) for file in formats.values())
         raise CorpusError(f"{spec} names files of several formats ({examples}); give a pattern that names those of one")
     return tuple(files)
-
-
-def _in_directory(directory: Path) -> list[Path]:
-    files = []
-    for path in directory.rglob("*"):
-        hidden = any(part.startswith(".") for part in path.relative_to(directory).parts)
-        if file_format(path) and not hidden and not _DATASETS_FILES.fullmatch(path.name) and path.is_file():
-            files.append(path)
-    return files
 
 
 def load_files(files: Sequence[Path], columns: Sequence[str]) -> Any:
@@ -117,28 +101,18 @@ def load_files(files: Sequence[Path], columns: Sequence[str]) -> Any:
         with quiet("datasets"):
             return datasets.load_dataset(builder, data_files=names, split="train", streaming=True, **options)
     except Exception as error:  # pyarrow's, pandas' and Python's
-        raise file_error(error, files[0], columns) from error
+        raise file_error(error, files[0]) from error
     finally:
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts
 
 
-def file_error(error: BaseException, file: Path, columns: Sequence[str]) -> CorpusError:
+def file_error(error: BaseException, file: Path) -> CorpusError:
     """The one-line error for what a reader of `datasets` raised."""
     if isinstance(error, StopIteration):
         return CorpusError(f"{file} holds no text: it is empty or blank")
     if isinstance(error, UnicodeDecodeError):
         return CorpusError(f"{file} is not UTF-8: {explain(error)}; convert it, for instance with iconv")
-    if isinstance(error, KeyError) and file_format(file) not in ("csv", "tsv"):
-        return CorpusError(f"{file} has no field {error}")
     if isinstance(error, KeyError):
-        import pandas
-
-        present = list(pandas.read_csv(file, sep="\t" if file_format(file) == "tsv" else ",", nrows=0).columns)
-        return missing_column(str(file), next(name for name in columns if name not in present), present)
+        return CorpusError(f"{file} lacks a field that is named: {explain(error)}")
     reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else explain(error)
     return CorpusError(f"{file} cannot be read: {reason}")
-
-
-def missing_column(place: str, column: str, present: Sequence[str]) -> CorpusError:
-    """The error for a missing column, with those that exist."""
-    return CorpusError(f"{place} has no field {column!r}; it has {listing(repr(name) for name in present) or 'none'}")

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from gqa.checkpoint.errors import CorpusError, listing
+from gqa.checkpoint.identity import file_digests
 from gqa.checkpoint.options import read_count
-from gqa.corpus.files import file_error, file_format, find_files, is_local, load_files, missing_column
+from gqa.corpus.files import file_error, file_format, find_files, is_local, load_files
 from gqa.corpus.hub import hub_error, load_hub
 from gqa.corpus.stdlib import Split, stdlib_texts
 
@@ -63,19 +64,24 @@ def parse_self(spec: str) -> SelfText:
 class Source:
     """Documents, or pairs of a source and a target, that can be read repeatedly, always in the same order.
 
-    `load` gives the data set of `datasets`; its `columns` are the text, or the source and the target. `identify` gives
-    a hash of the content. `files`: shards, if known. `streaming`: do not store it. `weight`: share of a mixture's
-    tokens, if given. `takes`: only documents whose digest it accepts.
+    `load` gives the data set of `datasets`; its `columns` are the text, or the source and the target. `files`: shards,
+    if known. `streaming`: do not store it. `weight`: share of a mixture's tokens, if given. `takes`: only documents
+    whose digest it accepts. `fraction`: of `part`.
     """
 
     spec: str
     load: Callable[[], Any]
-    identify: Callable[[], str]
     columns: tuple[str, ...] = ("text",)
     files: tuple[Path, ...] = ()
     streaming: bool = False
     weight: float | None = None
     takes: Callable[[bytes], bool] | None = None
+    fraction: float | None = None
+
+    def identify(self) -> str:
+        """What determines the documents: hashes of the content, and how it is read. Raises CorpusError."""
+        content = [file_format(self.files[0]), *file_digests(self.files)] if self.files else self.load()._fingerprint
+        return f"{content} {self.columns} {self.fraction}"
 
     def texts(self) -> Iterator[str]:
         """Documents in the order of the source, none of them blank. Raises CorpusError as `rows` does."""
@@ -88,10 +94,8 @@ class Source:
         """
         rows = self.read(self.dataset())
         if (first := next(rows, None)) is None:
-            if len(self.columns) > 1:
-                raise CorpusError(f"no row of {self.spec} has both a source and a target; name two columns that belong")
-            held = " or held out" if self.takes else ""
-            raise CorpusError(f"{self.spec} holds no text: it is empty or blank{held}")
+            heldout = " or held out" if self.takes else ""
+            raise CorpusError(f"{self.spec} holds no text: it is empty or blank{heldout}")
         yield from (tuple(row[name] for name in self.columns) for row in chain([first], rows))
 
     def dataset(self) -> Any:
@@ -99,10 +103,11 @@ class Source:
         data = self.load()
         if hasattr(data, "to_iterable_dataset"):
             data = data.to_iterable_dataset()
-        columns = list(self.columns)
-        if data.column_names is not None and (missing := [name for name in columns if name not in data.column_names]):
+        columns, present = list(self.columns), data.column_names
+        if present is not None and (missing := [name for name in columns if name not in present]):
             place = self.files[0] if len(self.files) == 1 else self.spec
-            raise missing_column(str(place), missing[0], data.column_names)
+            names = listing(map(repr, present)) or "none"
+            raise CorpusError(f"{place} has no field {missing[0]!r}; it has {names}")
         data = data.select_columns(columns)
         return data.map(self._texts, batched=True, batch_size=_ROWS, remove_columns=columns)
 
@@ -118,7 +123,7 @@ class Source:
             state = data.state_dict()
             while "examples_iterable" in state:
                 state = state["examples_iterable"]
-            raise file_error(error, self.files[state.get("shard_idx", 0) % len(self.files)], self.columns) from error
+            raise file_error(error, self.files[state.get("shard_idx", 0) % len(self.files)]) from error
 
     def _texts(self, batch: dict[str, list[Any]]) -> dict[str, list[str]]:
         """The rows of a batch with text in all columns."""
@@ -151,13 +156,8 @@ class Source:
 
     def part(self, fraction: float) -> Source:
         """The held-out documents: about that fraction, those with the lowest hashes."""
-        threshold = hash_threshold(fraction)
-        return replace(
-            self,
-            spec=f"{self.spec} ({fraction:g} held out)",
-            takes=lambda digest: is_below(digest, threshold),
-            identify=lambda: f"{self.identify()} below {fraction!r}",
-        )
+        takes = partial(is_below, threshold=hash_threshold(fraction))
+        return replace(self, spec=f"{self.spec} ({fraction:g} held out)", takes=takes, fraction=fraction)
 
     def without(self, heldout: Callable[[bytes], bool]) -> Source:
         """The documents whose digests are not held out."""
@@ -185,31 +185,26 @@ def parse_source(
     if spec == "stdlib" or spec.startswith("stdlib:"):
         if (side := spec.removeprefix("stdlib:")) not in ("train", "heldout"):
             raise CorpusError(f"there is no {spec}; allowed are stdlib:train and stdlib:heldout")
-        if target_field:
-            raise CorpusError(f"{spec} is plain text and has no field {target_field!r}")
-        return Source(
-            spec, partial(_load_stdlib, side), lambda: _digest(stdlib_texts(cast(Split, side))), streaming=streaming
-        )
-    if is_local(spec):
+        plain, source = True, Source(spec, partial(_load_stdlib, side), streaming=streaming)
+    elif is_local(spec):
         files = find_files(spec)
-        if file_format(files[0]) == "text":
-            if target_field:
-                raise CorpusError(f"{spec} is plain text and has no field {target_field!r}")
-            columns = ("text",)
+        plain = file_format(files[0]) == "text"
         # Readers of some formats fail on files of no bytes.
         files = tuple(file for file in files if file.stat().st_size) or files
-        return Source(
-            spec, partial(load_files, files, columns), partial(_digest_files, files, columns), columns, files, streaming
-        )
-    if not (match := _HUB_NAME.fullmatch(spec)):
+        columns = ("text",) if plain and not target_field else columns
+        source = Source(spec, partial(load_files, files, columns), columns, files, streaming)
+    elif match := _HUB_NAME.fullmatch(spec):
+        name, config, named_split = match.groups()
+        # Cached: a branch may move while its files are read.
+        load = cache(partial(load_hub, name, config, named_split or split, streaming))
+        plain, source = False, Source(spec, load, columns, streaming=streaming)
+    else:
         raise CorpusError(
             f"there is no file or directory {spec}, and it is no data set name (org/name[:config[:split]])"
         )
-    name, config, named_split = match.groups()
-    # Cached: a branch may move while its files are read.
-    load = cache(partial(load_hub, name, config, named_split or split, streaming))
-    # The fingerprint depends on the commit, the configuration and the split.
-    return Source(spec, load, lambda: f"{load()._fingerprint} {columns}", columns, streaming=streaming)
+    if plain and target_field:
+        raise CorpusError(f"{spec} is plain text and has no field {target_field!r}")
+    return source
 
 
 def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
@@ -271,20 +266,3 @@ def _load_stdlib(side: str) -> Any:
     import datasets
 
     return datasets.Dataset.from_dict({"text": list(stdlib_texts(cast(Split, side)))})
-
-
-def _digest_files(files: Sequence[Path], columns: tuple[str, ...]) -> str:
-    """Hash the content of files and how it is read, not their paths."""
-    digest = hashlib.sha256(repr(columns).encode())
-    for path in files:
-        try:
-            with path.open("rb") as stream:
-                content = hashlib.file_digest(stream, "sha256").hexdigest()
-        except OSError as error:
-            raise CorpusError(f"{path} cannot be read: {error.strerror}") from error
-        digest.update(f"{path.suffixes[-2:]} {content}\n".encode())
-    return digest.hexdigest()
-
-
-def _digest(texts: Iterator[str]) -> str:
-    return hashlib.sha256(b"".join(hashlib.sha256(text.encode()).digest() for text in texts)).hexdigest()
