@@ -8,7 +8,6 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable
 from importlib.metadata import version as installed
 from typing import Any, NoReturn
 
@@ -43,11 +42,11 @@ class Command(click.Command):
         return super().invoke(ctx)
 
 
-def version_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--version of one command, whose name click keeps."""
+def version_option(command: click.Command) -> click.Command:
+    """Add --version, which also prints the versions of torch and transformers."""
     versions = "%(prog)s %(version)s (torch {}, transformers {})".format(*map(installed, ("torch", "transformers")))
-    told = "Print the version, and those of torch and transformers, and exit."
-    return click.version_option(installed("gqa"), message=versions, help=told)(command)
+    text = "Print the version, and those of torch and transformers, and exit."
+    return click.version_option(installed("gqa"), message=versions, help=text)(command)
 
 
 # What is left comes first, so that it never falls off a narrow terminal; the bar takes the columns that remain.

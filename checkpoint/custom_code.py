@@ -22,14 +22,12 @@ BY_LAYER = (
     "llama", "cohere", "cohere2", "gemma", "gemma2", "glm", "glm4", "granite", "mistral", "olmo", "olmo2", "phi",
     "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
-# File -> model types of transformers whose classes it extends.
-_FILES = {
-    "modeling_gqa_gpt2": ("gpt2",),
-    "modeling_gqa_opt": ("opt",),
-    "modeling_gqa_encoder_decoder": ("bart", "mbart", "marian", "pegasus", "m2m_100", "t5", "mt5"),
-    "modeling_gqa_by_layer": BY_LAYER,
+# Those whose attention is grouped in all layers alike.
+_GROUPED = ("gpt2", "opt", "bart", "mbart", "marian", "pegasus", "m2m_100", "t5", "mt5")
+_FILE_OF = {
+    **dict.fromkeys([PREFIX + source for source in _GROUPED], "modeling_gqa"),
+    **dict.fromkeys([PREFIX + source for source in BY_LAYER], "modeling_gqa_by_layer"),
 }
-_FILE_OF = {PREFIX + source: file for file, sources in _FILES.items() for source in sources}
 MODEL_TYPES = frozenset(_FILE_OF)
 
 
@@ -55,27 +53,21 @@ def class_name(model_type: str, source: str) -> str:
     return "DeciLMForCausalLM" if (model_type, source) == (f"{PREFIX}llama", "LlamaForCausalLM") else f"GQA{source}"
 
 
-# Of Llama-like models these classes build the model below their head by AutoModel, which does not know ours.
-_BUILT_BY_AUTO_MODEL = re.compile(r"AutoModelFor(SequenceClassification|TokenClassification|QuestionAnswering)")
-
-
 @cache
 def auto_classes(model_type: str) -> dict[str, str]:
-    """Auto classes of transformers -> the class that each has for the source of a model type of ours."""
-    from transformers.models.auto import modeling_auto
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    """Auto classes of transformers -> the class that each has for the source of a model type of ours: without a head,
+    or with one that predicts tokens.
+    """
+    from transformers.models.auto import configuration_auto, modeling_auto
 
+    names = {
+        "AutoConfig": configuration_auto.CONFIG_MAPPING_NAMES,
+        "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
+        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    }
     source = model_type.removeprefix(PREFIX)
-    classes = {"AutoConfig": CONFIG_MAPPING_NAMES[source]}
-    prefix = classes["AutoConfig"].removesuffix("Config")  # some also know a class of another model
-    for auto in sorted(name for name in vars(modeling_auto) if name.startswith("AutoModel")):
-        if source in BY_LAYER and _BUILT_BY_AUTO_MODEL.fullmatch(auto):
-            continue
-        mapping = getattr(getattr(modeling_auto, auto), "_model_mapping", None)
-        name = str(getattr(mapping, "_model_mapping", {}).get(source))
-        if name.startswith(prefix):
-            classes[auto] = name
-    return classes
+    return {auto: mapping[source] for auto, mapping in names.items() if source in mapping}
 
 
 def auto_map(model_type: str) -> dict[str, str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,6 @@ WEIGHT_SUFFIXES = frozenset((
 ))  # fmt: skip
 # A vocabulary, or what names a class that needs none; the special tokens alone (special_tokens_map.json) are neither.
 TOKENIZER_FILES = ("tokenizer*", "tokenization_*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
-CHECKPOINT_FILES = (
-    "config.json", "generation_config.json", "*processor_config.json", "*.index.json",
-    "model*.safetensors", "pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack",
-    "tokenizer*.json", "tokenization_*.py", "vocab*.json", "vocab*.txt", "merges*.txt", "*.model", "*.tiktoken",
-    "tekken.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*",
-    "configuration_*.py", "modeling_*.py", "processing_*.py", "README.md", "LICENSE*", ".gitattributes", "gqa_*.json*",
-)  # fmt: skip
 # The same model for other programs (Meta's and Mistral's own, OpenVINO, ONNX, Core ML, MLC, Ollama, llama.cpp,
 # LitGPT, NeMo, vLLM), an adapter that was trained on it, and states of its training.
 _OLD_MODEL = (
@@ -46,20 +37,16 @@ def holds_weights(name: str) -> bool:
 def weight_files(
     config: Mapping[str, Any], names: Collection[str], read: Callable[[str], dict[str, Any]]
 ) -> tuple[list[str], str | None]:
-    """The files that hold the weights, and the name of their index or None, as transformers chooses: what config.json
-    names goes first, a single file before an index, safetensors before `.bin`. Nothing where there are none.
+    """The files that hold the weights, and the name of their index or None, as transformers chooses: a single file
+    before an index, safetensors before `.bin`. Nothing where there are none.
     """
-    choices = [(SINGLE, INDEX, ".safetensors"), (TORCH_SINGLE, TORCH_INDEX, ".bin")]
     if (chosen := config.get("transformers_weights")) is not None:
-        pattern = re.compile(r"\w[\w.\- ]*\.safetensors(\.index\.json)?")
-        if not isinstance(chosen, str) or not pattern.fullmatch(chosen) or chosen not in names:
-            raise CorruptError(
-                f"config.json says that the weights are in {chosen!r} (transformers_weights); allowed are names of "
-                ".safetensors files or their index in the same directory; correct it"
-            )
-        choices = [(chosen, chosen, ".safetensors")]
-    for single, index, suffix in choices:
-        if single in names and single.endswith(suffix):
+        raise CorruptError(
+            f"config.json names another file of weights, {chosen!r} (transformers_weights); rename it to {SINGLE}, its "
+            f"index to {INDEX}, and remove the entry"
+        )
+    for single, index, suffix in ((SINGLE, INDEX, ".safetensors"), (TORCH_SINGLE, TORCH_INDEX, ".bin")):
+        if single in names:
             return [single], None
         if index in names:
             return _shards(read(index), index, suffix), index
@@ -80,14 +67,12 @@ def _shards(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def side_files(names: Collection[str], modules: bytes = b"[]") -> tuple[list[str], list[str]]:
+def side_files(names: Collection[str]) -> tuple[list[str], list[str]]:
     """Of the names that are neither config nor weights, those that travel along, and those that are left out: the old
-    model in other forms, or a description of it. `modules` is the content of modules.json (Sentence Transformers),
-    which names directories of further modules.
+    model in other forms, or a description of it.
     """
     visible = sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
-    further = _module_directories(modules)
-    weights = {name for name in visible if holds_weights(name) and not name.startswith(further)}
+    weights = {name for name in visible if holds_weights(name)}
     other_models = tuple({name.rpartition("/")[0] + "/" for name in weights if "/" in name})
     left_out = [
         name
@@ -95,10 +80,3 @@ def side_files(names: Collection[str], modules: bytes = b"[]") -> tuple[list[str
         if name in weights or name.startswith(other_models) or any(fnmatchcase(name, old) for old in _OLD_MODEL)
     ]
     return [name for name in visible if name not in left_out], left_out
-
-
-def _module_directories(modules: bytes) -> tuple[str, ...]:
-    with suppress(ValueError, KeyError, TypeError, AttributeError):  # a file of that name with something else
-        paths = [module["path"] for module in json.loads(modules)]
-        return tuple(f"{path.rstrip('/')}/" for path in paths if path)
-    return ()

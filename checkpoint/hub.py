@@ -3,12 +3,13 @@
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+
+from huggingface_hub import HfApi, HfFileSystem, snapshot_download
 
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.files import SINGLE, TORCH_SINGLE, side_files, weight_files
@@ -18,7 +19,7 @@ from gqa.checkpoint.read import Checkpoint, cached_revision, read_checkpoint, re
 
 FIRST_BYTES = 2**16  # of a shard at the hub: nearly always its whole header
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_WANTED = (
+_ADVICE = (
     "give a repository with config.json and safetensors or .bin weights "
     "(GGUF and ONNX are made from one, an adapter is merged into one)"
 )
@@ -52,11 +53,8 @@ def fetch_weights(checkpoint: Checkpoint) -> None:
     """Fetch the weights of a hub id that was opened by its headers. Raises what `open_model` raises."""
     if checkpoint.hub_id is None or all((checkpoint.directory / file).exists() for file in checkpoint.files):
         return
-    from huggingface_hub import snapshot_download
-
     with _hub_errors(checkpoint.hub_id, checkpoint.revision):
-        patterns = [*map(escape, checkpoint.files)]
-        snapshot_download(checkpoint.hub_id, revision=checkpoint.revision, allow_patterns=patterns)
+        _fetch(checkpoint.hub_id, checkpoint.revision, False, *checkpoint.files)
 
 
 @contextmanager
@@ -86,71 +84,41 @@ def beside(model: str, suffix: str) -> Path:
 
 
 def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: bool) -> Checkpoint:
-    repository = _Repository(model, revision)
-    names = repository.names
+    directory = _fetch(model, revision, False, "config.json")
+    commit, unreachable = directory.name, None
+    try:
+        names = set(HfApi().list_repo_files(model, revision=commit))
+    except Exception as error:
+        if not is_unreachable(error):
+            raise
+        unreachable = error  # then the cache is all that there is
+        names = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    fetch = partial(_fetch, model, commit, unreachable is not None)
     if "config.json" not in names:
-        raise repository.refusal(f"has no config.json; {_WANTED}")
-    files, _ = weight_files(repository.read("config.json"), names, repository.read)
+        raise unreachable or RefusedError(f"{model} has no config.json; {_ADVICE}")
+    files, _ = weight_files(read_json(directory, "config.json"), names, lambda name: read_json(fetch(name), name))
     if not files:
-        raise repository.refusal(f"has neither {SINGLE} nor {TORCH_SINGLE} (nor their index); {_WANTED}")
+        raise unreachable or RefusedError(
+            f"{model} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index); {_ADVICE}"
+        )
     if missing := set(files) - names:
-        raise repository.refusal(f"has an index that names {min(missing)}, which is not there; tell its owner")
-    modules = repository.fetch("modules.json") / "modules.json" if "modules.json" in names else None
-    side, _ = side_files(names.difference(files), modules.read_bytes() if modules else b"[]")
-    directory = repository.fetch("config.json", *side)
+        raise unreachable or RefusedError(
+            f"{model} has an index that names {min(missing)}, which is not there; tell its owner"
+        )
+    side, _ = side_files(names.difference(files))
+    fetch(*side)
     if headers_only and not all((directory / file).exists() for file in files):
         if not files[0].endswith(".bin"):
-            return read_checkpoint(directory, partial(_remote_table, model, directory.name), names)
+            return read_checkpoint(directory, partial(_remote_table, model, commit), names)
         if not or_weights:
             raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
-    return read_checkpoint(repository.fetch(*files))
+    return read_checkpoint(fetch(*files))
 
 
-class _Repository:
-    """A model repository, whose files are fetched into the hub's cache; where the hub cannot be reached, what the cache
-    holds of it.
-    """
-
-    def __init__(self, model: str, revision: str | None) -> None:
-        from huggingface_hub import HfApi
-
-        self._model, self._revision = model, revision
-        self._unreachable: Exception | None = None
-        self._commit: str | None = None
-        self.names: set[str] = set()
-        try:
-            info = HfApi().model_info(model, revision=revision)
-            self._commit = info.sha
-            self.names = {sibling.rfilename for sibling in info.siblings or []}
-        except Exception as error:
-            if not is_unreachable(error):
-                raise
-            self._unreachable = error
-            with suppress(FileNotFoundError):  # the revision is not in the cache
-                directory = self.fetch("config.json")
-                files = (path for path in directory.rglob("*") if path.is_file())
-                self.names = {path.relative_to(directory).as_posix() for path in files}
-
-    def fetch(self, *names: str) -> Path:
-        """The directory in the cache, with these files."""
-        from huggingface_hub import snapshot_download
-
-        patterns, cached = [*map(escape, names)], self._unreachable is not None
-        # By the revision that was asked for, not the commit: so the cache knows it offline.
-        directory = snapshot_download(
-            self._model, revision=self._revision, allow_patterns=patterns, local_files_only=cached
-        )
-        if self._commit and Path(directory).name != self._commit:
-            raise RefusedError(f"{self._model} was changed at the hub while it was fetched; run the command again")
-        return Path(directory)
-
-    def read(self, name: str) -> dict[str, Any]:
-        """A JSON file."""
-        return read_json(self.fetch(name), name)
-
-    def refusal(self, text: str) -> Exception:
-        """What is wrong with the repository; that the hub cannot be reached where it is not known as a whole."""
-        return self._unreachable or RefusedError(f"{self._model} {text}")
+def _fetch(model: str, revision: str | None, cached: bool, *names: str) -> Path:
+    """The directory in the hub's cache with these files of a repository, as far as it has them."""
+    patterns = [escape(name) for name in names]
+    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, local_files_only=cached))
 
 
 def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
@@ -160,8 +128,6 @@ def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
     HfApi.parse_safetensors_file_metadata would not do: it gives no size of the file and keeps the last of two tensors
     of one name.
     """
-    from huggingface_hub import HfFileSystem
-
     fs = HfFileSystem(skip_instance_cache=True)
     with (
         TemporaryDirectory() as place,

@@ -123,11 +123,9 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
     from transformers.core_model_loading import WeightRenaming
     from transformers.modeling_utils import LoadStateDictConfig
 
+    from gqa.checkpoint.compat import load_weights, set_weight_conversions, weight_conversions
     from gqa.checkpoint.names import follow_prefix
 
-    own = {key for key, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
-    for key in own:
-        model.get_parameter_or_buffer(key)._is_hf_initialized = True
     adapted = [re.escape(key.removesuffix(_ADAPTED)) for key in model.state_dict() if key.endswith(_ADAPTED)]
     mapping = [*get_model_conversion_mapping(model)]
     more = [
@@ -141,14 +139,13 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
         with ExitStack() as opened, quiet_transformers():
             stored = [opened.enter_context(safe_open(file, "pt", backend="pread")) for file in files]
             slices = {key: file.get_slice(key) for file in stored for key in file.offset_keys()}
-            info, _ = model._load_pretrained_model(model, slices, None, options)
-        info.missing_keys -= own
-        info = model._finalize_model_loading(model, options, info)
+            info = load_weights(model, slices, options)
     except Exception as error:
         if out_of_memory(error):
             raise
         raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from error
-    model._weight_conversions = [found for found in model._weight_conversions if found not in more]
+    loaded = weight_conversions(model) or []
+    set_weight_conversions(model, [conversion for conversion in loaded if conversion not in more])
     follow_prefix(model, slices)
     _check_keys(name, info.to_dict())
 
@@ -163,12 +160,14 @@ def _check_keys(name: str, info: dict[str, Any]) -> None:
 def _empty(made: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
     import torch
 
+    from gqa.checkpoint.compat import build_model
+
     options["dtype"] = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
-    if not hasattr(made, "from_config"):  # which Auto classes have, and what loads code
-        made, options = made._from_config, {key: options[key] for key in options if key != "trust_remote_code"}
     with torch.device("meta"):
-        model: PreTrainedModel = getattr(made, "from_config", made)(config, **options)
-    return model.eval()
+        if hasattr(made, "from_config"):  # an Auto class
+            return made.from_config(config, **options).eval()  # type: ignore[no-any-return]
+        del options["trust_remote_code"]
+        return build_model(made, config, **options).eval()  # type: ignore[no-any-return]
 
 
 def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
@@ -230,9 +229,13 @@ def concrete_class(config: Any) -> tuple[Any, str]:
     """The class that loads a config without code of others, and the name that the config has for it, which may be
     another's; None where transformers has no class of its model type that predicts tokens.
     """
+    from transformers.models.auto import modeling_auto
+
     found, name = model_class(config), _named_class(config)
-    if hasattr(found, "_model_mapping"):
-        found = found._model_mapping.get(type(config), None)
+    if hasattr(found, "from_config"):  # an Auto class
+        seq2seq = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+        mapping = seq2seq if config.is_encoder_decoder else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+        found = mapping.get(type(config), None)
     return found, name or getattr(found, "__name__", "")
 
 

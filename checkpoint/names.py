@@ -18,6 +18,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from gqa.checkpoint.compat import set_weight_conversions, unsaved_names, weight_conversions
+
 
 def stored_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of `model` as its checkpoint stores it; tied weights under each of their names."""
@@ -27,8 +29,8 @@ def stored_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dic
 
 def saved_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same without what a class computes and does not save (sinusoidal positions of Marian)."""
-    computed = model._keys_to_ignore_on_save or ()
-    return stored_tensors(model, {name: tensor for name, tensor in weights.items() if name not in computed})
+    unsaved = unsaved_names(model)
+    return stored_tensors(model, {name: tensor for name, tensor in weights.items() if name not in unsaved})
 
 
 def follow_prefix(model: PreTrainedModel, names: Collection[str]) -> None:
@@ -39,11 +41,11 @@ def follow_prefix(model: PreTrainedModel, names: Collection[str]) -> None:
     if prefix == "." or any(name.startswith(prefix) for name in names):
         return
     if any(name.startswith(prefix) for name in model.state_dict()) and names:
-        conversions = getattr(model, "_weight_conversions", None)
+        conversions = weight_conversions(model)
         if conversions is None:  # as transformers has it where no weights were loaded
             found = get_model_conversion_mapping(model, add_legacy=False)
             conversions = [each for each in found if not isinstance(each, PrefixChange)]
-        model._weight_conversions = [PrefixChange(prefix_to_add=model.base_model_prefix), *conversions]
+        set_weight_conversions(model, [PrefixChange(prefix_to_add=model.base_model_prefix), *conversions])
 
 
 def tied_names(model: PreTrainedModel) -> set[str]:

@@ -17,6 +17,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from fractions import Fraction
 from functools import cache
@@ -44,30 +45,29 @@ class Number(click.ParamType[Any]):
         self, kind: type, least: float = -math.inf, most: float = math.inf, above: float | None = None,
         below: float | None = None,
     ) -> None:  # fmt: skip
-        self._kind, self._low, self._high = kind, least if above is None else above, most if below is None else below
-        self._open = above is not None, below is not None
+        low = f"from {least}" if above is None else f"above {above}"
+        high = f"to {most}" if below is None else f"below {below}"
+        self._allowed = f"a {'whole number' if kind is int else 'number'} {low} {high}"
+        self._kind, self._least, self._most, self._excluded = kind, least, most, (above, below)
+        if above is not None:
+            self._least = above
+        if below is not None:
+            self._most = below
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = value
         if isinstance(value, str):
-            try:
+            with suppress(ValueError):
                 number = self._kind(value)
-            except ValueError:
-                number = math.nan
-        allowed = (int,) if self._kind is int else (int, float)
-        if isinstance(number, bool) or not isinstance(number, allowed) or not self._within(number):
-            self.fail(f"{value!r} is not {self._wanted()}", param, ctx)
+        numbers = (int,) if self._kind is int else (int, float)
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, numbers)
+            or not math.isfinite(number)
+            or (number in self._excluded or not self._least <= number <= self._most)
+        ):
+            self.fail(f"{value!r} is not {self._allowed}", param, ctx)
         return self._kind(number)
-
-    def _within(self, number: float) -> bool:
-        low = number > self._low if self._open[0] else number >= self._low
-        return low and (number < self._high if self._open[1] else number <= self._high) and math.isfinite(number)
-
-    def _wanted(self) -> str:
-        low = "above" if self._open[0] else "from"
-        high = "below" if self._open[1] else "to"
-        name = "whole number" if self._kind is int else "number"
-        return f"a {name} {low} {self._low}" + (f" {high} {self._high}" if self._high < math.inf else " on")
 
 
 LARGEST = 10**9  # of what is counted one by one
@@ -156,19 +156,15 @@ class KVHeads(click.ParamType[int | tuple[int, ...]]):
 
     name = "kv heads"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | tuple[int, ...]:  # fmt: skip
-        words = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-        if not words.isdecimal() and os.path.isfile(words):
-            words = Path(words).read_text(encoding="utf-8", errors="replace")
-        found = re.findall(r"[^\s,]+", words)
-        if not found or not all(word.isdecimal() and 0 < int(word[:7]) < 10**6 for word in found):
-            self.fail(
-                f"{value!r} is no number of heads; give one from 1 on, or one for each layer with commas or in a file",
-                param, ctx,
-            )  # fmt: skip
-        return int(found[0]) if words.strip() == found[0] else tuple(map(int, found))
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        if not text.isdecimal() and os.path.isfile(text):
+            text = Path(text).read_text(encoding="utf-8", errors="replace")
+        words = re.findall(r"[^\s,]+", text)
+        if not words or not all(word.isdecimal() and 0 < int(word[:7]) < 10**6 for word in words):
+            allowed = "give one from 1 on, or one for each layer with commas or in a file"
+            self.fail(f"{value!r} is no number of heads; {allowed}", param, ctx)
+        return int(words[0]) if text.strip() == words[0] else tuple(map(int, words))
 
 
 def option(
@@ -196,8 +192,13 @@ def option(
         methods: The attribute of `gqa.convert.methods.Method` that says whether a method uses it.
         expert: For Python callers only: no option of the command.
     """
-    how = {"help": help, "kind": kind, "heading": heading, "metavar": metavar, "short": short, "argument": argument}
-    return field(default=default, metadata={**how, "free": free, "needs": needs, "methods": methods, "expert": expert})
+    return field(
+        default=default,
+        metadata={
+            "help": help, "kind": kind, "heading": heading, "metavar": metavar, "short": short, "argument": argument,
+            "free": free, "needs": needs, "methods": methods, "expert": expert,
+        },
+    )  # fmt: skip
 
 
 def same_as(kind: type, name: str, **changes: Any) -> Any:
@@ -223,19 +224,18 @@ class _Flag(click.ParamType[bool]):
 @cache
 def _types(kind: type) -> dict[str, tuple[click.ParamType[Any], bool]]:
     """By field, the type of its values, and whether it has several."""
-    found = {}
+    types = {}
     for name, hint in get_type_hints(kind).items():
-        (one, *others) = [part for part in get_args(hint) if part is not NoneType] or [hint]
-        plain = hint if get_origin(hint) in (Literal, tuple) else one
-        several = get_origin(plain) is tuple and not others
-        several = several or get_origin(hint) is tuple
+        parts = [part for part in get_args(hint) if part is not NoneType]
+        plain = hint if get_origin(hint) in (Literal, tuple) or not parts else parts[0]  # of `X | None` the X
+        several = get_origin(hint) is tuple or (get_origin(plain) is tuple and len(parts) == 1)
         value = get_args(plain)[0] if several else plain
-        declared = field_of(kind, name).metadata["kind"]
         choices = click.Choice(get_args(value)) if get_origin(value) is Literal else None
-        own = declared or choices or {bool: _Flag(), str: Text(), Path: Directory()}.get(value)
-        assert own is not None, f"{kind.__name__}.{name} needs a type"
-        found[name] = (Several(own) if several else own), several
-    return found
+        usual = {bool: _Flag(), str: Text(), Path: Directory()}
+        one = field_of(kind, name).metadata["kind"] or choices or usual.get(value)
+        assert one is not None, f"{kind.__name__}.{name} needs a type"
+        types[name] = (Several(one) if several else one), several
+    return types
 
 
 @dataclass(frozen=True)
@@ -261,13 +261,11 @@ class Options:
     def check_needs(self) -> None:
         """Raises RefusedError for an option that is given without any of those that it needs."""
         for one in fields(self):
-            leaders = one.metadata["needs"]
-            if leaders and self.given(one.name) and not any(getattr(self, leader) for leader in leaders):
-                give = "both" if len(leaders) == 1 else "one of them"
-                arguments = (field_of(type(self), leader).metadata["argument"] for leader in leaders)
-                names = [word.strip("[]") or flag(leader) for word, leader in zip(arguments, leaders, strict=True)]
-                without = " or ".join(names)
-                raise RefusedError(f"{flag(one.name)} means nothing without {without}: give {give} or none")
+            needs = one.metadata["needs"]
+            if needs and self.given(one.name) and not any(getattr(self, name) for name in needs):
+                names = [field_of(type(self), name).metadata["argument"].strip("[]") or flag(name) for name in needs]
+                give = "both" if len(names) == 1 else "one of them"
+                raise RefusedError(f"{flag(one.name)} means nothing without {' or '.join(names)}: give {give} or none")
 
     def binding(self) -> dict[str, Any]:
         """What a continued run must have in common with the one before, JSON-ready."""
@@ -288,33 +286,33 @@ class _Option(click.Option):
 def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
     """The option or argument that a field is, of this name."""
     kind, several = _types(owner)[one.name]
-    how, required = one.metadata, one.default is MISSING
-    if how["argument"]:
+    metadata, required = one.metadata, one.default is MISSING
+    if metadata["argument"]:
         nargs = -1 if several else 1
-        return click.Argument([name], type=Text(), nargs=nargs, required=required, metavar=how["argument"])
-    names = [name, *filter(None, [how["short"]]), flag(name)]
-    text, shown = how["help"], {} if one.default in (None, MISSING, (), False, True) else {"d": one.default}
-    for value in shown.values():
-        text += f"  [default: {','.join(map(str, value)) if several else value}]"
+        return click.Argument([name], type=Text(), nargs=nargs, required=required, metavar=metadata["argument"])
+    names = [name, *filter(None, [metadata["short"]]), flag(name)]
+    text = metadata["help"]
+    if one.default not in (None, MISSING, (), False, True):
+        text += f"  [default: {','.join(map(str, one.default)) if several else one.default}]"
     if isinstance(kind, _Flag):
         if one.default is not False:
             names[-1] += f"/--no-{flag(name)[2:]}"
-        made = _Option(names, is_flag=True, default=None, help=text)
+        option = _Option(names, is_flag=True, default=None, help=text)
     else:
-        numbers = isinstance(kind, Number), isinstance(kind, Several) and isinstance(kind._kind, Number)
-        metavar = how["metavar"] or ("N" if numbers[0] else "N[,...]" if numbers[1] else None)
-        made = _Option(names, type=kind, required=required, help=text, metavar=metavar, multiple=several)
-    made.heading = how["heading"]
-    return made
+        numbers = "N[,...]" if several else "N" if isinstance(kind, Number) else None
+        metavar = metadata["metavar"] or numbers
+        option = _Option(names, type=kind, required=required, help=text, metavar=metavar, multiple=several)
+    option.heading = metadata["heading"]
+    return option
 
 
 def read(kind: type[T], params: Mapping[str, Any]) -> T:
     """The options that click has read; those that were not given have their defaults."""
-    given = {name: value for name, value in params.items() if value not in (None, ())}
-    for name, value in given.items():
+    values = {name: value for name, value in params.items() if value not in (None, ())}
+    for name, value in values.items():
         if isinstance(value, tuple) and isinstance(value[0], tuple):  # an option that was given several times
-            given[name] = tuple(chain.from_iterable(value))
-    return kind(**given)
+            values[name] = tuple(chain.from_iterable(value))
+    return kind(**values)
 
 
 def command(kind: type[T], epilog: str = "") -> Callable[[Callable[[T], Any]], click.Command]:
@@ -324,12 +322,12 @@ def command(kind: type[T], epilog: str = "") -> Callable[[Callable[[T], Any]], c
         def call(**params: Any) -> Any:
             return function(read(kind, params))
 
-        own = [one for one in fields(kind) if not one.metadata["expert"]]  # type: ignore[arg-type]
-        params = [parameter(kind, one, one.name) for one in own]
-        made = Command(
-            None, callback=call, params=params, help=function.__doc__, epilog=epilog, context_settings=CONTEXT_SETTINGS
-        )
-        version_option(made)
-        return made
+        params = [parameter(kind, one, one.name) for one in fields(kind) if not one.metadata["expert"]]  # type: ignore[arg-type]
+        return version_option(
+            Command(
+                None, callback=call, params=params, help=function.__doc__, epilog=epilog,
+                context_settings=CONTEXT_SETTINGS,
+            )
+        )  # fmt: skip
 
     return decorate

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +34,6 @@ _STORED_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-# torch.compile, FSDP and activation checkpointing, anywhere in a name.
-_WRAPPERS = re.compile(r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Ends of the names that GPTQ, AWQ, bitsandbytes and compressed-tensors give to packed weights and their scales.
 _PACKED = (
@@ -213,9 +210,6 @@ def read_checkpoint(
         raise RefusedError(f"{directory} is a file; give the directory that holds config.json") from error
     except (PermissionError, FileNotFoundError) as error:
         raise RefusedError(f"{error.filename} cannot be read: {error.strerror}; give yourself the right") from error
-    names = unwrapped_names(spec.name for table in tables.values() for spec in table)
-    pickled = {file: {names[stored]: tensor for stored, tensor in part.items()} for file, part in pickled.items()}
-    config.pop("transformers_weights", None)  # results have files of the usual names
     hub_id, revision = cached_revision(directory)
     name = hub_id.split("/")[-1] if hub_id else directory.resolve().name
     return Checkpoint(
@@ -257,26 +251,13 @@ def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any
     if not tensors:
         raise CorruptError(f"{listing(tables)} hold no tensors; download the checkpoint again")
     if index is not None:
-        weight_map = index["weight_map"]
-        for tensor, file in weight_map.items():
-            if tensor not in tensors or tensors[tensor].file != file:
-                where = f"it is in {tensors[tensor].file}" if tensor in tensors else "no file has it"
+        files, weight_map = {name: spec.file for name, spec in tensors.items()}, index["weight_map"]
+        for name in sorted(files.keys() | weight_map.keys()):
+            if (real := files.get(name, "no file")) != (named := weight_map.get(name, "no file")):
                 raise CorruptError(
-                    f"the index says that {tensor} is in {file}, but {where}; download the checkpoint again"
+                    f"the index says that {name} is in {named}, but it is in {real}; download the checkpoint again"
                 )
-        if extra := tensors.keys() - weight_map.keys():
-            raise CorruptError(f"{listing(extra)} in the shards but not in the index; repair the index")
-    names = unwrapped_names(tensors)
-    return {names[name]: replace(spec, name=names[name]) for name, spec in tensors.items()}
-
-
-def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Stored name -> the parameter's name, without what torch and peft wrap modules in when they train."""
-    found = {name: _WRAPPERS.sub("", name) for name in names}
-    prefixes = ("module.", "base_model.model.")  # DistributedDataParallel, peft; in any order, several times
-    while prefix := next((p for p in prefixes if found and all(bare.startswith(p) for bare in found.values())), ""):
-        found = {name: bare.removeprefix(prefix) for name, bare in found.items()}
-    return found
+    return tensors
 
 
 def _weights_path(directory: Path, file: str) -> Path:
@@ -338,9 +319,8 @@ def _side_files(directory: Path, rewritten: AbstractSet[str | None]) -> tuple[tu
             f"{links[0]} in {directory} is a link to a directory, and none is followed; put the directory itself in "
             "its place, or remove it"
         )
-    modules = member_path(directory, "modules.json").read_bytes() if "modules.json" in paths else b"[]"
     names = [name for name, path in paths.items() if name not in rewritten and not path.is_dir()]
-    side, left_out = side_files(names, modules)
+    side, left_out = side_files(names)
     for name in side:
         if not os.access(member_path(directory, name), os.R_OK):
             raise RefusedError(f"{paths[name]} cannot be read; give yourself the right, or remove it")

@@ -6,7 +6,6 @@ only the hidden directory, which the next run removes: a lock beside it tells a 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import math
@@ -17,12 +16,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
-from gqa.checkpoint.files import CHECKPOINT_FILES, WEIGHT_SUFFIXES
 from gqa.checkpoint.locks import locked
 
 if TYPE_CHECKING:
@@ -94,10 +91,9 @@ class OutputDirectory:
             self._check_existing()
         except RefusedError as error:  # it was made while this run was writing
             raise OutputError(str(error)) from error
-        if not exchange(self.work, self.out):  # then OUT is absent for a moment: see _restore
-            if self.out.exists():
-                self.out.rename(self._old)
-            self.work.rename(self.out)
+        if self.out.exists():
+            self.out.rename(self._old)  # then OUT is absent for a moment: see _restore
+        self.work.rename(self.out)
         fsync_directory(self.out.parent)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
@@ -128,39 +124,30 @@ class OutputDirectory:
             raise RefusedError(f"the output {self.out} is a mount point; give a directory in it with -o")
 
     def _check_existing(self) -> None:
-        """What is at OUT: nothing, an empty directory, or with --overwrite a checkpoint."""
+        """Raise RefusedError unless OUT is nothing, an empty directory or, with --overwrite, a result."""
         if self.out.is_symlink():
             raise RefusedError(f"{self.out} is a link; give the directory itself with -o")
         if not self.out.exists():
             return
         if not self.out.is_dir():
             raise RefusedError(f"{self.out} exists and is not a directory; give another output with -o")
-        entries = {p.name for p in self.out.iterdir()}
-        if entries and not self._overwrite:
+        if any(self.out.iterdir()) and not self._overwrite:
             raise RefusedError(f"{self.out} exists; choose another output with -o, or replace it with --overwrite")
-        if entries and not ("config.json" in entries and any(Path(n).suffix in WEIGHT_SUFFIXES for n in entries)):
+        if others := _unlisted_files(self.out):
             raise RefusedError(
-                f"{self.out} holds no checkpoint (config.json and weights): --overwrite will not remove it; "
-                "give another output with -o"
-            )
-        if others := _others(self.out):
-            raise RefusedError(
-                f"{self.out} holds {listing(others, 3)}, which --overwrite will not remove: not part of a checkpoint; "
-                "move it away or give another output with -o"
+                f"{self.out} holds {listing(others, 3)}, which --overwrite will not remove: no record lists it as "
+                "part of a result; move it away or give another output with -o"
             )
 
 
-def _others(directory: Path) -> list[str]:
-    """What is in a directory besides a checkpoint: what its records do not list, or what is not named as such files."""
+def _unlisted_files(directory: Path) -> list[str]:
+    """Files in a directory that the records in it do not list as parts of a result."""
     listed: set[str] = set()
     for record in directory.glob("gqa_*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):  # a record of another tool
             listed |= set(json.loads(record.read_bytes())["files"])
-    found = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
-    names = [path.relative_to(directory).as_posix() for path in found]
-    if listed:
-        return [name for name in names if name not in listed]
-    return [name for name in names if "/" in name or not any(fnmatchcase(name, kind) for kind in CHECKPOINT_FILES)]
+    paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    return [name for path in paths if (name := path.relative_to(directory).as_posix()) not in listed]
 
 
 def require_space(needed: int, out: Path) -> None:
@@ -182,12 +169,6 @@ def _system_errors(out: Path) -> Iterator[None]:
         raise OutputError(
             f"cannot write beside {out}: {error.strerror or error}; give another output with -o"
         ) from error
-
-
-def exchange(first: Path, second: Path) -> bool:
-    """Swap two files or directories in one step. False where one is not there, or the system has no such call."""
-    call = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    return call is not None and call(-100, os.fsencode(first), -100, os.fsencode(second), 2) == 0  # RENAME_EXCHANGE
 
 
 def fsync_directory(directory: Path) -> None:

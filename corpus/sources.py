@@ -80,7 +80,9 @@ class Source:
 
     def identify(self) -> str:
         """What determines the documents: hashes of the content, and how it is read. Raises CorpusError."""
-        content = [file_format(self.files[0]), *file_digests(self.files)] if self.files else self.load()._fingerprint
+        from gqa.checkpoint.compat import fingerprint
+
+        content = [file_format(self.files[0]), *file_digests(self.files)] if self.files else fingerprint(self.load())
         return f"{content} {self.columns} {self.fraction}"
 
     def texts(self) -> Iterator[str]:

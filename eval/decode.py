@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name
 from gqa.checkpoint.write import Progress, unwatched
@@ -111,7 +112,7 @@ def _point(model: PreTrainedModel, runs: Mapping[int, Decoded]) -> dict[str, Any
         "fastest": min(seconds),
         "slowest": max(seconds),
         "tokens_per_second": len(runs[min(runs)].tokens) / statistics.median(seconds),  # of the whole batch
-        "attention": str(model.config._attn_implementation),
+        "attention": attention_name(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "turns": tuple(runs),  # when each run was among those of all models: (0, 2) beside another model's (1, 3)
     }

@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.console import progress_bar, say_device
 from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError
@@ -155,7 +156,7 @@ class Comparison:
         model = load(subject, self._options)
         head = ChunkedHead(model)
         record: Record = {
-            "dtype": str(model.dtype).removeprefix("torch."), "attention": model.config._attn_implementation
+            "dtype": str(model.dtype).removeprefix("torch."), "attention": attention_name(model)
         }  # fmt: skip
         if self._text and (alone or not (is_baseline and self._options.kl)):
             record |= self._measure_quality(subject, head, self._text)

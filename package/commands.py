@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -78,6 +77,7 @@ def uptrain_model(
         StoppedError: A signal (an interrupt of the kernel) asked for the end; with `resume=True` the run goes on.
         OutputError: The result could not be written or did not verify.
     """
+    from gqa.checkpoint.compat import fresh_accelerator
     from gqa.convert.merge.watcher import Watcher
     from gqa.uptrain.options import TrainOptions
     from gqa.uptrain.run import uptrain
@@ -90,7 +90,7 @@ def uptrain_model(
             settings = replace(settings, model=path)
             if in_memory(teacher):
                 settings = replace(settings, teacher=stack.enter_context(saved(teacher, tokenizer))[0])
-        stack.enter_context(_fresh_accelerator())
+        stack.enter_context(fresh_accelerator())
         with Watcher(settings.quiet) as bar:
             setup = prepare(settings, watcher=bar)
         _, record = uptrain(setup, quiet=settings.quiet)
@@ -175,20 +175,3 @@ def _build(kind: type[T], first: Any, fields: dict[str, Any], **models: Any) -> 
     if fields:
         raise TypeError(f"{kind.__name__} holds all options: change it instead of giving {', '.join(fields)} too")
     return first
-
-
-@contextmanager
-def _fresh_accelerator() -> Iterator[None]:
-    """accelerate remembers the first precision of a process: that of the caller is restored when the block ends."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    states = (AcceleratorState, GradientState)
-    before = [dict(state._shared_state) for state in states]
-    try:
-        for state in states:
-            state._shared_state.clear()
-        yield
-    finally:
-        for state, values in zip(states, before, strict=True):
-            state._shared_state.clear()
-            state._shared_state.update(values)

@@ -163,11 +163,6 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": path} for path, _ in _files(directory)]
         self._answer(200, {"id": name, "sha": commit, "siblings": siblings, "gated": repo.gated})
 
-    def refs(self, name: str) -> None:
-        refs = self._repo(name).refs
-        branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": commit} for n, commit in refs.items()]
-        self._answer(200, {"branches": branches, "tags": [], "converts": []})
-
     def tree(self, name: str, revision: str, folder: str = ".") -> None:
         deep = "recursive=true" in self.path.lower()
         entries = [(PurePosixPath(entry["path"]), entry) for entry in _entries(self._commit(name, revision)[2])]
@@ -218,7 +213,6 @@ _ROUTES: list[tuple[str, str, Any]] = [
     ("GET", rf"{_API}/revision/(?P<revision>.+)", _Handler.model_info),
     ("GET", rf"{_API}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", _Handler.tree),
     ("POST", rf"{_API}/paths-info/(?P<revision>[^/]+)", _Handler.paths_info),
-    ("GET", rf"{_API}/refs", _Handler.refs),
     ("GET", _API, _Handler.model_info),
     ("GET HEAD", rf"(?:/datasets)?/{_NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
     ("GET HEAD", r"/lfs/(?P<commit>\w+)/(?P<path>.+)", _Handler.storage),
@@ -291,12 +285,9 @@ class Machine:
         with self.entered(**environment):
             return run(*words, program=program)
 
-    def refused(self, *words: object, code: int = 2, **environment: str) -> str:
+    def refused(self, *words: object, code: int = 2, groups: int | None = 2, **environment: str) -> str:
         """The one line that a failing command says; nothing is left in the working directory."""
-        said = check_refused(self.run("--groups", 2, *words, **environment), code=code, advice="")
+        before = ("--groups", groups) if groups else ()
+        said = check_refused(self.run(*before, *words, **environment), code=code, advice="")
         assert list(self.work.iterdir()) == []
         return said
-
-    def blobs(self) -> dict[str, str]:
-        """Every cached file with the hash of its content."""
-        return {str(p): _sha256(p) for p in self.home.rglob("blobs/*")}

@@ -21,7 +21,7 @@ assert 'site-packages' in gqa.convert.__file__, gqa.convert.__file__
 for package in ('convert', 'corpus', 'uptrain', 'eval'):
     assert importlib.resources.files(f'gqa.{package}').joinpath('py.typed').is_file(), package
 files = {path.name for path in importlib.resources.files('gqa.checkpoint.modelling').iterdir()}
-assert {'modeling_gqa_gpt2.py', 'modeling_gqa_by_layer.py'} <= files, files
+assert {'modeling_gqa.py', 'modeling_gqa_by_layer.py'} <= files, files
 from gqa.convert import convert_checkpoint, plan_conversion
 import gqa, importlib.metadata
 assert importlib.resources.files('gqa').joinpath('py.typed').is_file()

@@ -19,7 +19,6 @@ from processes import Running
 from safetensors.torch import save_file
 from training import Runs
 
-from gqa.checkpoint import shards
 from gqa.checkpoint import write as writer
 from gqa.checkpoint.errors import OutputError
 from gqa.convert import api as convert_api
@@ -57,10 +56,10 @@ def check_stopped(out: Path, *complete: dict[str, str]) -> str:
     return "new" if found == complete[0] else "old"
 
 
-@pytest.mark.parametrize(("overwrite", "exchange"), [(False, True), (True, True), (True, False)])
-def test_killed_at_every_change_of_a_name(runs: Runs, tmp_path: Path, overwrite: bool, exchange: bool) -> None:
-    """Killed before the first, second ... last open, rename, mkdir, unlink: then the next run succeeds. OUT is always
-    there where directories can be exchanged; else the next run puts the old one back.
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_at_every_change_of_a_name(runs: Runs, tmp_path: Path, overwrite: bool) -> None:
+    """Killed before the first, second ... last open, rename, mkdir, unlink: then the next run succeeds. Where OUT was
+    there and is not, it puts the old one back.
     """
     model, out = small(tmp_path / "m"), tmp_path / "out"
     kept = tmp_path.with_name(tmp_path.name + "-kept")
@@ -68,11 +67,10 @@ def test_killed_at_every_change_of_a_name(runs: Runs, tmp_path: Path, overwrite:
     before = snapshot(model)
     words = [*MERGED, "-q", "-o", out, model, *(["--overwrite"] if overwrite else [])]
     states: list[str] = []
-    start = "" if exchange else "from gqa.checkpoint import write; write.exchange = lambda *paths: False; "
     for fatal in range(1, 400):
         if overwrite:
             shutil.copytree(kept / "1", out)
-        killed = runs.begin(*words, before=f"{start}from processes import die_at; die_at({fatal})")
+        killed = runs.begin(*words, before=f"from processes import die_at; die_at({fatal})")
         if killed.wait() == 0:
             break
         states.append(check_stopped(out, new, old))
@@ -89,7 +87,7 @@ def test_killed_at_every_change_of_a_name(runs: Runs, tmp_path: Path, overwrite:
     assert len(states) > 12
     first = "old" if overwrite else "absent"
     moments = [states[0], *(b for a, b in pairwise(states) if a != b)]
-    assert moments == [first, *(["absent"] if overwrite and not exchange else []), "new"]
+    assert moments == [first, *(["absent"] if overwrite else []), "new"]
 
 
 def stop(running: Running, seconds: float, number: int) -> int:
@@ -157,9 +155,8 @@ def test_full_disk_under_a_file_that_is_replaced(disk: Path) -> None:
     assert {path.name: path.read_text() for path in disk.iterdir()} == {"x": "old"}
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("where", ["plan", "shards", "side files"])
-def test_full_disk(disk: Path, tmp_path: Path, monkeypatch: Any, where: str, overwrite: bool) -> None:
+def test_full_disk(disk: Path, tmp_path: Path, monkeypatch: Any, where: str) -> None:
     """Refused at once where the weights cannot fit; else whatever was written is gone again, and OUT as it was."""
     more = 0 if where == "side files" else 9  # times 48 KiB
     tensors = weights() | {f"model.more.{n}": weights(width=512)["lm_head.weight"] for n in range(more)}
@@ -167,8 +164,7 @@ def test_full_disk(disk: Path, tmp_path: Path, monkeypatch: Any, where: str, ove
     (model / "vocab.txt").write_bytes(bytes(500_000))
     if where == "shards":
         monkeypatch.setattr(convert_api, "require_space", lambda needed, out: None)
-    if overwrite:
-        assert run("--groups", 1, "--method", "mean", "-o", out, small(tmp_path / "other")).code == 0
+    assert run("--groups", 1, "--method", "mean", "-o", out, small(tmp_path / "other")).code == 0
     before, sound = snapshot(disk), snapshot(model)
     says = "are free at" if where == "plan" else "nothing was kept"
     result = run(*MERGED, "--overwrite", "-o", out, model)
@@ -180,10 +176,8 @@ def test_full_disk(disk: Path, tmp_path: Path, monkeypatch: Any, where: str, ove
         assert run(*MERGED, "--overwrite", "-o", out, model).code == 0
 
 
-PLACES = ("copy_range", "write_tensor", "write_bytes", "copy_file", "write_text", "write_index", "verify",
-          "fsync_directory")  # fmt: skip
-ERRORS = [*((where, errno.ENOSPC) for where in PLACES),
-          *((where, number) for where in ("write_tensor", "verify") for number in (errno.EIO, None))]  # fmt: skip
+PLACES = ("copy_range", "write_tensor", "copy_file", "write_text", "verify", "fsync_directory")
+ERRORS = [*((where, errno.ENOSPC) for where in PLACES), ("write_tensor", errno.EIO), ("verify", None)]
 
 
 @pytest.mark.parametrize(("where", "number"), ERRORS)
@@ -196,7 +190,7 @@ def test_error_anywhere(tmp_path: Path, monkeypatch: Any, where: str, number: in
     model, out = llama(tmp_path / "m"), tmp_path / "out"
     assert run("--groups", 1, "--method", "mean", "-o", out, model).code == 0
     before = snapshot(tmp_path)
-    home = {"write_bytes": shards, "fsync_directory": writer}.get(where, rewrite)
+    home = writer if where == "fsync_directory" else rewrite
     monkeypatch.setattr(home, where, fail)
     result = run(*MERGED, "--overwrite", "-o", out, model)
     assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
@@ -265,7 +259,6 @@ def test_failed_second_rename_is_undone(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", fail)
-    monkeypatch.setattr(writer, "exchange", lambda *paths: False)
     assert run(*MERGED, "--overwrite", "-o", out, model).code == 1
     monkeypatch.undo()
     if len(failing) > 1:

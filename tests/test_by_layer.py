@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 import gqa
 from gqa.checkpoint import modelling
 from gqa.checkpoint.custom_code import BY_LAYER
-from gqa.checkpoint.errors import CorpusError, RefusedError
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name, load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
@@ -96,7 +96,7 @@ def test_transformers_loads_it_and_computes_the_same(source: Path, converted: Pa
     assert error(predicted(load_model(str(other), dtype="float32")), expected) > 10 * TOLERANCE
 
 
-@families
+@pytest.mark.parametrize("source", ["llama", "gemma2", "cohere2", "phi3"], indirect=True, ids=str)
 def test_what_is_written_is_what_it_generates_with(converted: Path) -> None:
     """The cache holds each layer's heads, and a token after another is what all at once are."""
     model = load_model(str(converted), dtype="float32")
@@ -108,9 +108,8 @@ def test_what_is_written_is_what_it_generates_with(converted: Path) -> None:
     assert error(rest, whole[:, 8:]) < TOLERANCE
     greedy = model.generate(IDS, max_new_tokens=3, do_sample=False)
     assert greedy[:, : IDS.shape[1]].equal(IDS)
-    for _ in range(2):  # with a cache of a fixed size, which is made from the config
-        fixed = model.generate(IDS, max_new_tokens=3, do_sample=False, cache_implementation="static")
-        assert fixed.equal(greedy)
+    fixed = model.generate(IDS, max_new_tokens=3, do_sample=False, cache_implementation="static")  # sized by the config
+    assert fixed.equal(greedy)
 
 
 @one_family
@@ -154,15 +153,10 @@ def test_engines_are_told_what_is_stored(source: Path, tmp_path: Path) -> None:
     all_alike = json.loads((convert_checkpoint(source, 2, tmp_path / "2").out / "config.json").read_text())
     assert all_alike["architectures"] == ["LlamaForCausalLM"]
     assert not {"num_key_value_heads_per_layer", "rms_norm_eps"} & {*all_alike}
-
-
-def test_only_what_engines_read_as_llama_is_called_so(tmp_path: Path) -> None:
-    model = write_checkpoint(build(TINY["qwen2"], QUERY_HEADS), tmp_path / "model")
-    out = convert_checkpoint(model, HEADS, tmp_path / "out", method="mean").out
-    raw = json.loads((out / "config.json").read_text())
+    qwen = write_checkpoint(build(TINY["qwen2"], QUERY_HEADS), tmp_path / "qwen")
+    raw = json.loads((convert_checkpoint(qwen, HEADS, tmp_path / "q", method="mean").out / "config.json").read_text())
     assert raw["architectures"] == ["GQAQwen2ForCausalLM"]
     assert "num_key_value_heads_per_layer" not in raw
-    assert not hasattr(AutoConfig.from_pretrained(out, trust_remote_code=True), "block_configs")
 
 
 @pytest.mark.usefixtures("alone")
@@ -187,20 +181,15 @@ def test_it_is_trained_and_measured_as_any_other(tmp_path: Path) -> None:
 
 
 @one_family
-@pytest.mark.parametrize("method", ["mean", "procrustes", "aligned", "calibrated", "refined"])
-def test_the_same_number_everywhere_is_one_number(source: Path, method: str, tmp_path: Path) -> None:
-    """Bit for bit, and without custom modelling code."""
+@pytest.mark.parametrize("method", ["aligned", "refined"])
+def test_a_layer_that_keeps_its_heads_stays(source: Path, method: str, tmp_path: Path) -> None:
+    """Byte for byte; the first layer is aligned as if all were converted: nothing came before it. The same number
+    everywhere is one number, without custom modelling code.
+    """
     how = small_options()
     one = convert_checkpoint(source, 2, tmp_path / "one", method=method, calibration=how).out
     two = convert_checkpoint(source, (2, 2), tmp_path / "two", method=method, calibration=how).out
     assert contents(one) == contents(two)
-
-
-@one_family
-@pytest.mark.parametrize("method", ["aligned", "calibrated", "refined"])
-def test_a_layer_that_keeps_its_heads_stays(source: Path, method: str, tmp_path: Path) -> None:
-    """Byte for byte; the first layer is aligned as if all were converted: nothing came before it."""
-    how = small_options()
     some = load(convert_checkpoint(source, HEADS, tmp_path / "some", method=method, calibration=how).out)
     every = load(convert_checkpoint(source, 1, tmp_path / "every", method=method, calibration=how).out)
     before = load(source)
@@ -218,7 +207,7 @@ def small_options() -> MapsOptions:
 # ---------------------------------------------------------------------------------------------- who gets how many
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_allotted_is_the_best_of_all_choices(seed: int) -> None:
     draw = random.Random(seed)
     losses = [{8: 0.0} | {kept: draw.random() for kept in draw.sample((1, 2, 4), 2)} for _ in range(4)]
@@ -313,15 +302,8 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     assert record["options"]["groups"] == [1, 4, 1, 4]
 
 
-def test_its_name_says_how_much_is_left(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(uneven, "--groups", "1,4,1,4", "--method", "mean").code == 0
-    assert uneven.with_name("model-kv62-mean").is_dir()
-
-
 def test_from_python(uneven: Path, tmp_path: Path) -> None:
-    """The same heads, also where they are then merged without text; text that is given beside options is what layers
-    are measured on.
-    """
+    """The same heads, also where they are then merged without text, which layers are measured on all the same."""
     text = small_options().text
     given: dict[str, Any] = {"kv_budget": 0.625, "tokens": text.tokens, "context": text.length, "quiet": True}
     made = gqa.convert_model(uneven, output=tmp_path / "a", data=text.sources, device="cpu", **given)
@@ -329,8 +311,6 @@ def test_from_python(uneven: Path, tmp_path: Path) -> None:
     assert made.record["options"]["method"] == "calibrated"
     mean = gqa.convert_model(uneven, method="mean", data="self:512", seed=1, output=tmp_path / "b", **given)
     assert (mean.record["options"]["groups"], mean.record["options"]["method"]) == ([1, 4, 1, 4], "mean")
-    with pytest.raises(CorpusError, match="nothing-here"):
-        gqa.convert_model(uneven, data="./nothing-here.txt", output=tmp_path / "c", **given)
     for wrong in ({"groups": 1, "kv_budget": 0.5}, {}, {"kv_budget": 1.0}, {"groups": [1, 0, 1, 1]}):
         with pytest.raises(RefusedError, match=r"give|not a number above 0 below 1"):
             gqa.convert_model(str(uneven), **wrong)
@@ -344,16 +324,12 @@ def test_from_python(uneven: Path, tmp_path: Path) -> None:
     [
         (("--groups", "1,2"), "--groups names 2 layers, model has 4"),
         (("--groups", "1,3,1,1"), "--groups 3 is not possible for the 4 key/value heads"),
-        (("--groups", "1,8,1,1"), "--groups 8 is not possible for the 4 key/value heads"),
         (("--groups", "1,x,1,1"), "'1,x,1,1' is no number of heads"),
-        (("--groups", "1,0,1,1"), "'1,0,1,1' is no number of heads"),
         (("--groups", "1", "--kv-budget", "0.5"), "one of them"),
         ((), "give --groups G, or --kv-budget SHARE"),
-        (("--kv-budget", "0.2"), "the least is 0.25"),
         (("--kv-budget", "0.2", "--method", "mean", "--tokens", "512"), "the least is 0.25"),  # measuring takes them
         (("--kv-budget", "0.5", "--tensor-parallel", "3"), "none is a multiple of 3"),
         (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs none"),
-        (("--kv-budget", "1"), "'1' is not a number above 0 below 1"),
     ],
 )
 def test_refused(uneven: Path, words: tuple[str, ...], says: str, tmp_path: Path) -> None:

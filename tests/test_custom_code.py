@@ -6,7 +6,7 @@ beside it. Tolerances are relative to the largest logit, float32.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +113,10 @@ def test_expand_back_in_the_source_class(pair: Pair) -> None:
     assert error(logits(tiny, wrong, given), expected) > TOLERANCE * CONTROL
 
 
-@originals
-def test_one_head(source: Path, tmp_path: Path) -> None:
-    expand_back(source, 1, tmp_path / "out")
-
-
 @encoder_decoders
 def test_choice_of_attention(source: Path, tmp_path: Path) -> None:
-    """The encoder too, or the decoder's self-attention alone: what is not named keeps its tensors."""
+    """The encoder too, or the decoder's self-attention alone: what is not named keeps its tensors. Also one head."""
+    expand_back(source, 1, tmp_path / "one")
     before = all_tensors(source)
     for number, kinds in enumerate(({"decoder-self", "cross", "encoder"}, {"decoder-self"})):
         out = expand_back(source, 2, tmp_path / str(number), attention=tuple(kinds))
@@ -171,12 +167,11 @@ def prompts(tiny: Tiny) -> dict[str, Tensor]:
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {},
     "without a cache": {"use_cache": False},
-    "beams": {"num_beams": 2},
     "static": {"cache_implementation": "static", "disable_compile": True},
 }
 
 
-@families
+@originals
 def test_generation(pair: Pair) -> None:
     """Prompts of several lengths, padded on the left: the tokens that the source's class writes, in every way, and the
     same with and without a cache.
@@ -208,15 +203,6 @@ def cached_heads(directory: Path) -> tuple[set[int], set[int]]:
     layers = (cache.self_attention_cache.layers, cache.cross_attention_cache.layers) if both else (cache.layers, ())
     own, cross = ({part.shape[1] for layer in kind for part in (layer.keys, layer.values)} for kind in layers)
     return own, cross
-
-
-def test_more_layers_in_the_decoder(tmp_path: Path) -> None:
-    """Of an encoder-decoder it is the decoder's layers that count."""
-    tiny = replace(THEIRS["t5"], options={**THEIRS["t5"].options, "num_decoder_layers": 3})
-    directory = write_checkpoint(build(tiny, QUERY_HEADS), tmp_path / "source")
-    plan = plan_conversion(directory, 2)
-    assert (plan.config.layers, len(plan.cache_before.layers)) == (3, 3)
-    convert_checkpoint(directory, 2, tmp_path / "out", method="mean")
 
 
 def test_old_checkpoints(tmp_path: Path) -> None:

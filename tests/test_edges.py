@@ -25,22 +25,18 @@ from checkpoints import (
     Tensors,
     check_refused,
     config,
-    edit_json,
     leftovers,
     llama,
     load,
-    read_header,
     refusal,
     run,
     snapshot,
     tensor_bytes,
     weights,
     write_json,
-    write_raw,
 )  # fmt: skip
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from gqa.checkpoint.write import replacing
 from gqa.convert import RefusedError, rewrite
@@ -137,17 +133,7 @@ def test_attention_that_is_not_quantised_is_converted(method: str, tmp_path: Pat
     assert run("--groups", 2, "--dry-run", model).code == 0
 
 
-def test_what_a_config_says_of_quantised_weights_is_dropped_where_there_are_none(tmp_path: Path) -> None:
-    key = {"quant_method": "gptq", "bits": 4}
-    model = llama(tmp_path / "m", quantization_config=key, dtype_note="x")
-    result = run("--groups", 2, "--method", "mean", "-o", tmp_path / "out", model)
-    assert f"quantization_config: {key} -> None" in result.said
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert "quantization_config" not in config
-    assert config["dtype_note"] == "x"
-
-
-@pytest.mark.parametrize(("name", "value"), [(K0, float("nan")), (V0, float("inf")), (K0, float("-inf"))])
+@pytest.mark.parametrize(("name", "value"), [(K0, float("nan")), (V0, float("-inf"))])
 def test_nan_and_inf_are_a_warning(name: str, value: float, tmp_path: Path) -> None:
     made = weights()
     made[name][5, 7] = value
@@ -246,60 +232,34 @@ def test_single_file_goes_before_an_index(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "out").glob("*.safetensors*")) == [SINGLE]
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_config_names_the_weights(tmp_path: Path, shards: int) -> None:
-    """As in transformers, though the usual file is beside them; the result has the usual names."""
-    model, other = llama(tmp_path / "m", shards=1, seed=1), llama(tmp_path / "other", shards=shards, seed=2)
-    files = [path.rename(model / path.name.replace("model", "mine")) for path in other.glob("model*")]
-    if shards > 1:
-        text = (model / "mine.safetensors.index.json").read_text().replace("model-", "mine-")
-        (model / "mine.safetensors.index.json").write_text(text)
-    chosen = min(path.name for path in files if shards == 1 or path.suffix == ".json")
-    edit_json(model / "config.json", lambda made: made.update(transformers_weights=chosen))
-    theirs = LlamaForCausalLM.from_pretrained(model).state_dict()
-    assert all(torch.equal(theirs[name], tensor) for name, tensor in weights(seed=2).items())
-    out = tmp_path / "out"
-    assert "left out, as they are of the old weights: model.safetensors\n" in run(*MERGED, "-o", out, model).err
-    check_result(out, merged(weights(seed=2), 4, 2))
-    assert "transformers_weights" not in json.loads((out / "config.json").read_text())
-    assert len(list(out.glob("*.safetensors"))) == shards
-    for wrong in ("no.safetensors", "config.json", "../m/mine.safetensors", 1, "model.safetensors\n"):
-        edit_json(model / "config.json", lambda made, wrong=wrong: made.update(transformers_weights=wrong))
-        check_refused(run(*MERGED, model), f"that the weights are in {wrong!r} (transformers_weights); allowed are")
+def test_a_config_that_names_its_weights_is_refused(tmp_path: Path) -> None:
+    model = llama(tmp_path / "m", transformers_weights="mine.safetensors")
+    check_refused(run(*MERGED, model), "names another file of weights, 'mine.safetensors'", "rename it to")
 
 
-OTHER_MODULES = ("2_Dense/model.safetensors", "2_Dense/config.json", "3_More/deep/pytorch_model.bin", "vocab/a.txt")
 OLD_MODEL = (
-    "adapter_config.json", "adapter_model.safetensors", "params.json", "consolidated.safetensors", "genai_config.json",
-    "checkpoint-5/config.json", "checkpoint-5/model.safetensors", "checkpoint-6/trainer_state.json", "onnx/config.json",
-    "openvino/openvino_model.xml", "openvino_model.xml", "original/params.json", "metal/settings.json",
-    "metal/model.bin", "mlc-chat-config.json", "Modelfile", "4_Dense/model.safetensors", "model.onnx.data",
-    "model.onnx_data_1", "executorch/config.json", "executorch/model.pte", "rank0.engine", "lit_config.json",
-    "kv_cache_scales.json", "states/__0_0.distcp", "model.nemo", "weights.npz",
+    "adapter_config.json", "adapter_model.safetensors", "params.json", "consolidated.safetensors", "onnx/config.json",
+    "checkpoint-5/config.json", "checkpoint-5/model.safetensors", "checkpoint-6/trainer_state.json", "Modelfile",
+    "original/params.json", "metal/settings.json", "metal/model.bin", "4_Dense/model.safetensors", "model.onnx.data",
+    "rank0.engine", "states/__0_0.distcp",
 )  # fmt: skip
 
 
 def test_what_belongs_to_the_old_model_stays_with_it(tmp_path: Path) -> None:
-    """Further modules travel with their weights; other forms of the old weights do not, nor what describes them."""
+    """Other forms of the old weights do not travel along, nor what describes them."""
     model = llama(tmp_path / "m")
-    for name in (*OTHER_MODULES, *OLD_MODEL):
+    for name in (*OLD_MODEL, "1_Pooling/config.json"):
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         (model / name).write_text(f"of {name}")
     (model / "README.md").write_text("a card without metadata")
-    modules = [{"idx": n, "path": path} for n, path in enumerate(("", "2_Dense", "3_More/", "5_Normalize"))]
-    (model / "modules.json").write_text(json.dumps(modules))
     result = run(*MERGED, "-o", tmp_path / "out", model)
     assert result.code == 0, result
     assert all(line.startswith("warning: ") for line in result.err.splitlines())  # nothing of huggingface_hub
     (warning,) = (line for line in result.err.splitlines() if line.startswith("warning: left out"))
     assert set(warning.partition("weights: ")[2].split(", ")) == set(OLD_MODEL)
-    found = {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file()}
-    assert found >= {*OTHER_MODULES, "modules.json", *SIDE_FILES}
-    assert not found.intersection(OLD_MODEL)
-    assert all((tmp_path / "out" / name).read_text() == f"of {name}" for name in OTHER_MODULES)
-    for other in ("[1]", '[{"path": 1}]', '{"path": "4_Dense"}', "no JSON"):  # of something else
-        (model / "modules.json").write_text(other)
-        assert run(*MERGED, "--dry-run", model).code == 0
+    names = {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert names >= {"1_Pooling/config.json", *SIDE_FILES}
+    assert not names.intersection(OLD_MODEL)
 
 
 def pairs(path: Path) -> list[tuple[str, Any]]:
@@ -316,13 +276,12 @@ def test_only_the_changed_key_of_the_config_changes(tmp_path: Path) -> None:
     assert pairs(convert(absent) / "config.json") == [*pairs(absent / "config.json"), ("num_key_value_heads", 2)]
 
 
-@pytest.mark.parametrize("mask", [0o077, 0o002])
-def test_modes_follow_the_umask(mask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_follow_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the product never sets, even to read it: other threads may write files of their own."""
     model = llama(tmp_path / "m")
     (model / "run.sh").write_text("#!/bin/sh\n")
     (model / "run.sh").chmod(0o755)
-    before = os.umask(mask)
+    before = os.umask(mask := 0o027)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(os, "umask", lambda mask: pytest.fail("it is set"))
@@ -356,9 +315,7 @@ def test_side_files_travel_unchanged_and_unread(tmp_path: Path) -> None:
     assert names - {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)} == made
 
 
-@pytest.mark.parametrize(
-    "name", ["m", "with space", "ünïcode-模型", "semi;colon'quote\"", "-dash", "new\nline", "%s{}"]
-)
+@pytest.mark.parametrize("name", ["ünïcode 模型;'quote\"", "-dash", "new\nline", "%s{}"])
 def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama(tmp_path / name, shards=1)
     result = run("--groups", 2, "--method", "mean", "--json", f"{model}/")
@@ -371,7 +328,7 @@ def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, f"{name}-gqa2-mean", f"{name}-mqa-mean"])
 
 
-@pytest.mark.parametrize("words", [[], ["--dry-run"], ["-v"], ["-q", "--checksums"]])
+@pytest.mark.parametrize("words", [["--dry-run"], ["-v"], ["-q", "--checksums"]])
 def test_json_is_one_object_alone_on_stdout(words: list[str], tmp_path: Path) -> None:
     model = llama(tmp_path / "m")
     before = snapshot(tmp_path)
@@ -383,18 +340,6 @@ def test_json_is_one_object_alone_on_stdout(words: list[str], tmp_path: Path) ->
     assert record["heads"] == {"query": HEADS, "kv_before": 4, "kv_after": 2}
     assert record["dry_run"] == ("--dry-run" in words)
     assert bool(result.err) == ("-q" not in words)
-
-
-def test_dry_run_reads_headers_only(tmp_path: Path) -> None:
-    """The weights of a 70B model are not there to be read: a sparse file answers as fast."""
-    model = llama(tmp_path / "m", shards=1)
-    (header, data), huge = read_header(model / SINGLE), 140 * 10**9
-    header["model.huge"] = {"dtype": "U8", "shape": [huge], "data_offsets": [len(data), len(data) + huge]}
-    write_raw(model / SINGLE, json.dumps(header).encode(), b"")
-    os.truncate(model / SINGLE, (model / SINGLE).stat().st_size + len(data) + huge)
-    result = run("--groups", 2, "--method", "mean", "--dry-run", "--json", model)
-    assert result.code == 0
-    assert json.loads(result.out)["total_bytes"] > huge
 
 
 PROGRAMS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
@@ -417,19 +362,10 @@ def test_help_imports_nothing_heavy(program: str, word: str) -> None:
     assert not loaded & {"torch", "transformers", "numpy", "huggingface_hub", "safetensors", "tqdm", "asyncio"}
 
 
-@pytest.mark.parametrize(
-    ("field", "found"),
-    [
-        ("hidden_size", "transformers cannot read config.json as llama: "),
-        ("num_attention_heads", "config.json asks for 2 query and 4 key/value heads of dimension 16"),
-    ],
-)
-def test_a_config_that_the_edit_breaks_is_not_said_to_be_the_users(field: str, found: str) -> None:
+def test_a_config_that_the_edit_breaks_is_not_said_to_be_the_users() -> None:
     """A family with a wrong key for the number of heads: the file was right, the one with fewer heads is not."""
     right = read_config(config(hidden_size=32), "model")
-    broken = replace(right, family=replace(right.family, kv_fields=(field,)))
-    with pytest.raises(RefusedError) as told:
+    broken = replace(right, family=replace(right.family, kv_fields=("hidden_size",)))
+    says = "its config with 2 key/value heads is no good: transformers cannot read .*; please report this config$"
+    with pytest.raises(RefusedError, match=says):
         edit_config(broken, 2, "model")
-    assert str(told.value).startswith(f"model: its config with 2 key/value heads is no good: {found}")
-    assert str(told.value).endswith("; please report this config")
-    assert "correct" not in str(told.value)

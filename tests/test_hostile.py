@@ -287,7 +287,7 @@ SHARDED: Cases = {
     "a link leaves the directory": (both(rename(SECOND, "../elsewhere"), link(SECOND, "../elsewhere")),
          (SECOND, "link that leaves", "elsewhere")),
     "a link to itself": (both(remove(SECOND), link(SECOND, SECOND)), (SECOND,)),
-    "index names a tensor that its shard lacks": (file_of("model.x", FIRST), ("model.x", FIRST, "no file has")),
+    "index names a tensor that its shard lacks": (file_of("model.x", FIRST), ("model.x", FIRST, "it is in no file")),
     "index names the wrong shard": (file_of(K0, FIRST), (K0, "it is in")),
     "index forgets a tensor": (index(lambda made: made["weight_map"].__delitem__(K0)), (K0, "not in the ind")),
     "a tensor in two shards": (both(lambda m: write_safetensors(m / "more.safetensors", weights()),

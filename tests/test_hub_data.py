@@ -62,10 +62,9 @@ def test_hub(
         ("lab/data:a", {"field": "body"}, "CorpusError: lab/data:a has no field 'body'; it has 'n', 'text'"),
         ("lab/data:a", {"field": "n"}, "CorpusError: lab/data:a: field 'n' is no text but int; name a field of text"),
         ("lab/none", {}, no_file + "none, and the hub shows no data set lab/none: check the name; if it is private, "
-         "the present token has no access, log in with `hf auth login` or set HF_TOKEN of one that has"),
+         "log in with `hf auth login` or set HF_TOKEN of an account that has access"),
         ("lab/gated", {}, no_file + "gated, and the data set lab/gated is gated: accept its terms at "
-         f"{hub.endpoint}/datasets/lab/gated, then use a token of that account (the present one has no access): log in "
-         "with `hf auth login` or set HF_TOKEN"),
+         f"{hub.endpoint}/datasets/lab/gated, then log in with `hf auth login` or set HF_TOKEN of that account"),
         ("lab/broken", {}, "CorpusError: the data set lab/broken cannot be loaded: Parquet magic bytes not found in "
          "footer. Either the file is corrupted or this is not a parquet file"),
         ("lab/script", {}, "CorpusError: the data set lab/script cannot be loaded: Dataset scripts are no longer "

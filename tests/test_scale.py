@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -199,45 +198,3 @@ def test_long_blocks_are_looked_at_in_pieces(tmp_path: Path) -> None:
     ).save_pretrained(tmp_path)  # fmt: skip
     assert peak_of(tmp_path, "calibrated", 1, 32768, 1) < 1e9
     assert peak_of(tmp_path, "calibrated", 1, 12288, 1, scores=1 << 40) > 1.5e9
-
-
-_LIMITED = """
-import resource, sys
-import accelerate.utils
-from gqa.eval.cli import main
-accelerate.utils.get_max_memory = lambda: {"cpu": 90_000_000}  # of --device auto
-limit = sys.argv.pop(1)
-if int(limit):
-    resource.setrlimit(resource.RLIMIT_AS, (int(limit), int(limit)))
-try:
-    main()
-finally:
-    lines = open("/proc/self/status").read().splitlines()
-    print(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmPeak")), file=sys.stderr)
-"""
-
-
-def test_a_model_is_evaluated_in_less_memory_than_it_takes(tmp_path: Path) -> None:
-    """Under a limit of the address space: what a small model takes, and three quarters of the weights. Control:
-    without the disk it ends in one line. Models are loaded and offloaded in threads: peaks of one run and
-    the next differ by up to 40 % of the weights, so one of eight has to stay below.
-    """
-    text = ["--data", "stdlib:heldout", "--context", "64", "--tokens", "100", "--precision", "float32", "-q", "--json"]
-    sizes = {"small": {}, "model": SIZES | {"num_hidden_layers": 20, "num_attention_heads": 16}}
-    for name, size in sizes.items():
-        tiny_checkpoint(tmp_path / name, dtype="bfloat16", **size)
-
-    def evaluated(name: str, limit: int, *how: str) -> tuple[list[str], float]:
-        words = [sys.executable, "-c", _LIMITED, str(limit), str(tmp_path / name), *text, *how]
-        done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        return done.stderr.splitlines(), json.loads(done.stdout)["models"][0]["quality"]["nats"] if done.stdout else 0.0
-
-    weights = 2 * sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
-    assert weights > 850 << 20
-    limit = int(evaluated("small", 0)[0][-1]) + 3 * weights // 4
-    spread = "--device", "auto"
-    runs = (evaluated("model", limit, *spread)[1] for _ in range(8))
-    assert next((nats for nats in runs if nats), 0.0) == pytest.approx(evaluated("model", 0)[1], rel=1e-6)
-    told, nats = evaluated("model", limit)
-    assert (len(told), nats) == (2, 0.0), told
-    assert "the memory of cpu is too small for its weights; choose another --precision, --device auto" in told[0]

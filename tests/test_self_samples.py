@@ -356,7 +356,7 @@ def test_sampling_does_not_copy_what_it_has(teacher, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sampling, "_MORE", 16)
     ours = samples(teacher, 40, seed=1, batch=3)
     assert [layer.get_seq_length() for layer in made] == [39] * teacher.config.num_hidden_layers
-    monkeypatch.setattr(type(teacher), "_supports_default_dynamic_cache", lambda self: False)
+    monkeypatch.setattr(sampling, "_cache", lambda model: {})
     assert torch.equal(ours, samples(teacher, 40, seed=1, batch=3))
     assert len(made) == teacher.config.num_hidden_layers
 

@@ -78,9 +78,7 @@ def without_prefix(tensors: dict[str, Any]) -> dict[str, Any]:
     ("name", "head"),
     [
         ("mixtral", "the class' names"),
-        ("gemma3", "the class' names"),
         ("flint", "the class' names"),
-        ("qwen3", "Qwen3ForCausalLM"),
         ("qwen3", "Qwen3Model"),
         ("qwen3", "Qwen3ForSequenceClassification"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import MERGED, SINGLE, llama, load, run, weights
+from checkpoints import MERGED, SINGLE, llama, run, weights
 from test_edges import save_bin
 from torch import Tensor
 
@@ -72,26 +72,6 @@ def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor
     return lambda tensors: {re.sub(old, new, name): tensor for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize(
-    "wrapped",
-    [rename("^", "_orig_mod."), rename("^", "module._orig_mod."), rename("^", "base_model.model."),
-     rename("^", "base_model.model.module.module."),
-     rename(r"(layers\.\d+)", r"\1._checkpoint_wrapped_module"), rename("self_attn", "_fsdp_wrapped_module.self_attn")],
-)  # fmt: skip
-@pytest.mark.parametrize("stored", ["safetensors", "bin"])
-def test_names_of_wrapped_modules_are_unwrapped(
-    tmp_path: Path, wrapped: Callable[[dict[str, Tensor]], dict[str, Tensor]], stored: str
-) -> None:
-    """As torch.compile, distributed training and peft leave them: the result has the names that transformers loads."""
-    source, named = llama(tmp_path / "m", tensors=wrapped(weights())), llama(tmp_path / "n")
-    if stored == "bin":
-        save_bin(source, wrapped(weights()), 2)
-    outs = [convert_checkpoint(path, 2, tmp_path / f"out-{path.name}", method="mean").out for path in (source, named)]
-    found, expected = map(load, outs)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 def drop(pattern: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if not re.search(pattern, name)}
 
@@ -103,14 +83,12 @@ def narrow(pattern: str, shape: tuple[int, ...]) -> Callable[[dict[str, Tensor]]
 _UNLOADABLE: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], dict[str, Any], str]] = {
     "another prefix": (rename("^", "student."), {}, r"stored as student\..*; rename its tensors without 'student.'"),
     "ZeRO-3": (narrow("mlp.up_proj", (0,)), {}, r"mlp.up_proj.weight is stored as \[0\], .*zero_to_fp32.py"),
-    "ZeRO-3 of everything": (narrow("", (0,)), {}, r"_proj.weight \[0\] has 0 rows .*zero_to_fp32.py"),
     "ZeRO-3 of queries": (narrow("q_proj", (0,)), {}, r"q_proj.weight is stored as \[0\], by config.json"),
     "a pruned MLP": (
         narrow("mlp.up_proj", (8, 32)),
         {},
         r"stored as \[8, 32\], by config.json it is \[16, 32\] \(and 1 m",
     ),
-    "pruned queries": (narrow("q_proj", (16, 32)), {}, r"q_proj.weight is stored as \[16, 32\], by config.json it is"),
     "more layers in the config": (dict, {"num_hidden_layers": 3}, "layers.2.*are not stored, and LlamaForCausalLM"),
     "an untied head": (drop("lm_head"), {}, "lm_head.weight is not stored, and LlamaForCausalLM would initialise"),
     "a model type of another model": (
@@ -129,7 +107,7 @@ def test_what_transformers_would_initialise_at_random_is_refused(case: str, tmp_
         plan_conversion(llama(tmp_path / "m", tensors=change(weights()), **settings), 2, method="mean")
 
 
-@pytest.mark.parametrize("odd", [3, [3], [None], [[]], {}, "LlamaModel", [""]])
+@pytest.mark.parametrize("odd", [3, [None], "LlamaModel"])
 def test_what_names_no_class_is_as_if_nothing_were_named(odd: object, tmp_path: Path) -> None:
     """`architectures` of config.json may be anything: the result is of the class that its model type stands for."""
     result = run(*MERGED, "-o", tmp_path / "out", llama(tmp_path / "m", architectures=odd))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.compat import unsaved_names
 from gqa.checkpoint.errors import RefusedError, listing
 from gqa.checkpoint.names import parameter_names
 from gqa.checkpoint.read import Checkpoint
@@ -45,9 +46,9 @@ def choose(model: PreTrainedModel, checkpoint: Checkpoint, scope: Scope, rank: i
     `all` freezes only parameters that the class does not store, like sinusoids. Raises RefusedError.
     """
     if scope == "all":
-        unstored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+        unsaved = unsaved_names(model)
         for name, parameter in model.named_parameters():
-            if name in unstored:
+            if name in unsaved:
                 parameter.requires_grad_(False)
         return
     attention, keys_and_values = attention_parameters(model, checkpoint)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.compat import add_model, layer_classes
 from gqa.checkpoint.loading import ranks, read_shards
 from gqa.checkpoint.processes import broadcast_str, wait_for_everyone
 from gqa.checkpoint.read import Checkpoint
@@ -35,7 +36,7 @@ def share_model(training: TrainingModel, checkpoint: Checkpoint, accelerator: Ac
 def share_teacher(teacher: PreTrainedModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
     """Shard a frozen model, which is gathered a layer at a time, and read the checkpoint into it."""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    classes = set(teacher._no_split_modules or ())
+    classes = layer_classes(teacher)
     for module in [module for module in teacher.modules() if type(module).__name__ in classes]:
         fully_shard(module, mesh=mesh)
     fully_shard(teacher, mesh=mesh)
@@ -53,8 +54,7 @@ def prepare_model(accelerator: Accelerator, training: Any, optimizer: Any) -> tu
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare(training, optimizer)  # type: ignore[no-any-return]
-    training._is_accelerate_prepared = True
-    accelerator._models.append(training)  # all that accelerate's prepare_model does here; older versions refuse FSDP2
+    add_model(accelerator, training)
     return training, accelerator.prepare_optimizer(optimizer)
 
 

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.utils._pytree import tree_map_only
 
+from gqa.checkpoint.compat import tree_map_only
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import ranks

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.compat import layer_classes, set_layer_classes
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.uptrain.losses import chunked_sum, next_token_loss
 from gqa.uptrain.options import TrainOptions
@@ -31,7 +32,7 @@ class TrainingModel(nn.Module):
         self._teacher = None if teacher is None else ChunkedHead(teacher)
         # The classes of layers, which FSDP gathers one at a time.
         classes = {type(module).__name__ for module in model.modules()}
-        self._no_split_modules = sorted(classes & set(model._no_split_modules or ()))
+        set_layer_classes(self, classes & layer_classes(model))
 
     def tie_weights(self) -> None:
         """FSDP calls it after it has replaced parameters."""

@@ -9,8 +9,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from gqa.checkpoint.compat import attention_tables
 
 # (module, query, key, value, mask, options of transformers) -> (B, T, H, e)
 Attend = Callable[..., Tensor]
@@ -19,11 +21,7 @@ Attend = Callable[..., Tensor]
 @contextmanager
 def registered(attention: Mapping[str, Any], masks: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Register functions with transformers by name while the context is open; restore its registries afterwards."""
-    # The tables of the classes, not of instances: transformers looks masks up in no other.
-    tables = (
-        (ALL_ATTENTION_FUNCTIONS._global_mapping, attention),
-        (ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, masks or {}),
-    )
+    tables = tuple(zip(attention_tables(), (attention, masks or {}), strict=True))
     before = [{name: table[name] for name in functions if name in table} for table, functions in tables]
     try:
         for table, functions in tables:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.kv_cache import parts_of
@@ -59,7 +60,7 @@ def quantise_cache(model: PreTrainedModel, bits: int, layers: int, name: str) ->
 
     Raises RefusedError where it cannot: another implementation of attention, or less than `layers` calls of it.
     """
-    plain = model.config._attn_implementation
+    plain = attention_name(model)
     if plain not in PLAIN:
         raise RefusedError(f"--cache-bits goes with sdpa and eager attention, {name} has {plain}; give one of them")
     model.set_attn_implementation(implementation := f"gqa_cache{bits}_{plain}")

@@ -19,13 +19,13 @@ import torch
 from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from gqa.checkpoint.compat import build_model, initialize, supports_sdpa, tree_map_only, unsaved_names
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
-from gqa.checkpoint.loading import model_class
+from gqa.checkpoint.loading import concrete_class
 from gqa.checkpoint.names import Loading
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.merge.attention import attend_eager, attend_sdpa, layer_attention
@@ -160,15 +160,13 @@ class Layerwise:
         """Build the model of transformers' `config`; `path`: an attention module of its decoder; `names`: all stored
         tensors. Raises RefusedError where transformers cannot run it layer by layer.
         """
-        cls = model_class(config)
-        if not hasattr(cls, "_from_config"):  # an Auto class, which may know one that transformers does not export
-            cls = cls._model_mapping.get(type(config), None)
+        cls, _ = concrete_class(config)
         if cls is None:
             raise RefusedError(
                 f"transformers has no model of {config.model_type} alone; it cannot be run layer by layer"
             )
         capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
-        eager = capped or not cls._supports_sdpa
+        eager = capped or not supports_sdpa(cls)
         name = "gqa_eager" if eager else "gqa_sdpa"
         has_function = hasattr(sys.modules[cls.__module__], "eager_attention_forward")
         refusal = f"{cls.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
@@ -176,11 +174,11 @@ class Layerwise:
             raise RefusedError(refusal)
         with layer_attention(), init_empty_weights(include_buffers=False), no_init_weights():
             try:
-                model = cls._from_config(config, attn_implementation=name, dtype=dtype)
+                model = build_model(cls, config, attn_implementation=name, dtype=dtype)
             except (KeyError, ValueError) as error:  # a class with its own table of attention classes
                 if not has_function:
                     raise RefusedError(refusal) from error
-                model = cls._from_config(config, attn_implementation="eager", dtype=dtype)
+                model = build_model(cls, config, attn_implementation="eager", dtype=dtype)
                 model.set_attn_implementation(name)
         model.tie_weights()  # empty weights are not tied
         self.loading = Loading(model, names)
@@ -199,13 +197,13 @@ class Layerwise:
         self._paths = [f"{name}.{i}" for name, of in zip(self._stacks, stacks, strict=True) for i in range(len(of))]
         self._extras: dict[str, tuple[Any, ...] | None] = {}  # by stack: what layers return beside hidden states
         parameters = model.state_dict()
-        computed = {name for name in model._keys_to_ignore_on_save or () if name not in self.loading.sources}
+        computed = unsaved_names(model).difference(self.loading.sources)
         outside = [name for name in parameters if not name.startswith(tuple(f"{stack}." for stack in self._stacks))]
         self._fill([name for name in outside if "lm_head" not in name and name not in computed], {})
         for name in computed & parameters.keys():  # sinusoids, which the class makes
             module = model.get_submodule(name.rpartition(".")[0])
             module.to_empty(device=self.device)
-            model._init_weights(module)
+            initialize(model, module)
         for name, buffer in model.named_buffers():
             set_module_tensor_to_device(model, name, self.device, buffer)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from gqa.checkpoint.compat import tree_leaves, tree_map
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.names import stored_tensors
 from gqa.convert.heads.config import target_heads, transformers_config

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.devices import out_of_memory
@@ -113,10 +113,11 @@ class Room(DynamicLayer):  # type: ignore[misc]
 
 
 def _cache(model: Any) -> dict[str, Any]:
-    """The cache to generate into, where the model takes transformers' usual one. Sliding layers stay as they are."""
-    if model.config.is_encoder_decoder or not getattr(model, "_supports_default_dynamic_cache", bool)():
-        return {}
+    """The cache to generate into, where all layers have transformers' usual one. Sliding layers stay as they are."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    usual = {DynamicLayer, DynamicSlidingWindowLayer}.issuperset(map(type, cache.layers))
+    if model.config.is_encoder_decoder or not usual:
+        return {}
     cache.layers = [Room() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return {cache_name(model): cache}
 

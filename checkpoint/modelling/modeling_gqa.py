@@ -1,13 +1,14 @@
 # Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0).
-"""T5, BART and their like (mT5, mBART, Marian, Pegasus, M2M-100) with grouped-query attention (arXiv 2305.13245):
-`num_key_value_heads` key/value heads, each read by a group of query heads, in the kinds of attention that
-`grouped_attention` names.
+"""GPT-2, OPT, T5, BART and their like (mT5, mBART, Marian, Pegasus, M2M-100) with grouped-query attention (arXiv
+2305.13245): `num_key_value_heads` key/value heads, each read by a group of query heads. Of encoder-decoders
+`grouped_attention` names the kinds of attention that have them.
 
 Everything is transformers' own but the size of the key and value projections. Relative positions are those of the query
 heads. Each class is named `GQA` and the name of the class of transformers that it extends, as
 GQAT5ForConditionalGeneration; `__getattr__` makes it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,59 +18,69 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bart.modeling_bart import BartAttention
+from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.m2m_100.modeling_m2m_100 import M2M100Attention
 from transformers.models.marian.modeling_marian import MarianAttention
 from transformers.models.mbart.modeling_mbart import MBartAttention
 from transformers.models.mt5.modeling_mt5 import MT5Attention
+from transformers.models.opt import modeling_opt as opt
 from transformers.models.pegasus.modeling_pegasus import PegasusAttention
 from transformers.models.t5 import modeling_t5 as t5
+from transformers.pytorch_utils import Conv1D
 
 
 class GroupedConfig(PreTrainedConfig):
-    """Mixin for configs: the number of key/value heads (by default H), and the kinds of attention that have as many: a
-    choice of `decoder-self`, `cross` and `encoder`.
+    """Mixin for configs: the number of key/value heads (by default H) and, of encoder-decoders, the kinds of attention
+    that have as many: a choice of `decoder-self`, `cross` and `encoder`.
     """
 
     num_key_value_heads: int | None = None
-    grouped_attention: list[str] | tuple[str, ...] = ("decoder-self", "cross")
+    grouped_attention: list[str] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         query_heads = getattr(self, "decoder_attention_heads", self.num_attention_heads)
         self.num_key_value_heads = self.num_key_value_heads or query_heads
-        self.grouped_attention = list(self.grouped_attention)
+        if self.is_encoder_decoder and self.grouped_attention is None:
+            self.grouped_attention = ["decoder-self", "cross"]
 
 
 def eager_attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """T5's function of this name (BART's is the same without position bias), with key/value heads (B, G, S, d) repeated
-    for the query heads (B, H, T, d). The other attention functions of transformers repeat them.
+    """The source's function of this name, with key/value heads (B, G, S, d) repeated for the query heads (B, H, T, d).
+    The other attention functions of transformers repeat them.
     """
     key, value = (heads.repeat_interleave(module.num_key_value_groups, dim=1) for heads in (key, value))
-    return t5.eager_attention_forward(module, query, key, value, *args, **kwargs)
+    return module.source_eager(module, query, key, value, *args, **kwargs)
 
 
 class GroupedAttention(nn.Module):
     """Mixin for attention modules: G key/value heads. The cache holds G heads too."""
 
-    def set_kv_heads(self: Any, kv_heads: int, query_heads: int) -> None:
-        """Replace the key and value projections by new ones of `kv_heads` heads."""
-        if query_heads % kv_heads:
-            raise ValueError(f"num_key_value_heads {kv_heads} does not divide the {query_heads} attention heads")
-        self.num_key_value_groups = query_heads // kv_heads
-        for name in {"k", "v", "k_proj", "v_proj"} & self._modules.keys():
-            full = self.get_submodule(name)
-            size = full.out_features // self.num_key_value_groups
-            setattr(self, name, nn.Linear(full.in_features, size, bias=full.bias is not None))
+    source_eager = staticmethod(t5.eager_attention_forward)  # BART's is the same without position bias
 
-    def keys_and_values(self: Any, key: nn.Module, value: nn.Module, states: Tensor, cache: Any, cross: bool) -> Any:
-        """Keys and values (B, G, S, d) by projections of `states` (B, S, D), with those that the cache holds."""
+    def set_kv_heads(self: Any, kv_heads: int) -> None:
+        """Replace the key and value projections by new ones of `kv_heads` heads."""
+        if self.num_heads % kv_heads:
+            raise ValueError(f"num_key_value_heads {kv_heads} does not divide the {self.num_heads} attention heads")
+        self.num_key_value_groups = self.num_heads // kv_heads
+        for name, full in list(self.named_children()):
+            if name in ("k", "v", "k_proj", "v_proj"):
+                size = full.out_features // self.num_key_value_groups
+                setattr(self, name, nn.Linear(full.in_features, size, bias=full.bias is not None))
+
+    def split_heads(self: Any, states: Tensor) -> Tensor:
+        """(B, T, heads * d) -> (B, heads, T, d)."""
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def keys_and_values(self: Any, project: Callable[[], tuple[Tensor, Tensor]], cache: Any, cross: bool) -> Any:
+        """Keys and values (B, G, S, d): as `project` computes them, (B, S, G * d), and those that the cache holds."""
         filled = None  # by layer, whether the cache holds the encoder's keys and values
         if isinstance(cache, EncoderDecoderCache):
             filled = cache.is_updated if cross else None
             cache = cache.cross_attention_cache if cross else cache.self_attention_cache
         if filled and filled.get(self.layer_idx):
             return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
-        heads = [part(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (key, value)]
+        heads = [self.split_heads(part) for part in project()]
         if filled is not None:
             filled[self.layer_idx] = True
         return heads if cache is None else cache.update(*heads, self.layer_idx)
@@ -96,18 +107,55 @@ class GroupedBartAttention(
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, D), and for cross-attention the encoder's (B, S, D) -> (B, T, D) and the weights (B, H, T, S)."""
-        query = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         cache, cross = past_key_values if cache is None else cache, key_value_states is not None
         states = key_value_states if cross else hidden_states
-        key, value = self.keys_and_values(self.k_proj, self.v_proj, states, cache, cross)
+        key, value = self.keys_and_values(lambda: (self.k_proj(states), self.v_proj(states)), cache, cross)
+        query = self.split_heads(self.q_proj(hidden_states))
         output, weights = self.attend(query, key, value, attention_mask, **kwargs)
         return self.out_proj(output), weights
+
+
+class GroupedOPTAttention(GroupedBartAttention, opt.OPTAttention):
+    source_eager = staticmethod(opt.eager_attention_forward)
+
+
+class GroupedGPT2Attention(GroupedAttention, gpt2.GPT2Attention):
+    source_eager = staticmethod(gpt2.eager_attention_forward)
+
+    @property
+    def dropout(self: Any) -> float:
+        return float(self.attn_dropout.p)
+
+    def set_kv_heads(self: Any, kv_heads: int) -> None:
+        """Replace the fused projection [Q | K | V]."""
+        super().set_kv_heads(kv_heads)
+        self.split_size = [self.embed_dim, kv_heads * self.head_dim, kv_heads * self.head_dim]
+        self.c_attn = Conv1D(sum(self.split_size), self.embed_dim)
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T, D) -> (B, T, D), and the weights (B, H, T, S) where the attention function returns them."""
+        query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
+        cache = past_key_values if cache is None else cache
+        key, value = self.keys_and_values(lambda: (key, value), cache, cross=False)
+        output, weights = self.attend(self.split_heads(query), key, value, attention_mask, **kwargs)
+        return self.resid_dropout(self.c_proj(output)), weights
 
 
 class GroupedT5Attention(GroupedAttention, t5.T5Attention, MT5Attention):
     @property
     def head_dim(self: Any) -> int:
         return int(self.key_value_proj_dim)
+
+    @property
+    def num_heads(self: Any) -> int:
+        return int(self.n_heads)
 
     def forward(
         self: Any,
@@ -116,42 +164,43 @@ class GroupedT5Attention(GroupedAttention, t5.T5Attention, MT5Attention):
         key_value_states: Tensor | None = None,
         position_bias: Tensor | None = None,
         past_key_values: Any = None,
-        cache: Any = None,  # the name of past_key_values since transformers 5.24
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The same, with the bias (1, H, T, S) of relative positions between output and weights."""
-        query = self.q(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query = self.split_heads(self.q(hidden_states))
         cache, cross = past_key_values if cache is None else cache, key_value_states is not None
         seen: Any = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         seen = seen.clone() if isinstance(seen, Tensor) else seen  # a static cache adds to it in place
         states = key_value_states if cross else hidden_states
-        key, value = self.keys_and_values(self.k, self.v, states, cache, cross)
+        key, value = self.keys_and_values(lambda: (self.k(states), self.v(states)), cache, cross)
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self.compute_bias(query.shape[2], key.shape[2], device=query.device, past_seen_tokens=seen)
         elif position_bias is None:
-            position_bias = torch.zeros(
-                1, self.n_heads, query.shape[2], key.shape[2], device=query.device, dtype=query.dtype
-            )
+            shape = 1, self.n_heads, query.shape[2], key.shape[2]
+            position_bias = torch.zeros(shape, device=query.device, dtype=query.dtype)
             if self.gradient_checkpointing and self.training:
                 position_bias.requires_grad = True
         output, weights = self.attend(query, key, value, mask, position_bias=position_bias, **kwargs)
         return self.o(output), position_bias, weights
 
 
+CLASSES = GroupedBartAttention, GroupedOPTAttention, GroupedGPT2Attention, GroupedT5Attention
+
+
 class Grouped(PreTrainedModel):
-    """Mixin for models: gives the attention modules that the config names fewer key/value heads."""
+    """Mixin for models: gives attention modules, of an encoder-decoder those that the config names, fewer heads."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        kinds = ["decoder-self"] if config.grouped_attention is None else config.grouped_attention
         for name, module in list(self.named_modules()):
-            cross = name.endswith(("encoder_attn", "EncDecAttention"))
-            if not cross and not name.endswith(("self_attn", "SelfAttention")):
-                continue
-            if ("cross" if cross else "decoder-self" if module.is_decoder else "encoder") in config.grouped_attention:
-                is_t5 = isinstance(module, t5.T5Attention | MT5Attention)
-                query_heads = module.n_heads if is_t5 else module.num_heads
-                module.__class__ = GroupedT5Attention if is_t5 else GroupedBartAttention
-                module.set_kv_heads(config.num_key_value_heads, query_heads)
+            grouped = next((cls for cls in CLASSES if issubclass(cls, type(module))), None)
+            cross = name.endswith(("encoder_attn", "EncDecAttention", "crossattention"))
+            kind = "cross" if cross else "decoder-self" if getattr(module, "is_decoder", True) else "encoder"
+            if grouped and kind in kinds:
+                module.__class__ = grouped
+                module.set_kv_heads(config.num_key_value_heads)
         self.post_init()
 
 
