@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gqa.checkpoint.hub import beside, fetch_weights, open_model
 from gqa.checkpoint.provenance import PROVENANCE, request
@@ -22,9 +22,6 @@ from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan, make_plan, searches
 from gqa.convert.rewrite import write
 from gqa.convert.summary import model_card, provenance
-
-if TYPE_CHECKING:
-    from gqa.convert.heads.family import Kind
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,6 @@ def plan_conversion(
     seed: int = 0,
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
-    attention: tuple[Kind, ...] | None = None,
 ) -> Plan:
     """Decide everything about a conversion from config and headers; nothing is written, no weights are fetched.
 
@@ -65,22 +61,20 @@ def plan_conversion(
         seed: Of `random`.
         dtype: Of the stored result (`float32`, `bfloat16`, `float16`, `float64`); None for each tensor's own.
         max_shard_bytes: Of one output file; None for the base model's partition.
-        attention: The kinds of attention whose heads become fewer, of an encoder-decoder; None for its decoder's.
 
     Raises:
         RefusedError: The checkpoint or the options cannot be converted; one line says why and what is allowed.
         CorruptError: Files of the checkpoint are broken or hostile (a kind of RefusedError).
     """
     checkpoint = open_model(os.fspath(model), revision, headers_only=True, or_weights=not headers_only)
-    plan = make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes, attention)
+    plan = make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes)
     searches(plan, grouping)  # refuses
     return plan
 
 
 def plan_for(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     """The plan of a command; with `kv_budget` layers are measured on text first. Raises as `plan_conversion`."""
-    how: dict[str, Any] = {"seed": options.seed, "dtype": options.dtype, "attention": options.attention}
-    how["max_shard_bytes"] = options.max_shard_size
+    how: dict[str, Any] = {"seed": options.seed, "dtype": options.dtype, "max_shard_bytes": options.max_shard_size}
     if options.kv_budget:
         method = MEASURING if options.method == AUTO else options.method
         return _plan_within(options, watcher, method=method, **how)

@@ -72,9 +72,6 @@ class ConvertOptions(Options):
     device: str | None = option(
         None, "Where models run: cpu, cuda, cuda:1, mps.  [default: a GPU where there is one]", heading="Basic",
         metavar="NAME", methods="aligns")
-    attention: tuple[Literal["decoder-self", "cross", "encoder"], ...] | None = option(
-        None, "Whose heads become fewer, in an encoder-decoder that gets such a class: decoder-self, cross, encoder.  "
-        "[default: decoder-self,cross]", metavar="KIND[,...]")
     seed: int = option(0, "The seed of random draws and samples.", SEED, heading="Quality", methods="draws")
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = option(
         None, "Store all weights so.  [default: as they are]", heading="Output")

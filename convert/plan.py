@@ -12,7 +12,6 @@ from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.checkpoint.shards import shard_names
 from gqa.convert.heads.blocks import can_guess_inputs
 from gqa.convert.heads.config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
-from gqa.convert.heads.family import Kind
 from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.heads.layout import Groups, Layout, Rule
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
@@ -120,19 +119,17 @@ def make_plan(
     seed: int = 0,
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
-    attention: tuple[Kind, ...] | None = None,
 ) -> Plan:
     """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
 
-    `groups` that are the same in all layers are one number. `attention`: the kinds whose heads become fewer, of an
-    encoder-decoder.
+    `groups` that are the same in all layers are one number.
     """
     if method not in (AUTO, *METHODS):
         raise RefusedError(f"unknown method {method!r}; choose {', '.join((AUTO, *METHODS))}")
     if dtype is not None and dtype not in _STORED:
         raise RefusedError(f"dtype {dtype!r} is not known; choose {', '.join(_STORED)}")
     given, groups = groups, groups[0] if isinstance(groups, tuple) and len(set(groups)) == 1 else groups
-    checkpoint = recast(checkpoint, groups, attention)
+    checkpoint = recast(checkpoint, groups)
     config = read_config(checkpoint.config, checkpoint.name)
     check_groups(config, given, checkpoint.name)
     modules = attention_modules(checkpoint, config)

@@ -352,7 +352,7 @@ def test_refused_before_anything_is_measured(
         build(next(tiny for tiny in SOURCES if tiny.name == "gpt2"), QUERY_HEADS), tmp_path / "gpt2"
     )
     assert "as many key/value heads in all layers" in refusal(gpt2, "--kv-budget", "0.5")
-    for words in (("--attention", "cross"), ("--method", "mean", "--grouping", "search")):
+    for words in ("--method", "mean", "--grouping", "search"):
         assert words[-2] in refusal(uneven, "--kv-budget", "0.5", *words)
     monkeypatch.undo()
     measured = "gqa.convert.merge.self_samples.sampled_blocks"

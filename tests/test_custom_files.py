@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json, refusal, run
+from checkpoints import refusal, run
 from test_custom_code import ENCODER_DECODERS, ORIGINALS, OURS, THEIRS, TOLERANCE, ours
 from test_families import error, load, write_checkpoint
 from tiny_models import QUERY_HEADS, build, inputs, logits
@@ -87,7 +87,7 @@ def test_a_config_names_no_other_class(architecture: str) -> None:
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
 def test_configs_have_the_defaults_of_transformers(model_type: str) -> None:
-    new = {"model_type", "num_key_value_heads", "grouped_attention"}
+    new = {"model_type", "num_key_value_heads"}
     theirs, ours = config_class(model_type.removeprefix("gqa_"))().to_dict(), config_class(model_type)().to_dict()
     assert {key: ours[key] for key in ours.keys() - new} == {key: theirs[key] for key in theirs.keys() - new}
 
@@ -101,7 +101,6 @@ def test_what_is_written(name: str, converted: dict[str, Path]) -> None:
     assert config["model_type"] == f"gqa_{name}"
     assert config["architectures"] == [f"GQA{THEIRS[name].model_class}"]
     assert config["num_key_value_heads"] == 2
-    assert config.get("grouped_attention") == (["decoder-self", "cross"] if name in ENCODER_DECODERS else None)
     assert {"AutoConfig", "AutoModel"} < set(config["auto_map"])
     assert config["auto_map"]["AutoConfig"].startswith("modeling_gqa.GQA")
 
@@ -230,16 +229,8 @@ def test_our_commands_need_no_trust(converted: dict[str, Path], tmp_path: Path) 
 
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
-    "unknown kind": (
-        "bart",
-        ("--attention", "decoder-self,sideways"),
-        "'sideways' is not one of 'decoder-self'",
-    ),
-    "no kind": ("bart", ("--attention", ","), "',' names nothing"),
-    "cross alone": ("bart", ("--attention", "cross"), "leaves out decoder-self"),
     "no divisor": ("bart", ("--groups", 3, "--method", "mean"), "choose 1, 2 or 4"),
     "heads that no class holds": ("gpt2", ("--groups", 3), "(as gpt_bigcode or gqa_gpt2); choose 1, 2 or 4"),
-    "kinds of a decoder": ("gpt2", ("--attention", "decoder-self"), "leave out --attention (it is for bart, m2m_100"),
 }
 
 
@@ -255,22 +246,11 @@ def test_native_first(converted: dict[str, Path]) -> None:
     assert plan.new_config["model_type"] == "gpt_bigcode"
 
 
-def test_a_config_that_names_odd_kinds(converted: dict[str, Path], tmp_path: Path) -> None:
-    for number, kinds in enumerate((["cross"], ["decoder-self", "sideways"], [])):
-        directory = shutil.copytree(converted["bart"], tmp_path / str(number))
-        edit_json(directory / "config.json", lambda c, kinds=kinds: c.update(grouped_attention=kinds))  # type: ignore[misc]
-        assert "grouped_attention" in refusal(directory, "--groups", 1, "--method", "mean")
-
-
 def test_heads_of_the_encoder_are_others(tmp_path: Path) -> None:
-    """An encoder with another number of heads stays as it is, or is refused."""
+    """An encoder with another number of heads stays as it is."""
     tiny = replace(THEIRS["bart"], options={**THEIRS["bart"].options, "encoder_attention_heads": 8})
     directory = write_checkpoint(build(tiny, QUERY_HEADS), tmp_path / "source")
     convert_checkpoint(directory, 2, tmp_path / "out", method="mean")
-    said = refusal(
-        directory, "--groups", 2, "--method", "mean", "--attention", "decoder-self,encoder", "-o", tmp_path / "other"
-    )
-    assert "its encoder has 8 attention heads, its decoder 4" in said
 
 
 def test_transformers_registries_stay(converted: dict[str, Path], tmp_path: Path) -> None:

@@ -184,8 +184,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 4}, "gpt_bigcode": {"multi_query": False},
     "dbrx": {"attn_config": {"kv_n_heads": 2}, "n_heads": 8, "d_model": 32}, "stablelm": {}, "gpt2": {},
     "inkling_text": {}, "opt": {}, "gqa_opt": {},
-    "gqa_bart": {"d_model": 32, "decoder_attention_heads": 8, "decoder_layers": 2, "encoder_attention_heads": 8,
-                 "grouped_attention": ["decoder-self", "cross"]},
+    "gqa_bart": {"d_model": 32, "decoder_attention_heads": 8, "decoder_layers": 2, "encoder_attention_heads": 8},
 }  # fmt: skip
 KEYS = sorted({key for extra in CONFIGS.values() for key in (*extra, *config())} | {
     "head_dim", "hidden_act", "initializer_range", "layers_block_type", "per_layer_config", "quantization_config",
@@ -205,7 +204,6 @@ KEYS = sorted({key for extra in CONFIGS.values() for key in (*extra, *config())}
 @example("mistral", {"num_kv_shared_layers": "0"}, False, 1, None)
 @example("llama", {"layer_types": [1, 2]}, False, 2, None)
 @example("dbrx", {"num_hidden_layers": ""}, False, 1, None)
-@example("dbrx", {"grouped_attention": None}, False, 1, None)
 @example("llava", {"model_type": [[]]}, True, 1, None)
 @example("gqa_opt", {"hidden_act": [[]]}, False, 1, None)
 @example("dbrx", {"architectures": None, "dtype": []}, False, 1, None)

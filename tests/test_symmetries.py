@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.names import parameter_names
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.heads.families.table import FAMILIES
-from gqa.convert.heads.family import DEFAULT_KINDS, KINDS
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.heads.symmetries import Rotary, Symmetry
 from gqa.convert.maps import HeadMaps
@@ -64,14 +63,10 @@ CASES: dict[str, Tiny] = {model_type: TINY[WITHIN.get(model_type, model_type)] f
     )},
     "llama+queries": _other("llama", "queries", num_attention_heads=8),
     "glm+queries": _other("glm", "queries", num_attention_heads=8),
-    # With the encoder's heads, which layers of the decoder then read.
-    **{f"{name}+encoder": _other(name, "encoder", grouped_attention=list(KINDS)) for name in (
-        "gqa_bart", "gqa_t5",
-    )},
 }  # fmt: skip
 # One model type of each kind: of those whose heads are stored alike and can be changed alike; and what options change.
 _KINDS = {(family.name, found): name for family in FAMILIES for name, found in reversed(family.symmetries.items())}
-EXAMPLES = {*SEVERAL, *_KINDS.values(), *(name for name in CASES if "+" in name and "+encoder" not in name)}
+EXAMPLES = {*SEVERAL, *_KINDS.values(), *(name for name in CASES if "+" in name)}
 
 # None of whose pairs of dimensions is turned slowly: all turn by more, or nobody knows how far they turn.
 FAST = {
@@ -167,7 +162,7 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
         calibrator, maps = calibrated(given, plan)
         if "decoder_input_ids" in given:
             kinds = {module.kind for module in attention_modules(plan.checkpoint, plan.config)}
-            assert name == "dia_decoder" or kinds == {*tiny.options.get("grouped_attention", DEFAULT_KINDS)}
+            assert name == "dia_decoder" or kinds == {"decoder-self", "cross"}
         else:
             check_slow_pairs(calibrator.pair, tiny.name, 16)
         given = inputs(tiny, 64, 16) | given

@@ -1,7 +1,7 @@
 # Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0).
 """GPT-2, OPT, T5, BART and their like (mT5, mBART, Marian, Pegasus, M2M-100) with grouped-query attention (arXiv
-2305.13245): `num_key_value_heads` key/value heads, each read by a group of query heads. Of encoder-decoders
-`grouped_attention` names the kinds of attention that have them.
+2305.13245): `num_key_value_heads` key/value heads, each read by a group of query heads. Of encoder-decoders the
+decoder's self- and cross-attention have them.
 
 Everything is transformers' own but the size of the key and value projections. Relative positions are those of the query
 heads. Each class is named `GQA` and the name of the class of transformers that it extends, as
@@ -30,19 +30,14 @@ from transformers.pytorch_utils import Conv1D
 
 
 class GroupedConfig(PreTrainedConfig):
-    """Mixin for configs: the number of key/value heads (by default H) and, of encoder-decoders, the kinds of attention
-    that have as many: a choice of `decoder-self`, `cross` and `encoder`.
-    """
+    """Mixin for configs: the number of key/value heads of the decoder (by default H)."""
 
     num_key_value_heads: int | None = None
-    grouped_attention: list[str] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         query_heads = getattr(self, "decoder_attention_heads", self.num_attention_heads)
         self.num_key_value_heads = self.num_key_value_heads or query_heads
-        if self.is_encoder_decoder and self.grouped_attention is None:
-            self.grouped_attention = ["decoder-self", "cross"]
 
 
 def eager_attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -189,16 +184,16 @@ CLASSES = GroupedBartAttention, GroupedOPTAttention, GroupedGPT2Attention, Group
 
 
 class Grouped(PreTrainedModel):
-    """Mixin for models: gives attention modules, of an encoder-decoder those that the config names, fewer heads."""
+    """Mixin for models: gives the decoder's attention modules fewer key/value heads; of a model without an encoder not
+    its cross-attention.
+    """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        kinds = ["decoder-self"] if config.grouped_attention is None else config.grouped_attention
         for name, module in list(self.named_modules()):
             grouped = next((cls for cls in CLASSES if issubclass(cls, type(module))), None)
             cross = name.endswith(("encoder_attn", "EncDecAttention", "crossattention"))
-            kind = "cross" if cross else "decoder-self" if getattr(module, "is_decoder", True) else "encoder"
-            if grouped and kind in kinds:
+            if grouped and (config.is_encoder_decoder if cross else getattr(module, "is_decoder", True)):
                 module.__class__ = grouped
                 module.set_kv_heads(config.num_key_value_heads)
         self.post_init()

@@ -7,16 +7,12 @@ does not name inside an attention module is an error, not a guess.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from gqa.checkpoint.custom_code import listed_as
 from gqa.convert.heads.layout import LayerHeads, Rule, Separate
 from gqa.convert.heads.symmetries import Symmetry
 
-# What an attention module attends to: the text before a token, another sequence, or the other sequence itself.
-Kind = Literal["decoder-self", "cross", "encoder"]
-KINDS: tuple[Kind, ...] = ("decoder-self", "cross", "encoder")
-DEFAULT_KINDS: tuple[Kind, ...] = ("decoder-self", "cross")  # as in arXiv 2305.13245, section 3.1
 Edits = dict[str, Any]
 
 SEPARATE = (Rule("k_proj", Separate("key")), Rule("v_proj", Separate("value")))
@@ -106,8 +102,3 @@ class Family:
         """Rules of the tensors of query heads, where it is known which they are."""
         found = self.symmetries[listed_as(config.model_type)]
         return found.rules if isinstance(found, Symmetry) else ()
-
-    def covers(self, config: Any, kind: Kind) -> bool:
-        """Whether the KV heads that a config counts are those of a kind of attention; else it keeps all heads."""
-        named = getattr(config, "grouped_attention", DEFAULT_KINDS)
-        return kind in (named if isinstance(named, list | tuple) else DEFAULT_KINDS)  # any config may have such a key

@@ -91,8 +91,7 @@ def kv_cache(config: ModelConfig, found: Iterable[int], dtype: str) -> KVCache:
         cached, dims = heads.query if every else heads.kv, (heads.key_dim, heads.value_dim)
         layers.append(CachedLayer(cached, *dims, _window(text, layer)))
         if crosses:
-            kept = cached if config.family.covers(text, "cross") else heads.query
-            cross.append(CachedLayer(kept, *dims, None))
+            cross.append(CachedLayer(cached, *dims, None))
     remark = f"transformers caches {main.query} heads a layer, other engines only the {main.kv} key/value heads"
     context = getattr(text, "max_position_embeddings", None)
     told = remark if every and main.kv < main.query else None

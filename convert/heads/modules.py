@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig, target_heads
-from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Kind
+from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE
 from gqa.convert.heads.layout import QUERY_ROLES, Groups, LayerHeads, Layout, Part, Parts, Role, Rule, Separate
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ _TOWERS = re.compile(
     r"vit|vq\w*|qwen2_model|codec\w*|talker|code2wav|token2wav|depth_decoder|sam\w*|dit|patcher|projector|\w+_projector|connector|"
     r"adaptor|local_decoder|diffusion\w*)\."
 )
-_ENCODER = re.compile(r"(?:^|\.)encoder\.")
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class AttentionModule:
     path: str
     layer: int
     tensors: Mapping[str, TensorSpec]
-    kind: Kind = "decoder-self"  # only this one's cache grows with the tokens written
+    kind: Literal["decoder-self", "cross"] = "decoder-self"  # only this one's cache grows with the tokens written
 
     @property
     def layer_path(self) -> str:
@@ -109,15 +108,13 @@ class AttentionModule:
 def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:
     """The modules of the text stack that hold keys and values. Raises where it is not certain which they are."""
     family = config.family
-    cross = family.cross_attention if family.covers(config.text, "cross") else ()
-    names = "|".join(re.escape(name) for name in (*family.attention, *cross))
+    names = "|".join(re.escape(name) for name in (*family.attention, *family.cross_attention))
     module = rf"(?P<stack>(?:.*\.)?)(?P<list>{_LAYERS})\.(?P<layer>\d+)\.(?:{names})"
     pattern = re.compile(rf"({module})\.(?P<tail>.+)", re.DOTALL)
     elsewhere = re.compile(rf"(?:.*\.)?(?:{names})\.(?P<tail>.+)", re.DOTALL)
     found: dict[tuple[str, str, int], dict[str, TensorSpec]] = defaultdict(dict)
     for name, spec in checkpoint.tensors.items():
-        encoder = family.covers(config.text, "encoder") and _ENCODER.search(name)
-        if _TOWERS.search(name) and not encoder:
+        if _TOWERS.search(name):
             continue
         if match := pattern.fullmatch(name):
             predicts = "mtp" in match["list"] or "mtp" in match["stack"].split(".")  # layers beyond the last
@@ -133,10 +130,9 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
     for (path, stack, layer), tensors in found.items():
         _check_unpacked(tensors)
         if any(rule_of(tail, config) for tail in tensors):
-            encoder = _ENCODER.search(path)
-            kind: Kind = "encoder" if encoder else "cross" if path.endswith(cross) else "decoder-self"
-            modules.append(AttentionModule(path, layer, tensors, kind))
-            stacks.add(stack if layer < config.layers and not encoder else "")
+            cross = path.endswith(family.cross_attention)
+            modules.append(AttentionModule(path, layer, tensors, "cross" if cross else "decoder-self"))
+            stacks.add(stack if layer < config.layers else "")
         elif "q_proj.weight" in tensors and not config.shares_kv(layer):
             raise CorruptError(f"{path} has queries but no keys and values; download it again")
     if not modules:

@@ -18,7 +18,6 @@ from gqa.checkpoint.compat import tree_leaves, tree_map
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.names import stored_tensors
 from gqa.convert.heads.config import target_heads, transformers_config
-from gqa.convert.heads.family import KINDS
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.heads.symmetries import Symmetry
@@ -50,9 +49,9 @@ class Pair:
     def __init__(self, plan: Plan, options: MapsOptions) -> None:
         checkpoint, config, dtype = plan.checkpoint, plan.config, getattr(torch, options.dtype)
         source = transformers_config(config.raw)
-        kinds = KINDS if source.is_encoder_decoder else KINDS[:1]
-        modules = [m for m in attention_modules(checkpoint, config) if m.kind == "encoder" or m.layer < config.layers]
-        self._modules = sorted((m for m in modules if m.kind in kinds), key=lambda m: KINDS.index(m.kind))
+        modules = [m for m in attention_modules(checkpoint, config) if m.layer < config.layers]
+        self._modules = [m for m in modules if m.kind == "decoder-self"]
+        self._modules += [m for m in modules if m.kind == "cross" and source.is_encoder_decoder]
         path = self._modules[0].path
         self.plan, self.options = plan, options
         self.symmetry = config.symmetry if isinstance(config.symmetry, Symmetry) else None
@@ -67,9 +66,8 @@ class Pair:
 
     def modules_of(self, layer: int) -> list[AttentionModule]:
         """The attention modules of a layer whose heads are merged, in the order in which they are run."""
-        first = self.source.first
-        indices = ((m, m.layer if m.kind == "encoder" else first + m.layer) for m in self._modules)
-        modules = [module for module, index in indices if index == layer and self.plan.changes_of(module)]
+        own = [module for module in self._modules if self.source.first + module.layer == layer]
+        modules = [module for module in own if self.plan.changes_of(module)]
         if len({module.kind for module in modules}) < len(modules):
             raise RefusedError(f"layer {layer} has several attention modules, which cannot be calibrated apart")
         return modules

@@ -14,7 +14,7 @@ from gqa.checkpoint.read import Checkpoint, read_json
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import read_config, read_top, transformers_config, valid_groups
 from gqa.convert.heads.families import custom
-from gqa.convert.heads.family import DEFAULT_KINDS, KINDS, Kind, query_heads
+from gqa.convert.heads.family import query_heads
 from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.heads.layout import Groups
 from gqa.convert.heads.modules import attention_modules
@@ -39,19 +39,15 @@ RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *_CUSTOM)
 _BY_LAYER = tuple(Recasting(source, f"{PREFIX}{source}") for source in BY_LAYER)
 # What llama.cpp's converter must find in config.json, as it knows no defaults of our class.
 _READ_FROM_THE_FILE = ("max_position_embeddings", "rms_norm_eps")
-ENCODER_DECODERS = frozenset(
-    model_type.removeprefix(PREFIX) for f in custom.FAMILIES if f.cross_attention for model_type in f.model_types
-)
 
 
-def recast(checkpoint: Checkpoint, groups: Groups, attention: tuple[Kind, ...] | None = None) -> Checkpoint:
+def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
     """The checkpoint itself, or a view of it as one of a class that holds `groups` KV heads; of several the first.
-    `attention`: the kinds whose heads become fewer, of an encoder-decoder; None for those of its decoder.
 
     Raises RefusedError where no class does, or none expresses what the config says.
     """
     by_layer = isinstance(groups, tuple)
-    entries = _candidates(checkpoint, attention, by_layer)
+    entries = _candidates(checkpoint, by_layer)
     if not entries:
         return checkpoint
     config = read_top(checkpoint.config, checkpoint.name)
@@ -61,7 +57,7 @@ def recast(checkpoint: Checkpoint, groups: Groups, attention: tuple[Kind, ...] |
     for entry in (entry for entry in entries if entry.when(config)):
         targets.append(entry.target)
         try:
-            raw = _target_config(checkpoint, entry, config, attention)
+            raw = _target_config(checkpoint, entry, config)
             possible = valid_groups(read_config(raw, checkpoint.name))
             if by_layer or groups in possible:
                 return _view(checkpoint, entry, config, raw)
@@ -79,7 +75,7 @@ def recast(checkpoint: Checkpoint, groups: Groups, attention: tuple[Kind, ...] |
     )
 
 
-def _candidates(checkpoint: Checkpoint, attention: tuple[Kind, ...] | None, by_layer: bool) -> list[Recasting]:
+def _candidates(checkpoint: Checkpoint, by_layer: bool) -> list[Recasting]:
     """The entries for a model type; none where it needs none."""
     name, model_type = checkpoint.name, checkpoint.config.get("model_type")
     if not isinstance(model_type, str):  # refused where its config is read
@@ -89,15 +85,6 @@ def _candidates(checkpoint: Checkpoint, attention: tuple[Kind, ...] | None, by_l
         raise RefusedError(
             f"{name} ({model_type}) must have as many key/value heads in all layers; they can differ in models of type "
             f"{listing(BY_LAYER, 40)}: give one number"
-        )
-    if attention and model_type not in ENCODER_DECODERS:
-        raise RefusedError(
-            f"the kinds of attention of {name} ({model_type}) cannot be chosen: its class says which they are; "
-            f"leave out --attention (it is for {listing(ENCODER_DECODERS, 20)})"
-        )
-    if attention and "decoder-self" not in attention:
-        raise RefusedError(
-            f"--attention {','.join(attention)} leaves out decoder-self, whose heads the cache holds; add it"
         )
     return entries
 
@@ -120,9 +107,7 @@ def checkpoint_cache(checkpoint: Checkpoint) -> KVCache:
     return kv_cache(config, cached_layers(modules, config), modules[0].kv_dtype(config))
 
 
-def _target_config(
-    checkpoint: Checkpoint, recasting: Recasting, config: Any, attention: tuple[Kind, ...] | None
-) -> dict[str, Any]:
+def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[str, Any]:
     """config.json of the target with as many KV heads as before.
 
     Raises RefusedError, which says why, where the target cannot compute what the source does.
@@ -131,7 +116,7 @@ def _target_config(
         if recasting.architecture:
             raw = _native_config(checkpoint.config, recasting, config)
         else:
-            raw = _extended_config(checkpoint.config, recasting, config, attention)
+            raw = _extended_config(checkpoint.config, recasting, config)
         json.dumps(raw)
         target = transformers_config(raw)
     except RefusedError:
@@ -155,17 +140,13 @@ def _native_config(raw: dict[str, Any], recasting: Recasting, config: Any) -> di
     return made | {key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)}
 
 
-def _extended_config(
-    raw: dict[str, Any], recasting: Recasting, config: Any, attention: tuple[Kind, ...] | None
-) -> dict[str, Any]:
+def _extended_config(raw: dict[str, Any], recasting: Recasting, config: Any) -> dict[str, Any]:
     """Of a class of ours, which extends the source's: its config.json with what is new."""
     made = {**raw, "model_type": recasting.target, "auto_map": auto_map(recasting.target)}
     made |= {} if recasting in _BY_LAYER else {"num_key_value_heads": query_heads(config)}
     made["architectures"] = [stand_in(config.architectures, recasting.target)]
     if loads_as_decilm(recasting.target):
         made |= {key: getattr(config, key) for key in _READ_FROM_THE_FILE if key not in raw}
-    if recasting.source in ENCODER_DECODERS:
-        made["grouped_attention"] = [kind for kind in KINDS if kind in (attention or DEFAULT_KINDS)]
     return made
 
 

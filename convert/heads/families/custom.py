@@ -3,9 +3,8 @@ extend.
 """
 
 from dataclasses import replace
-from typing import Any
 
-from gqa.convert.heads.family import KINDS, Family
+from gqa.convert.heads.family import Family
 from gqa.convert.heads.layout import Conv1D, Fused, Rule, Separate
 from gqa.convert.heads.symmetries import Symmetry, no_layer
 
@@ -19,16 +18,6 @@ _OPT = Symmetry(
         lambda config: not config.do_layer_norm_before,
     ),
 )
-
-
-def _odd_kinds(config: Any) -> str | None:
-    """Why what a config says of its kinds of attention cannot be converted."""
-    if "decoder-self" not in config.grouped_attention or not all(kind in KINDS for kind in config.grouped_attention):
-        return f"its grouped_attention is {config.grouped_attention}: decoder-self, and cross and encoder if wanted"
-    encoder = getattr(config, "encoder_attention_heads", None)
-    if encoder and "encoder" in config.grouped_attention and encoder != config.decoder_attention_heads:
-        return f"its encoder has {encoder} attention heads, its decoder {config.decoder_attention_heads}"
-    return None
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -51,10 +40,9 @@ FAMILIES: tuple[Family, ...] = (
                 replace(_BART, norms=("self_attn_layer_norm",)),
             ),
         },
-        note="self- and cross-attention of the decoder, or as --attention says",
+        note="self- and cross-attention of the decoder",
         cross_attention=("encoder_attn",),
         layers="decoder_layers",
-        refusal=_odd_kinds,
     ),
     Family(
         "encoder-decoder with relative positions, custom modelling code",
@@ -62,12 +50,11 @@ FAMILIES: tuple[Family, ...] = (
             ("gqa_mt5", "gqa_t5"),
             Symmetry(no_layer, query="q", output="o", norms=("layer.0.layer_norm",), places=False),
         ),
-        note="self- and cross-attention of the decoder, or as --attention says; positions stay with the query heads",
+        note="self- and cross-attention of the decoder; positions stay with the query heads",
         attention=("layer.0.SelfAttention",),
         cross_attention=("layer.1.EncDecAttention",),
         rules=(Rule("k", Separate("key")), Rule("v", Separate("value"))),
         unchanged=("relative_attention_bias",),
         layers="num_decoder_layers",
-        refusal=_odd_kinds,
     ),
 )
