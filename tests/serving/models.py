@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import load, run, write_safetensors
+from checkpoints import load, write_safetensors
 from transformers import AutoConfig, AutoModelForCausalLM
 
 EMBEDDED = Path(__file__).parents[2] / "examples" / "stdlib-mha"
@@ -91,14 +91,6 @@ def write_random(name: str, directory: Path) -> Path:
         (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
         (directory / "tokenizer.model").unlink()
     return directory
-
-
-def convert(source: Path, groups: int | str, out: Path) -> Path:
-    """`gqa-convert --groups G --method mean --dtype float32 -o OUT SOURCE`."""
-    result = run("--groups", groups, "--method", "mean", "--dtype", "float32", "-o", out, source)
-    if result.code:
-        raise RuntimeError(result.err)
-    return out
 
 
 def swap_heads(source: Path, out: Path) -> Path:
