@@ -166,8 +166,6 @@ class Comparison:
         if self.questions and "recall" not in self.refused:
             with self.optional("recall"):
                 record |= self._measure_recall(subject, head)
-                if alone:
-                    record["recall_first_reading"] = self._first_copy_accuracy(subject, head)
         if is_baseline and self._options.kl:
             self._baseline_head = head
         return record
@@ -223,12 +221,6 @@ class Comparison:
             _bar(tokens, "tok", subject.name, options) as bar,
         ):
             return score(head, windows, batch_size=options.batch_size, progress=bar.update, **baseline)
-
-    def _first_copy_accuracy(self, subject: Subject, head: ChunkedHead) -> float | None:
-        """Top-1 accuracy on the tokens of second copies of text without the first copy before them; None without."""
-        copies = [window for question in self.questions if question.kind == "text" for window in question.windows]
-        firsts = [Window(copy.ids[: copy.scored + 2], copy.scored) for copy in copies]
-        return float(self._score(subject, head, firsts).hits.mean()) if firsts else None
 
 
 def check_recall(subjects: Sequence[Subject], context: int) -> None:

@@ -129,8 +129,7 @@ def _quality(models: list[Record], text: Record) -> Table:
 
 def what_is_scored(text: Record) -> str:
     """Protocol, windows and size of the text, in words."""
-    kinds = {"pairs": "source and target texts", "spans": "left out spans of blocks"}
-    kind = kinds.get(text["protocol"], f"{text['protocol']} windows")
+    kind = "source and target texts" if text["protocol"] == "pairs" else f"{text['protocol']} windows"
     cut = f" ({text['cut']:,} are longer and cut)" if text.get("cut") else ""
     return (
         f"{kind} of {text['context']:,} tokens{cut}: {text['tokens']:,} tokens scored, "

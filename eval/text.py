@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import parse_source
-from gqa.corpus.tokens import Block
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows
 from gqa.eval.options import EvaluateOptions, Protocol
 from gqa.eval.statistics import Floats
@@ -26,12 +25,7 @@ MAX_CONTEXT = 2048  # by default: windows of 128k tokens for a model of 128k pos
 def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
     """The text of `options`, tokenised for the first checkpoint. Raises RefusedError and CorpusError."""
     first, target = subjects[0], options.target_field
-    if first.config.is_encoder_decoder != bool(target):
-        raise RefusedError(
-            f"{first.name} is an encoder-decoder: name the text to predict with --target-field"
-            if first.config.is_encoder_decoder
-            else f"--target-field is for encoder-decoders, {first.name} is none"
-        )
+    check_target_field(first, target)
     most = 512 if options.protocol == "llama.cpp" else MAX_CONTEXT
     context = choose_context(subjects, options.context, most)
     source = parse_source(str(options.data), field=options.field, target_field=target, split="test")
@@ -44,6 +38,16 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
         )  # fmt: skip
     check_ids(subjects, text)
     return text
+
+
+def check_target_field(subject: Subject, target_field: str | None) -> None:
+    """Raise RefusedError unless an encoder-decoder, and no other model, has a field of targets."""
+    if subject.config.is_encoder_decoder != bool(target_field):
+        raise RefusedError(
+            f"--target-field is for encoder-decoders, {subject.name} is none"
+            if target_field
+            else f"{subject.name} is an encoder-decoder: name the text to predict with --target-field"
+        )
 
 
 def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
@@ -95,7 +99,7 @@ class Text:
     """Windows of token ids to score, and the size of the text they come from."""
 
     windows: tuple[Window, ...]
-    protocol: Protocol | Literal["pairs", "spans"]
+    protocol: Protocol | Literal["pairs"]
     context: int
     documents: int
     bytes: int
@@ -214,18 +218,6 @@ def make_pairs(
         raise RefusedError("there is no pair of a source and a target text; give more with --data")
     cut = sum(row[3] for row in taken)
     return Text(tuple(windows), "pairs", context, len(taken), *_sizes(row[0] for row in taken), cut=cut)
-
-
-def make_spans(blocks: Iterable[Block], encoder: PairEncoder, tokenizer: Any, context: int) -> Text:
-    """Span corruption of plain text, in blocks of at most `context` tokens, as gqa-uptrain corrupts held-out text: the
-    removed spans and their sentinels are scored. Raises RefusedError if the tokenizer has no sentinels.
-    """
-    windows, spans = list[Window](), list[str]()
-    for number, block in enumerate(blocks):
-        source_ids, target_ids = encoder.corrupt(block["input_ids"], np.random.default_rng([number]))
-        windows.append(_pair_window(encoder, source_ids, target_ids, number))
-        spans.append(tokenizer.decode(target_ids, skip_special_tokens=True))
-    return Text(tuple(windows), "spans", context, len(windows), *_sizes(spans))
 
 
 def _pair_window(encoder: PairEncoder, source_ids: Sequence[int], target_ids: Sequence[int], number: int) -> Window:

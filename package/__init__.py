@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gqa.convert.api import Plan, plan_conversion
     from gqa.convert.options import ConvertOptions
     from gqa.eval.options import EvaluateOptions
-    from gqa.eval.study.study import AblateOptions
+    from gqa.eval.study.options import AblateOptions
     from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.options import TrainOptions
 
@@ -32,7 +32,7 @@ _MODULES = {
     "gqa.convert.api": ("Plan", "plan_conversion"),
     "gqa.convert.options": ("ConvertOptions",),
     "gqa.eval.options": ("EvaluateOptions",),
-    "gqa.eval.study.study": ("AblateOptions",),
+    "gqa.eval.study.options": ("AblateOptions",),
     "gqa.uptrain.loop": ("DivergedError", "StoppedError"),
     "gqa.uptrain.options": ("TrainOptions",),
     "gqa.commands": ("ablate", "convert_model", "evaluate", "uptrain_model"),

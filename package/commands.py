@@ -17,7 +17,7 @@ from .results import ConvertedModel, Evaluation, Study, TrainedModel
 if TYPE_CHECKING:
     from gqa.convert.options import ConvertOptions
     from gqa.eval.options import EvaluateOptions
-    from gqa.eval.study.study import AblateOptions
+    from gqa.eval.study.options import AblateOptions
     from gqa.uptrain.options import TrainOptions
 
 T = TypeVar("T")
@@ -147,22 +147,19 @@ def ablate(model: str | os.PathLike[str] | AblateOptions, **options: Any) -> Stu
         TypeError: There is no option of that name.
         StoppedError: A signal asked for the end.
     """
-    from gqa.eval.study.ablation import open_study
-    from gqa.eval.study.cli import measure
-    from gqa.eval.study.directory import forget
-    from gqa.eval.study.report import open_results, write_study_report
-    from gqa.eval.study.study import AblateOptions
-    from gqa.eval.study.tradeoff import Bounds
+    from gqa.eval.study.ablation import open_study, run_study
+    from gqa.eval.study.directory import remove_study
+    from gqa.eval.study.options import AblateOptions
+    from gqa.eval.study.report import write_study_report
 
     with called_from_python(bool(options.get("quiet"))):
         settings = _build(AblateOptions, model, options, model=model)
         study = open_study(settings)
         if settings.overwrite:
-            forget(settings.output)
-        measure(study, settings.quiet, ())
-        results = open_results(settings.output)
-        write_study_report(results, Bounds(settings.max_loss_increase, settings.max_recall_loss, settings.kv_bytes))
-    return Study(path=settings.output, rows=results.rows)
+            remove_study(settings.output)
+        run_study(study)
+        rows, _ = write_study_report(settings.output, settings.max_loss_increase)
+    return Study(path=settings.output, rows=rows)
 
 
 def _build(kind: type[T], first: Any, fields: dict[str, Any], **models: Any) -> T:

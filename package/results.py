@@ -84,21 +84,15 @@ class Study:
 
     def text(self) -> str:
         """The table that gqa-ablate prints."""
-        from gqa.eval.study.report import open_results, short_table
+        from gqa.eval.study.report import short_table
 
-        return short_table(open_results(self.path)).text()
+        return short_table(self.rows).text()
 
-    def recommend(
-        self, max_loss_increase: float = 0.1, max_recall_loss: float = 5.0, kv_bytes: int | None = None
-    ) -> str:
-        """The smallest KV cache within so many nats per token above the base model and so many points of recall below
-        it. With `kv_bytes` instead what loses least within so many bytes a token.
-        """
-        from gqa.eval.study.report import open_results
-        from gqa.eval.study.tradeoff import Bounds, recommend
+    def recommend(self, max_loss_increase: float = 0.1) -> str:
+        """The smallest KV cache within so many nats per token above the base model, and why."""
+        from gqa.eval.study.report import recommend
 
-        results = open_results(self.path)
-        return recommend(results.points, results.source, Bounds(max_loss_increase, max_recall_loss, kv_bytes)).text
+        return recommend(self.rows, max_loss_increase)[1]
 
     def __repr__(self) -> str:
         failed = sum(bool(row["error"]) for row in self.rows)

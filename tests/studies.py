@@ -1,4 +1,4 @@
-"""`gqa-ablate` on a tiny random model and a little text, run in this process, and rows made by hand."""
+"""`gqa-ablate` on a tiny random model and a little text, run in this process."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Result, run
-from training import BLOCK, expert_options, tiny_checkpoint, write_corpus
+from checkpoints import Result, check_refused, run, snapshot
+from training import BLOCK, expert_options, tiny_checkpoint, words_for, write_corpus
 
 from gqa.corpus.sources import row_digest
-from gqa.eval.study.study import AblateOptions, Cell
+from gqa.eval.study.options import AblateOptions, Cell
 
-# What depends on the machine or on when it was measured.
-TIMED = ("seconds_converting", "seconds_training", "seconds_evaluating")
-# Of `study()`: what the command that made it says beside the defaults of `words`.
-SAME: dict[str, Any] = {"groups": "1,4", "skip": "kl"}
-# How gqa-uptrain trains what `words` trains.
-PLAINLY: dict[str, Any] = {"teacher": "none", "train": "all", "learning_rate": 3e-3}
+# Columns that depend on the machine, the time or the command.
+TIMED = ("seconds_converting", "seconds_training", "seconds_evaluating", "environment", "options")
+# Of `study()`, beside the defaults of `words`.
+SAME: dict[str, Any] = {"groups": "1,4"}
 
 
 @cache
 def place() -> Path:
-    """Made once and left as it is: model (4 heads), train.jsonl and heldout.jsonl."""
+    """A directory with model (4 heads), train.jsonl and heldout.jsonl."""
     torch.set_num_threads(1)  # sums in the same order
     directory = Path(tempfile.mkdtemp(prefix="gqa-ablate-tests-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
@@ -42,17 +40,13 @@ def place() -> Path:
 
 def words(out: Path, **options: Any) -> list[str]:
     """The command of a small study; an option that is None is left out, one that is True is a flag."""
-    given: dict[str, Any] = {
-        "data": place() / "train.jsonl", "heldout": place() / "heldout.jsonl", "methods": "mean,first", "groups": "1",
-        "alphas": "0,0.1,0.3", "batch_size": 4, "context": BLOCK, "learning_rate": 3e-3, "skip": "kl,decode",
-        "teachers": "none", "train": "all",
-        "output": out, "quiet": True,
+    defaults: dict[str, Any] = {
+        "model": place() / "model", "data": place() / "train.jsonl", "heldout": place() / "heldout.jsonl",
+        "methods": "mean,first", "groups": "1", "alphas": "0,0.1,0.3", "batch_size": 4, "context": BLOCK,
+        "learning_rate": 3e-3, "skip": "kl", "teacher": "none", "train": "all",
     }  # fmt: skip
-    found = [str(options.pop("model", place() / "model"))]
-    for name, value in (given | options).items():
-        option = f"--{name.replace('_', '-')}"
-        found += [option] if value is True else [] if value is None else [option, str(value)]
-    return found
+    options = defaults | options
+    return words_for(options.pop("model"), options.pop("data"), out, **options)
 
 
 def ablate(out: Path, pictures: bool = False, **options: Any) -> Result:
@@ -61,7 +55,7 @@ def ablate(out: Path, pictures: bool = False, **options: Any) -> Result:
 
 
 def gqa_ablate(*words: object, pictures: bool = False) -> Result:
-    """`gqa-ablate WORDS`, without pictures, which take longer than what is measured, unless somebody looks at them."""
+    """`gqa-ablate WORDS`, by default without pictures, which take longer than the measurements."""
     with pytest.MonkeyPatch.context() as patch:
         if not pictures:
             patch.setattr("gqa.eval.study.report.no_pictures", lambda: "no pictures")
@@ -75,14 +69,23 @@ def measured(out: Path, **options: Any) -> list[dict[str, Any]]:
     return rows(out)
 
 
+def refused(out: Path, *says: str, **options: Any) -> None:
+    """A study that must be refused, with nothing written."""
+    before = snapshot(out.parent)
+    check_refused(ablate(out, **options), *says, program="gqa-ablate", advice="")
+    assert snapshot(out.parent) == before
+
+
 def rows(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
+def by_cell(out: Path) -> dict[Cell, dict[str, Any]]:
+    return {Cell.of(row): row for row in rows(out)}
+
+
 def untimed(out: Path) -> list[dict[str, Any]]:
-    """Rows without what depends on the machine or the command."""
-    known = (*TIMED, "environment", "options")
-    return [{k: v for k, v in row.items() if k not in known and "decode" not in k} for row in rows(out)]
+    return [{name: value for name, value in row.items() if name not in TIMED} for row in rows(out)]
 
 
 def copied(directory: Path) -> Path:
@@ -92,15 +95,7 @@ def copied(directory: Path) -> Path:
 
 @cache
 def study() -> Path:
-    """A finished study, left as it is: 2 methods, 1 seed of each, 1 and 4 heads, 3 alphas."""
+    """A finished study: 2 methods, 1 and 4 heads, 3 alphas."""
     out = place() / "study"
     measured(out, pictures=True, **SAME)
     return out
-
-
-def row(method: str, groups: int, alpha: float, loss: float, seed: int = 0, **more: Any) -> dict[str, Any]:
-    """A measured row, above a source of 2 nats and 4 heads of 100 bytes."""
-    cell = Cell(method, groups, seed, "all", "none", alpha)
-    found = {"loss": loss, "loss_increase": loss - 2.0, "kv_bytes_per_token": 100 * groups, "error": None}
-    shared = {"options": {"model": "org/name"}, "environment": {}}
-    return {**cell._asdict(), **found, "train_tokens": int(1000 * alpha), **shared, **more}

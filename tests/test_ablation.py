@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 from itertools import combinations
 from pathlib import Path
@@ -10,299 +12,356 @@ from typing import Any
 
 import pandas
 import pytest
-from checkpoints import run, snapshot
+from checkpoints import check_refused, edit_json, run, snapshot
 from datasets import load_dataset
 from embedded import SOURCE
 from evaluations import few_questions
-from studies import PLAINLY, SAME, ablate, copied, measured, place, rows, study, untimed, words
-from training import Runs, tiny_checkpoint, words_for
+from studies import SAME, ablate, by_cell, copied, gqa_ablate, measured, place, refused, rows, study, untimed, words
+from training import Runs, tiny_checkpoint, words_for, write_corpus
 
 from gqa.eval.study import ablation
-from gqa.eval.study.study import AblateOptions, Cell, Grid
+from gqa.eval.study.directory import locked_work
+from gqa.eval.study.options import AblateOptions, Cell
 
 
-def command(program: str, *given: object) -> str:
-    result = run(*given, program=program)
+def command(program: str, *words: object) -> str:
+    result = run(*words, program=program)
     assert (result.code, result.err) == (0, ""), result
     return result.out
 
 
-def evaluated(*given: object) -> list[dict[str, Any]]:
-    """What gqa-eval says of models on the held-out text."""
+def convert(out: Path, method: str, *words: object) -> Path:
+    command("gqa-convert", "-q", "--groups", 1, "--method", method, "-o", out, *words, place() / "model")
+    return out
+
+
+def uptrain(model: Path, out: Path, **options: Any) -> Path:
+    options = {"batch_size": 4, "context": 64, "alpha": 0.1, "heldout": place() / "heldout.jsonl"} | options
+    command("gqa-uptrain", *words_for(model, place() / "train.jsonl", out, **options))
+    return out
+
+
+def evaluated(*words: object) -> list[dict[str, Any]]:
+    """The models of gqa-eval on the held-out text."""
     options = ("--data", place() / "heldout.jsonl", "--json", "-q")
-    found: list[dict[str, Any]] = json.loads(command("gqa-eval", *given, *options))["models"]
-    return found
-
-
-def by_cell(out: Path) -> dict[Cell, dict[str, Any]]:
-    return {Cell.of(row): row for row in rows(out)}
+    models: list[dict[str, Any]] = json.loads(command("gqa-eval", *words, *options))["models"]
+    return models
 
 
 # -------------------------------------------------------------------------------------------------------- oracle
 
 
 def test_cells_are_what_the_commands_give(tmp_path: Path) -> None:
-    """The base model, a conversion, and this one in the middle of a training that goes on, with whole caches and those
-    of few bits, each with its bytes. Another alpha and other bits, as controls, give something else.
-    """
-    model, converted, trained = place() / "model", tmp_path / "converted", tmp_path / "trained"
-    command("gqa-convert", "-q", "--groups", 1, "--method", "first", "-o", converted, model)
-    given = words_for(converted, place() / "train.jsonl", trained, alpha=0.1, batch_size=4, context=64, **PLAINLY)
-    command("gqa-uptrain", *given, "--heldout", place() / "heldout.jsonl")
-    models = iter(evaluated(model, converted, trained, "--kl", "--cache-bits", "4,2"))
-    measured(tmp_path / "study", methods="first", cache_bits="4,2", skip="decode")
-    found, losses = by_cell(tmp_path / "study"), []
-    for bits in (None, 4, 2):
-        for method, groups, alpha in (("none", 4, 0.0), ("first", 1, 0.0), ("first", 1, 0.1)):
-            expected, cell = next(models), Cell(method, groups, 0, "all", "none", alpha, bits)
-            if cell.is_source and not bits:  # with which others are compared
-                assert found.pop(cell)["loss"] == pytest.approx(expected["quality"]["nats_per_token"], abs=1e-6)
-                continue
-            row, quality, against = found.pop(cell), expected["quality"], expected["against_baseline"]
-            losses += [row["loss"]]
-            assert row["loss"] == pytest.approx(quality["nats_per_token"], abs=1e-6)
-            assert row["bits_per_byte"] == pytest.approx(quality["bits_per_byte"], abs=1e-6)
-            assert row["loss_increase"] == pytest.approx(against["log_ratio"], abs=1e-6)
-            compared = (against["kl"]["mean"], against["acceptance"], against["same_top"])
-            assert [row[name] for name in ("kl", "acceptance", "top1_agreement")] == pytest.approx(compared, abs=1e-6)
-            assert row["kv_bytes_per_token"] == expected["kv_cache"]["bytes_per_token"]
-            assert "decode_tokens_per_second" not in row
-    assert {cell[:2] + cell[5:7] for cell in found} == {("first", 1, 0.3, bits) for bits in (None, 4, 2)}
-    losses += [row["loss"] for row in found.values()]
-    assert min(abs(one - other) for one, other in combinations(losses, 2)) > 1e-5
+    """The base model, a conversion, and a training of it. Another alpha, as a control, gives another loss."""
+    converted = convert(tmp_path / "converted", "first")
+    trained = uptrain(converted, tmp_path / "trained", teacher="none", train="all", learning_rate=3e-3)
+    base, *models = evaluated(place() / "model", converted, trained, "--kl")
+    source, *found, other = measured(tmp_path / "study", methods="first", skip=None)
+    assert source["loss"] == pytest.approx(base["quality"]["nats_per_token"], abs=1e-6)
+    for row, model in zip(found, models, strict=True):
+        quality, against = model["quality"], model["against_baseline"]
+        assert row["loss"] == pytest.approx(quality["nats_per_token"], abs=1e-6)
+        assert row["bits_per_byte"] == pytest.approx(quality["bits_per_byte"], abs=1e-6)
+        assert row["loss_increase"] == pytest.approx(against["log_ratio"], abs=1e-6)
+        compared = (against["kl"]["mean"], against["acceptance"], against["same_top"])
+        assert [row[name] for name in ("kl", "acceptance", "top1_agreement")] == pytest.approx(compared, abs=1e-6)
+        assert row["kv_bytes_per_token"] == model["kv_cache"]["bytes_per_token"]
+    assert (other["alpha"], [row["train"] for row in (*found, other)]) == (0.3, [None, "all", "all"])
+    losses = [row["loss"] for row in (source, *found, other)]
+    assert min(abs(one - two) for one, two in combinations(losses, 2)) > 1e-5
 
 
-def test_what_is_trained_is_what_the_command_makes_of_it(tmp_path: Path) -> None:
-    """With the defaults of both: the base model teaches, the rate falls and the best state counts, each alpha for
-    itself. A rate that destroys gives back what came.
+def test_a_training_is_that_of_the_command(tmp_path: Path) -> None:
+    """With the defaults of both: the base model teaches and the best state counts. A learning rate that destroys the
+    model gives back the conversion.
     """
-    usual = {"teachers": None, "train": None, "methods": "mean"}
-    converted = tmp_path / "converted"
-    command("gqa-convert", "-q", "--groups", 1, "--method", "mean", "-o", converted, place() / "model")
+    converted = convert(tmp_path / "converted", "mean")
     for rate in (3e-3, 30.0):
-        trained, how = tmp_path / f"trained-{rate:g}", {"batch_size": 4, "context": 64, "learning_rate": rate}
-        plain, early, late = measured(tmp_path / f"study-{rate:g}", learning_rate=rate, **usual)[1:]
-        told = {(row["train"], row["teacher"], row["options"]["schedule"]) for row in (plain, early, late)}
-        assert told == {("all", "source", "linear")}
-        given = words_for(converted, place() / "train.jsonl", trained, alpha=0.1, **how)
-        command("gqa-uptrain", *given, "--heldout", place() / "heldout.jsonl")
+        out = tmp_path / f"study-{rate:g}"
+        plain, early, late = measured(out, methods="mean", learning_rate=rate, teacher=None, train=None)[1:]
+        trained = uptrain(converted, tmp_path / f"trained-{rate:g}", learning_rate=rate)
+        assert (early["train"], early["teacher"], early["options"]["schedule"]) == ("all", "source", "linear")
         assert early["loss"] == pytest.approx(evaluated(trained)[0]["quality"]["nats_per_token"], abs=1e-6)
         assert 0 == plain["train_tokens"] < early["train_tokens"] < late["train_tokens"]
         assert (early["loss"] == pytest.approx(plain["loss"], abs=1e-6)) == (rate == 30.0)
         assert (early["loss"] == late["loss"]) == (rate == 30.0)
 
 
-def test_ways_to_train_share_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibrated on the study's own data, once; what is untrained is the same for all, what is trained is not."""
-    convert, made = ablation.convert_checkpoint, []
+def test_cells_of_a_method_share_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrated on the study's own data, once; what trains after it is attention alone."""
+    convert_checkpoint, methods = ablation.convert_checkpoint, []
 
-    def noting(*given: Any, **options: Any) -> Any:
-        made.append(options["method"])
-        return convert(*given, **options)
+    def noting(*args: Any, **options: Any) -> Any:
+        methods.append(options["method"])
+        return convert_checkpoint(*args, **options)
 
     monkeypatch.setattr(ablation, "convert_checkpoint", noting)
-    _, *found = measured(
-        tmp_path / "study", methods="calibrated", alphas="0,0.5", train="all,kv", teachers="none,source",
-        calibration_tokens=640, calibration_context=64, learning_rate=1e-4,
-    )  # fmt: skip
-    assert made == ["calibrated"]
-    plain, trained = ([row["loss"] for row in found if bool(row["alpha"]) == further] for further in (False, True))
-    assert len(plain) == len(trained) == 4
-    assert len(set(plain)) == 1
-    assert len({*plain, *trained}) == 5
-    command(
-        "gqa-convert", "-q", "--groups", 1, "--method", "calibrated", "--data", place() / "train.jsonl",
-        "--tokens", 640, "--context", 64, "-o", tmp_path / "converted", place() / "model",
-    )  # fmt: skip
-    expected = evaluated(tmp_path / "converted")[0]["quality"]["nats_per_token"]
-    assert plain[0] == pytest.approx(expected, abs=1e-6)
+    text = {"calibration_tokens": 640, "calibration_context": 64}
+    _, plain, trained = measured(tmp_path / "study", methods="calibrated", alphas="0,0.1", train=None, **text)
+    assert (methods, trained["train"]) == (["calibrated"], "attention")
+    data = ("--data", place() / "train.jsonl", "--tokens", 640, "--context", 64)
+    expected = evaluated(convert(tmp_path / "converted", "calibrated", *data))[0]["quality"]["nats_per_token"]
+    assert plain["loss"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_rows_of_the_grid() -> None:
-    """As many heads as the source has are one conversion. pandas and datasets read rows as docs say."""
-    found = by_cell(study())
-    assert [cell.method for cell in found] == ["none", *["mean"] * 3, *["first"] * 3, *["none"] * 2]
-    unmerged = found[Cell("none", 4, 0, "all", "none", 0.0)]
-    assert unmerged["loss_increase"] == 0
-    assert unmerged["kv_bytes_per_token"] == 4 * found[Cell("mean", 1, 0, "all", "none", 0.0)]["kv_bytes_per_token"]
-    assert unmerged["decode_tokens_per_second"] > 0
-    tokens = [row["train_tokens"] for row in rows(study())[1:4]]
-    assert tokens[0] == 0 < tokens[1] < tokens[2]
-    frame = pandas.read_json(study() / "results.jsonl", lines=True, precise_float=True)
-    dataset = load_dataset("json", data_files=str(study() / "results.jsonl"), split="train")
-    for line, (_, read), also in zip(rows(study()), frame.iterrows(), dataset, strict=True):
-        there = {name: value for name, value in line.items() if isinstance(value, int | float | str)}
-        assert there == {name: read[name] for name in there} == {name: also[name] for name in there}
-
-
-def test_recall_is_what_the_command_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the source and of a conversion, which finds less; nothing else is asked of either."""
+def test_recall_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the base model and of a conversion, which recalls less."""
     few_questions(monkeypatch)
     out, converted = tmp_path / "study", tmp_path / "converted"
-    how: dict[str, Any] = {"batch_size": None, "context": 128, "alphas": "0"}
-    source, found = measured(out, model=SOURCE, methods="mean", groups="4", **how)
+    grid: dict[str, Any] = {"methods": "mean", "groups": "4", "alphas": "0", "batch_size": None, "context": 128}
+    source, row = measured(out, model=SOURCE, **grid)
     command("gqa-convert", "-q", "--groups", 4, "--method", "mean", "-o", converted, SOURCE)
-    expected = evaluated(SOURCE, converted, "--context", 128, "--recall")
-    for own, model in zip((source, found), expected, strict=True):
-        for one, other in zip(own["recall_by_distance"], model["recall"], strict=True):
+    models = evaluated(SOURCE, converted, "--context", 128, "--recall")
+    for columns, model in zip((source, row), models, strict=True):
+        for one, other in zip(columns["recall_by_distance"], model["recall"], strict=True):
             assert one.pop("by_depth") == pytest.approx(other.pop("by_depth"))
             assert one == pytest.approx(other, abs=1e-6)
             if one["kind"] in ("text", "random"):  # at one distance each
-                assert own[f"recall_{one['kind']}"] == pytest.approx(other["accuracy"])
-        assert own["greedy_tokens"] == pytest.approx(model["greedy"]["tokens"])
-        assert own["samples"] == model["samples"]
-        assert {"recall_text", "recall_samples", "recall_random", "recall_look_up", "recall_passkey"} <= own.keys()
-    assert found["recall_text"] < source["recall_text"] - 0.1
-    assert 0 < source["recall_first_reading"] < source["recall_text"]
+                assert columns[f"recall_{one['kind']}"] == pytest.approx(other["accuracy"])
+        assert columns["greedy_tokens"] == pytest.approx(model["greedy"]["tokens"])
+        names = {"recall_text", "recall_samples", "recall_random", "recall_look_up", "recall_passkey"}
+        assert names <= columns.keys()
+    assert row["recall_text"] < source["recall_text"] - 0.1
     html = (out / "report.html").read_text()
     assert "Recall: second copies of the text" in html
-    assert f"{found['recall_text']:.1%}" in html
-    assert "What the models write" in html
-    assert html.count("<h3>mean, 4 KV heads, untrained</h3>") == html.count("<h3>base model</h3>") == 4
+    assert f"{row['recall_text']:.1%}" in html
 
 
 # ----------------------------------------------------------------------------------------------------------- grid
 
 
+def test_rows_of_the_grid() -> None:
+    """As many heads as the base model has are one conversion. pandas and datasets read the rows."""
+    found = by_cell(study())
+    assert [cell.method for cell in found] == ["none", *["mean"] * 3, *["first"] * 3, *["none"] * 2]
+    base = found[Cell("none", 4, 0.0)]
+    assert base["loss_increase"] == 0
+    assert base["kv_bytes_per_token"] == 4 * found[Cell("mean", 1, 0.0)]["kv_bytes_per_token"]
+    frame = pandas.read_json(study() / "results.jsonl", lines=True, precise_float=True)
+    dataset = load_dataset("json", data_files=str(study() / "results.jsonl"), split="train")
+    for row, (_, line), entry in zip(rows(study()), frame.iterrows(), dataset, strict=True):
+        plain = {name: value for name, value in row.items() if isinstance(value, int | float | str)}
+        assert plain == {name: line[name] for name in plain} == {name: entry[name] for name in plain}
+
+
 def listed(out: Path, says: str = "", **options: Any) -> list[list[str]]:
-    """The cells that a dry run lists, as words of a line each; it writes nothing."""
+    """The words of each line of a dry run, which writes nothing."""
     before = snapshot(out.parent)
     result = ablate(out, **options, dry_run=True)
     assert (result.code, says in result.out + result.err) == (0, True), result
     assert snapshot(out.parent) == before
-    lines = [line.split() for line in result.out.splitlines()[2:]]
-    return [line for line in lines if line[4:5] in (["source"], ["none"])]
+    return [line.split() for line in result.out.splitlines()[2:-1]]
 
 
-def test_the_grid_that_a_study_has_by_itself(tmp_path: Path) -> None:
+def test_the_default_grid(tmp_path: Path) -> None:
     """Methods to choose between and the paper's; a half, a quarter and one of the heads."""
-    usual: dict[str, Any] = dict.fromkeys(("methods", "groups", "alphas", "teachers", "train"))
-    source, *cells = listed(tmp_path / "study", **usual, batch_size=1)
-    assert source[:2] == ["none", "4"]
-    assert [(cell[0], cell[1], cell[5]) for cell in cells] == [
-        (method, groups, alpha) for groups in ("1", "2")
-        for method in ("mean", "first", "aligned", "calibrated", "refined") for alpha in ("0", "0.05")
-    ]  # fmt: skip
-    assert {(cell[0], cell[3]) for cell in cells} >= {("mean", "all"), ("refined", "attention")}
-    assert {cell[4] for cell in cells} == {"source"}
-
-
-def test_methods_that_a_model_cannot_have(tmp_path: Path) -> None:
-    """Are left out of the usual ones, with the reason; those that are asked for are refused."""
-    model = tiny_checkpoint(tmp_path / "model", "bitnet", kv_heads=4)
-    cells = listed(tmp_path / "study", "without aligned: ", model=model, methods=None, quiet=None)
-    assert {cell[0] for cell in cells} == {"none", "mean", "first", "refined"}
-    result = ablate(tmp_path / "study", model=model, methods="mean,aligned", dry_run=True)
-    assert (result.code, "aligned" in result.err) == (2, True)
+    defaults: dict[str, Any] = dict.fromkeys(("methods", "groups", "alphas", "teacher", "train"))
+    source, *cells = listed(tmp_path / "study", **defaults, batch_size=1)
+    assert source == ["base", "model", "4", "0"]
+    methods = ("mean", "first", "aligned", "calibrated", "refined")
+    assert cells == [[m, groups, alpha] for groups in "12" for m in methods for alpha in ("0", "0.05")]
+    bitnet = tiny_checkpoint(tmp_path / "model", "bitnet", kv_heads=4)
+    cells = listed(tmp_path / "study", "without aligned: ", model=bitnet, methods=None, quiet=None)
+    assert {cell[0] for cell in cells} == {"base", "mean", "first", "refined"}
+    refused(tmp_path / "study", "aligned", model=bitnet, methods="mean,aligned")
 
 
 @pytest.mark.parametrize(("heads", "alphas", "groups"), [
-    (8, (0, 0.1), (1, 2, 4, 8)), (8, (0,), (1, 2, 4)), (32, (0.1,), (1, 8, 16, 32)), (3, (0, 1), (1, 3)),
-    (9, (0,), (1, 3)), (1, (0,), (1,)),
+    (8, (0, 0.1), {1, 2, 4, 8}), (8, (0,), {1, 2, 4}), (32, (0.1,), {1, 8, 16, 32}), (3, (0, 1), {1, 3}),
+    (1, (0,), {1}),
 ])  # fmt: skip
-def test_the_usual_numbers_of_heads(heads: int, alphas: tuple[float, ...], groups: tuple[int, ...]) -> None:
-    """With the control of training where there is one without a teacher."""
-    assert Grid((), None, alphas, teachers=("source", "none")).settled(heads) == groups
-    assert Grid((), None, alphas).settled(heads) == (tuple(count for count in groups if count < heads) or (1,))
-    assert Grid((), (3, 5), alphas).settled(heads) == (3, 5)
+def test_the_default_numbers_of_heads(heads: int, alphas: tuple[float, ...], groups: set[int]) -> None:
+    """With the control of training where there is no teacher."""
+    for teacher, expected in (("none", groups), ("source", {count for count in groups if count < heads} or {1})):
+        options = AblateOptions(Path("study"), "model", alphas=alphas, teacher=teacher)
+        assert {cell.groups for cell in options.cells(heads, ["mean"])} == expected | {heads}
+        trained = [cell for cell in options.cells(heads, ["mean"]) if cell.groups == heads and cell.alpha]
+        assert bool(trained) == (heads in expected and any(alphas))
 
 
-def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more methods only the new cells are measured; heads whose decoding was timed are not timed again."""
+def test_measured_cells_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more methods only the new cells are measured."""
     assert len(listed(tmp_path / "study", "7 of 7 cells to measure")) == 7
-    out = copied(tmp_path)
-    before = snapshot(out)
-    with monkeypatch.context() as patched:
-        patched.setattr(ablation._Runner, "_measure", lambda *given: pytest.fail("measured again"))
+    out, before = copied(tmp_path), snapshot(study())["results.jsonl"]
+    with monkeypatch.context() as patch:
+        patch.setattr(ablation._Runner, "_measure_cell", lambda *args: pytest.fail("measured again"))
         measured(out, **SAME)
-        assert snapshot(out)["results.jsonl"] == before["results.jsonl"]
+    assert snapshot(out)["results.jsonl"] == before
     more = SAME | {"methods": "mean,random", "groups": "1", "alphas": "0"}
     done = [cell[-1] == "done" for cell in listed(out, "1 of 3 cells to measure", **more)]
     assert done == [True, True, False]
-    monkeypatch.setattr(ablation.evaluate, "time_decoding", lambda *given: pytest.fail("timed again"))
-    grown = measured(out, **more | {"methods": "random", "seeds": 2})
-    assert grown[:9] == rows(study())
-    assert [(row["method"], row["seed"]) for row in grown[9:]] == [("random", 0), ("random", 1)]
-    assert grown[9]["loss"] != grown[10]["loss"]
-    assert grown[9]["decode_seconds_per_token"] == grown[1]["decode_seconds_per_token"]
+    grown = measured(out, **more)
+    assert (grown[:9], [row["method"] for row in grown[9:]]) == (rows(study()), ["random"])
 
 
 # ------------------------------------------------------------------------------------------------ stop, continue
 
-_ENDED = """
-from gqa.eval.study.directory import Rows
-add = Rows.add
-def torn(self, row):
-    add(self, row)
-    with self._path.open("a") as stream:
+_TORN = """
+from gqa.eval.study import ablation
+append_row = ablation.append_row
+def torn(directory, row):
+    append_row(directory, row)
+    with (directory / "results.jsonl").open("a") as stream:
         stream.write('{"method": "first", "gro')
-Rows.add = torn
+ablation.append_row = torn
 """
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)])
-def test_a_study_that_is_ended_continues_to_identical_rows(
+def test_a_stopped_study_continues_to_identical_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs, number: int, code: int
 ) -> None:
-    """In the middle of a training, with half a line of the next row written: where it is stopped the training goes on
-    from its state, where it is killed it starts anew.
+    """In the middle of a training, with half a line of the next row written: after SIGTERM the training continues from
+    its state, after SIGKILL it starts anew.
     """
-    out, how, train, resumed = tmp_path / "study", {"methods": "mean"}, ablation.uptrain, []
-    ended = runs.run(*words(out, **how), program="ablate", before=_ENDED + f"kill_at(3, {int(number)})")
-    assert ended.code == code
-    assert number == signal.SIGKILL or ended.err == "gqa-ablate: stopped; the same command continues\n"
+    out, train, resumed = tmp_path / "study", ablation.uptrain, []
+    stopped = runs.run(*words(out, methods="mean"), program="ablate", before=_TORN + f"kill_at(3, {int(number)})")
+    assert stopped.code == code
+    assert number == signal.SIGKILL or stopped.err == "gqa-ablate: stopped; the same command continues\n"
     *before, torn = (out / "results.jsonl").read_text().splitlines()
     assert torn.startswith('{"method": "first", "gro')
-    before = [json.loads(line) for line in before]
 
     def noting(setup: Any) -> Any:
         resumed.append(setup.options.resume)
         return train(setup)
 
     monkeypatch.setattr(ablation, "uptrain", noting)
-    assert before == measured(out, **how)[: len(before)]  # not measured again: the seconds are the same too
+    # Not measured again: the seconds are the same too.
+    assert [json.loads(line) for line in before] == measured(out, methods="mean")[: len(before)]
     assert resumed[0] == (number == signal.SIGTERM)
     assert untimed(out) == untimed(study())[:4]
     assert not (out / ".work").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------- failures
-
-
 def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    convert, train, tried = ablation.convert_checkpoint, ablation.uptrain, []
+    convert_checkpoint, train, methods = ablation.convert_checkpoint, ablation.uptrain, []
 
-    def failing(*given: Any, **options: Any) -> Any:
-        tried.append(options["method"])
+    def failing(*args: Any, **options: Any) -> Any:
+        methods.append(options["method"])
         if options["method"] == "mean":
             raise RuntimeError("the disk\nis on fire")
-        return convert(*given, **options)
+        return convert_checkpoint(*args, **options)
 
     def diverging(setup: Any) -> Any:
         if setup.options.alpha == 0.3:
             raise ablation.DivergedError("loss was not finite")
         return train(setup)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(ablation, "convert_checkpoint", failing)
-        patched.setattr(ablation, "uptrain", diverging)
-        result = ablate(tmp_path / "study")
+    out = tmp_path / "study"
+    with monkeypatch.context() as patch:
+        patch.setattr(ablation, "convert_checkpoint", failing)
+        patch.setattr(ablation, "uptrain", diverging)
+        result = ablate(out)
+    assert (result.code, result.err.count("\n"), "4 of 7 cells failed" in result.err) == (1, 1, True)
+    assert methods == ["mean", "first"]  # once for all cells
+    errors = [row["error"] for row in rows(out)]
+    assert errors == [None, *["RuntimeError: the disk is on fire"] * 3, None, None, "loss was not finite"]
+    assert "the disk is on fire" in (out / "report.html").read_text()
+    successes = [row for row in rows(out) if not row["error"]]
+    again = measured(out, device="cpu")
+    assert [row for row in again if row in successes] == successes
+    latest = {Cell.of(row): row for row in untimed(out)}
+    assert [*latest.values()] == [row for row in untimed(study()) if Cell.of(row) in latest]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_no_space_left(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that were written stay, and the study continues when there is space."""
+    fsync, failing, out = os.fsync, [False, False, True], tmp_path / "study"
+
+    def full(handle: int) -> None:
+        if os.readlink(f"/proc/self/fd/{handle}").endswith("results.jsonl") and failing.pop(0):
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        result = ablate(out, alphas="0")
     assert (result.code, result.err.count("\n")) == (1, 1)
-    assert "4 of 7 cells failed" in result.err
-    assert tried == ["mean", "first"]  # once for all cells
-    told = [row["error"] for row in rows(tmp_path / "study")]
-    assert told == [None, *["RuntimeError: the disk is on fire"] * 3, None, None, "loss was not finite"]
-    assert "the disk is on fire" in (tmp_path / "study" / "report.html").read_text()
-    kept = [row for row in rows(tmp_path / "study") if not row["error"]]
-    again = measured(tmp_path / "study", device="cpu")
-    assert [row for row in again if row in kept] == kept
-    latest = {str(Cell.of(row)): row for row in untimed(tmp_path / "study")}
-    assert [*latest.values()] == [row for row in untimed(study()) if str(Cell.of(row)) in latest]
+    assert ("No space left" in result.err) == (number == errno.ENOSPC)
+    assert "rows that were measured are kept, the same command continues" in result.err
+    before = rows(out)
+    assert [row["method"] for row in before[:2]] == ["none", "mean"]
+    assert measured(out, alphas="0")[: len(before)] == before
 
 
-def test_training_is_where_the_rest_of_a_study_is() -> None:
+def test_a_report_changes_no_rows(tmp_path: Path) -> None:
+    """Also where a killed run left half a line."""
+    out = copied(tmp_path)
+    with (out / "results.jsonl").open("a") as stream:
+        stream.write('{"method": "fir')
+    before = snapshot(out)["results.jsonl"]
+    for bound, says in (("0", "recommended nothing: of 6"), ("100", "recommended mean, 1 of 4 KV heads")):
+        result = gqa_ablate("-o", out, "--max-loss-increase", bound)
+        assert (result.code, says in result.out) == (0, True), result
+    assert snapshot(out)["results.jsonl"] == before
+
+
+# -------------------------------------------------------------------------------------------------------- refusals
+
+
+REFUSED = {
+    "unknown method": ({"methods": "mean,median"}, ["'--methods': 'median' is not one of 'mean'", "calibrated"]),
+    "no method": ({"methods": ","}, ["'--methods': ',' names nothing"]),
+    "groups that do not divide": ({"groups": "1,3"}, ["--groups 3 is not possible", "choose 1, 2 or 4"]),
+    "more groups than heads": ({"groups": "1,8"}, ["--groups 8 is more than the 4 key/value heads of model"]),
+    "alpha above 1": ({"alphas": "0,1.5"}, ["'--alphas': '1.5' is not a number from 0 to 1"]),
+    "alpha of less than a step": ({"alphas": "0.0001"}, ["alpha 0.0001 is", "less than one block"]),
+    "no data": ({"data": None}, ["no data is named", "--data"]),
+    "no text but samples": ({"data": "self:1M"}, ["--data self is no text"]),
+    "nothing held out": ({"heldout": None}, ["nothing is held out", "--heldout-fraction"]),
+    "no model": ({"model": "nowhere"}, ["nowhere"]),
+    "context beyond the model's": ({"context": 4096}, ["--context 4096 is more than the 64 positions"]),
+    "a device that is not there": ({"device": "cuda:99"}, ["cuda:99"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    options, says = REFUSED[name]
+    refused(tmp_path / "study", *says, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_predicts_no_tokens(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "models" / "headless", kv_heads=4)
+    edit_json(model / "config.json", lambda config: config.update(architectures=["LlamaModel"]))
+    refused(tmp_path / "study", "headless is a LlamaModel, which does not predict", model=model)
+
+
+def test_a_directory_with_something_else(tmp_path: Path) -> None:
+    out, other = copied(tmp_path), tiny_checkpoint(tmp_path / "other" / "model", kv_heads=2)
+    text = write_corpus(tmp_path / "text.jsonl", 3, first=20)
+    refused(out, "holds another study: learning_rate: 0.003 -> 0.001", learning_rate=1e-3, **SAME)
+    refused(out, "content of the held-out text: ", "--overwrite", heldout=text, **SAME)
+    refused(out, "fingerprint: ", model=other, groups="1")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.md").write_text("one")
+    refused(tmp_path / "thesis", "holds no study")
+    refused(tmp_path / "thesis", "holds no study", overwrite=True)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "results.jsonl").write_text('{"name": "not a cell"}\n')
+    for name, says in (("rows", "holds no rows of a study"), ("none", "holds no study")):
+        check_refused(gqa_ablate("-o", tmp_path / name), says, program="gqa-ablate", advice="")
+    said = check_refused(gqa_ablate("-o", tmp_path, "--groups", 2), program="gqa-ablate", advice="")
+    assert "--groups means nothing without MODEL" in said
+
+
+def test_overwrite_starts_over(tmp_path: Path) -> None:
+    """And removes nothing that no study has written, nor anything if the new study is refused."""
+    out, grid = copied(tmp_path), {"overwrite": True, "alphas": "0", "methods": "mean"}
+    (out / "notes.txt").write_text("mine")
+    assert [row["options"]["learning_rate"] for row in measured(out, **grid, learning_rate=1e-4)] == [1e-4] * 2
+    assert (out / "notes.txt").read_text() == "mine"
+    refused(out, "--groups 3 is not possible", **grid, groups="3")
+    with locked_work(out):
+        refused(out, "another run is working on", **grid)
+    with locked_work(tmp_path / "new"):
+        refused(tmp_path / "new", "another run is working on", alphas="0")
+
+
+def test_training_and_calibration_use_the_device_of_the_study() -> None:
     for device in ("cpu", None):
         options = AblateOptions(Path("study"), "model", device=device)
-        cell = Cell("mean", 1, 0, "all", "none", 0.1)
-        assert options.training_of(cell, Path("place")).device == device
-        assert options.maps_of(cell).device == "cpu"
+        assert options.training_of(Cell("mean", 1, 0.1), Path("model"), Path("place")).device == device
+        assert options.maps.device == "cpu"

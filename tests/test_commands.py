@@ -26,7 +26,7 @@ from gqa.convert import cli as convert_cli
 from gqa.convert.merge.watcher import Watcher
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.study.study import AblateOptions
+from gqa.eval.study.options import AblateOptions
 from gqa.models import called_from_python
 from gqa.uptrain.options import TrainOptions
 
@@ -113,7 +113,7 @@ def test_messages_name_options_that_are_there() -> None:
         ("gqa-eval", "--cache-bits 8,4 --cache-bits 2", "cache_bits", (8, 4, 2)),
         ("gqa-eval", "--decode-contexts 1k,2k", "decode_contexts", (1000, 2000)),
         ("gqa-ablate", "--eval-tokens 0.5M", "eval_tokens", 500_000),
-        ("gqa-ablate", "--skip kl,decode", "skip", ("kl", "decode")),
+        ("gqa-ablate", "--skip kl,recall", "skip", ("kl", "recall")),
         ("gqa-convert", "--groups 1,2", "groups", (1, 2)),
     ],
 )

@@ -16,7 +16,7 @@ from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.watcher import SILENT
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.tokens import Encoder, pack
-from gqa.eval.study.study import AblateOptions
+from gqa.eval.study.options import AblateOptions
 from gqa.uptrain.dataloader import Dataloader, heldout_sources, open_dataloader
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.pairs import open_pairs

@@ -1,4 +1,4 @@
-"""A study on disk: results.jsonl, to which a row is appended as soon as a cell is measured, whatever happens after.
+"""A study on disk: results.jsonl, to which a row is appended as soon as a cell is measured.
 
 `pandas.read_json("results.jsonl", lines=True)` reads it. A cell that failed is measured again; its latest row counts.
 """
@@ -17,7 +17,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.locks import locked
 from gqa.checkpoint.write import finite
 from gqa.eval.page import PAGE
-from gqa.eval.study.study import Cell
+from gqa.eval.study.options import Cell
 
 Row = dict[str, Any]
 
@@ -26,71 +26,57 @@ PICTURES = ("tradeoff", "alphas")
 FILES = (ROWS, PAGE, *(f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")))
 
 
-class UnwrittenError(OutputError):
-    """The study's directory cannot be written."""
-
-
 @contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Turn an OSError into an UnwrittenError."""
+    """Turn an OSError into an OutputError."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise UnwrittenError(
+        raise OutputError(
             f"{directory} cannot be written: {reason}; rows that were measured are kept, the same command continues"
         ) from error
 
 
-class Rows:
-    """The rows in `directory`, the latest of each cell, in the order of the grid."""
-
-    def __init__(self, directory: Path) -> None:
-        """Raises RefusedError if results.jsonl is not a study's."""
-        self._path = directory / ROWS
-        try:
-            text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-            rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-            self._rows = {Cell.of(row): row for row in rows}
-            _ = [(cell.order, row["error"], row["options"]) for cell, row in self._rows.items()]
-        except (ValueError, KeyError, TypeError) as error:
-            message = f"{self._path} holds something else than rows of a study; give another directory"
-            raise RefusedError(message) from error
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(row for _, row in sorted(self._rows.items(), key=lambda item: item[0].order))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, row: Row) -> None:
-        """Append a row and fsync; half a line of a killed run is cut off first. Raises UnwrittenError."""
-        line = json.dumps(finite(row)).encode() + b"\n"
-        with writing(self._path.parent), self._path.open("ab+") as stream:
-            stream.seek(0)
-            whole = stream.read().rfind(b"\n") + 1
-            try:
-                stream.truncate(whole)
-                stream.write(line)
-                stream.flush()
-                os.fsync(stream.fileno())
-            except OSError:
-                with suppress(OSError):
-                    stream.truncate(whole)
-                raise
-        self._rows[Cell.of(row)] = finite(row)
+def read_rows(directory: Path) -> dict[Cell, Row]:
+    """The latest row of each cell, in the order of the grid. Raises RefusedError if results.jsonl is not a study's."""
+    path = directory / ROWS
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        # A killed run may have left half a line.
+        rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        latest = {Cell.of(row): row for row in rows}
+        _ = [(row["error"], row["options"]) for row in rows]
+        return dict(sorted(latest.items(), key=lambda item: item[0].order))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RefusedError(f"{path} holds no rows of a study; give another directory") from error
 
 
-def forget(directory: Path) -> None:
-    """Remove a study. Raises RefusedError if the directory holds something else, or another process runs the study."""
+def append_row(directory: Path, row: Row) -> None:
+    """Append a row and fsync; half a line of a killed run is cut off first. Raises OutputError."""
+    with writing(directory), (directory / ROWS).open("ab+") as stream:
+        stream.seek(0)
+        stream.truncate(stream.read().rfind(b"\n") + 1)
+        stream.write(json.dumps(finite(row)).encode() + b"\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def remove_study(directory: Path) -> None:
+    """Raises RefusedError if the directory holds something else, or another process runs the study."""
     check_directory(directory)
     if directory.exists():
         with locked_work(directory) as work:
             for name in FILES:
                 (directory / name).unlink(missing_ok=True)
-            for path in work.iterdir():
-                if path.name != "lock":
-                    shutil.rmtree(path)
+            clear(work)
+
+
+def clear(work: Path) -> None:
+    """Remove intermediate files, but not the lock."""
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
 
 
 def check_directory(directory: Path) -> None:
@@ -98,14 +84,14 @@ def check_directory(directory: Path) -> None:
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     if directory.exists() and (not directory.is_dir() or (not {ROWS, WORK} & {*names} and names)):
         raise RefusedError(f"{directory} exists and holds no study; give another directory with -o")
-    Rows(directory)
+    read_rows(directory)
 
 
 @contextmanager
 def locked_work(directory: Path) -> Iterator[Path]:
     """Lock and yield the directory for intermediate files; remove it at the end if it is empty.
 
-    Raises RefusedError where another process runs the same study, UnwrittenError where nothing can be written.
+    Raises RefusedError where another process runs the same study, OutputError where nothing can be written.
     """
     work = directory / WORK
     with writing(directory):
@@ -114,5 +100,5 @@ def locked_work(directory: Path) -> Iterator[Path]:
         with locked(work / "lock", f"another run is working on {directory}; wait for it or give another -o"):
             yield work
     finally:
-        with suppress(OSError):  # there is something in it
+        with suppress(OSError):  # it is not empty
             work.rmdir()

@@ -8,95 +8,94 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from gqa.convert.methods import METHODS
 from gqa.eval.plots import COLOURS, MARKERS, panels, powers_of_two
 from gqa.eval.study.directory import Row
-from gqa.eval.study.study import UNMERGED
-from gqa.eval.study.tradeoff import BASE, heads, pareto_front
+from gqa.eval.study.options import UNMERGED
+from gqa.eval.study.report import BASE, cache_bytes, loss, measured
 
 # Their colours, from the second on; what else is registered comes after them. The last is yellow.
 _METHODS = ("mean", "first", "random", "aligned", "calibrated", "refined", "procrustes")
-_GREY, _BLACK = "#777777", "#000000"
+_BLACK = "#000000"
 _TICKS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10)  # nats per token above the base model
 
 
-def draw_study(points: pandas.DataFrame, source: Row, directory: Path) -> list[tuple[str, str]]:
-    """Draw all pictures that the `points` of a study have numbers for; (name, caption) of each."""
+def draw_study(rows: Sequence[Row], directory: Path) -> list[tuple[str, str]]:
+    """Draw all pictures that the rows have numbers for; (name, caption) of each."""
     pictures = {"tradeoff": draw_tradeoff, "alphas": draw_alphas}
-    return [(name, caption) for name, draw in pictures.items() if (caption := draw(points, source, directory))]
+    return [(name, caption) for name, draw in pictures.items() if (caption := draw(measured(rows), directory))]
 
 
-def draw_tradeoff(points: pandas.DataFrame, source: Row, directory: Path) -> str:
-    """Figure 3 of the paper: loss against KV cache bytes, by heads and bits."""
-    smaller = points[points.kv_bytes_per_token < source["kv_bytes_per_token"]]
-    if smaller.empty:
+def draw_tradeoff(points: list[Row], directory: Path) -> str:
+    """Figure 3 of the paper: loss, and recall, against KV cache bytes."""
+    base, *points = points
+    best: dict[tuple[str, int], Row] = {}
+    for point in sorted(points, key=lambda point: (point["groups"], loss(point))):
+        if cache_bytes(point) < cache_bytes(base):
+            best.setdefault((point["method"], point["groups"]), point)
+    if not best:
         return ""
-    best, looks, recalled = _best(smaller, "loss"), _looks(smaller), "recall_text" in source
-    source_kib, smallest_kib = source["kv_bytes_per_token"] / 1024, best.kv_bytes_per_token.min() / 1024
+    recalled, base_kib = "recall_text" in base, _kib(base)
     with panels(directory, "tradeoff", 1 + recalled, width=6.5 * (1 + recalled), height=6) as axes:
         for axis, column, unit in zip(axes[0], ("loss_increase", "recall_text"), (1, 100), strict=False):
-            for series, style in looks.items():
-                line = best[best.series == series]
-                axis.plot(line.kv_bytes_per_token / 1024, line[column] * unit, label=series, **style)
-            base = unit * source[column]
-            axis.plot(source_kib, base, "*", color=_BLACK, markersize=14, clip_on=False, label=BASE)
-            powers_of_two(axis, [x for n in range(12) if (x := source_kib / 2**n) >= smallest_kib])
+            for method in _methods(best.values()):
+                line = [point for point in best.values() if point["method"] == method]
+                sizes, values = [_kib(point) for point in line], [unit * point[column] for point in line]
+                axis.plot(sizes, values, label=method, **method_look(method))
+            axis.plot(base_kib, unit * base[column], "*", color=_BLACK, markersize=14, clip_on=False, label=BASE)
+            powers_of_two(axis, [x for n in range(12) if (x := base_kib / 2**n) >= min(map(_kib, best.values()))])
             axis.set_xlabel("KV cache per token (KiB)")
-        pairs = [*zip(best.kv_bytes_per_token / 1024, best.loss_increase, strict=True), (source_kib, 0.0)]
-        front = np.array([pairs[index] for index in pareto_front(pairs)])
-        axes[0, 0].step(*front.T, where="post", color=_GREY, linewidth=1.5, zorder=0, label="Pareto front")
-        _above_base(axes[0, :1], best.loss_increase)
+        _above_base(axes[0, :1], [point["loss_increase"] for point in best.values()])
         for axis in axes[0, 1:]:
             axis.set(ylabel="second copies of the text recalled (%)", ylim=(0, 102))
     return "Quality against the KV cache (figure 3 of the GQA paper), each method as it is trained best"
 
 
-def draw_alphas(points: pandas.DataFrame, source: Row, directory: Path) -> str:
+def draw_alphas(points: list[Row], directory: Path) -> str:
     """Figure 5: a panel for each number of heads, a line for each method."""
-    points = points[points.bits == 0]
-    merged = points[~points.method.isin(UNMERGED)]
-    if merged.alpha.nunique() < 2:
+    merged = [point for point in points if point["method"] != UNMERGED]
+    if len({point["alpha"] for point in merged}) < 2:
         return ""
-    alphas, counts = sorted(points.alpha.unique()), sorted(merged.groups.unique())
-    control, looks = points[points.series == BASE].sort_values("alpha"), _looks(merged)
+    alphas, counts = sorted({p["alpha"] for p in points}), sorted({p["groups"] for p in merged})
+    control = [point for point in points if point["method"] == UNMERGED]
     with panels(directory, "alphas", len(counts), width=max(6, 3.6 * len(counts) + 1), sharey=True) as axes:
         for axis, count in zip(axes[0], counts, strict=True):
-            for series, style in looks.items():
-                line = merged[(merged.series == series) & (merged.groups == count)].sort_values("alpha")
-                axis.errorbar(line.alpha, line.loss_increase, yerr=_error_bars(line), capsize=3, label=series, **style)
+            for method in _methods(merged):
+                line = [point for point in merged if (point["method"], point["groups"]) == (method, count)]
+                _plot_alphas(axis, line, label=method, **method_look(method))
             if len(control) > 1:
-                label = "base model, trained further"
-                axis.plot(control.alpha, control.loss_increase, ":", color=_BLACK, linewidth=1.5, label=label)
+                _plot_alphas(axis, control, linestyle=":", color=_BLACK, label="base model, trained further")
             # Alphas are chosen in ratios, and 0 is one of them.
             axis.set_xscale("function", functions=(lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: x * abs(x)))
             axis.xaxis.set_major_locator(FixedLocator(alphas))
             axis.xaxis.set_minor_locator(NullLocator())
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{100 * value:g} %"))
             axis.set_xlim(-alphas[-1] / 300, alphas[-1] * 1.2)
-            axis.set(title=heads(count), xlabel="of the text trained on (alpha)")
-        _above_base(axes[0], points.loss_increase)
-    return "Loss by length of training (figures 4 and 5); error bars: lowest and highest seed"
+            axis.set(title=f"{count} KV heads" if count > 1 else "1 KV head", xlabel="of the text trained on (alpha)")
+        _above_base(axes[0], [point["loss_increase"] for point in points])
+    return "Loss by length of training (figures 4 and 5)"
 
 
-def _best(points: pandas.DataFrame, column: str) -> pandas.DataFrame:
-    """The point with the smallest value of a column, for each series and number of heads."""
-    return points.loc[points.groupby(["groups", "series"], sort=False)[column].idxmin()]
+def _plot_alphas(axis: Axes, line: Sequence[Row], **style: Any) -> None:
+    axis.plot([point["alpha"] for point in line], [point["loss_increase"] for point in line], **style)
 
 
-def _above_base(axes: Sequence[Axes], increases: pandas.Series) -> None:
+def _kib(point: Row) -> float:
+    return cache_bytes(point) / 1024
+
+
+def _above_base(axes: Sequence[Axes], increases: Sequence[float]) -> None:
     """Set the y axes to nats above the base model, logarithmic from the smallest of the `increases`, so that failed
     conversions do not flatten the rest; perplexity ratios are on the right.
     """
-    positive = increases[increases > 0]
-    least = max([tick for tick in _TICKS if len(positive) and tick <= positive.min()], default=_TICKS[0])
+    smallest = min((increase for increase in increases if increase > 0), default=0.0)
+    least = max((tick for tick in _TICKS if tick <= smallest), default=_TICKS[0])
     ticks = [tick for tick in _TICKS if tick >= least]
     shown = [*(-tick for tick in reversed(ticks)), 0, *ticks]
-    limits = min(0, 1.5 * increases.min()), max(1.5 * increases.max(), 2 * least)
+    limits = min(0, 1.5 * min(increases)), max(1.5 * max(increases), 2 * least)
     ratios = axes[-1].twinx()
     for axis, form in [*((axis, "{0:g}") for axis in axes), (ratios, "x {1:.3g}")]:
         axis.set_yscale("symlog", linthresh=least, linscale=0.5)
@@ -110,32 +109,18 @@ def _above_base(axes: Sequence[Axes], increases: pandas.Series) -> None:
         axis.axhline(0, color=_BLACK, linewidth=1)
 
 
-def _looks(merged: pandas.DataFrame) -> dict[str, Row]:
-    """Style of each series: colour and marker of its method, the same in every study; dashes and fill distinguish the
-    trainings and caches of a method.
+def _methods(points: Any) -> list[str]:
+    """The methods of the points, each once, in the order of the registry."""
+    present = {point["method"] for point in points}
+    return [method for method in METHODS if method in present]
+
+
+def method_look(method: str) -> Row:
+    """Colour and marker of a method, the same in every study; black is the base model's. Colours repeat with other
+    markers.
     """
-    methods, styles = list(dict.fromkeys([*_METHODS, *METHODS])), {}
-    first_points = merged.drop_duplicates("series")
-    for point, variant in zip(first_points.itertuples(), first_points.groupby("method").cumcount(), strict=True):
-        base = point.method in UNMERGED
-        style: Row = {"color": _BLACK, "marker": "*"} if base else _method_look(methods.index(point.method))
-        if variant >= 4:  # the same again, darker
-            style["color"] = tuple(part * 0.5 ** (variant // 4) for part in to_rgb(style["color"]))
-        styles[point.series] = style | {
-            "linestyle": ("-", "--", ":", "-.")[variant % 4], "markeredgecolor": "#333333", "markeredgewidth": 0.8,
-            "markerfacecolor": "#ffffff" if variant % 4 == 1 else style["color"], "markerfacecoloralt": "#ffffff",
-            "fillstyle": ("full", "full", "left", "bottom")[variant % 4],
-        }  # fmt: skip
-    return styles
-
-
-def _method_look(index: int) -> Row:
-    """Colour and marker of the index-th method; black is the source's. Colours repeat with other markers."""
-    return {"color": COLOURS[1 + index % (len(COLOURS) - 1)], "marker": MARKERS[(index + 1) % len(MARKERS)]}
-
-
-def _error_bars(line: pandas.DataFrame) -> Any:
-    """Distances from the mean to the lowest and highest seed; None, or NaN, for one seed."""
-    if (line.seeds == 1).all():
-        return None
-    return np.where(line.seeds > 1, [line.loss - line.lowest, line.highest - line.loss], np.nan)
+    index = list(dict.fromkeys([*_METHODS, *METHODS])).index(method)
+    return {
+        "color": COLOURS[1 + index % (len(COLOURS) - 1)], "marker": MARKERS[(index + 1) % len(MARKERS)],
+        "markeredgecolor": "#333333", "markeredgewidth": 0.8,
+    }  # fmt: skip

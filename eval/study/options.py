@@ -1,0 +1,174 @@
+"""The options of gqa-ablate and the cells of its grid. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import click
+
+from gqa.checkpoint.options import COUNT, FROM_ZERO, SHARE, Options, Tokens, option, same_as
+from gqa.checkpoint.provenance import request
+from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.methods import METHODS
+from gqa.convert.options import ConvertOptions, refuse_unused
+from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
+from gqa.uptrain.schedule import Schedule
+
+UNMERGED = "none"  # the method of cells with as many KV heads as the base model
+
+
+class Cell(NamedTuple):
+    """One measurement: a conversion to `groups` KV heads, trained on a share `alpha` of the data."""
+
+    method: str
+    groups: int
+    alpha: float
+
+    @property
+    def conversion(self) -> str:
+        """Name of the conversion, which cells of different alphas share."""
+        return f"{self.method}-g{self.groups}"
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sort key: the base model first, then by groups, method and alpha."""
+        return not self.is_base_model, self.groups, (UNMERGED, *METHODS).index(self.method), self.alpha
+
+    @property
+    def is_base_model(self) -> bool:
+        return self.method == UNMERGED and not self.alpha
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Cell:
+        return cls(**{name: row[name] for name in cls._fields})
+
+
+@dataclass(frozen=True)
+class AblateOptions(Options):
+    """See `gqa-ablate --help`. `free` options may change between the runs of a study: which cells there are, and how
+    fast they are measured.
+    """
+
+    # fmt: off
+    output: Path = option(
+        MISSING, "The study; the same command continues one that was stopped.", short="-o", heading="Basic",
+        metavar="DIR", free=True)
+    model: str | None = option(None, argument="[MODEL]", free=True)
+    methods: tuple[str, ...] = option(
+        ("mean", "first", "aligned", "calibrated", "refined"), "How heads are merged: those of the default as far as "
+        "MODEL can have them, or any; random is a control.", click.Choice([*METHODS]), heading="Basic",
+        metavar="METHOD[,...]", free=True, needs=("model",))
+    groups: tuple[int, ...] | None = option(
+        None, "How many key/value heads are kept.  [default: a half, a quarter and one of MODEL's; all, as the "
+        "control, with --teacher none]", COUNT, short="-g", heading="Basic", metavar="G[,...]", free=True,
+        needs=("model",))
+    alphas: tuple[float, ...] = option(
+        (0.0, 0.05), "Shares of the data to train on; 0: none.", SHARE, heading="Basic", metavar="SHARE[,...]",
+        free=True, needs=("model",))
+    train: Scope | None = same_as(TrainOptions, "train", needs=("model",))
+    teacher: Literal["source", "none"] = option(
+        "source", "source: learn MODEL's predictions; none: learn from text alone.", heading="Basic", needs=("model",))
+    data: tuple[str, ...] = option(
+        (), "Text to train on, as for gqa-uptrain; several times, or with commas, for several.", heading="Data",
+        metavar="SOURCE[,...]", needs=("model",))
+    field: str = same_as(TrainOptions, "field", needs=("model",))
+    target_field: str | None = same_as(TrainOptions, "target_field", needs=("model",))
+    heldout: str | None = option(
+        None, "Text to measure on, which also selects the best state of a training.", heading="Data",
+        metavar="SOURCE", needs=("model",))
+    heldout_fraction: float = same_as(TrainOptions, "heldout_fraction", needs=("model",))
+    context: int | None = option(
+        None, "Tokens of a block in training and of a window in measuring.  [default: the model's positions, 2048 at "
+        "most]", Tokens(4), heading="Data", metavar="COUNT", needs=("model",))
+    batch_size: int | None = same_as(TrainOptions, "batch_size", needs=("model",))
+    learning_rate: float = same_as(TrainOptions, "learning_rate", needs=("model",))
+    seed: int = same_as(TrainOptions, "seed", needs=("model",))
+    precision: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "What training and measuring compute in.  [default: float32 for training, as stored for measuring]",
+        heading="Quality", needs=("model",))
+    calibration: tuple[str, ...] = option(
+        (), "Text for calibrated and refined, as gqa-convert's --data.  [default: the data]", heading="Data",
+        metavar="SOURCE[,...]", needs=("model",), methods="reads_text")
+    calibration_tokens: int = same_as(ConvertOptions, "tokens", needs=("model",))
+    refine_steps: int = same_as(ConvertOptions, "refine_steps", needs=("model",))
+    eval_tokens: int | None = option(
+        None, "Held-out tokens to measure on: whole documents, until they are so many.  [default: all]", Tokens(),
+        heading="Data", metavar="COUNT", needs=("model",))
+    skip: tuple[Literal["kl", "recall"], ...] = option(
+        (), "Do not compare predictions with MODEL's (kl), or measure recall from the context (recall).",
+        heading="Quality", metavar="NAME[,...]", needs=("model",))
+    device: str | None = same_as(TrainOptions, "device", needs=("model",))
+    max_loss_increase: float = option(
+        0.1, "Recommend the smallest KV cache within so many nats per token above MODEL's.", FROM_ZERO,
+        heading="Quality", free=True)
+    dry_run: bool = option(False, "List the cells, and stop.", heading="Basic", free=True, needs=("model",))
+    overwrite: bool = option(
+        False, "Remove the study at DIR first.", heading="Output", free=True, needs=("model",))
+    verbose: bool = same_as(TrainOptions, "verbose")
+    quiet: bool = same_as(TrainOptions, "quiet")
+    # For Python callers.
+    schedule: Schedule = same_as(TrainOptions, "schedule", expert=True)
+    calibration_context: int = same_as(ConvertOptions, "context", expert=True)
+    micro_batch: int | None = same_as(TrainOptions, "micro_batch", expert=True)
+    eval_batch: int = option(8, "", COUNT, free=True, expert=True)  # windows that are scored at a time
+    trust_remote_code: bool = same_as(TrainOptions, "trust_remote_code", free=True, expert=True)
+    # fmt: on
+
+    def cells(self, heads: int, methods: Sequence[str]) -> list[Cell]:
+        """The grid for a base model of `heads` KV heads: the base model, then every combination of `methods`, groups
+        and alphas. As many heads as the base model's are one conversion, whatever the method.
+        """
+        cells = {Cell(UNMERGED, heads, 0.0)}
+        for groups in self.groups or self._default_groups(heads):
+            for method in methods if groups < heads else (UNMERGED,):
+                cells |= {Cell(method, groups, alpha) for alpha in self.alphas}
+        return sorted(cells, key=lambda cell: cell.order)
+
+    def _default_groups(self, heads: int) -> set[int]:
+        """1 and the two largest divisors of `heads` below it. Where anything is trained on text alone also `heads`, the
+        control; a base model that learns its own predictions would stay as it is.
+        """
+        divisors = [groups for groups in range(1, heads) if heads % groups == 0]
+        control = not divisors or (any(self.alphas) and self.teacher == "none")
+        return {*divisors[:1], *divisors[-2:], *([heads] if control else [])}
+
+    @property
+    def training(self) -> TrainOptions:
+        """Training options that all cells share."""
+        names = TrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys() - {"dry_run"}
+        options = {name: getattr(self, name) for name in names}
+        teacher = self.model if self.model and self.teacher == "source" else NO_TEACHER
+        return TrainOptions(**options | {"precision": self.precision or "float32", "teacher": teacher})
+
+    @property
+    def maps(self) -> MapsOptions:
+        """Calibration options. Raises RefusedError if the device cannot be used."""
+        from gqa.eval.evaluate import usable_device  # here: `--help` loads this file
+
+        text = CalibrationText(
+            self.calibration or self.data or ("self",), self.calibration_tokens, self.calibration_context, self.seed,
+            self.field, self.target_field, trust_remote_code=self.trust_remote_code, heldout=self.heldout,
+            heldout_fraction=self.heldout_fraction,
+        )  # fmt: skip
+        refinement = Refinement(self.refine_steps, seed=self.seed)
+        return MapsOptions(text=text, refinement=refinement, device=usable_device(self.device))
+
+    def check(self) -> None:
+        """Raise RefusedError for options that conflict or that no method uses."""
+        self.check_needs()
+        refuse_unused(self, self.methods, f"--methods {','.join(self.methods)}")
+
+    def identity(self) -> dict[str, Any]:
+        """Options that all cells of a study share, JSON-ready."""
+        options, bound = request(self, ())["options"], self.binding()
+        return {name: value for name, value in options.items() if name in bound}
+
+    def training_of(self, cell: Cell, model: Path, directory: Path) -> TrainOptions:
+        """Training options of a cell, from the conversion `model`, with the result in `directory`."""
+        return replace(
+            self.training, model=str(model), output=directory / f"alpha-{cell.alpha:g}", alpha=cell.alpha,
+            overwrite=True,
+        )  # fmt: skip
