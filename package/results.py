@@ -90,7 +90,7 @@ class Study:
 
     def recommend(self, max_loss_increase: float = 0.1) -> str:
         """The smallest KV cache within so many nats per token above the base model, and why."""
-        from gqa.eval.study.report import recommend
+        from gqa.eval.study.recommendation import recommend
 
         return recommend(self.rows, max_loss_increase)[1]
 

@@ -38,8 +38,8 @@ SMALL = [
 LIMITS = {
     "--tokens": "512", "--calibration-tokens": "256", "--refine-steps": "2", "--steps": "2",
     "--eval-tokens": "200", "--heldout-fraction": "0.2", "--context": "128", "--alphas": "0,0.1",
-    "--methods": "refined", "--batch-size": "2", "--kv-budgets": "0.75",
-    "--cache-bits": "4", "--skip": "decode,recall",
+    "--methods": "refined", "--batch-size": "2",
+    "--cache-bits": "4", "--skip": "recall",
 }  # fmt: skip
 _TEXT = {"--tokens": "256", "--context": "64"}
 # What is said besides, where all words of a key stand in the command.
@@ -49,7 +49,7 @@ ADDED = {
     "gqa-eval --decode": {"--decode-steps": "2"},
     "gqa-ablate": {
         "--calibration-tokens": "256", "--refine-steps": "2", "--groups": "2",
-        "--methods": "refined", "--context": "64", "--batch-size": "2", "--skip": "decode,recall",
+        "--methods": "refined", "--context": "64", "--batch-size": "2", "--skip": "recall",
     },
     "gqa-convert refined": {**_TEXT, "--refine-steps": "2"},
     "gqa-convert calibrated": _TEXT,
@@ -167,7 +167,7 @@ def test_commands_of_a_page_run_in_order(
     shutil.copytree(models, here)
     monkeypatch.chdir(here)
     few_questions(monkeypatch)
-    monkeypatch.setattr("gqa.eval.study.report.no_pictures", lambda: "no pictures")  # drawn by test_tradeoff
+    monkeypatch.setattr("gqa.eval.study.report.no_pictures", lambda: "no pictures")  # drawn by test_study_report
     for program, words, whole in commands(page):
         small = made_small(program, words)
         if not whole or not runnable(small, here):

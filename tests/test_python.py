@@ -154,15 +154,12 @@ def test_models_in_memory_are_trained_and_compared(place: Path, loaded: Any, tmp
 def test_a_study_is_that_of_the_command(place: Path, tmp_path: Path, alone: None) -> None:
     data, heldout = write_corpus(tmp_path / "text.jsonl", 8), write_corpus(tmp_path / "heldout.jsonl", 2, first=8)
     how: dict[str, Any] = {"methods": ["mean", "first"], "groups": [1], "alphas": [0], "batch_size": 2, "device": "cpu"}
-    how |= {"heldout": heldout, "skip": ["kl", "recall", "decode"], "context": 32, "data": data, "quiet": True}
+    how |= {"heldout": heldout, "skip": ["kl", "recall"], "context": 32, "data": data, "quiet": True}
     found = gqa.ablate(place / "teacher", output=tmp_path / "study", **how)
     assert {(row["method"], row["groups"]) for row in found.rows} == {("none", 4), ("mean", 1), ("first", 1)}
     shown = run("-o", tmp_path / "study", "--max-loss-increase", 9, program="gqa-ablate").out
     assert shown.startswith(found.text())
-    assert shown.rstrip().endswith(found.recommend(max_loss_increase=9).rstrip())
-    least = run("-o", tmp_path / "study", "--kv-bytes", 99, program="gqa-ablate").out
-    assert least.rstrip().endswith(found.recommend(kv_bytes=99).rstrip())
-    assert "none has a KV cache of at most 99 bytes" in least
+    assert " ".join(shown.split()).endswith(" ".join(found.recommend(max_loss_increase=9).split()))
     assert gqa.ablate(place / "teacher", output=tmp_path / "study", **how).rows == found.rows
     with pytest.raises(gqa.RefusedError, match=r"^refine_steps is not used by methods mean"):
         gqa.ablate(place / "teacher", data=data, output=tmp_path / "other", methods=["mean"], refine_steps=3)

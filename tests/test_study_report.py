@@ -20,7 +20,7 @@ from gqa.eval.plots import look
 from gqa.eval.study import plots
 from gqa.eval.study.options import Cell
 from gqa.eval.study.plots import draw_study, method_look
-from gqa.eval.study.report import recommend
+from gqa.eval.study.recommendation import recommend
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

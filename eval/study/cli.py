@@ -31,7 +31,8 @@ def command(options: AblateOptions) -> None:
 
     from gqa.eval.study.ablation import open_study, plan_table, run_study
     from gqa.eval.study.directory import remove_study
-    from gqa.eval.study.report import recommend, short_table, write_study_report
+    from gqa.eval.study.recommendation import recommend
+    from gqa.eval.study.report import short_table, write_study_report
     from gqa.uptrain.loop import StoppedError
 
     transformers.utils.logging.set_verbosity_error()

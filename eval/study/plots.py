@@ -15,7 +15,7 @@ from gqa.convert.methods import METHODS
 from gqa.eval.plots import COLOURS, MARKERS, panels, powers_of_two
 from gqa.eval.study.directory import Row
 from gqa.eval.study.options import UNMERGED
-from gqa.eval.study.report import BASE, cache_bytes, loss, measured
+from gqa.eval.study.recommendation import BASE, cache_bytes, loss, measured
 
 # Their colours, from the second on; what else is registered comes after them. The last is yellow.
 _METHODS = ("mean", "first", "random", "aligned", "calibrated", "refined", "procrustes")
