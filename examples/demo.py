@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import logging
 
@@ -31,17 +30,6 @@ def study(output: Path, groups: int) -> gqa.Study:
     )  # fmt: skip
 
 
-def verdict(rows: list[dict[str, Any]], groups: int) -> str:
-    """What untrained conversions lose for how much cache, in a line: the best of them, and the paper's."""
-    untrained = {row["method"]: row for row in rows if row["method"] in METHODS and not (row["alpha"] or row["error"])}
-    best = min(untrained.values(), key=lambda row: float(row["loss"]))
-    mean = untrained["mean"]["perplexity_ratio"]
-    return (
-        f"{groups} of {round(groups / best['kv_share'])} KV heads, cache {1 / best['kv_share']:.0f}x smaller: "
-        f"{best['method']} x{best['perplexity_ratio']:.2f} the base model's perplexity, mean x{mean:.3g}"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--groups", type=int, default=2)
@@ -49,10 +37,9 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable_progress_bar()
     start = time.perf_counter()
-    found = study(args.output, args.groups)
-    print(f"\n{found.text()}")
+    result = study(args.output, args.groups)
+    print(f"\n{result.text()}")
     print(f"\nThe report: {args.output / 'report.html'} ({time.perf_counter() - start:.0f} s)")
-    print(verdict(found.rows, args.groups))
 
 
 if __name__ == "__main__":

@@ -47,35 +47,6 @@ CONFIG = {
 }  # fmt: skip
 
 
-CARD = """---
-license: apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- code
-- multi-head-attention
----
-
-# stdlib-mha
-
-A small Llama with multi-head attention (8 query and 8 key/value heads, 6 layers, width 256, {parameters:,} parameters
-in bfloat16) that writes Python. It is there to be converted: real, trained, and small enough for git.
-
-- Data: the source of Python's standard library, as `gqa.corpus.stdlib` lists it; modules whose name hashes into the
-  held-out split (`subprocess`, `json.decoder`, `urllib.parse`, ...) were never trained on.
-- Training: `examples/pretrain.py` on two shared CPU cores, bfloat16 autocast, Muon and AdamW:
-{stages}
-- From the second stage on half of the windows repeat themselves (passages of their own once more, or random tokens, the
-  second copies of which are scored), so that the model finds things again in its context: of the second copies of 64
-  tokens of held-out text it has **{second_copies:.1%}** right.
-- Held-out loss: **{heldout_loss:.4f} nats per token** (uniform: 8.32) over disjoint windows of {context:,} tokens of
-  all held-out modules. `training_log.jsonl` has all of it.
-- Tokenizer: SentencePiece BPE of 4,096 pieces with byte fallback (`tokenizer.model`), the same as `tokenizer.json`.
-
-The standard library is under the Python Software Foundation License; the weights are under Apache-2.0.
-"""
-
-
 def train_tokenizer(texts: list[str], out: Path) -> sentencepiece.SentencePieceProcessor:
     """A SentencePiece BPE model (what llama.cpp's converter reads) and the same tokenizer as `tokenizer.json`."""
     model = io.BytesIO()
@@ -204,16 +175,16 @@ def twice(tokens: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, 
 
 
 @torch.no_grad()
-def second_copies(model: LlamaForCausalLM, stream: torch.Tensor, length: int, device: str) -> tuple[float, float]:
-    """Share of tokens that are the most likely one, in first and second copies of 64 passages of `length` tokens."""
+def second_copies(model: LlamaForCausalLM, stream: torch.Tensor, length: int, device: str) -> float:
+    """Share of tokens that are the most likely one, in second copies of 64 passages of `length` tokens."""
     model.eval()
     passages = windows(stream, length, 0)
     passages = passages[torch.linspace(0, len(passages) - 1, 64).long()]
-    twice = torch.cat([torch.full((64, 1), BOS), passages, passages], dim=1).to(device)
+    copies = torch.cat([torch.full((64, 1), BOS), passages, passages], dim=1).to(device)
     with torch.autocast(device, torch.bfloat16):
-        hits = model(input_ids=twice).logits[:, :-1].argmax(-1) == twice[:, 1:]
+        hits = model(input_ids=copies).logits[:, :-1].argmax(-1) == copies[:, 1:]
     model.train()
-    return hits[:, :length].float().mean().item(), hits[:, length + 1 :].float().mean().item()
+    return hits[:, length + 1 :].float().mean().item()
 
 
 def optimizers_of(
@@ -239,19 +210,6 @@ def save_checkpoint(model: LlamaForCausalLM, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
     generation = {"bos_token_id": BOS, "eos_token_id": EOS}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-
-
-def write_card(out: Path) -> None:
-    """README.md beside the weights, every figure from the log, in which each stage ends with its held-out loss."""
-    records = [json.loads(line) for line in (out / LOG).read_text().splitlines()]
-    ends = [record for record in records if "heldout_loss" in record]
-    stages = "\n".join(
-        f"  {n}. {end['minutes']:.0f} minutes, {end['step']:,} steps, {end['tokens']:,} tokens in windows of "
-        f"{end['context']:,}: {end['heldout_loss']:.4f} nats per token held out"
-        for n, end in enumerate(ends, 1)
-    )
-    parameters = sum(t.numel() for t in load_file(out / "model.safetensors").values())
-    (out / "README.md").write_text(CARD.format(**ends[-1], stages=stages, parameters=parameters))
 
 
 def rate(progress: float) -> float:
@@ -295,11 +253,10 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
             if scale == 0.0 and step:
                 final = heldout_loss(model, heldout, args.context, args.device)
                 record = {"step": step, "tokens": tokens, "minutes": round(elapsed / 60, 2), "context": args.context}
-                record["second_copies"] = round(second_copies(model, heldout, 64, args.device)[1], 4)
+                record["second_copies"] = round(second_copies(model, heldout, 64, args.device), 4)
                 log.write(json.dumps(record | {"heldout_loss": round(final, 4)}) + "\n")
                 log.close()
                 save_checkpoint(model, args.out)
-                write_card(args.out)
                 print(f"done: {step} steps, {tokens:,} tokens, held-out {final:.4f} nats/token")
                 return
             batch = blocks[indices[first : first + args.batch]]
@@ -315,7 +272,7 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
                 record |= {"loss": round(loss.item(), 4), "tokens_per_s": round(tokens / max(elapsed, 1e-9))}
                 if step % (10 * args.log_every) == 0:
                     record["heldout_sample"] = round(heldout_loss(model, sample, args.context, args.device), 4)
-                    record["second_copies"] = round(second_copies(model, heldout, 64, args.device)[1], 4)
+                    record["second_copies"] = round(second_copies(model, heldout, 64, args.device), 4)
                     save_checkpoint(model, args.out)
                 log.write(json.dumps(record) + "\n")
                 log.flush()

@@ -2,13 +2,10 @@
 
     python examples/pretrain_t5.py --out stdlib-t5
 
-It takes 15 minutes on two cores, 38 (`--minutes`) on one that has other work, and is kept by default in the user's
-cache, not in git; what is there is not trained again. Every second batch are pairs: the signature and the docstring
-of a function, and its body. The others are blocks of text of which spans are left out, as T5 was trained (arXiv
-1910.10683). It begins with the tokenizer and the layers of `examples/stdlib-mha`, a decoder; what is new are
-sentinels, cross-attention and the bias by distance. Beside the weights lie `train.jsonl` and `heldout.jsonl` with
-the pairs of training modules and of held-out ones, in columns `source` and `target`. As in `examples/pretrain.py`
-the learning rate follows the elapsed share of `--minutes`.
+It takes 15 minutes on two cores. Half of the batches are pairs: signature and docstring of a function, and its body;
+the others are text with spans left out, as T5 was trained (arXiv 1910.10683). It begins with the tokenizer and layers
+of `examples/stdlib-mha`; sentinels, cross-attention and the bias by distance are new. The pairs of training and
+held-out modules are written to `train.jsonl` and `heldout.jsonl`, in columns `source` and `target`.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import random
 import time
 from collections.abc import Iterable, Iterator
@@ -34,7 +30,6 @@ from gqa.corpus.pairs import corrupted
 from gqa.corpus.stdlib import stdlib_texts
 
 EMBEDDED = Path(__file__).parent / "stdlib-mha"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gqa" / "stdlib-t5"
 SENTINELS = [f"<extra_id_{number}>" for number in range(100)]
 LENGTH = 128  # tokens of a source, and of a target
 # A gated T5 with the widths and heads of the embedded checkpoint.
@@ -59,11 +54,11 @@ Pair = tuple[list[int], list[int]]
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """The embedded checkpoint's with T5's sentinels, ending every text as T5's does."""
-    found = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
-    found.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SENTINELS])
-    found.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])
+    tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SENTINELS])
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=found, unk_token="<unk>", eos_token="</s>", pad_token="<s>",
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", pad_token="<s>",
         extra_special_tokens=SENTINELS, clean_up_tokenization_spaces=False,
     )  # fmt: skip
 
@@ -77,10 +72,10 @@ def functions(texts: Iterable[str]) -> Iterator[dict[str, str]]:
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
-                if not (told := ast.get_docstring(node)):
+                if not (docstring := ast.get_docstring(node)):
                     continue
                 kind = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
-                source = f'{kind} {node.name}({ast.unparse(node.args)}):\n"""{told}"""'
+                source = f'{kind} {node.name}({ast.unparse(node.args)}):\n"""{docstring}"""'
                 yield {"source": source, "target": "\n".join(map(ast.unparse, node.body[1:]))}
 
 
@@ -91,40 +86,40 @@ def encoded(rows: Iterable[dict[str, str]], tokenizer: PreTrainedTokenizerFast) 
 
 
 def batch_of(pairs: Iterable[Pair], device: str) -> dict[str, torch.Tensor]:
-    """What the model is given: ids (B, S), their mask, labels (B, T) with -100 where there is none."""
+    """Inputs of the model: ids (B, S), their mask, labels (B, T) with -100 as padding."""
     sources, targets = ([torch.tensor(part) for part in parts] for parts in zip(*pairs, strict=True))
-    given = {
+    batch = {
         "input_ids": pad_sequence(sources, batch_first=True, padding_value=BOS),
         "attention_mask": pad_sequence([torch.ones_like(source) for source in sources], batch_first=True),
         "labels": pad_sequence(targets, batch_first=True, padding_value=-100),
     }
-    return {name: tensor.to(device) for name, tensor in given.items()}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def make_model(device: str) -> T5ForConditionalGeneration:
     """With the embedded checkpoint's layers, the first ones in the encoder too. What they lose is the rotary embedding:
     a bias by distance is learnt instead. T5 divides no scores; cross-attention adds nothing at first.
     """
-    model, given = T5ForConditionalGeneration(T5Config(**CONFIG)), load_file(EMBEDDED / "model.safetensors")
-    own = model.state_dict()
+    model, embedded = T5ForConditionalGeneration(T5Config(**CONFIG)), load_file(EMBEDDED / "model.safetensors")
+    tensors = model.state_dict()
     for stack, count in (("encoder", CONFIG["num_layers"]), ("decoder", CONFIG["num_decoder_layers"])):
-        own[f"{stack}.final_layer_norm.weight"] = given["model.norm.weight"]
+        tensors[f"{stack}.final_layer_norm.weight"] = embedded["model.norm.weight"]
         for number in range(count):
             mlp = 1 if stack == "encoder" else 2
             for theirs, ours in NAMES.items():
-                tensor = given[f"model.layers.{number}.{theirs}.weight"].float()
+                tensor = embedded[f"model.layers.{number}.{theirs}.weight"].float()
                 tensor = tensor * CONFIG["d_kv"] ** -0.5 if theirs == "self_attn.q_proj" else tensor
-                own[f"{stack}.block.{number}.layer.{ours.format(mlp=mlp)}.weight"] = tensor
+                tensors[f"{stack}.block.{number}.layer.{ours.format(mlp=mlp)}.weight"] = tensor
                 if stack == "decoder" and theirs.startswith("self_attn"):
                     cross = ours.replace("0.Self", "1.EncDec")
-                    own[f"decoder.block.{number}.layer.{cross}.weight"] = (
+                    tensors[f"decoder.block.{number}.layer.{cross}.weight"] = (
                         torch.zeros_like(tensor) if theirs.endswith("o_proj") else tensor
                     )
-    rows = given["model.embed_tokens.weight"].float()
-    own["shared.weight"] = torch.cat([rows, torch.randn(len(SENTINELS), rows.shape[1]) * rows.std()])
+    rows = embedded["model.embed_tokens.weight"].float()
+    tensors["shared.weight"] = torch.cat([rows, torch.randn(len(SENTINELS), rows.shape[1]) * rows.std()])
     for name in ("lm_head", "encoder.embed_tokens", "decoder.embed_tokens"):
-        own[f"{name}.weight"] = own["shared.weight"]  # tied
-    model.load_state_dict(own)
+        tensors[f"{name}.weight"] = tensors["shared.weight"]  # tied
+    model.load_state_dict(tensors)
     return model.to(device)
 
 
@@ -143,10 +138,10 @@ def mean_nats(model: T5ForConditionalGeneration, pairs: list[Pair], device: str)
     model.eval()
     nats, count = 0.0, 0
     for first in range(0, len(pairs), 16):
-        given = batch_of(pairs[first : first + 16], device)
+        batch = batch_of(pairs[first : first + 16], device)
         with torch.autocast(device, torch.bfloat16):
-            logits = model(**given).logits.float()
-        labels = given["labels"].flatten()
+            logits = model(**batch).logits.float()
+        labels = batch["labels"].flatten()
         nats += torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum").item()
         count += int((labels >= 0).sum())
     model.train()
@@ -190,7 +185,7 @@ def train(args: argparse.Namespace, texts: Texts, heldout: Texts) -> T5ForCondit
     torch.manual_seed(args.seed)
     model = make_model(args.device)
     optimizers = make_optimizers(model, args.peak)
-    asked = list(heldout.spans(0, 400, np.random.default_rng(0)))
+    heldout_spans = list(heldout.spans(0, 400, np.random.default_rng(0)))
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(texts.pairs):,} functions, "
           f"{len(texts.stream):,} tokens; {len(heldout.pairs)} functions held out")  # fmt: skip
     start, tokens = time.monotonic(), 0
@@ -203,23 +198,23 @@ def train(args: argparse.Namespace, texts: Texts, heldout: Texts) -> T5ForCondit
                 record = {"step": step, "minutes": round(minutes, 2), "target_tokens": tokens}
                 few = slice(None) if done else slice(0, 64)
                 record["functions_nats"] = round(mean_nats(model, heldout.pairs[few], args.device), 4)
-                record["spans_nats"] = round(mean_nats(model, asked[few], args.device), 4)
+                record["spans_nats"] = round(mean_nats(model, heldout_spans[few], args.device), 4)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
                 print(record, flush=True)
             if done:
                 break
-            given = batch_of(pairs, args.device)
+            batch = batch_of(pairs, args.device)
             with torch.autocast(args.device, torch.bfloat16):
-                loss = model(**given).loss
+                loss = model(**batch).loss
             descend(model, loss, optimizers, scale)
-            tokens += int((given["labels"] >= 0).sum())
+            tokens += int((batch["labels"] >= 0).sum())
     return model.eval()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=CACHE)
+    parser.add_argument("--out", type=Path, default=Path("stdlib-t5"))
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--peak", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--batch", type=int, default=8, help="functions a step")
@@ -227,9 +222,6 @@ def main() -> None:
     parser.add_argument("--log-every", type=int, default=100)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
-    if args.out == CACHE and (CACHE / "tokenizer_config.json").is_file():  # what is written last
-        print(f"{CACHE} holds one; give --out to train another")
-        return
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     texts, heldout = Texts("train", tokenizer, args.out), Texts("heldout", tokenizer, args.out)
