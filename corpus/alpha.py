@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError
 from gqa.corpus.sources import hash_threshold, is_below
-from gqa.corpus.tokens import Blocks, Documents, Ints
+from gqa.corpus.tokens import Documents, Ints
 
 
 @dataclass(frozen=True)
@@ -109,31 +109,6 @@ def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
     salts = (f"{seed}:{epoch}:{copy}".encode() for copy in copies)
     keys = [hashlib.sha256(raw[32 * i : 32 * i + 32] + salt).digest()[:8] for i, salt in enumerate(salts)]
     return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The blocks to train on, and the tokens that can be read before any repeats."""
-
-    blocks: Blocks
-    data_tokens: int
-    heldout_documents: int
-
-    def summary(self) -> str:
-        """One line for people."""
-        blocks, size = self.blocks.n_blocks, self.blocks.size
-        text = f"{blocks:,} blocks of {size:,}: {blocks * size:,} of {self.data_tokens:,} tokens"
-        if (epochs := blocks * size / self.data_tokens) > 1:
-            text += f", which are read {epochs:.2f} times, each time in another order"
-        return f"{text}; {self.heldout_documents:,} documents held out" if self.heldout_documents else text
-
-
-def select(text: Documents, *, block_size: int, heldout: Heldout, **how: Any) -> Selection:
-    """The blocks to train on, in order; `how` are other arguments of `reading_order`."""
-    lengths = heldout.lengths(text)
-    order, n_blocks, data_tokens = reading_order(text, lengths, block_size=block_size, **how)
-    blocks = Blocks(text, order, block_size, n_blocks, lengths)
-    return Selection(blocks, data_tokens, int((lengths == 0).sum()))
 
 
 def reading_order(

@@ -16,7 +16,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.identity import file_digests
 from gqa.checkpoint.provenance import without_place
 from gqa.convert.merge.self_samples import SampledBlocks
-from gqa.corpus.alpha import Heldout, hold_back, hold_back_of_each, n_blocks_for, select, shares_of
+from gqa.corpus.alpha import Heldout, hold_back, hold_back_of_each, n_blocks_for, reading_order, shares_of
 from gqa.corpus.pairs import PairBlocks
 from gqa.corpus.repeats import mixed
 from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources, row_digest
@@ -110,12 +110,17 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
         numbers = dict(zip(map(bytes, text.digests), range(len(text)), strict=True))
         ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
         blocks = _pack_heldout((text.tokens(number)[limit:] for number, limit in ends), options)
-    selection = select(
-        text, heldout=heldout, block_size=options.block, seed=options.seed, weights=mixture_weights(sources),
-        **length_arguments(options),
-    )  # fmt: skip
-    steps = count_steps(selection.blocks.n_blocks, options)
-    return Dataloader(options, selection.blocks, steps, text.fingerprint, selection.summary(), blocks)
+    lengths, size = heldout.lengths(text), options.block
+    order, n_blocks, data_tokens = reading_order(
+        text, lengths, block_size=size, seed=options.seed, weights=mixture_weights(sources), **length_arguments(options)
+    )
+    summary = f"{n_blocks:,} blocks of {size:,}: {n_blocks * size:,} of {data_tokens:,} tokens"
+    if (epochs := n_blocks * size / data_tokens) > 1:
+        summary += f", which are read {epochs:.2f} times, each time in another order"
+    if count := int((lengths == 0).sum()):
+        summary += f"; {count:,} documents held out"
+    steps = count_steps(n_blocks, options)
+    return Dataloader(options, Blocks(text, order, size, n_blocks, lengths), steps, text.fingerprint, summary, blocks)
 
 
 def _open_stream(
