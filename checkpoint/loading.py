@@ -51,19 +51,23 @@ def load_model(
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    _check_no_adapter(name)
+    if (Path(name) / "adapter_config.json").exists():  # transformers would apply it to weights that may have it already
+        raise RefusedError(
+            f"{name} has an adapter beside its weights (adapter_config.json), which would be applied to them: remove "
+            "the adapter's files if it is merged already, else merge it first (peft: merge_and_unload)"
+        )
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
         with quiet_transformers():
             config = read_auto_config(name, trust_remote_code)
-            made = model_class(config, trust_remote_code)
+            cls = model_class(config, trust_remote_code)
             if not weights:
-                return _empty(made, config, dtype, options | {"trust_remote_code": trust_remote_code})
+                return _empty(cls, config, dtype, options | {"trust_remote_code": trust_remote_code})
             if device == "auto":
                 options |= _spread()
             elif device == "meta":
                 options["device_map"] = device
-            model, info = made.from_pretrained(
+            model, info = cls.from_pretrained(
                 name, dtype=dtype, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,
                 output_loading_info=True, **options,
             )  # fmt: skip
@@ -93,15 +97,6 @@ def quiet_transformers() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(level)
-
-
-def _check_no_adapter(name: str) -> None:
-    """Raise RefusedError where transformers would apply an adapter to weights into which it may be merged already."""
-    if (Path(name) / "adapter_config.json").exists():
-        raise RefusedError(
-            f"{name} has an adapter beside its weights (adapter_config.json), which would be applied to them: remove "
-            "the adapter's files if it is merged already, else merge it first (peft: merge_and_unload)"
-        )
 
 
 def _spread() -> dict[str, Any]:
@@ -157,17 +152,17 @@ def _check_keys(name: str, info: dict[str, Any]) -> None:
             raise RefusedError(f"{name} loads with {what}; its weights do not belong to its config")
 
 
-def _empty(made: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
+def _empty(cls: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
     import torch
 
     from gqa.checkpoint.compat import build_model
 
     options["dtype"] = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
     with torch.device("meta"):
-        if hasattr(made, "from_config"):  # an Auto class
-            return made.from_config(config, **options).eval()  # type: ignore[no-any-return]
+        if hasattr(cls, "from_config"):  # an Auto class
+            return cls.from_config(config, **options).eval()  # type: ignore[no-any-return]
         del options["trust_remote_code"]
-        return build_model(made, config, **options).eval()  # type: ignore[no-any-return]
+        return build_model(cls, config, **options).eval()  # type: ignore[no-any-return]
 
 
 def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
@@ -204,19 +199,19 @@ _PREDICTING = re.compile("CausalLM|Seq2SeqLM|LMHead|PreTraining|ImageTextToText|
 
 
 def predicts_tokens(config: Any, trust_remote_code: bool = False) -> bool:
-    """Whether the class that a config names reads token ids and has a head that predicts them."""
+    """Whether the class that a config names reads token ids and has a head that predicts them: no classifier, reward
+    model, base class or model of sound.
+    """
     from transformers import GenerationMixin, PreTrainedModel
 
-    found = model_class(config, trust_remote_code)
-    if not issubclass(found, PreTrainedModel):  # an Auto class
-        return bool(_PREDICTING.search(found.__name__))
-    return issubclass(found, GenerationMixin) and found.main_input_name == "input_ids"
+    cls = model_class(config, trust_remote_code)
+    if not issubclass(cls, PreTrainedModel):  # an Auto class
+        return bool(_PREDICTING.search(cls.__name__))
+    return issubclass(cls, GenerationMixin) and cls.main_input_name == "input_ids"
 
 
 def check_predicts_tokens(config: Any, name: str, trust_remote_code: bool = False) -> None:
-    """Raise RefusedError for a classifier, a reward model, a base class, a model of sound: nothing can be evaluated,
-    decoded or trained where no head predicts tokens of text.
-    """
+    """Raise RefusedError for a model that can be neither evaluated nor decoded nor trained."""
     if not predicts_tokens(config, trust_remote_code):
         kind = model_class(config, trust_remote_code).__name__
         raise RefusedError(
@@ -231,19 +226,17 @@ def concrete_class(config: Any) -> tuple[Any, str]:
     """
     from transformers.models.auto import modeling_auto
 
-    found, name = model_class(config), _named_class(config)
-    if hasattr(found, "from_config"):  # an Auto class
+    cls, name = model_class(config), _named_class(config)
+    if hasattr(cls, "from_config"):  # an Auto class
         seq2seq = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
         mapping = seq2seq if config.is_encoder_decoder else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-        found = mapping.get(type(config), None)
-    return found, name or getattr(found, "__name__", "")
+        cls = mapping.get(type(config), None)
+    return cls, name or getattr(cls, "__name__", "")
 
 
 def positions(config: Any) -> int | None:
     """Positions that the model of transformers' `config` was made for; None where it states none."""
-    text = config.get_text_config(decoder=True)
-    found: int | None = getattr(text, "max_position_embeddings", None)
-    return found or None
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or None
 
 
 def cache_name(model: PreTrainedModel) -> str:

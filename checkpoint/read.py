@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
@@ -182,34 +181,28 @@ def read_checkpoint(
 
     Weights that are not in the directory are among the names `present`, and `read_table` reads their headers.
     """
-    try:
-        present = present or {p.name for p in directory.iterdir()}
-        if "config.json" not in present:
-            raise RefusedError(f"{directory} has no config.json; {_advice(present)}")
-        config = read_json(directory, "config.json")
-        files, index = weight_files(config, present, partial(read_json, directory))
-        if not files:
-            others = listing(n for n in present if Path(n).suffix in WEIGHT_SUFFIXES) or "no weights at all"
-            raise RefusedError(
-                f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}; "
-                f"{_advice(present)}"
-            )
-        pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}
-        if read_table:
-            with ThreadPoolExecutor(8) as pool:
-                tables = dict(zip(files, pool.map(read_table, files), strict=True))
-        else:
-            tables = {
-                file: _pickled_table(file, pickled[file]) if file in pickled
-                else read_header(_weights_path(directory, file), file)
-                for file in files
-            }  # fmt: skip
-        tensors = merge_tables(tables, read_json(directory, index) if index else None)
-        side, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, index, *files})
-    except NotADirectoryError as error:
-        raise RefusedError(f"{directory} is a file; give the directory that holds config.json") from error
-    except (PermissionError, FileNotFoundError) as error:
-        raise RefusedError(f"{error.filename} cannot be read: {error.strerror}; give yourself the right") from error
+    if not directory.is_dir():
+        raise RefusedError(f"{directory} is no directory; give the one that holds config.json")
+    present = present or {p.name for p in directory.iterdir()}
+    if "config.json" not in present:
+        raise RefusedError(f"{directory} has no config.json; {_advice(present)}")
+    config = read_json(directory, "config.json")
+    files, index = weight_files(config, present, partial(read_json, directory))
+    if not files:
+        others = listing(n for n in present if Path(n).suffix in WEIGHT_SUFFIXES) or "no weights at all"
+        raise RefusedError(
+            f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}; {_advice(present)}"
+        )
+    pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}
+    if read_table:
+        with ThreadPoolExecutor(8) as pool:
+            tables = dict(zip(files, pool.map(read_table, files), strict=True))
+    elif pickled:
+        tables = {file: _pickled_table(file, tensors) for file, tensors in pickled.items()}
+    else:
+        tables = {file: read_header(_weights_path(directory, file), file) for file in files}
+    tensors = merge_tables(tables, read_json(directory, index) if index else None)
+    side, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, index, *files})
     hub_id, revision = cached_revision(directory)
     name = hub_id.split("/")[-1] if hub_id else directory.resolve().name
     return Checkpoint(
@@ -322,6 +315,5 @@ def _side_files(directory: Path, rewritten: AbstractSet[str | None]) -> tuple[tu
     names = [name for name, path in paths.items() if name not in rewritten and not path.is_dir()]
     side, left_out = side_files(names)
     for name in side:
-        if not os.access(member_path(directory, name), os.R_OK):
-            raise RefusedError(f"{paths[name]} cannot be read; give yourself the right, or remove it")
+        member_path(directory, name)
     return tuple(side), tuple(left_out)

@@ -171,10 +171,10 @@ def test_cast(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert json.loads((out / "config.json").read_text()) == config(2, torch_dtype=dtype)
 
 
-SIZES = {"1KB": 1000, "5KB": 5000, "10.5KiB": 10_752, "1B": 1, "5GB": 5 * 10**9}
+SIZES = {"5KB": 5000, "10.5KiB": 10_752, "1B": 1}
 
 
-@pytest.mark.parametrize(("size", "shards"), [*zip(SIZES, (1, 3, 1, 3, 1), strict=True)])
+@pytest.mark.parametrize(("size", "shards"), [*zip(SIZES, (3, 1, 3), strict=True)])
 def test_other_partition_same_tensors(size: str, shards: int, tmp_path: Path) -> None:
     """No shard is larger than was asked for, unless one tensor alone is."""
     model = llama(tmp_path / "m", shards=shards)

@@ -289,7 +289,7 @@ SHARDED: Cases = {
     "a link to itself": (both(remove(SECOND), link(SECOND, SECOND)), (SECOND,)),
     "index names a tensor that its shard lacks": (file_of("model.x", FIRST), ("model.x", FIRST, "it is in no file")),
     "index names the wrong shard": (file_of(K0, FIRST), (K0, "it is in")),
-    "index forgets a tensor": (index(lambda made: made["weight_map"].__delitem__(K0)), (K0, "not in the ind")),
+    "index forgets a tensor": (index(lambda made: made["weight_map"].__delitem__(K0)), (K0, "is in no file, but")),
     "a tensor in two shards": (both(lambda m: write_safetensors(m / "more.safetensors", weights()),
          file_of("lm_head.weight", "more.safetensors")), ("in two files", "duplicate")),
 }  # fmt: skip

@@ -12,6 +12,7 @@ import pytest
 from checkpoints import header_only, load
 from embedded import SOURCE
 from training import Runs, difference, tiny_checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.scale
 
@@ -95,29 +96,17 @@ def test_four_processes_hold_quarters_of_gradients(runs: Runs, tmp_path: Path) -
 
 def test_dry_run_of_70b(tmp_path: Path) -> None:
     """From headers alone, in less than 2 GB: there are no weights to read."""
-    from transformers import LlamaConfig
-
     config = LlamaConfig(
         vocab_size=32000, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
         num_key_value_heads=8, max_position_embeddings=4096, dtype="bfloat16", architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     total = header_only(tmp_path, config)
+    assert total > 130e9
     for file in SOURCE.glob("*token*"):
         shutil.copyfile(file, tmp_path / file.name)
-    assert total > 130e9
-    words = [
-        str(tmp_path),
-        "--dry-run",
-        "--data",
-        "stdlib:heldout",
-        "--steps",
-        "2",
-        "--teacher",
-        str(tmp_path),
-        "--json",
-    ]
+    data = ["--data", "stdlib:heldout", "--steps", "2", "--teacher", str(tmp_path)]
     code = (
-        f"import sys; sys.argv = ['gqa-uptrain', *{words!r}]\n"
+        f"import sys; sys.argv = ['gqa-uptrain', {str(tmp_path)!r}, '--dry-run', '--json', *{data!r}]\n"
         "from gqa.uptrain.cli import command\n"
         "command.main(standalone_mode=False)\n"
         "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"
@@ -174,8 +163,6 @@ def test_calibration_holds_two_streams(tmp_path: Path, method: str) -> None:
     """The peak of memory is less than three times the hidden states of the text and two layers; where something keeps
     one more after each layer, it is more.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, vocab_size=512
     )
@@ -188,13 +175,10 @@ def test_calibration_holds_two_streams(tmp_path: Path, method: str) -> None:
 
 def test_long_blocks_are_looked_at_in_pieces(tmp_path: Path) -> None:
     """Of a block of 32,768 tokens the scores of one head are 4.3 GB. Control: all of them at once, of 12,288."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=512,
-            max_position_embeddings=32768,
-        )
-    ).save_pretrained(tmp_path)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=512,
+        max_position_embeddings=32768,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
     assert peak_of(tmp_path, "calibrated", 1, 32768, 1) < 1e9
     assert peak_of(tmp_path, "calibrated", 1, 12288, 1, scores=1 << 40) > 1.5e9
