@@ -27,9 +27,9 @@ class Command(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Every option under its heading, in the order of the command."""
         rows: dict[str, list[tuple[str, str]]] = {title: [] for title in HEADINGS}
-        for found in self.get_params(ctx):
-            if not isinstance(found, click.Argument) and (record := found.get_help_record(ctx)):
-                rows[getattr(found, "heading", HEADINGS[-1])].append(record)
+        for parameter in self.get_params(ctx):
+            if not isinstance(parameter, click.Argument) and (record := parameter.get_help_record(ctx)):
+                rows[getattr(parameter, "heading", HEADINGS[-1])].append(record)
         for title, records in rows.items():
             if records:
                 with formatter.section(title):
@@ -70,8 +70,8 @@ def labelled(text: str) -> str:
     lines = []
     for line in text.splitlines():
         if len(line) > WIDTH and not line.startswith(" "):
-            told = textwrap.wrap(line[_LABEL:], WIDTH - _LABEL, break_long_words=False, break_on_hyphens=False)
-            line = line[:_LABEL] + ("\n" + _LABEL * " ").join(told)
+            rows = textwrap.wrap(line[_LABEL:], WIDTH - _LABEL, break_long_words=False, break_on_hyphens=False)
+            line = line[:_LABEL] + ("\n" + _LABEL * " ").join(rows)
         lines.append(line)
     return "\n".join(lines)
 
@@ -95,18 +95,11 @@ def fail(program: str, message: str, code: int) -> NoReturn:
 
 def check_alone() -> None:
     """Raises RefusedError in a command that would do all its work once in each of several processes."""
-    if (found := os.environ.get("WORLD_SIZE", "1")) != "1":
+    if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
         program = click.get_current_context().find_root().info_name
         raise RefusedError(
-            f"{program} runs in one process, and WORLD_SIZE is {found}; start it without torchrun or accelerate launch"
+            f"{program} runs in one process, and WORLD_SIZE is {size}; start it without torchrun or accelerate launch"
         )
-
-
-def _explain_file(error: OSError) -> str:
-    """What an error of the system is about, and what to do."""
-    if not error.filename or not error.strerror:
-        return str(error)
-    return f"{os.fsdecode(error.filename)}: {error.strerror}; check that it is there, and its rights and disk"
 
 
 def run(command: click.Command, program: str, interrupted: str) -> None:
@@ -129,8 +122,11 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
             traceback.print_exc()
         if isinstance(error, RefusedError):
             fail(program, str(error), 2)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            name = os.fsdecode(error.filename)
+            fail(program, f"{name}: {error.strerror}; check that it is there, and its rights and disk", 1)
         if isinstance(error, OSError):
-            fail(program, _explain_file(error), 1)
+            fail(program, str(error), 1)
         if out_of_memory(error):
             fail(program, f"out of memory: {explain(error)}", 1)
         fail(program, f"unexpected {type(error).__name__}: {explain(error)}; -v shows where, please report it", 1)

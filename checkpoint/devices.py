@@ -13,8 +13,8 @@ _NO_MEMORY = (
 
 def default_device() -> str:
     """A GPU where there is one."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found.type if found else "cpu"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator else "cpu"
 
 
 def find_device(name: str | None) -> str:
@@ -30,8 +30,8 @@ def find_device(name: str | None) -> str:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device, or the machine, has no memory left: torch has a class for the first only."""
-    said = str(error) if isinstance(error, RuntimeError) else ""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in said for words in _NO_MEMORY)
+    message = str(error) if isinstance(error, RuntimeError) else ""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in message for words in _NO_MEMORY)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -37,15 +37,15 @@ def _file_digest(path: Path) -> str:
 
     path = path.resolve()
     stat = path.stat()
-    place = Path(HF_HOME) / "gqa-digests"
-    known = place / hashlib.sha256(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
+    cache = Path(HF_HOME) / "gqa-digests"
+    known = cache / hashlib.sha256(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
     with suppress(OSError):
         if len(text := known.read_text()) == 64:
             return text
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     with suppress(OSError):  # a cache that cannot be written to
-        place.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(parents=True, exist_ok=True)
         with replacing(known) as temporary:
             temporary.write_text(digest)
     return digest

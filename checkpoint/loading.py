@@ -104,7 +104,7 @@ def _spread() -> dict[str, Any]:
     from accelerate.utils import get_max_memory
 
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # that some of it is not in memory
-    limits = {place: int(of * FILLED) if isinstance(place, int) else of for place, of in get_max_memory().items()}
+    limits = {place: int(size * FILLED) if isinstance(place, int) else size for place, size in get_max_memory().items()}
     return {"device_map": "auto", "max_memory": limits, "offload_folder": tempfile.mkdtemp(prefix="gqa-offload-")}
 
 
@@ -160,9 +160,9 @@ def _empty(cls: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTra
     options["dtype"] = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
     with torch.device("meta"):
         if hasattr(cls, "from_config"):  # an Auto class
-            return cls.from_config(config, **options).eval()  # type: ignore[no-any-return]
+            return cls.from_config(config, **options).eval()
         del options["trust_remote_code"]
-        return build_model(cls, config, **options).eval()  # type: ignore[no-any-return]
+        return build_model(cls, config, **options).eval()
 
 
 def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:

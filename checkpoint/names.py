@@ -23,8 +23,8 @@ from gqa.checkpoint.compat import set_weight_conversions, unsaved_names, weight_
 
 def stored_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of `model` as its checkpoint stores it; tied weights under each of their names."""
-    found: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
-    return found
+    tensors: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
+    return tensors
 
 
 def saved_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -43,8 +43,8 @@ def follow_prefix(model: PreTrainedModel, names: Collection[str]) -> None:
     if any(name.startswith(prefix) for name in model.state_dict()) and names:
         conversions = weight_conversions(model)
         if conversions is None:  # as transformers has it where no weights were loaded
-            found = get_model_conversion_mapping(model, add_legacy=False)
-            conversions = [each for each in found if not isinstance(each, PrefixChange)]
+            mapping = get_model_conversion_mapping(model, add_legacy=False)
+            conversions = [entry for entry in mapping if not isinstance(entry, PrefixChange)]
         set_weight_conversions(model, [PrefixChange(prefix_to_add=model.base_model_prefix), *conversions])
 
 

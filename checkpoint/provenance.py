@@ -90,12 +90,12 @@ def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any]
     # A card that cannot be parsed, or not be written again, is carried along as it is.
     with suppress(Exception), quiet("huggingface_hub"):
         loaded = ModelCard(text, ignore_metadata_errors=True)
-        found = dict(loaded.data.to_dict())
-        found["tags"] = [tag for tag in found.get("tags") or [] if isinstance(tag, str)]
-        format_card(found, (), "", "")
-        metadata, text = found, loaded.text
-    own, mark, original = text.partition(SOURCE_CARD)
-    return metadata, (text if whole else original if mark else own).strip()
+        fields = dict(loaded.data.to_dict())
+        fields["tags"] = [tag for tag in fields.get("tags") or [] if isinstance(tag, str)]
+        format_card(fields, (), "", "")
+        metadata, text = fields, loaded.text
+    card, mark, original = text.partition(SOURCE_CARD)
+    return metadata, (text if whole else original if mark else card).strip()
 
 
 def comparison(columns: tuple[str, str], rows: Mapping[str, tuple[str, str]]) -> list[str]:

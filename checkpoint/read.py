@@ -74,13 +74,13 @@ class Checkpoint:
     way: str | None = None
     added: Mapping[str, str] = field(default_factory=dict)
     _pickled: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
-    _paths: dict[Path, Path] = field(default_factory=dict, repr=False, compare=False)
+    _paths: dict[str, Path] = field(default_factory=dict, repr=False, compare=False)
 
     def path(self, file: str) -> Path:
         """Where a file really lies (the hub's cache holds links), checked once to belong to the checkpoint."""
-        if (named := self.directory / file) not in self._paths:
-            self._paths[named] = member_path(self.directory, file)
-        return self._paths[named]
+        if file not in self._paths:
+            self._paths[file] = member_path(self.directory, file)
+        return self._paths[file]
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
         """One tensor, in its stored dtype and shape. Raises CorruptError when the file has become shorter.
@@ -124,10 +124,10 @@ class Checkpoint:
     @property
     def classes(self) -> tuple[ModelClass, ...]:
         """Its class; of a checkpoint seen as one of another class both, its own first."""
-        named = self.config.get("architectures")
-        architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
-        seen = self.source.classes if self.source else ()
-        return (*seen, ModelClass(str(self.config.get("model_type")), architecture))
+        names = self.config.get("architectures")
+        architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+        source = self.source.classes if self.source else ()
+        return (*source, ModelClass(str(self.config.get("model_type")), architecture))
 
 
 def is_packed(spec: TensorSpec) -> bool:
@@ -246,9 +246,9 @@ def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any
     if index is not None:
         files, weight_map = {name: spec.file for name, spec in tensors.items()}, index["weight_map"]
         for name in sorted(files.keys() | weight_map.keys()):
-            if (real := files.get(name, "no file")) != (named := weight_map.get(name, "no file")):
+            if (file := files.get(name, "no file")) != (listed := weight_map.get(name, "no file")):
                 raise CorruptError(
-                    f"the index says that {name} is in {named}, but it is in {real}; download the checkpoint again"
+                    f"the index says that {name} is in {listed}, but it is in {file}; download the checkpoint again"
                 )
     return tensors
 

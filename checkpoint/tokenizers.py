@@ -20,7 +20,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, inst
     none = RefusedError(
         f"{checkpoint.name} has no tokenizer; copy its base model's tokenizer files into {directory}{advice}"
     )
-    if not any(found for pattern in TOKENIZER_FILES for found in directory.glob(pattern)):
+    if not any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise none
     try:
         model_type = read_json(directory, "config.json").get("model_type")  # a view's is another

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -34,10 +33,6 @@ def unwatched(count: int) -> None:
     """Progress that nobody looks at."""
 
 
-class CancelledError(Exception):
-    """Another job failed or the user interrupted: stop between two chunks."""
-
-
 class OutputDirectory:
     """A directory that appears complete or not at all, and that one process writes at a time.
 
@@ -49,8 +44,8 @@ class OutputDirectory:
     """
 
     def __init__(self, out: Path, source: Path | None, overwrite: bool = False) -> None:
-        named = out.name not in ("", "..")  # the way to it shall not lead through itself, which is renamed
-        self.out = Path(os.path.realpath(out.parent), out.name) if named else out.resolve()
+        has_name = out.name not in ("", "..")  # the way to it shall not lead through itself, which is renamed
+        self.out = Path(os.path.realpath(out.parent), out.name) if has_name else out.resolve()
         self.work = self.sibling("partial")
         self._old = self.sibling("replaced")
         self._overwrite = overwrite
@@ -234,18 +229,11 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def copy_range(
-    source: BinaryIO,
-    target: BinaryIO,
-    offset: int,
-    count: int,
-    progress: Progress = unwatched,
-    stop: threading.Event | None = None,
-) -> None:
+    source: BinaryIO, target: BinaryIO, offset: int, count: int, progress: Progress = unwatched
+) -> None:  # fmt: skip
     """Append `count` bytes of `source` from `offset` to `target`, in the kernel where the system can."""
     end = offset + count
     while offset < end:
-        if stop and stop.is_set():
-            raise CancelledError
         moved = _copy_in_kernel(source, target, offset, min(CHUNK, end - offset))
         if not moved:
             source.seek(offset)
@@ -284,16 +272,12 @@ def write_bytes(target: BinaryIO, data: bytes | memoryview) -> None:
         rest = rest[target.write(rest) or 0 :]
 
 
-def write_tensor(
-    target: BinaryIO, tensor: Tensor, progress: Progress = unwatched, stop: threading.Event | None = None
-) -> None:
+def write_tensor(target: BinaryIO, tensor: Tensor, progress: Progress = unwatched) -> None:
     """Append a tensor's bytes (row-major, little-endian as every system torch runs on)."""
     import torch
 
     data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     for start in range(0, len(data), CHUNK):
-        if stop and stop.is_set():
-            raise CancelledError
         piece = data[start : start + CHUNK]
         write_bytes(target, piece)
         drop_written(target)

@@ -18,7 +18,6 @@ from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint, stored_as
 from gqa.checkpoint.shards import new_shard, write_index
 from gqa.checkpoint.write import (
-    CancelledError,
     Progress,
     copy_file,
     copy_range,
@@ -52,7 +51,10 @@ class _Job:
     checksums: bool
     progress: Progress
     not_finite: list[tuple[str, str]] = field(default_factory=list)
-    stop: threading.Event = field(default_factory=threading.Event)
+
+
+class _CancelledError(Exception):
+    """Another thread failed or the user interrupted."""
 
 
 def write(
@@ -64,7 +66,14 @@ def write(
     """
     import torch
 
-    job, source = _Job(plan, merging, work, checksums, progress or unwatched), plan.checkpoint
+    stop = threading.Event()
+
+    def advance(count: int) -> None:
+        if stop.is_set():
+            raise _CancelledError
+        (progress or unwatched)(count)
+
+    job, source = _Job(plan, merging, work, checksums, advance), plan.checkpoint
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -73,7 +82,7 @@ def write(
                 written = [*pool.map(lambda shard: _make_shard(job, shard), plan.shards)]
                 read = [*pool.map(lambda file: sha256(source.path(file)), source.files)] if checksums else []
             except BaseException:
-                job.stop.set()
+                stop.set()
                 raise
         _write_side_files(plan, work)
         verify(plan, work)
@@ -87,8 +96,7 @@ def write(
 
 def _make_shard(job: _Job, shard: Shard) -> str:
     """Write and verify one output file; its SHA-256 with --checksums, else nothing."""
-    if job.stop.is_set():
-        raise CancelledError
+    job.progress(0)
     _write_shard(job, shard)
     return verify_shard(job.plan, job.work / shard.file, shard, {name for name, _ in job.not_finite}, job.checksums)
 
@@ -107,13 +115,13 @@ def _write_shard(job: _Job, shard: Shard) -> None:
             source = tensor.sources[0]
             if count:
                 with checkpoint.path(source.file).open("rb") as stream:
-                    copy_range(stream, target, source.begin, count, job.progress, job.stop)
+                    copy_range(stream, target, source.begin, count, job.progress)
             elif tensor.change is None:
                 _cast(job, target, tensor, buffer)
             else:
                 if tensor.change is not change:
                     change, merged = tensor.change, _merge(job, tensor.change, buffer)
-                write_tensor(target, stored_as(merged[tensor.name], tensor.dtype), job.progress, job.stop)
+                write_tensor(target, stored_as(merged[tensor.name], tensor.dtype), job.progress)
 
 
 def _runs(shard: Shard, checkpoint: Checkpoint) -> Iterator[tuple[OutputTensor, int]]:
@@ -138,7 +146,7 @@ def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.
         cast = stored_as(piece, tensor.dtype)
         if cast.dtype != piece.dtype and not all_finite(cast) and not cast.isfinite().equal(piece.isfinite()):
             raise OutputError(f"{source.name} has numbers too large for {tensor.dtype}; give another --dtype")
-        write_tensor(target, cast, job.progress, job.stop)
+        write_tensor(target, cast, job.progress)
 
 
 def _pieces(checkpoint: Checkpoint, spec: TensorSpec, buffer: NDArray[np.uint8]) -> Iterator[Tensor]:

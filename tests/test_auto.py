@@ -136,17 +136,3 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     monkeypatch.setattr(estimate, "products_a_second", lambda device, width: 2e6)
     quiet = json.loads(run("--groups", 2, "--dry-run", "--json", "--quiet", model).out)["estimates"]
     assert quiet["refined"]["seconds"] == pytest.approx(found["refined"] / 2, rel=0.01)
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral", "mllama"])
-def test_what_is_advised_is_possible(name: str, tmp_path: Path) -> None:
-    """Every method that is estimated."""
-    model = write_checkpoint(build(TINY[name], 4), tmp_path / "a model")
-    done = run("--groups", 2, "-o", tmp_path / "its result", model)
-    assert done.code == 0, done.err
-    told = json.loads(run("--groups", 2, "--dry-run", "--json", model).out)["estimates"]
-    assert "mean" in told
-    assert ("aligned" in told) == (name == "llama"), "where inputs can be guessed"
-    for method in told:
-        done = run("--groups", 2, "--method", method, "--dry-run", model)
-        assert done.code == 0, done.err

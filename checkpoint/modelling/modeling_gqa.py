@@ -65,7 +65,8 @@ class GroupedAttention(nn.Module):
 
     def split_heads(self: Any, states: Tensor) -> Tensor:
         """(B, T, heads * d) -> (B, heads, T, d)."""
-        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads: Tensor = states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads
 
     def keys_and_values(self: Any, project: Callable[[], tuple[Tensor, Tensor]], cache: Any, cross: bool) -> Any:
         """Keys and values (B, G, S, d): as `project` computes them, (B, S, G * d), and those that the cache holds."""
@@ -165,12 +166,12 @@ class GroupedT5Attention(GroupedAttention, t5.T5Attention, MT5Attention):
         """The same, with the bias (1, H, T, S) of relative positions between output and weights."""
         query = self.split_heads(self.q(hidden_states))
         cache, cross = past_key_values if cache is None else cache, key_value_states is not None
-        seen: Any = 0 if cache is None else cache.get_seq_length(self.layer_idx)
-        seen = seen.clone() if isinstance(seen, Tensor) else seen  # a static cache adds to it in place
+        past: Any = 0 if cache is None else cache.get_seq_length(self.layer_idx)
+        past = past.clone() if isinstance(past, Tensor) else past  # a static cache adds to it in place
         states = key_value_states if cross else hidden_states
         key, value = self.keys_and_values(lambda: (self.k(states), self.v(states)), cache, cross)
         if position_bias is None and self.has_relative_attention_bias:
-            position_bias = self.compute_bias(query.shape[2], key.shape[2], device=query.device, past_seen_tokens=seen)
+            position_bias = self.compute_bias(query.shape[2], key.shape[2], device=query.device, past_seen_tokens=past)
         elif position_bias is None:
             shape = 1, self.n_heads, query.shape[2], key.shape[2]
             position_bias = torch.zeros(shape, device=query.device, dtype=query.dtype)
