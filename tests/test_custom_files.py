@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def test_what_is_written(name: str, converted: dict[str, Path]) -> None:
 
 LOADING = """
 import json, sys, torch, transformers
+from dataclasses import replace
 from pathlib import Path
 whole = json.loads(sys.argv[1])
 try:
