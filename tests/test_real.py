@@ -9,19 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from checkpoints import check_refused, run
-from published import nats, published
-from real_model import SMOLLM2
+from checkpoints import check_refused, run, snapshot
+from real_model import RealModelError, real_checkpoint
 from safetensors.torch import load_file
-from test_families import CONTROL, TOLERANCE, all_tensors, check_same_tensors, decode, error, tiled_heads
+from test_families import CONTROL, TOLERANCE, all_tensors, check_same_tensors, error, tiled_heads
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,11 +31,6 @@ from gqa.corpus.stdlib import stdlib_texts
 pytestmark = pytest.mark.real
 
 LAYERS, QUERY, KV, DIM, HIDDEN = 30, 9, 3, 64, 576
-PROMPTS = (
-    "The capital of France is",
-    "Binary search halves a sorted list at every step, so its running time grows with the logarithm of the length. In",
-)
-STEPS = 16
 WINDOWS, WINDOW = 10, 256
 
 Convert = Callable[..., Conversion]
@@ -50,9 +44,16 @@ def sha256(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def source() -> Iterator[Path]:
-    """The checkpoint; no test may change a byte of it."""
-    with published(SMOLLM2) as directory:
-        yield directory
+    """The checkpoint; no test may change a byte of it. Skipped only where the environment asks for it."""
+    if os.environ.get("GQA_SKIP_REAL") == "1":
+        pytest.skip("GQA_SKIP_REAL=1 asks for it: there is no network to fetch published weights from, and no copy")
+    try:
+        directory = real_checkpoint()
+    except RealModelError as failure:
+        pytest.fail(str(failure), pytrace=False)
+    before = snapshot(directory)
+    yield directory
+    assert snapshot(directory) == before, f"{directory} was changed: remove it, the next run makes it again"
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,13 @@ def read_text(converted: Callable[[int], Path], load: Load, text: Tensor) -> Cal
     return cache(lambda groups: logits(load(converted(groups)), text[:2]))
 
 
+@torch.no_grad()
+def nats(model: PreTrainedModel, text: Tensor) -> float:
+    """Mean negative log-likelihood of a token after the first, of (N, T) ids."""
+    found = torch.cat([logits(model, ids)[:, :-1] for ids in text.split(4)])
+    return float(torch.nn.functional.cross_entropy(found.flatten(0, 1).double(), text[:, 1:].flatten()))
+
+
 def kv_names() -> set[str]:
     return {f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(LAYERS) for p in "kv"}
 
@@ -121,11 +129,6 @@ def test_source_is_what_the_tests_say(source: Path, load: Load) -> None:
     assert len(set(files.values())) > 1
     assert len(apart) > LAYERS / 2
     assert {tensor.dtype for tensor in all_tensors(source).values()} == {torch.float16}
-
-
-def test_identity(source: Path, tmp_path: Path) -> None:
-    """Oracle 1: G == Hk leaves every tensor bit-identical."""
-    check_same_tensors(convert_checkpoint(source, KV, tmp_path / "out", method="mean").out, source)
 
 
 def test_mean_is_the_mean(source: Path, converted: Callable[[int], Path]) -> None:
@@ -162,32 +165,6 @@ def test_expand_back(
     back = load_fresh(convert_checkpoint(converted(1), QUERY, tmp_path / "back").out, torch.float32)
     assert error(logits(back, text[:2]), read_text(1)) < TOLERANCE
     assert error(read_text(KV), read_text(1)) > TOLERANCE * CONTROL
-
-
-def test_expansion_with_left_padding(
-    source: Path, converted: Callable[[int], Path], load: Load, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """A padded batch: 9 heads as 3, and the padded prompt as the prompt alone (so the mask is at work)."""
-    given = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
-    kept = given["attention_mask"].bool()
-    padding = int((~kept[0]).sum())
-    assert padding > 0
-    expected = logits(load(source), **ids_and_mask(given))
-    assert error(logits(load(converted(QUERY)), **ids_and_mask(given))[kept], expected[kept]) < TOLERANCE
-    alone = logits(load(source), given["input_ids"][:1, padding:])
-    assert error(expected[:1, padding:], alone) < 1e-3
-
-
-def ids_and_mask(given: Any) -> dict[str, Tensor]:
-    return {"ids": given["input_ids"], "attention_mask": given["attention_mask"]}
-
-
-def test_expansion_token_by_token(source: Path, converted: Callable[[int], Path], load: Load, text: Tensor) -> None:
-    """Cached decoding with 9 heads as with 3, and both as one pass over the whole text."""
-    given, prompt = {"input_ids": text[:2, : 16 + STEPS]}, 16
-    expected = decode(load(source), given, prompt)
-    assert error(decode(load(converted(QUERY)), given, prompt), expected) < TOLERANCE
-    assert error(logits(load(source), given["input_ids"])[:, prompt:], expected) < 1e-3
 
 
 def test_lossless(source: Path, converted: Callable[[int], Path], tmp_path: Path) -> None:

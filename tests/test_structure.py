@@ -100,38 +100,6 @@ def test_the_import_tests_see_circles() -> None:
     assert circle(siblings(split, ROOT / "convert"))
 
 
-def names_of_methods(source: str) -> set[str]:
-    """Methods whose names a file holds otherwise than as the default of something."""
-    from gqa.convert.methods import METHODS
-
-    tree = ast.parse(source)
-    defaults: list[ast.expr] = [
-        node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "default"
-    ]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            defaults += [*node.args.defaults, *filter(None, node.args.kw_defaults)]
-    told = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in defaults]
-    return {node.value for node in told if isinstance(node.value, str)} & METHODS.keys()
-
-
-CONVERT = [path for path in MODULES if package_of(path) == "convert" and path.name != "methods.py"]
-
-
-@pytest.mark.parametrize("path", CONVERT, ids=name_of)
-def test_methods_are_named_where_they_are_registered(path: Path) -> None:
-    """What a method needs and does is asked of its entry, so that another is one more entry."""
-    assert not names_of_methods(path.read_text())
-
-
-def test_the_test_of_methods_sees_names() -> None:
-    """The control."""
-    assert names_of_methods('if plan.merging.method in ("aligned", x): pass') == {"aligned"}
-    assert not names_of_methods(
-        'def f(a="mean", *, b="first"): option("--method", default="calibrated", help="the mean")'
-    )
-
-
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_functions_and_files_stay_small(path: Path) -> None:
     source = path.read_text()
