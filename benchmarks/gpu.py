@@ -9,7 +9,7 @@ decode: tokens per second of a random bfloat16 model of Llama-2-7B's shape by KV
     the weights and of the cache take: 1 is the limit. `largest` is the largest batch whose cache fits.
 convert: a model of 1.3 billion parameters with 4 of 16 KV heads by `calibrated` and `refined`, on text that it writes
     itself: seconds and peak memory of each stage (the first samples the text: its tokens per second are the sampler's).
-uptrain: tokens per second and model FLOPs utilisation of gqa-uptrain on a model of that size, with and without
+uptrain: tokens per second of gqa-uptrain on a model of that size, with and without
     --compile and --checkpointing, with NCCL on one rank and with FSDP2 on one rank.
 
 Each measurement is written to DIR/PART.json at once, and the same command continues after a failure or a kill. Models
@@ -304,7 +304,7 @@ def convert(results: Results) -> None:
 
 
 def metrics(state: Path) -> dict[str, Any]:
-    """The last record of a run: its speed, utilisation and memory."""
+    """The last record of a run: its speed and memory."""
     return dict(json.loads((state / "metrics.jsonl").read_text().splitlines()[-1]))
 
 

@@ -57,7 +57,8 @@ def prepare(options: dict[str, Any]) -> Any:
         context=options["context"], batch_size=options["batch_size"], precision=options["precision"],
         steps=WARM_UP + options["steps"], learning_rate=RATE, schedule="constant", train="all", teacher="none",
     )  # fmt: skip
-    setup = replace(prepared(chosen), heldout=[])
+    setup = prepared(chosen)
+    setup = replace(setup, dataloader=replace(setup.dataloader, heldout=[]))
     torch.set_num_threads(options["threads"])  # after accelerate, which sets its own
     return setup
 

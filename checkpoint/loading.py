@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -247,9 +248,10 @@ def cache_name(model: PreTrainedModel) -> str:
 def ranks() -> PartialState:
     """accelerate's view of the processes that work together; one where nothing launched several.
 
-    accelerate takes processes on a CPU for unrelated ones unless it is told that CPUs are meant.
+    accelerate takes processes on a CPU for unrelated ones unless it is told that CPUs are meant. They wait up to 6
+    hours for what one of them does alone, such as tokenising or writing the result.
     """
     import torch
     from accelerate import PartialState
 
-    return PartialState(cpu=not torch.accelerator.is_available())
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(hours=6))

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.heads.blocks import can_guess_inputs
@@ -24,7 +23,6 @@ _BENCHMARK_SECONDS = 0.5
 _BYTES_A_SECOND = 1e9  # that are read, copied and read again
 _PASSES = 7.0  # of the whole model over the text: both streams twice, its attention once more, and what samples it
 TRAINING = 3.0  # forward passes that a step of training takes
-WRITING = 2.0  # that sampling takes for each token
 _ALWAYS = 8 << 20  # bytes, of small things
 # Numbers held for each token of the text, of the width: both streams, and a part of one while they are made.
 _HELD = 2.5
@@ -69,16 +67,6 @@ def estimates(plan: Plan, how: MapsOptions) -> list[Estimate]:
         Estimate(method, operations(plan, method, how) / speed + writing, memory(plan, method, how))
         for method in allowed(plan)
     ]
-
-
-def forward(parameters: int, config: Any, length: int) -> float:
-    """Operations on one token of a sequence of `length`: two for each weight, but those of a table that is only looked
-    up, and those of its scores. `config` is that of transformers.
-    """
-    text = config.get_text_config(decoder=True)
-    width, tied = int(text.hidden_size), getattr(config, "tie_word_embeddings", True)
-    table = 0 if tied else int(text.vocab_size) * width
-    return 2.0 * (parameters - table) + 4.0 * length * width * int(text.num_hidden_layers)
 
 
 @cache

@@ -50,46 +50,35 @@ def test_every_key_is_accelerates_own(tmp_path: Path) -> None:
         load_config_from_file(str(wrong))
 
 
-def test_processes() -> None:
+def test_processes_and_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What accelerate starts, and what such a process makes of its environment."""
     one = arguments("one-gpu")
     assert (one.num_processes, one.multi_gpu, one.use_fsdp) == (1, False, False)
     for name, nodes in (("ddp", 1), ("fsdp2", 1), ("two-nodes", 2), ("fsdp2-two-nodes", 2)):
-        found = arguments(name)
-        assert found.multi_gpu != found.use_fsdp
-        assert prepare_multi_gpu_env(found)["ACCELERATE_MIXED_PRECISION"] == "bf16"
-        assert (found.num_machines, found.nproc_per_node) == (nodes, "8")
+        launched = arguments(name)
+        assert launched.multi_gpu != launched.use_fsdp
+        environment = prepare_multi_gpu_env(launched)
+        assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+        assert (launched.num_machines, launched.nproc_per_node) == (nodes, "8")
+        if launched.use_fsdp:
+            for variable in environment:
+                if variable.startswith(("FSDP_", "ACCELERATE_")):
+                    monkeypatch.setenv(variable, environment[variable])
+            fsdp = FullyShardedDataParallelPlugin()
+            assert (fsdp.fsdp_version, fsdp.reshard_after_forward, fsdp.activation_checkpointing) == (2, True, False)
+            assert fsdp.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
+            assert fsdp.state_dict_type.name == "SHARDED_STATE_DICT"
     second = arguments("two-nodes", "--machine_rank", "1", "--main_process_ip", "node0")
     prepare_multi_gpu_env(second)
     assert (second.nnodes, second.node_rank, second.rdzv_endpoint) == ("2", 1, "node0:29500")
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-two-nodes"])
-def test_plugins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process that the launcher starts makes of what it is told."""
-    for variable, value in prepare_multi_gpu_env(arguments(name)).items():
-        if variable.startswith(("FSDP_", "ACCELERATE_")):
-            monkeypatch.setenv(variable, value)
-    fsdp = FullyShardedDataParallelPlugin()
-    assert (fsdp.fsdp_version, fsdp.reshard_after_forward, fsdp.activation_checkpointing) == (2, True, False)
-    assert fsdp.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
-    assert fsdp.state_dict_type.name == "SHARDED_STATE_DICT"
-
-
-@pytest.mark.parametrize(
-    ("name", "environment"),
-    [
-        ("DeepSpeed", {"ACCELERATE_USE_DEEPSPEED": "true"}),
-        ("FSDP1", {"ACCELERATE_USE_FSDP": "true"}),  # that of accelerate where none is named
-        ("FSDP1", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}),
-    ],
-)
-def test_what_does_not_divide_as_fsdp2_is_refused(
-    name: str, environment: dict[str, str], runs: Runs, tmp_path: Path
-) -> None:
-    """As its launcher tells processes of it, before anything is made."""
-    done = runs.run(*runs.words(tmp_path / "out", steps=1), **environment)
-    told = f"gqa-uptrain: a configuration of {name} is not for gqa-uptrain; use examples/accelerate/fsdp2.yaml\n"
-    assert (done.code, done.err) == (2, told)
+@pytest.mark.parametrize(("name", "variable"), [("DeepSpeed", "DEEPSPEED"), ("FSDP1", "FSDP")])
+def test_deepspeed_and_fsdp1_are_refused(name: str, variable: str, runs: Runs, tmp_path: Path) -> None:
+    """Before anything is written. FSDP without a version is version 1."""
+    done = runs.run(*runs.words(tmp_path / "out", steps=1), **{f"ACCELERATE_USE_{variable}": "true"})
+    message = f"gqa-uptrain: a configuration of {name} is not for gqa-uptrain; use examples/accelerate/fsdp2.yaml\n"
+    assert (done.code, done.err) == (2, message)
     assert not list(tmp_path.glob("out*"))
 
 

@@ -17,9 +17,8 @@ from gqa.convert.merge.watcher import SILENT
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.tokens import Encoder, pack
 from gqa.eval.study.options import AblateOptions
-from gqa.uptrain.dataloader import Dataloader, heldout_sources, open_dataloader
+from gqa.uptrain.dataloader import Dataloader, heldout_sources, open_dataloader, open_pairs
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.pairs import open_pairs
 
 N = 12
 Grams = set[tuple[int, ...]]

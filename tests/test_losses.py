@@ -16,11 +16,10 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import gqa.corpus.likelihood
 from gqa.corpus.likelihood import ChunkedHead, nats
 from gqa.uptrain.losses import chunked_sum
-from gqa.uptrain.scope import unreached
 
 VOCABULARY = 96
 # Tied, with a bias in the head (Phi), soft-capped (Gemma 2), scaled (Cohere, Granite), mixtures, inside a larger model.
-HEADS = ["llama", "llama+tied", "phi", "gemma2", "cohere", "granite", "mixtral", "qwen2+tied", "falcon", "gemma3"]
+HEADS = ["llama+tied", "phi", "gemma2", "cohere", "granite", "mixtral", "falcon", "gemma3"]
 
 
 def batch(rows: int = 3, length: int = 33, seed: int = 0) -> dict[str, Tensor]:
@@ -77,11 +76,10 @@ def test_equals_the_loss_of_transformers(name: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("weight", "temperature"), [(1.0, 1.0), (0.3, 2.0), (0.0, 3.0), (1.0, 0.5)])
-@pytest.mark.parametrize("name", ["llama+tied", "gemma2"])
 def test_distillation_equals_that_on_whole_logits(
-    name: str, weight: float, temperature: float, monkeypatch: pytest.MonkeyPatch
+    weight: float, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (model, teacher), given = pair(name), batch()
+    (model, teacher), given = pair("gemma2"), batch()
     ids = given["input_ids"]
     student = model(ids[:, :-1], use_cache=False).logits.flatten(0, 1)
     with torch.no_grad():
@@ -96,17 +94,20 @@ def test_distillation_equals_that_on_whole_logits(
     assert float(told[1] / told[0]) == pytest.approx(float(likelihood), abs=1e-5)
 
 
-def test_the_teacher_is_no_part_of_the_model() -> None:
+def test_the_teacher_is_no_part_of_the_model_and_a_gradient_is_taken_once() -> None:
     model, teacher = pair()
     training = training_model(model, teacher)
     assert {name.removeprefix("model.") for name in training.state_dict()} == set(model.state_dict())
     training.train()
     assert not teacher.training
-    loss, told = training(**batch())
+    loss, sums = training(**batch())
     with torch.no_grad():  # held-out text is judged as training is
-        unseen, retold = training(**batch())
+        unseen, sums_again = training(**batch())
     assert float(unseen) == pytest.approx(float(loss))
-    assert retold.tolist() == pytest.approx(told.tolist())
+    assert sums_again.tolist() == pytest.approx(sums.tolist())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="already taken"):
+        loss.backward()
 
 
 class Widest(TorchDispatchMode):
@@ -169,13 +170,6 @@ def test_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float((rows - expected[0]).norm() / expected[0].norm()) > 0.1
 
 
-def test_a_gradient_is_taken_once() -> None:
-    loss, _ = training_model(made())(**batch())
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="already taken"):
-        loss.backward()
-
-
 def test_autocast_loses_no_gradient() -> None:
     """The first input is also the one that the head is checked on, without gradients, in the same region."""
     model = made("llama+tied")
@@ -206,15 +200,6 @@ def test_a_head_that_is_off_is_not_split(error: float) -> None:
     head = ChunkedHead(model)
     head.hidden(**batch())
     assert head.split == (not error)
-
-
-def test_unreached_parameters() -> None:
-    assert unreached(build(TINY["llama+tied"], 2)) == []
-    assert unreached(build(TINY["mixtral"], 2)) == []
-    model = build(TINY["gemma3"], 2)
-    found = unreached(model)
-    assert any("vision_tower" in name for name in found)
-    assert not any("language_model" in name or "lm_head" in name for name in found)
 
 
 @pytest.fixture(autouse=True)

@@ -109,7 +109,7 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teac
             heldout_tokens=SIZE,
         )  # fmt: skip
         tokenizer, device = load_tokenizer(source), torch.device("cpu")
-        data, _ = build_data(options, source, source, teacher, tokenizer, device, SILENT, False)
+        data = build_data(options, source, source, teacher, tokenizer, device, SILENT, False)
         return [data.blocks[data.first + number]["input_ids"].tobytes() for number in range(8)]
 
     def measured() -> list[bytes]:

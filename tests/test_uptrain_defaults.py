@@ -1,4 +1,4 @@
-"""What is done where nothing is said: who teaches, on which text, where the result goes."""
+"""Defaults: who teaches, on which text, where the result goes."""
 
 from __future__ import annotations
 
@@ -96,20 +96,6 @@ def test_a_base_model_that_is_not_there(converted: Path, tmp_path: Path) -> None
     assert record["teacher"] is None
 
 
-MODELS = [{"model": 3}, {"model": ""}, {"model": "..\u0000/x", "path": "\u0000"}]
-BROKEN = [None, [], {}, {"source": 3}, *({"source": model} for model in MODELS)]
-
-
-@pytest.mark.parametrize("record", BROKEN)
-def test_provenance_is_not_trusted(converted: Path, record: Any) -> None:
-    (converted / "gqa_conversion.json").write_text(json.dumps(record))
-    found, told = settled(converted, data=("text",))
-    assert (found.teacher, found.train) == ("none", "all")
-    assert told
-    with pytest.raises(RefusedError, match="no --data is given"):
-        settled(converted)
-
-
 def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that came from the hub is asked for there, at the commit that was converted, also by its name; out of reach
     it is as if it were not there. The output names the commit of any other hub id.
@@ -133,9 +119,13 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise RefusedError(f"{name} is out of reach")
 
     monkeypatch.setattr(module, "open_model", unreachable)
-    found, told = settled(converted, data=("text",))
-    assert found.teacher == "none"
-    assert told == "the base model lab/base cannot be read: lab/base is out of reach"
+    options, message = settled(converted, data=("text",))
+    assert options.teacher == "none"
+    assert message == "the base model lab/base cannot be read: lab/base is out of reach"
+    edited(converted, lambda record: record.clear())
+    options, message = settled(converted, data=("text",))
+    assert (options.teacher, options.train) == ("none", "all")
+    assert message == "converted has no gqa_conversion.json that names its base model"
 
 
 def test_how_long_and_which_weights(converted: Path) -> None:
@@ -150,8 +140,6 @@ def test_how_long_and_which_weights(converted: Path) -> None:
     for given, repeats in (({}, True), ({"teacher": "none"}, False),
                            ({"teacher": "none", "repeats": True}, True), ({"repeats": False}, False)):  # fmt: skip
         assert settled(converted, data=("text",), **given)[0].repeats is repeats
-    edited(converted, lambda record: record["options"].update(method=["refined"]))
-    assert settled(converted)[0].train == "all"
 
 
 def test_the_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +179,7 @@ def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(converted: Path, 
         ({"alpha": 0.01, "pretraining_tokens": 10**9}, 2_669_449, 1, 1024, 8),
         ({"alpha": 0.01, "context": 512}, 2_669_449, 1, 512, 1),
         ({"alpha": 0.01, "batch_size": 3}, 2_669_449, 1, 256, 3),
-        ({}, 1_024_000, 1, 1024, 4),
-        ({"tokens": 512_000}, 2**40, 2, 1024, 2),
         ({"tokens": 512_000, "micro_batch": 3}, 2**40, 2, 1024, 6),
-        ({"steps": 10}, 2**40, 1, 1024, 8),
         ({"steps": 10}, 2**40, 16, 1024, 16),
         ({"alpha": 0.01, "schedule": "constant"}, 2_669_449, 1, 1024, 8),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from itertools import count
 from pathlib import Path
@@ -22,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.provenance import without_place
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
 from gqa.uptrain.lora import merge_adapters
@@ -80,8 +78,8 @@ def test_the_output_is_as_the_source(tmp_path: Path, name: str) -> None:
     AutoTokenizer.from_pretrained(tmp_path / "out")
 
 
-STORED = ["llama+tied", "falcon+old_alibi", "gpt_bigcode", "gpt_oss", "jamba", "gemma4_text", "qwen3_5_text", "zamba2",
-          "olmoe", "llava", "qwen2_5_omni_thinker", "nemotron_h", "molmo2"]  # fmt: skip
+STORED = ["llama+tied", "falcon+old_alibi", "gpt_oss", "jamba", "gemma4_text", "zamba2", "olmoe", "llava",
+          "qwen2_5_omni_thinker", "nemotron_h", "molmo2"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -117,45 +115,15 @@ def test_odd_sources(tmp_path: Path) -> None:
     assert difference(tmp_path / "model.safetensors", tmp_path / "pytorch_model.bin") == 0
 
 
-def test_a_class_that_stores_otherwise_is_refused_before_training(tmp_path: Path) -> None:
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "source")
-    checkpoint, model = read_checkpoint(source), load_model(str(source))
-    model.lm_head.weight = torch.nn.Parameter(torch.zeros(7, 32))
-    with pytest.raises(RefusedError, match=r"would store lm_head\.weight otherwise than source does"):
-        check_exportable(model, checkpoint)
-    model.extra = torch.nn.Linear(2, 2)
-    with pytest.raises(RefusedError, match=r"extra\.bias, extra\.weight, lm_head\.weight"):
-        check_exportable(model, checkpoint)
-
-
-def test_numbers_too_large_for_the_stored_dtype(tmp_path: Path) -> None:
-    source = read_checkpoint(tiny_checkpoint(tmp_path / "source", dtype="float16"))
-    model = load_model(str(source.directory), dtype="float32")
-    weights = model.state_dict()
-    weights["model.norm.weight"][3] = 1e6
-    (tmp_path / "out").mkdir()
-    with pytest.raises(OutputError, match=r"model\.norm\.weight has become too large for F16"):
-        _write_weights(model, weights, source, tmp_path / "out")
-
-
-def test_a_result_is_looked_at_without_being_held(tmp_path: Path) -> None:
-    source = tiny_checkpoint(tmp_path / "source")
-    assert {tensor.device.type for tensor in load_model(str(source), device="meta").state_dict().values()} == {"meta"}
-    rewrite(source, {name: tensor for name, tensor in load(source).items() if "layers.1.self_attn.k" not in name})
-    with pytest.raises(RefusedError, match=r"missing keys: model\.layers\.1\.self_attn\.k_proj\.weight"):
-        load_model(str(source), device="meta")
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o027])
-def test_modes_follow_the_umask(tmp_path: Path, mask: int) -> None:
-    source = tiny_checkpoint(tmp_path / "source")
-    before = os.umask(mask)
+    before = os.umask(0o027)
     try:
         trained(options_for(source, tmp_path / "out", train="lora", heldout_tokens=64))
     finally:
         os.umask(before)
     for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]:
-        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
+        assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
 
 
 @pytest.fixture
@@ -174,7 +142,7 @@ def attention_of(model: PreTrainedModel) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize(
     ("name", "scope"),
-    [*((name, "kv") for name in ("llama", "phi3", "falcon", "qwen2", "qwen2_vl")),
+    [*((name, "kv") for name in ("phi3", "falcon", "qwen2")),
      *((name, scope) for name in ("phi3", "qwen2_vl") for scope in ("attention", "lora"))],
 )  # fmt: skip
 @pytest.mark.usefixtures("falling")
@@ -232,30 +200,6 @@ def test_adapters_on_routers_mixers_experts_and_shared_layers(tmp_path: Path, na
     assert not [key for key in changed if "router" in key or "mamba.out_proj" in key or "mixer.out_proj" in key]
 
 
-def test_nothing_to_adapt(tmp_path: Path) -> None:
-    source = tiny_checkpoint(tmp_path / "source", "gqa_gpt2")
-    with pytest.raises(RefusedError, match="GQAGPT2LMHeadModel has no other linear layers to adapt; use"):
-        prepare(options_for(source, tmp_path / "out", train="lora"))
-
-
-def test_an_adapter_that_is_not_finite_is_not_merge_adapters() -> None:
-    weights = {"a.base_layer.weight": torch.ones(3, 2), "a.base_layer.bias": torch.ones(3), "b.weight": torch.ones(1)}
-    weights |= {"a.lora_A.default.weight": torch.ones(4, 2), "a.lora_B.default.weight": torch.ones(3, 4)}
-    plain = merge_adapters(weights)
-    assert plain.keys() == {"a.weight", "a.bias", "b.weight"}
-    assert torch.equal(plain["a.weight"], torch.full((3, 2), 1.0 + 32 / 4 * 4))
-    weights["a.lora_B.default.weight"][0, 0] = torch.inf
-    with pytest.raises(OutputError, match="the adapter of a is not finite"):
-        merge_adapters(weights)
-
-
-def test_scope_that_cannot_be_told(tmp_path: Path) -> None:
-    tiny = TINY["molmo2"]
-    source = read_checkpoint(write_checkpoint(build(tiny, 2), tmp_path / "source"))
-    with pytest.raises(RefusedError, match="cannot be picked out; use --train all"):
-        attention_parameters(load_model(str(source.directory)), source)
-
-
 def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
     """Conversion, training, more training: each says what it was made from, and cards do not grow with every step."""
     source = tiny_checkpoint(tmp_path / "source", kv_heads=4, dtype="bfloat16")
@@ -281,8 +225,6 @@ def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
     losses = record["losses"]
     assert f"# first\n\n`converted` trained further, taught by `source`: {record['tokens']:,} tokens (alpha" in text
     assert f"held-out loss {losses['heldout_before']:.4f} before, {losses['heldout_after']:.4f} after" in text
-    assert f"| held-out loss, nats per token | {losses['heldout_before']:.4f} | {losses['heldout_after']:.4f} |" in text
-    assert f"| held-out perplexity | {math.exp(losses['heldout_before']):.4g} |" in text
     assert text.index("# first") < text.index("# converted") < text.index("# Source\n\nBy me.")
     assert "license: mit" in text
     assert "- gqa-uptrain" in text
@@ -299,10 +241,36 @@ def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
     assert (third / "README.md").read_text().count("# first") == 0
 
 
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [("a/b", "a/b"), ("/a/b", "b"), ("--x=/a/b", "--x=b"), ("--x=a/b", "--x=a/b"), ("", ""), ("--json", "--json"),
-     ("stdlib:train", "stdlib:train"), ("/a/b@2", "b@2"), ("a\nb", "a\nb")],
-)  # fmt: skip
-def test_places_are_not_told(word: str, told: str) -> None:
-    assert without_place(word) == told
+def test_models_that_cannot_be_trained_so(tmp_path: Path) -> None:
+    """A class that would store other tensors, linear layers that are none, and a projection that is not one tensor."""
+    source = tiny_checkpoint(tmp_path / "source")
+    model = load_model(str(source))
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(7, 32))
+    model.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(RefusedError, match=r"would store extra\.bias, extra\.weight, lm_head\.weight otherwise than"):
+        check_exportable(model, read_checkpoint(source))
+    gpt2 = tiny_checkpoint(tmp_path / "gpt2", "gqa_gpt2")
+    with pytest.raises(RefusedError, match="GQAGPT2LMHeadModel has no other linear layers to adapt; use"):
+        prepare(options_for(gpt2, tmp_path / "out", train="lora"))
+    molmo2 = read_checkpoint(write_checkpoint(build(TINY["molmo2"], 2), tmp_path / "molmo2"))
+    with pytest.raises(RefusedError, match="cannot be picked out; use --train all"):
+        attention_parameters(load_model(str(molmo2.directory)), molmo2)
+
+
+def test_numbers_that_cannot_be_stored(tmp_path: Path) -> None:
+    """A weight that is too large for its dtype, and an adapter that is not finite."""
+    source = read_checkpoint(tiny_checkpoint(tmp_path / "source", dtype="float16"))
+    model = load_model(str(source.directory), dtype="float32")
+    weights = model.state_dict()
+    weights["model.norm.weight"][3] = 1e6
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OutputError, match=r"model\.norm\.weight has become too large for F16"):
+        _write_weights(model, weights, source, tmp_path / "out")
+    weights = {"a.base_layer.weight": torch.ones(3, 2), "a.base_layer.bias": torch.ones(3), "b.weight": torch.ones(1)}
+    weights |= {"a.lora_A.default.weight": torch.ones(4, 2), "a.lora_B.default.weight": torch.ones(3, 4)}
+    plain = merge_adapters(weights)
+    assert plain.keys() == {"a.weight", "a.bias", "b.weight"}
+    assert torch.equal(plain["a.weight"], torch.full((3, 2), 1.0 + 32 / 4 * 4))
+    weights["a.lora_B.default.weight"][0, 0] = torch.inf
+    with pytest.raises(OutputError, match="the adapter of a is not finite"):
+        merge_adapters(weights)

@@ -88,22 +88,17 @@ def test_distillation(name: str) -> None:
     """An unconverted copy diverges by nothing; another by the divergence of whole logits at places that count."""
     model, other = made(name), made(name, seed=1)
     given = padded(5)
-    _, told = training_model(model, copy.deepcopy(model))(**given)
-    assert float(told[2]) == pytest.approx(0, abs=1e-6)
-    _, told = training_model(model, other, temperature=1.0)(**given)
+    _, sums = training_model(model, copy.deepcopy(model))(**given)
+    assert float(sums[2]) == pytest.approx(0, abs=1e-6)
+    _, sums = training_model(model, other, temperature=1.0)(**given)
     with torch.no_grad():
         q, p = (one(**given, use_cache=False).logits.log_softmax(-1) for one in (model, other))
     expected = (p.exp() * (p - q)).sum(-1)[given["labels"] >= 0].sum()
-    assert float(told[2]) == pytest.approx(float(expected), rel=1e-5)
+    assert float(sums[2]) == pytest.approx(float(expected), rel=1e-5)
     assert float(expected) > 0.1
-
-
-def test_a_model_without_a_padding_token() -> None:
-    """transformers' own shift asks for one, which no prediction depends on."""
-    model, given = made("gqa_t5"), padded(0)
-    expected, _ = training_model(model)(**given)
-    model.config.pad_token_id = None
-    assert float(training_model(model)(**given)[0].detach()) == pytest.approx(float(expected.detach()))
+    likelihood, _ = training_model(model)(**given)
+    model.config.pad_token_id = None  # transformers' own shift asks for one, which no prediction depends on
+    assert float(training_model(model)(**given)[0].detach()) == pytest.approx(float(likelihood.detach()))
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +167,7 @@ def test_what_no_file_holds_does_not_train(tmp_path: Path) -> None:
         assert len(trained_names(loaded)) > len(positions)
 
 
-@pytest.mark.parametrize(("name", "given"), [("t5", {}), ("marian", PAIRS), ("bart", {"data": "self"})])
+@pytest.mark.parametrize(("name", "given"), [("t5", {}), ("marian", PAIRS)])
 def test_killed_and_continued_is_bit_identical(
     runs: Runs, made_of: Path, tmp_path: Path, name: str, given: dict[str, Any]
 ) -> None:
@@ -183,18 +178,9 @@ def test_killed_and_continued_is_bit_identical(
     runs.finish(*other, "--resume")
     assert losses(tmp_path / "other") == losses(tmp_path / "one")
     assert difference(tmp_path / "other", tmp_path / "one") == 0
-    runs.finish(*words(made_of, name, tmp_path / "control", **how | {"seed": 4}))
-    assert losses(tmp_path / "control") != losses(tmp_path / "one")
 
 
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("t5", {"train": "kv"}),
-        ("bart", PAIRS),
-        ("marian", {"data": "self"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "given"), [("bart", PAIRS), ("t5", {"data": "self"})])
 def test_ranks_and_micro_batches_change_nothing(
     runs: Runs, made_of: Path, tmp_path: Path, name: str, given: dict[str, Any]
 ) -> None:
@@ -234,13 +220,13 @@ def test_alpha_is_a_prefix_of_the_pairs(made_of: Path, tmp_path: Path) -> None:
         data = setup.dataloader
         blocks = [data.block(number) for number in range(data.steps * 4)]
         seen[alpha] = [tuple(block["labels"].tolist()) for block in blocks]
-        held = {tuple(block["labels"].tolist()) for block in setup.heldout}
+        held = {tuple(block["labels"].tolist()) for block in setup.dataloader.heldout}
         assert len(held) == 3
         assert not held & set(seen[alpha])
         assert plan_record(setup)["tokens"] == data.steps * data.tokens_per_step
     tokens = {"tokens": round(20.5 * data.mean), "heldout_tokens": round(2.5 * data.mean), "steps": None}
     setup = prepare(options(made_of, "marian", tmp_path / "out", **PAIRS | tokens), dry=True)
-    assert (setup.dataloader.steps, len(setup.heldout)) == (20 // 4, 2)
+    assert (setup.dataloader.steps, len(setup.dataloader.heldout)) == (20 // 4, 2)
     assert len(seen[0.25]) == 16
     assert seen[0.5][:16] == seen[0.25]
     assert len(set(seen[0.5])) == len(seen[0.5])
@@ -253,13 +239,10 @@ def test_dry_run(
 ) -> None:
     """It reads no weights, and plans what the run does."""
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
-    monkeypatch.setattr("gqa.uptrain.summary.products_a_second", lambda device, width: 1e9)
     done = run(*words(made_of, name, tmp_path / "out", quiet=False, **given), "--dry-run", program="gqa-uptrain")
     assert done.code == 0, done.err
     lines = done.said.splitlines()
-    assert [line.split()[0] for line in lines] == [
-        "model", "teacher", "data", "steps", "rate", "memory", "held", "time", "disk",
-    ]  # fmt: skip
+    assert [line.split()[0] for line in lines] == ["model", "teacher", "data", "steps", "rate", "memory", "held"]
     if given is PAIRS:
         assert "16 pairs out of 79, of " in lines[2]
         assert "cut to 32 a side" not in lines[2]

@@ -16,12 +16,9 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -124,7 +121,7 @@ def difference(one: Path, other: Path) -> float:
 
 def metrics(path: Path) -> list[dict[str, Any]]:
     """What metrics.jsonl tells, without what depends on the machine."""
-    timed = ("tokens_per_second", "memory_bytes", "mfu")
+    timed = ("tokens_per_second", "memory_bytes")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     return [{k: v for k, v in record.items() if k not in timed} for record in records]
 
@@ -188,26 +185,19 @@ class Runs(Forks):
     def run(
         self, *words: object, ranks: int = 1, before: str = "", program: str = "uptrain", **environment: str
     ) -> Result:
-        """`gqa-uptrain WORDS` or another program on so many processes, waited for: what the first says, and its exit
-        code or minus the signal that killed it.
+        """`gqa-uptrain WORDS` or another program on so many processes, waited for: the output of the first, and the
+        exit code of all or minus the signal that killed them.
         """
-        running = self.begin_ranks(*words, ranks=ranks, before=before, program=program, **environment)
-        codes = [one.wait() for one in running]
-        assert len(set(codes)) == 1, (codes, [one.said()[-1500:] for one in running])
-        return Result(codes[0], running[0].said("out"), running[0].said())
-
-    def begin_ranks(
-        self, *words: object, ranks: int, before: str = "", program: str = "uptrain", **environment: str
-    ) -> list[Running]:
-        """The same, not waited for."""
-        port = free_port()
+        launcher = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         running = []
         for rank in range(ranks):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}  # fmt: skip
-            told = {name: str(value) for name, value in place.items()} | environment
-            running.append(self.begin(*words, before=before, program=program, **told))
-        return running
+            place = launcher | {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
+            variables = {name: str(value) for name, value in place.items()} | environment
+            running.append(self.begin(*words, before=before, program=program, **variables))
+        codes = [process.wait() for process in running]
+        assert len(set(codes)) == 1, (codes, [process.said()[-1500:] for process in running])
+        return Result(codes[0], running[0].said("out"), running[0].said())
 
     def begin(self, *words: object, before: str = "", program: str = "convert", **environment: str) -> Running:
         """`gqa-convert WORDS` or another program on one process, not waited for."""
@@ -272,25 +262,15 @@ def note(file: str, told: object) -> None:
 def kill_at(step: int, number: int = signal.SIGKILL) -> None:
     """A signal as soon as `step` is told, before its state is saved; those before are there."""
     from gqa.uptrain.log import Log
-    from gqa.uptrain.state import States
 
-    tell, save = Log.step, States.save
+    record = Log.step
 
-    def save_and_wait(self: States, *given: Any) -> None:
-        save(self, *given)
-        self.finish()
-
-    def step_and_kill(self: Log, done: int, numbers: dict[str, float]) -> None:
-        tell(self, done, numbers)
+    def record_and_kill(self: Log, done: int, *given: Any) -> None:
+        record(self, done, *given)
         if done == step:
             os.kill(os.getpid(), number)
 
-    Log.step, States.save = step_and_kill, save_and_wait  # type: ignore[method-assign]
-
-
-def die_in(function: str) -> None:
-    """SIGKILL instead of a call of that function."""
-    mock.patch(function, side_effect=lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)).start()
+    Log.step = record_and_kill  # type: ignore[method-assign]
 
 
 def at_hub(endpoint: str, home: str, name: str) -> None:
@@ -309,7 +289,7 @@ def at_hub(endpoint: str, home: str, name: str) -> None:
 
 
 def save_and_kill(directory: str, change: int) -> None:
-    """The states of steps 2 and 4 of a small module, of which one is kept; SIGKILL just before that of step 4 changes
+    """The states of steps 2 and 4 of a small module; SIGKILL just before that of step 4 changes
     the disk for the nth time: a file, a name, a directory.
     """
     import torch
@@ -321,7 +301,7 @@ def save_and_kill(directory: str, change: int) -> None:
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(2, 2)
     wrapped = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    states, left = module.States(Path(directory), 1), [change]
+    states, left = module.States(Path(directory)), [change]
 
     def fatal(owner: Any, name: str) -> None:
         call = getattr(owner, name)
@@ -335,14 +315,12 @@ def save_and_kill(directory: str, change: int) -> None:
         setattr(owner, name, counted)
 
     with states.lock():
-        states.save_best(model.state_dict())
-        states.save(accelerator, *wrapped, {"step": 2})
-        states.finish()
+        states.save(accelerator, *wrapped, {}, {"step": 2})
         for owner, name in ((FileSystem, "create_stream"), (FileSystem, "rename"), (FileSystem, "mkdir"),
                             (module, "save_accelerator_state"), (module, "write_text"), (module, "fsync_directory"),
                             (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree")):  # fmt: skip
             fatal(owner, name)
-        states.save(accelerator, *wrapped, {"step": 4})
+        states.save(accelerator, *wrapped, {}, {"step": 4})
     sys.exit()
 
 
@@ -396,40 +374,16 @@ def tell_gradients(file: str) -> None:
     Accelerator.backward = told  # type: ignore[method-assign]
 
 
-def slow(seconds: float, patience: float) -> None:
-    """The first process alone takes `seconds` to read text, to write the best weights, a state and the result; a
-    collective ends after `patience`.
-    """
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-    import gqa.uptrain.run
-    import gqa.uptrain.setup
-    import gqa.uptrain.state as state
-
-    impatient(patience)
-    for owner, name in ((gqa.uptrain.setup, "open_dataloader"), (gqa.uptrain.run, "_export"),
-                        (gqa.uptrain.run, "write_tensor"), (FileSystemWriter, "write_data"),
-                        (state, "write_text")):  # fmt: skip
-        work, left = getattr(owner, name), [os.environ["RANK"] == "0"]
-
-        def after(*given: Any, work: Any = work, left: list[bool] = left, **options: Any) -> Any:
-            if left.pop() if left else False:
-                time.sleep(seconds)
-            return work(*given, **options)
-
-        setattr(owner, name, after)
-
-
 def judged(*losses: float) -> None:
     """The held-out loss at the start and after each step, whatever the model is."""
     import gqa.uptrain.loop as module
 
     evaluate = module._evaluate
 
-    def say(setup: Any, model: Any, progress: Any) -> dict[str, float]:
+    def say(setup: Any, model: Any, progress: Any, best: Any) -> dict[str, float]:
         found = {"loss": losses[progress.step], "nats": losses[progress.step]}
         module.heldout_losses = lambda *given: found  # type: ignore[assignment]
-        return evaluate(setup, model, progress)
+        return evaluate(setup, model, progress, best)
 
     module._evaluate = say  # type: ignore[assignment]
 
@@ -449,14 +403,6 @@ def infinite_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:
         return clip(accelerator, model, limit)
 
     patch.setattr(module, "_clip", spoil)
-
-
-def impatient(seconds: float) -> None:
-    """A collective ends after so many seconds."""
-    import torch.distributed
-
-    begin, limit = torch.distributed.init_process_group, timedelta(seconds=seconds)
-    torch.distributed.init_process_group = lambda **given: begin(**given | {"timeout": limit})
 
 
 def keep_samples(cache: str, batch: int, file: str) -> None:
@@ -519,51 +465,20 @@ def resident(key: str = "VmRSS") -> int:
 
 
 def tell_result(file: str) -> None:
-    """How many bytes more than before a process has held while the best weights were kept, and while they were read and
-    written as the result.
-    """
+    """How many bytes more than after the training a process has held while the result is written."""
     import gqa.uptrain.run as module
-    from gqa.uptrain.state import States
 
     ctypes.CDLL(None).mallopt(-3, 1 << 20)  # from a megabyte on what is free goes back to the system
-    keep, read, uptrain, before, told = States.save_best, States.read_best, module.uptrain, [0], [0]
+    train, uptrain, before = module.train, module.uptrain, [0]
 
-    def kept(self: States, *given: Any) -> None:
-        held = resident()
-        keep(self, *given)
-        told.append(resident("VmHWM") - held)
-
-    def begun(self: States, *given: Any) -> None:
+    def trained(*given: Any, **options: Any) -> Any:
+        result = train(*given, **options)
         before[0] = resident()
-        read(self, *given)
+        return result
 
     def ended(*given: Any, **options: Any) -> Any:
-        found = uptrain(*given, **options)
-        told.append(resident("VmHWM") - before[0])
-        note(file, told[1:])
-        return found
+        result = uptrain(*given, **options)
+        note(file, resident("VmHWM") - before[0])
+        return result
 
-    States.save_best, States.read_best, module.uptrain = kept, begun, ended  # type: ignore[method-assign]
-
-
-def write_after(step: int, first: int) -> None:
-    """Shards of the state of step `first` are written when `step` is told, and until then nobody sees that state."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-    from gqa.uptrain.log import Log
-    from gqa.uptrain.state import States
-
-    write, tell, told = FileSystemWriter.write_data, Log.step, threading.Event()
-
-    def late(self: FileSystemWriter, *given: Any) -> Any:
-        if f"step-{first:08d}" in str(self.path) and not told.wait(60):
-            raise OSError(f"step {step} was not told")
-        return write(self, *given)
-
-    def step_and_tell(self: Log, done: int, numbers: dict[str, float]) -> None:
-        tell(self, done, numbers)
-        if done == step:
-            assert not States(self._path.parent, 1).complete()
-            told.set()
-
-    FileSystemWriter.write_data, Log.step = late, step_and_tell  # type: ignore[method-assign]
+    module.train, module.uptrain = trained, ended

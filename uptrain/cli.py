@@ -38,7 +38,7 @@ def command(options: TrainOptions) -> None:
     from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
-    from gqa.uptrain.summary import estimate, plan_record, plan_text, result_text
+    from gqa.uptrain.summary import plan_record, plan_text, result_text
 
     transformers.utils.logging.set_verbosity_error()
     main = ranks().is_main_process
@@ -51,7 +51,7 @@ def command(options: TrainOptions) -> None:
             click.echo(labelled(text), err=options.json)
 
     say_device(setup.accelerator.device, quiet)
-    record = plan_record(setup) | (estimate(setup) if options.dry_run else {})
+    record = plan_record(setup)
     say(plan_text(setup, record))
     if not options.dry_run:
         try:

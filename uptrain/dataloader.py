@@ -1,10 +1,14 @@
-"""The blocks of each step, which depend on data, seed and length, not on ranks and micro-batches."""
+"""The blocks of each step, which depend on data, seed and length, not on ranks and micro-batches.
+
+A block of an encoder-decoder is one pair, `input_ids` and `attention_mask` (S,) and `labels` (T,): a row of two
+columns, plain text with spans left out, or what the teacher writes.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -15,11 +19,12 @@ from torch.nn.utils.rnn import pad_sequence
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.identity import file_digests
 from gqa.checkpoint.provenance import without_place
+from gqa.convert.merge.pairs import PairMaker
 from gqa.convert.merge.self_samples import SampledBlocks
 from gqa.corpus.alpha import Heldout, hold_back, hold_back_of_each, n_blocks_for, reading_order, shares_of
-from gqa.corpus.pairs import PairBlocks
+from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenise_pairs
 from gqa.corpus.repeats import mixed
-from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources, row_digest
+from gqa.corpus.sources import Source, is_self, parse_self, parse_source, parse_sources, row_digest
 from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import Block, Blocks, Documents, Encoder, pack, tokenise
 from gqa.uptrain.defaults import settle_steps
@@ -28,6 +33,7 @@ from gqa.uptrain.training_model import Batch
 
 _ENDLESS = 2**62  # tokens of a stream
 MakeBlock = Callable[[Block, list[int]], Block]  # (stored block, seeds) -> the block that the model reads
+MakePairs = Callable[[int], PairMaker]  # tokens of a side -> the teacher, which writes pairs
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
     text = tokenise(sources, tokenizer)
     options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
     heldout, blocks = heldout_rule(options, tokenizer), open_heldout(options, tokenizer)
-    if not heldout:
+    if heldout is None:
         heldout = Heldout(hold_back_of_each(text, count_held_back(options, text) * options.block))
         numbers = dict(zip(map(bytes, text.digests), range(len(text)), strict=True))
         ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
@@ -131,7 +137,7 @@ def _open_stream(
     options = settle_steps(options, _ENDLESS, longest, ranks)
     steps = count_steps(n_blocks_for(_ENDLESS, options.block, **length_arguments(options)), options)
     heldout, heldout_blocks = heldout_rule(options, tokenizer), open_heldout(options, tokenizer)
-    if not heldout:  # the first documents
+    if heldout is None:  # the first documents
         limits, documents = dict[bytes, int](), dict[bytes, list[int]]()
         for source, share in zip(sources, shares_of([source.weight or 1.0 for source in sources]), strict=True):
             encoded = Encoder(tokenizer).encode(source.texts())
@@ -166,10 +172,10 @@ def count_held_back(options: TrainOptions, data: Documents) -> int:
 
 
 def open_sampled(
-    options: TrainOptions, write: Callable[[int, int], SampledBlocks], longest: int, ranks: int = 1
+    options: TrainOptions, tokenizer: Any, write: Callable[[int, int], SampledBlocks], longest: int, ranks: int = 1
 ) -> Dataloader:
     """A dataloader of self-generated text; `write(size, count)` gives the teacher's blocks, which are empty in a dry
-    run. Raises RefusedError.
+    run. The first ones are held out, unless --heldout names other text. Raises RefusedError and CorpusError.
     """
     sample = parse_self(options.data[0])
     data_tokens = sample.tokens or _ENDLESS
@@ -180,12 +186,94 @@ def open_sampled(
         raise RefusedError(
             f"{n_blocks * options.block:,} tokens of training are more than --data {options.data[0]}; ask for more"
         )
-    steps, first = count_steps(n_blocks, options), 0 if options.heldout else count_heldout(options)
-    count = steps * options.blocks_per_step
+    steps, heldout = count_steps(n_blocks, options), open_heldout(options, tokenizer)
+    count, first = steps * options.blocks_per_step, 0 if heldout else count_heldout(options)
     blocks = write(options.block, first + count)
     summary = f"{count:,} blocks of {options.block:,} that {without_place(options.teacher)} writes"
-    heldout = [blocks[number] if blocks.fingerprint else {} for number in range(first)]
+    heldout = heldout or [blocks[number] if blocks.fingerprint else {} for number in range(first)]
     return Dataloader(options, blocks, steps, blocks.fingerprint, summary, heldout, first)
+
+
+def open_pairs(
+    options: TrainOptions, encoder: PairEncoder, tokenizer: Any, longest: int, ranks: int, teacher: MakePairs | None,
+    write: bool = True,
+) -> Dataloader:  # fmt: skip
+    """A dataloader of pairs with at most `longest` tokens a side, and its held-out pairs. Unless `write`, the teacher
+    writes nothing and its blocks are empty. Raises RefusedError and CorpusError.
+    """
+    if options.repeats:
+        raise RefusedError(f"repeats are for decoders, {encoder.name} is an encoder-decoder")
+    sampled = any(map(is_self, options.data))
+    if options.target_field:
+        if options.streaming or sampled:
+            raise RefusedError("--target-field is a column of data that is stored; drop --streaming and --data self")
+        return _open_table(options, encoder, options.context or longest, ranks)
+
+    def corrupt(block: Block, seeds: list[int]) -> Block:
+        return pair_block(encoder.corrupt(block["input_ids"], np.random.default_rng(seeds)))
+
+    if sampled:
+        assert teacher is not None
+        loader = open_sampled(options, tokenizer, lambda size, n: teacher(size).sampled(n, write), longest, ranks)
+        make: MakeBlock = _split_pair
+    else:
+        encoder.check_marks()
+        loader = open_dataloader(options, tokenizer, longest, ranks)
+        make = corrupt
+    make_heldout = corrupt if options.heldout else make
+    heldout = [block and make_heldout(block, [number]) for number, block in enumerate(loader.heldout)]
+    return replace(loader, heldout=heldout, make=make)
+
+
+def _split_pair(block: Block, seeds: list[int]) -> Block:
+    """The pair of a sampled block, whose two halves are padded with -1."""
+    source, target = (side[side >= 0] for side in np.split(block["input_ids"], 2))
+    return pair_block((source, target))
+
+
+def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: int) -> Dataloader:
+    """A dataloader of two columns. Lengths count pairs, not tokens, so alpha is a share of the pairs."""
+    sources = parse_sources(options.data, **source_options(options))
+    table = tokenise_pairs(sources, encoder)
+    tokens = np.stack([table.count("source"), table.count("target")])
+    count, mean = len(table), float(np.minimum(tokens, size).sum(0).mean())
+
+    def pairs(tokens: int) -> int:
+        return max(1, int(tokens / mean))
+
+    all_pairs = options.pretraining_tokens and pairs(options.pretraining_tokens)
+    if options.alpha is not None and int(options.alpha * (all_pairs or count)) < 1:
+        raise RefusedError(f"--alpha {options.alpha:g} of {count:,} pairs is none; give more")
+    counted = replace(
+        options, context=1, tokens=options.tokens and pairs(options.tokens), pretraining_tokens=all_pairs,
+        heldout_tokens=pairs(options.heldout_tokens),
+    )  # fmt: skip
+    counted = settle_steps(counted, count, 1, ranks)
+    heldout_table = table
+    if options.heldout:
+        heldout_table = tokenise_pairs(heldout_sources(options), encoder)
+        heldout = Heldout({bytes(digest): 0 for digest in heldout_table.digests})
+        numbers = np.arange(len(heldout_table))
+    else:
+        limits = {} if options.heldout_fraction else hold_back_of_each(table, count_held_back(counted, table))
+        heldout = Heldout(limits, options.heldout_fraction)
+        numbers = np.flatnonzero(heldout.lengths(table) == 0)
+        if options.heldout_fraction and not len(numbers):
+            raise RefusedError("--heldout-fraction holds out no pair; give more, or pairs of their own with --heldout")
+    numbers = numbers[np.linspace(0, len(numbers) - 1, min(counted.heldout_tokens, len(numbers))).astype(int)]
+    heldout_pairs = PairBlocks(heldout_table, numbers, encoder, size)
+    order, n_blocks, _ = reading_order(
+        table, heldout.lengths(table), block_size=1, seed=options.seed, weights=mixture_weights(sources),
+        **length_arguments(counted),
+    )  # fmt: skip
+    steps = count_steps(n_blocks, counted)
+    summary = f"{steps * counted.blocks_per_step:,} pairs out of {count:,}, of {mean:.0f} tokens"
+    if cut := int((tokens > size).any(0).sum()):
+        summary += f"; {cut:,} are cut to {size} a side"
+    return Dataloader(
+        replace(options, context=size, batch_size=counted.batch_size), PairBlocks(table, order, encoder, size), steps,
+        table.fingerprint, summary, [heldout_pairs[i] for i in range(len(numbers))], mean=mean,
+    )  # fmt: skip
 
 
 def length_arguments(options: TrainOptions) -> dict[str, Any]:

@@ -25,73 +25,56 @@ def settle(
     """The options with teacher, data, length, repeats and scope decided; the teacher's checkpoint; and its name, or
     why there is none. Raises RefusedError if there is neither text nor a teacher to write it.
     """
-    record = read_record(checkpoint, PROVENANCE)
-    conversion: dict[str, Any] = record if isinstance(record, dict) else {}
-    teacher, teacher_text = None, "--teacher none"
+    conversion = read_record(checkpoint, PROVENANCE) or {}
+    source = conversion.get("source") or {}
+    teacher, name, teacher_text = None, NO_TEACHER, "--teacher none"
     if options.teacher == AUTO_TEACHER:
-        teacher, teacher_text = find_base(checkpoint, conversion, headers_only)
+        teacher, teacher_text = find_base(checkpoint, source, headers_only)
+        name = (teacher.hub_id or str(teacher.directory)) if teacher else NO_TEACHER
     elif options.teacher != NO_TEACHER:
-        teacher = open_model(options.teacher, _recorded_commit(options.teacher, conversion), headers_only)
-        teacher_text = options.teacher + _at_commit(teacher)
+        name = options.teacher
+        converted = name == source.get("model") and not Path(name).exists()
+        teacher = open_model(name, source.get("revision") if converted else None, headers_only)
+        teacher_text = name + _at_commit(teacher)
     if not options.data and teacher is None:
         raise RefusedError(
             f"no --data is given, and there is no teacher that could write it ({teacher_text}); give text, or the "
             "model before conversion with --teacher"
         )
-    name = NO_TEACHER if teacher is None else options.teacher
-    if name == AUTO_TEACHER and teacher is not None:
-        name = teacher.hub_id or str(teacher.directory)
     data = options.data or ("self",)
-    sample_tokens = is_self(data[0]) and parse_self(data[0]).tokens
-    tokens = options.tokens if options.lengths or sample_tokens else TOKENS
-    train = options.train or ("attention" if _aligned(conversion) else "all")
-    settled = replace(options, teacher=name, data=data, tokens=tokens, train=train)
-    if options.repeats is None and not is_self(data[0]):
+    sampled = is_self(data[0])
+    tokens = options.tokens if options.lengths or (sampled and parse_self(data[0]).tokens) else TOKENS
+    method = METHODS.get(conversion.get("options", {}).get("method"))
+    train = options.train or ("attention" if method and method.aligns else "all")
+    repeats = options.repeats
+    if repeats is None and not sampled:
         # Without a teacher the model would learn that text repeats itself. Pairs do not repeat.
-        pairs = bool(checkpoint.config.get("is_encoder_decoder"))
-        settled = replace(settled, repeats=settled.distills and not pairs)
-    return settled, teacher, teacher_text
-
-
-def _aligned(conversion: dict[str, Any]) -> bool:
-    """Whether the conversion's method aligned heads."""
-    options = conversion.get("options")
-    method = METHODS.get(str(options.get("method"))) if isinstance(options, dict) else None
-    return method is not None and method.aligns
+        repeats = teacher is not None and not checkpoint.config.get("is_encoder_decoder")
+    return replace(options, teacher=name, data=data, tokens=tokens, train=train, repeats=repeats), teacher, teacher_text
 
 
 def find_base(
-    checkpoint: Checkpoint, conversion: dict[str, Any], headers_only: bool = False
+    checkpoint: Checkpoint, source: dict[str, Any], headers_only: bool = False
 ) -> tuple[Checkpoint | None, str]:
-    """The base model that a conversion's provenance names, at the commit that was converted, or None; and its name in
-    words, or why there is none.
+    """The base model, which the `source` of a conversion's provenance names, at the commit that was converted, or None;
+    and its name in words, or why there is none.
 
     A local base model is looked up by its path relative to the result, then beside the result.
     """
-    source = conversion.get("source")
-    if not isinstance(source, dict) or not isinstance(name := source.get("model"), str) or not name:
+    if not (name := source.get("model")):
         return None, f"{checkpoint.name} has no {PROVENANCE} that names its base model"
     assert checkpoint.directory is not None
     directory = checkpoint.directory.resolve()
-    candidates = [directory / str(source["path"])] if source.get("path") else []
+    candidates = [directory / source["path"]] if source.get("path") else []
     candidates += [directory.with_name(name)] if Path(name).name == name else []
     local = next((str(path.resolve()) for path in candidates if path.is_dir()), None)
     if local is None and "path" in source:  # it was local at the conversion
         return None, f"the base model {name} is not where it was; --teacher says where it is now"
     try:
-        base = open_model(local or name, None if local else _recorded_commit(name, conversion), headers_only)
+        base = open_model(local or name, None if local else source.get("revision"), headers_only)
     except (RefusedError, OSError) as error:
         return None, f"the base model {name} cannot be read: {explain(error)}"
     return base, f"{local or name}{_at_commit(base)}, the base model; --teacher none is without"
-
-
-def _recorded_commit(name: str, conversion: dict[str, Any]) -> str | None:
-    """The commit of hub id `name` that was converted, if recorded."""
-    source = conversion.get("source")
-    if not isinstance(source, dict) or source.get("model") != name or Path(name).exists():
-        return None
-    revision = source.get("revision")
-    return revision if isinstance(revision, str) else None
 
 
 def _at_commit(teacher: Checkpoint) -> str:

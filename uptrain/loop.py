@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,18 +16,16 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.identity import checkpoint_digest
-from gqa.checkpoint.processes import main_first
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.log import Log
-from gqa.uptrain.optimizer import make_optimizer
-from gqa.uptrain.schedule import rate_factor, warmup_steps
-from gqa.uptrain.scope import trained_names
+from gqa.uptrain.options import Schedule
+from gqa.uptrain.scope import make_optimizer, trained_names
 from gqa.uptrain.setup import Setup
-from gqa.uptrain.shards import prepare_model
 from gqa.uptrain.state import check_run, load
-from gqa.uptrain.stored import stored_weights
 from gqa.uptrain.training_model import Batch, predictions
+from gqa.uptrain.weights import local_shard, prepare_model, stored_weights
 
 EVALUATIONS = 4  # held-out evaluations of a run, unless `eval_every` is given
 Weights = dict[str, Tensor]
@@ -73,45 +72,60 @@ def train(setup: Setup, *, quiet: bool = True) -> tuple[TrainingProgress, Weight
     options, accelerator, dataloader = setup.options, setup.accelerator, setup.dataloader
     set_seed(options.seed, device_specific=True)  # dropout differs between ranks
     training = setup.training_model
-    with _trackers(setup):
-        with setup.explain_memory():
-            model, optimizer = prepare_model(accelerator, training, make_optimizer(training, options))
-            progress = _resume(setup, model, optimizer) if options.resume else TrainingProgress()
-        first_losses = _evaluate(setup, model, progress) if progress.step == 0 and setup.heldout else {}
-        log = Log(setup, progress.step, quiet, first_losses.get("heldout_loss"))
-        warmup = warmup_steps(options.warmup, options.schedule, dataloader.steps)
-        eval_every = options.eval_every or math.ceil(dataloader.steps / EVALUATIONS)
-        model.train()
-        with _signals() as signals:
-            ranks = accelerator.process_index, accelerator.num_processes
-            for micro_batches in dataloader.batches(progress.step, *ranks, setup.micro_batch):
-                factor = rate_factor(progress.step, dataloader.steps, options.schedule, warmup, options.decay)
-                rate = options.learning_rate * factor
-                with setup.explain_memory():
-                    sums, norm = train_step(accelerator, model, optimizer, micro_batches, rate, options.clip)
-                log.end_step(dataloader.tokens_per_step)
-                numbers = _count(progress, sums, norm, rate, setup)
+    model, optimizer = prepare_model(accelerator, training, make_optimizer(training, options))
+    progress, best = _resume(setup, model, optimizer) if options.resume else (TrainingProgress(), {})
+    first_losses = _evaluate(setup, model, progress, best) if progress.step == 0 and setup.dataloader.heldout else {}
+    log = Log(setup, progress.step, quiet, first_losses.get("heldout_loss"))
+    warmup = warmup_steps(options.warmup, options.schedule, dataloader.steps)
+    eval_every = options.eval_every or math.ceil(dataloader.steps / EVALUATIONS)
+    model.train()
+    with _signals() as signals:
+        ranks, start = (accelerator.process_index, accelerator.num_processes), time.perf_counter()
+        for micro_batches in dataloader.batches(progress.step, *ranks, setup.micro_batch):
+            rate = options.learning_rate * rate_factor(progress.step, dataloader.steps, options.schedule, warmup)
+            sums, norm = train_step(accelerator, model, optimizer, micro_batches, rate, options.clip)
+            numbers = _count(progress, sums, norm, rate, setup)
+            seconds = time.perf_counter() - start
 
-                last = progress.step == dataloader.steps
-                if setup.heldout and (last or progress.step % eval_every == 0):
-                    numbers |= _evaluate(setup, model, progress)
-                log.step(progress.step, numbers)
+            last = progress.step == dataloader.steps
+            if setup.dataloader.heldout and (last or progress.step % eval_every == 0):
+                numbers |= _evaluate(setup, model, progress, best)
+            log.step(progress.step, numbers, seconds)
 
-                # The last step is saved too: if writing the result fails, nothing has to be trained again.
-                save = bool(options.save_every and (last or progress.step % options.save_every == 0))
-                if signal_number := _shared_signal(accelerator, signals):
-                    save = True
-                if save:
-                    state = vars(progress) | _run_identity(setup) | {"stream": gather_object(dataloader.positions)}
-                    state["ranks"] = accelerator.num_processes
-                    with setup.explain_memory():
-                        setup.states.save(accelerator, model, optimizer, state)
-                if signal_number:
-                    raise StoppedError(signal_number, progress.step)
-                log.begin_step()
-        log.close()
-        setup.states.finish()
-        return progress, _best(setup, model, progress)
+            # The last step is saved too: if writing the result fails, nothing has to be trained again.
+            signal_number = _shared_signal(accelerator, signals)
+            if signal_number or (options.save_every and (last or progress.step % options.save_every == 0)):
+                state = vars(progress) | _run_identity(setup) | {"stream": gather_object(dataloader.positions)}
+                state["ranks"] = accelerator.num_processes
+                setup.states.save(accelerator, model, optimizer, best, state)
+            if signal_number:
+                raise StoppedError(signal_number, progress.step)
+            start = time.perf_counter()
+    log.close()
+    return progress, _best(setup, model, progress, best)
+
+
+def warmup_steps(warmup: int | None, schedule: Schedule, steps: int) -> int:
+    """Steps of warm-up: `warmup`, else none with `constant` and 5 % (100 at most) with schedules that end.
+
+    So a constant schedule knows nothing of the length: the first steps of a smaller alpha are those of a larger one.
+    """
+    if warmup is not None:
+        return warmup
+    return 0 if schedule == "constant" else min(100, steps // 20)
+
+
+def rate_factor(step: int, steps: int, schedule: Schedule, warmup: int = 0) -> float:
+    """What the learning rate is multiplied by in `step` (from 0) of `steps`.
+
+    All rise linearly over `warmup` steps. Then `constant` stays, and `linear` and `cosine` fall to zero at the end.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if schedule == "constant":
+        return 1.0
+    left = (steps - step) / (steps - warmup)
+    return 0.5 * (1 - math.cos(math.pi * left)) if schedule == "cosine" else left
 
 
 def train_step(
@@ -124,8 +138,8 @@ def train_step(
     changes; in float16 the gradient scaler skips the step, and then lowers its scale.
     """
     device = accelerator.device
+    total = accelerator.reduce(torch.tensor(float(sum(map(predictions, micro_batches))), device=device), "sum")
     batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in micro_batches]
-    total = accelerator.reduce(torch.tensor(float(sum(map(predictions, batches))), device=device), "sum")
     # accelerate divides by the micro-batches, DDP and FSDP by the ranks: undone here, as the sum is divided only once.
     scale = len(batches) * accelerator.num_processes / total.clamp_min(1.0)
     sums = _zeros(3, device)
@@ -184,33 +198,40 @@ def _means(sums: Tensor) -> list[float]:
     return [total / max(count, 1.0) for total in totals]
 
 
-def _evaluate(setup: Setup, model: Any, progress: TrainingProgress) -> dict[str, float]:
-    """Measure the held-out losses of the weights as they would be stored, and save the weights if they are the best so
-    far. Return the losses for the log.
+def _evaluate(setup: Setup, model: Any, progress: TrainingProgress, best: Weights) -> dict[str, float]:
+    """Measure the held-out losses of the weights as they would be stored, and copy those that train to `best` if they
+    are the best so far. Return the losses for the log.
     """
     with stored_weights(setup.model, setup.checkpoint):
-        losses, best = heldout_losses(setup, model), progress.heldout_after
-    if best is None:
+        losses, lowest = heldout_losses(setup, model), progress.heldout_after
+    if math.isnan(losses["loss"]) and not progress.step:
+        raise RefusedError(
+            f"{setup.checkpoint.name} or its teacher gives losses that are not numbers; give intact checkpoints"
+        )
+    if lowest is None:
         progress.heldout_before = progress.heldout_after = losses
-    elif math.isfinite(losses["loss"]) and not losses["loss"] >= best["loss"]:  # the best may be NaN
+    elif math.isfinite(losses["loss"]) and losses["loss"] < lowest["loss"]:
         progress.heldout_after, progress.best_step = losses, progress.step
         if progress.step < setup.dataloader.steps:  # the last weights are in memory when the result is written
-            setup.states.save_best(_trained(setup, state_dict(setup.accelerator, model)))
+            best.update(_copy_trained(setup, model))
     return {f"heldout_{name}": value for name, value in losses.items()}
 
 
-def _best(setup: Setup, model: Any, progress: TrainingProgress) -> Weights:
+def _best(setup: Setup, model: Any, progress: TrainingProgress, best: Weights) -> Weights:
     """The weights that `train` returns."""
-    if setup.heldout and not progress.best_step:
+    if setup.dataloader.heldout and not progress.best_step:
         return {}
     weights = state_dict(setup.accelerator, model)
-    if setup.heldout and progress.best_step < progress.step:
-        setup.states.read_best(_trained(setup, weights))
+    if setup.dataloader.heldout and progress.best_step < progress.step:
+        for name, tensor in best.items():
+            local_shard(weights[name]).copy_(local_shard(tensor))
     return weights
 
 
-def _trained(setup: Setup, weights: Weights) -> Weights:
-    return {name: weights[name] for name in trained_names(setup.model) if name in weights}
+def _copy_trained(setup: Setup, model: Any) -> Weights:
+    """Copies of the weights that train, or of this process' shards, in the host's memory."""
+    weights = state_dict(setup.accelerator, model)
+    return {name: weights[name].to("cpu", copy=True) for name in trained_names(setup.model) if name in weights}
 
 
 @torch.no_grad()
@@ -219,7 +240,7 @@ def heldout_losses(setup: Setup, model: Any) -> dict[str, float]:
     `nats` and, with a teacher, `distillation`.
     """
     model.eval()
-    accelerator, blocks, micro = setup.accelerator, setup.heldout, setup.micro_batch
+    accelerator, blocks, micro = setup.accelerator, setup.dataloader.heldout, setup.micro_batch
     device, ranks, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     sums = _zeros(4, device)
     # All ranks make the same number of passes (FSDP waits for them); a rank without a block repeats the first ones,
@@ -227,8 +248,7 @@ def heldout_losses(setup: Setup, model: Any) -> dict[str, float]:
     for start in range(0, len(blocks), micro * ranks):
         share = blocks[start + rank * micro : start + (rank + 1) * micro]
         batch = {name: tensor.to(device) for name, tensor in stack(share or blocks[:1]).items()}
-        with setup.explain_memory():
-            loss, numbers = model(**batch)
+        loss, numbers = model(**batch)
         if share:
             sums += torch.stack([*numbers, loss])
     sums = accelerator.reduce(sums, "sum")
@@ -251,15 +271,15 @@ def _run_identity(setup: Setup) -> dict[str, Any]:
     return {"options": setup.options.binding() | contents, "data": setup.dataloader.fingerprint}
 
 
-def _resume(setup: Setup, model: Any, optimizer: Any) -> TrainingProgress:
+def _resume(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress, Weights]:
+    """The progress and the best weights of the last state, whose weights and optimiser are loaded."""
     path, record = setup.states.latest()
     check_run(path, record, _run_identity(setup))
-    load(path, record["ranks"], setup.accelerator, model, optimizer)
-    with main_first("the best weights"):
-        if setup.accelerator.is_main_process:
-            setup.states.restore_best(path)
+    progress = TrainingProgress(**{name: record[name] for name in vars(TrainingProgress())})
+    best = _copy_trained(setup, model) if 0 < progress.best_step < setup.dataloader.steps else {}
+    load(path, record, setup.accelerator, model, optimizer, best)
     setup.dataloader.seek(record.get("stream", []))
-    return TrainingProgress(**{name: record[name] for name in vars(TrainingProgress())})
+    return progress, best
 
 
 def _shared_signal(accelerator: Accelerator, signals: list[int]) -> int:
@@ -268,18 +288,6 @@ def _shared_signal(accelerator: Accelerator, signals: list[int]) -> int:
     if accelerator.num_processes == 1:
         return number
     return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
-
-
-@contextmanager
-def _trackers(setup: Setup) -> Iterator[None]:
-    """Open the trackers of --report-to, and close them also if the run stops."""
-    config = {name: str(value) for name, value in setup.options.binding().items()}
-    setup.accelerator.init_trackers("gqa-uptrain", config=config)
-    try:
-        yield
-    finally:
-        for tracker in setup.accelerator.trackers:  # accelerate's end_training would end the process group too
-            tracker.finish()
 
 
 @contextmanager

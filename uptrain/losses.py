@@ -81,29 +81,19 @@ def distillation(student: Tensor, teacher: Tensor, temperature: float) -> Tensor
 
 
 def next_token_loss(
-    logits: Tensor,
-    targets: Tensor,
-    teacher: Tensor | None = None,
-    weight: float = 1.0,
-    temperature: float = 1.0,
-    counted: Tensor | None = None,
+    logits: Tensor, targets: Tensor, teacher: Tensor | None = None, weight: float = 1.0, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """(1 - weight) x cross-entropy + weight x distillation, summed; and (sum of nats, sum of distillation).
 
     Args:
         logits: (n, V) of the student, any dtype; computed in float32.
-        targets: (n,) ids.
+        targets: (n,) ids; rows of -100 do not count.
         teacher: (n, V) of the teacher, or None: then the loss is the cross-entropy.
-        counted: (n,) booleans, which rows are summed; None for all.
     """
-
-    def summed(values: Tensor) -> Tensor:
-        return (values if counted is None else values.where(counted, 0.0)).sum()
-
     logits = logits.float()
-    likelihood = summed(nats(logits, targets))
+    likelihood = nats(logits, targets).sum()
     if teacher is None:
         return likelihood, torch.stack([likelihood, likelihood.new_zeros(())])
-    divergence = summed(distillation(logits, teacher.float(), temperature))
+    divergence = distillation(logits, teacher.float(), temperature).where(targets >= 0, 0.0).sum()
     loss = divergence if weight == 1 else (1 - weight) * likelihood + weight * divergence
     return loss, torch.stack([likelihood, divergence])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +18,13 @@ from gqa.checkpoint.options import (
     Number,
     Options,
     Tokens,
-    flag,
     option,
     same_as,
 )
 from gqa.convert.options import ConvertOptions
 from gqa.corpus.sources import is_self, parse_self
-from gqa.uptrain.schedule import Schedule
 
+Schedule = Literal["constant", "linear", "cosine"]
 Scope = Literal["all", "attention", "kv", "lora"]
 AUTO_TEACHER, NO_TEACHER = "auto", "none"
 
@@ -99,9 +97,6 @@ class TrainOptions(Options):
     save_every: int | None = option(
         None, "Save a state after so many steps.", COUNT, heading="Output", metavar="STEPS", free=True)
     keep_state: bool = option(False, "Keep DIR-state after the end.", heading="Output", free=True)
-    report_to: tuple[str, ...] = option(
-        (), "Where figures go as well: tensorboard (in DIR-logs), wandb, trackio ...; several times for several.",
-        heading="Output", metavar="NAME[,...]", free=True)
     trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code", methods="")
     overwrite: bool = option(
         False, "Replace the checkpoint at DIR once the new one is complete.", heading="Output", free=True)
@@ -115,11 +110,9 @@ class TrainOptions(Options):
     weight_decay: float = option(0.1, "", FROM_ZERO, expert=True)
     pretraining_tokens: int | None = option(None, "", Tokens(), expert=True)  # what alpha is a fraction of
     repeats: bool | None = option(None, expert=True)  # half of the blocks repeat themselves; None: with a teacher
-    decay: float = option(0.2, "", SHARE, expert=True)  # the share of the steps in which wsd decays
     clip: float = option(1.0, "", POSITIVE, expert=True)  # the norm of the gradient, at most
     distill: float = option(1.0, "", SHARE, expert=True)  # the teacher's share of the loss; the rest is cross-entropy
     temperature: float = option(1.0, "", POSITIVE, expert=True)  # of the predictions that are compared
-    keep_last: int = option(2, "", COUNT, free=True, expert=True)  # states
     eval_every: int | None = option(None, "", COUNT, free=True, expert=True)  # steps; None: four times
     patience: int = option(10, "", COUNT, free=True, expert=True)  # steps in a row that are not finite
     revision: str | None = option(None, expert=True)
@@ -149,45 +142,27 @@ class TrainOptions(Options):
 
     def check(self, ranks: int) -> None:
         """Raise RefusedError if options contradict each other."""
-        for message in chain(self._conflicts(), self._data_conflicts(), self._batch_conflicts(ranks)):
+        for message in self._conflicts(ranks):
             raise RefusedError(message)
 
-    def _conflicts(self) -> Iterator[str]:
-        """Conflicts that do not depend on the amount of data."""
+    def _conflicts(self, ranks: int) -> Iterator[str]:
         if len(lengths := self.lengths) > 1:
             yield f"the length is given by {' and '.join(lengths)}; give one of --alpha, --tokens and --steps"
-        if self.pretraining_tokens is not None and self.alpha is None:
-            yield "pretraining_tokens is what --alpha is a fraction of; give both"
         if self.heldout and self.heldout_fraction:
             yield "held-out text is given by --heldout and --heldout-fraction; give one"
-        before = "--teacher, the model before conversion"
-        for name, present, needed in (
-            ("distill", self.distills, before), ("temperature", self.distills, before),
-            ("lora_rank", self.train == "lora", "--train lora"), ("decay", self.schedule == "wsd", "--schedule wsd"),
-        ):  # fmt: skip
-            if not present and self.given(name):
-                yield f"{flag(name)} needs {needed}; give both or leave it out"
-
-    def _data_conflicts(self) -> Iterator[str]:
-        if not any(map(is_self, self.data)):
-            return
-        if self.repeats is not None:
-            yield "repeats is for text of yours; --data self repeats itself, and self:plain does not"
-        if len(self.data) > 1 or self.streaming or self.heldout_fraction:
-            yield "--data self:TOKENS stands alone: no other source, stream or held-out share"
-        if not self.distills:
-            yield "--data self is what the --teacher writes; give the model before conversion"
-        if parse_self(self.data[0]).tokens is None and self.alpha is not None:
-            yield "--alpha is a fraction of the data; say how much of --data self there is, like self:1M"
-
-    def _batch_conflicts(self, ranks: int) -> Iterator[str]:
-        if self.batch_size is None:  # `settle_steps` decides it
-            return
-        share = self.batch_size // ranks
-        if self.batch_size % ranks:
-            yield f"--batch-size {self.batch_size} cannot be shared by {ranks} processes; give a multiple of {ranks}"
-        elif share % (self.micro_batch or share):
-            yield f"--micro-batch {self.micro_batch} does not divide the {share} blocks that a process has in a batch"
+        if any(map(is_self, self.data)):
+            if len(self.data) > 1 or self.streaming or self.heldout_fraction:
+                yield "--data self:TOKENS stands alone: no other source, stream or held-out share"
+            if not self.distills:
+                yield "--data self is what the --teacher writes; give the model before conversion"
+            if parse_self(self.data[0]).tokens is None and self.alpha is not None:
+                yield "--alpha is a fraction of the data; say how much of --data self there is, like self:1M"
+        if self.batch_size is not None:  # else `settle_steps` decides it
+            share = self.batch_size // ranks
+            if self.batch_size % ranks:
+                yield f"--batch-size {self.batch_size} is not a multiple of the {ranks} processes; give one that is"
+            elif share % (self.micro_batch or share):
+                yield f"--micro-batch {self.micro_batch} does not divide the {share} blocks of a process in a batch"
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:

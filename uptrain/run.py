@@ -17,7 +17,6 @@ from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.names import saved_tensors, sources
-from gqa.checkpoint.processes import waiting_for
 from gqa.checkpoint.provenance import UPTRAINING
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.shards import new_shard, shard_names, write_index
@@ -33,8 +32,8 @@ from gqa.checkpoint.write import (
 from gqa.uptrain.loop import TrainingProgress, train
 from gqa.uptrain.lora import adapter_parts, merge_adapters
 from gqa.uptrain.setup import Setup
-from gqa.uptrain.shards import gathered
 from gqa.uptrain.summary import card, record_of
+from gqa.uptrain.weights import gathered
 
 METRICS = "gqa_uptraining.jsonl"
 _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
@@ -45,8 +44,9 @@ def uptrain(setup: Setup, *, quiet: bool = True, argv: Sequence[str] = ()) -> tu
 
     `argv` are the arguments of the command. Raises what `train` raises, and OutputError.
     """
-    with waiting_for("its share of a step"), setup.states.lock():
-        progress, weights = train(setup, quiet=quiet)
+    with setup.states.lock():
+        with setup.explain_memory():
+            progress, weights = train(setup, quiet=quiet)
         record = finite(record_of(setup, progress, argv))
         with gathered(weights) as full_weights:
             if setup.accelerator.is_main_process:

@@ -1,4 +1,4 @@
-"""Choose the parameters that train, and those with weight decay."""
+"""Choose the parameters that train, and the optimiser that trains them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.modules import attention_modules, rule_of
 from gqa.uptrain.lora import add_adapters
-from gqa.uptrain.options import Scope
+from gqa.uptrain.options import Scope, TrainOptions
 
 
 def attention_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[set[str], set[str]]:
@@ -64,22 +64,28 @@ def trained_names(model: PreTrainedModel) -> list[str]:
     return [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
 
 
-def unreached(model: PreTrainedModel) -> list[str]:
-    """Names of trainable parameters that get no gradient from plain text, such as the towers of a multimodal model."""
-    ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
-    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
-    model(**inputs, use_cache=False).logits.sum().backward()
-    names = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    model.zero_grad()
-    return names
-
-
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Optimiser groups: matrices decay; vectors (norms, biases, gates) do not, even if stored as matrices."""
     decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             vector = parameter.ndim < 2 or re.search(r"norm|bias", name.lower())
-            (others if vector else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+            (undecayed if vector else decayed).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
+
+
+def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+    """AdamW (fused if the device supports it), or Adafactor with an external learning rate (arXiv 1804.04235, section
+    3.1). There is no empty parameter group, which torch's distributed state dicts cannot hold.
+    """
+    groups = [group for group in parameter_groups(model, options.weight_decay) if group["params"]]
+    if options.optimizer == "adafactor":
+        from transformers import Adafactor
+
+        adafactor: torch.optim.Optimizer = Adafactor(
+            groups, lr=options.learning_rate, relative_step=False, scale_parameter=False, warmup_init=False
+        )
+        return adafactor
+    fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,17 +12,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
-    LoggerType,
-    gather_object,
     parse_flag_from_env,
     set_seed,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.devices import find_device, out_of_memory
@@ -30,7 +26,6 @@ from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import beside, open_model
 from gqa.checkpoint.loading import check_predicts_tokens, load_model, positions, ranks, read_auto_config
 from gqa.checkpoint.names import follow_prefix, sources, tied_names
-from gqa.checkpoint.processes import main_first
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import OutputDirectory, require_space
@@ -39,18 +34,15 @@ from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_b
 from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import is_self, parse_self
-from gqa.corpus.tokens import Block
-from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled
+from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_pairs, open_sampled
 from gqa.uptrain.defaults import settle
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.pairs import open_pairs
-from gqa.uptrain.scope import choose, unreached
-from gqa.uptrain.shards import share_model, share_teacher
+from gqa.uptrain.scope import choose
 from gqa.uptrain.state import States
 from gqa.uptrain.training_model import TrainingModel
+from gqa.uptrain.weights import share_model, share_teacher
 
 _ACCELERATE = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
-_LESS_MEMORY = ", or give --checkpointing, --train lora or --optimizer adafactor"
 MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens of a block; of a source or target with relative positions, as for T5
 
 
@@ -71,7 +63,6 @@ class Setup:
     teacher: PreTrainedModel | None
     training_model: TrainingModel
     dataloader: Dataloader
-    heldout: list[Block]
     micro_batch: int
     states: States
 
@@ -80,24 +71,19 @@ class Setup:
         """The log of every step."""
         return self.states.directory / "metrics.jsonl"
 
-    def explain_memory(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def explain_memory(self) -> Iterator[None]:
         """Raise RefusedError with the batch that was tried and what to lower, if memory is too small."""
-        tokens = f"{self.options.block:,}"
-        return explain_memory_error(
-            f"training, {self.micro_batch} blocks of {tokens} tokens at a time on {self.accelerator.device}",
-            f"lower --micro-batch (now {self.micro_batch}) or --context (now {tokens}){_LESS_MEMORY}",
-        )
-
-
-@contextmanager
-def explain_memory_error(activity: str, advice: str) -> Iterator[None]:
-    """Turn out-of-memory errors into a RefusedError that names the activity and what to do."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        raise RefusedError(f"out of memory while {activity}; {advice}") from error
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise RefusedError(
+                f"out of memory while training on {self.accelerator.device}; lower --micro-batch (now "
+                f"{self.micro_batch}) or --context (now {self.options.block:,}), or give --checkpointing, --train lora "
+                "or --optimizer adafactor"
+            ) from error
 
 
 def prepare(
@@ -122,36 +108,31 @@ def prepare(
     out = OutputDirectory(output, checkpoint.directory, options.overwrite).out  # refuses a bad output now
     if not dry:  # a dry run may be for another machine
         require_space(checkpoint.nbytes, out)
-    accelerator = make_accelerator(options, out)
-    states = States(_beside(out, "state"), options.keep_last)
+    accelerator = make_accelerator(options)
+    states = States(out.with_name(f"{out.name}-state"))
     if options.resume:
-        options = states.fill(options)
-        options.check(processes)
+        states.latest()  # refused if there is none
     elif states.complete():
         raise RefusedError(
             f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"
         )
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
-    with explain_memory_error("preparing the model", "see Memory in docs/uptraining.md"):
-        model = build_model(options, checkpoint, accelerator, dry)
-        if base is not None:
-            teacher = build_teacher(options, base, teacher, accelerator, dry)
-            check_teacher(teacher, load_tokenizer(base, options.trust_remote_code), model, tokenizer, base.name)
-        training = TrainingModel(model, teacher, options)
-        if not dry:
-            if accelerator.is_fsdp2:
-                share_model(training, checkpoint, accelerator)
-            check_exportable(model, checkpoint)  # weights are read: it is known which of several tied names are stored
-            check_finite(model, checkpoint.name)
-            if base is not None and teacher is not None:
-                check_finite(teacher, base.name)
-    dataloader, heldout = build_data(options, checkpoint, base, model, tokenizer, accelerator.device, watcher, dry)
+    model = build_model(options, checkpoint, accelerator, dry)
+    if base is not None:
+        teacher = build_teacher(options, base, teacher, accelerator, dry)
+        check_teacher(teacher, load_tokenizer(base, options.trust_remote_code), model, tokenizer, base.name)
+    training = TrainingModel(model, teacher, options)
+    if not dry:
+        if accelerator.is_fsdp2:
+            share_model(training, checkpoint, accelerator)
+        check_exportable(model, checkpoint)  # weights are read: it is known which of several tied names are stored
+    dataloader = build_data(options, checkpoint, base, model, tokenizer, accelerator.device, watcher, dry)
     options = dataloader.options
     share = options.blocks_per_step // processes
     micro_batch = options.micro_batch or share
     accelerator.gradient_accumulation_steps = share // micro_batch
     return Setup(
-        options, teacher_text, accelerator, checkpoint, base, model, teacher, training, dataloader, heldout,
+        options, teacher_text, accelerator, checkpoint, base, model, teacher, training, dataloader,
         micro_batch, states,
     )  # fmt: skip
 
@@ -169,18 +150,12 @@ def build_model(
         raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
     set_seed(options.seed)  # initialises adapters
     choose(model, checkpoint, options.train or "all", options.lora_rank)
-    if accelerator.num_processes > 1 and not sharded and not dry:
-        with accelerator.autocast():
-            layerdrop = any(getattr(model.config, f"{part}_layerdrop", 0) for part in ("encoder", "decoder"))
-            accelerator.ddp_handler.find_unused_parameters = layerdrop or bool(unreached(model))
     if options.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         try:
             enable({"use_reentrant": False})
         except ValueError as error:
             raise RefusedError(f"--checkpointing: {explain(error)}") from error
-    if options.compile:
-        _check_compiler()
     return model
 
 
@@ -199,12 +174,11 @@ def build_teacher(
 def build_data(
     options: TrainOptions, checkpoint: Checkpoint, base: Checkpoint | None, model: PreTrainedModel, tokenizer: Any,
     device: torch.device, watcher: Watcher, dry: bool,
-) -> tuple[Dataloader, list[Block]]:  # fmt: skip
+) -> Dataloader:  # fmt: skip
     """The data to train on, which the model of `base` may write, and the held-out blocks. Raises RefusedError and
     CorpusError.
     """
     longest, processes = find_block_size(model.config, tokenizer, checkpoint, options), ranks().num_processes
-    sampled = is_self(options.data[0])
 
     def sample(size: int, count: int) -> SampledBlocks:
         assert base is not None
@@ -219,26 +193,34 @@ def build_data(
         return PairMaker(base, str(device), size, options.seed, watcher, options.trust_remote_code)
 
     # One process tokenises, or samples from the teacher, and the others read its cache.
-    with main_first("the text that the teacher writes" if sampled else "the text to be tokenised"):
+    with main_first():
         if model.config.is_encoder_decoder:
             encoder, teacher = PairEncoder(model.config, tokenizer, checkpoint.name), make_pairs if base else None
-            dataloader = open_pairs(options, encoder, tokenizer, longest, processes, teacher, not dry)
-        elif sampled:
-            dataloader = open_sampled(options, sample, longest, processes)
-        else:
-            dataloader = open_dataloader(options, tokenizer, longest, processes)
-    with main_first("the held-out text to be tokenised"):
-        return dataloader, dataloader.heldout or open_heldout(dataloader.options, tokenizer)
+            return open_pairs(options, encoder, tokenizer, longest, processes, teacher, not dry)
+        if is_self(options.data[0]):
+            return open_sampled(options, tokenizer, sample, longest, processes)
+        return open_dataloader(options, tokenizer, longest, processes)
 
 
-def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
+@contextmanager
+def main_first() -> Iterator[None]:
+    """The main process goes through the block, then the others do, also if it fails."""
+    processes = ranks()
+    if not processes.is_main_process:
+        processes.wait_for_everyone()
+    try:
+        yield
+    finally:
+        if processes.is_main_process:
+            processes.wait_for_everyone()
+
+
+def make_accelerator(options: TrainOptions) -> Accelerator:
     """The accelerator of a run. Raises RefusedError if it cannot start with these options."""
     older = parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") == "1"
     if older or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         other = "FSDP1" if older else "DeepSpeed"
         raise RefusedError(f"a configuration of {other} is not for gqa-uptrain; use examples/accelerate/fsdp2.yaml")
-    for name in set(options.report_to) & (set(LoggerType.list()) - {"all", *map(str, get_available_trackers())}):
-        raise RefusedError(f"--report-to {name} needs its package; install it with: pip install {name}")
     processes = ranks().num_processes
     if options.device and processes > 1:
         raise RefusedError(f"--device {options.device} is for one process; a launcher gives each of several its own")
@@ -249,14 +231,10 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
             # A plain number would be overridden by the launcher's environment.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             cpu=not torch.accelerator.is_available(),  # else it takes several processes on CPUs for unrelated ones
-            log_with=list(options.report_to) or None,
-            project_dir=str(_beside(out, "logs")),
-            kwargs_handlers=[DistributedDataParallelKwargs()],
+            # Text does not reach the towers of a multimodal model, nor layers that are dropped at random.
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         )
-    except (ValueError, RuntimeError, ImportError) as error:
-        if out_of_memory(error):  # the process' first use of a device that others have filled
-            advice = "free some or choose another device"
-            raise RefusedError(f"out of memory while accelerate starts; {advice}") from error
+    except (ValueError, ImportError) as error:
         raise RefusedError(f"accelerate cannot start with these options: {explain(error)}") from error
     if device:
         accelerator.state.device = torch.device(device)  # of this run; the state of the process stays
@@ -269,8 +247,10 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
         # Without it each process holds unsharded gradients between micro-batches.
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-        if options.precision != "float32":
-            _reduce_in_float32(accelerator)
+        # Weights are gathered in 16 bits, but gradients added and sums returned in float32; accelerate rounds both.
+        if dtype := {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision):
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return accelerator
 
 
@@ -278,17 +258,6 @@ def _launcher_precision() -> Any:
     """The precision that `accelerate launch` sets, else float32."""
     names = {name: precision for precision, name in _ACCELERATE.items()}
     return names.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "float32")
-
-
-def _reduce_in_float32(accelerator: Accelerator) -> None:
-    """Gather weights in 16 bits, but add gradients and return sums in float32; accelerate's own policy rounds both."""
-    plugin = accelerator.state.fsdp_plugin
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-
-
-def _beside(out: Path, purpose: str) -> Path:
-    return out.with_name(f"{out.name}-{purpose}")
 
 
 def _load(
@@ -310,28 +279,6 @@ def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
         raise RefusedError(
             f"{type(model).__name__} would store {listing(wrong or stored)} otherwise than {source.name} does; load it "
             "with transformers, save it again and train that"
-        )
-
-
-def _check_compiler() -> None:
-    """Raise RefusedError where torch.compile does not work: it needs a C++ compiler, or Triton on a GPU."""
-    try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(2))
-    except Exception as error:  # of any of the layers below
-        if out_of_memory(error):
-            raise
-        reason = explain(error, 200)
-        raise RefusedError(f"--compile: torch.compile does not work here ({reason}); do without") from error
-
-
-def check_finite(model: PreTrainedModel, name: str) -> None:
-    """Raise RefusedError if weights are NaN or infinite: training would blame the learning rate."""
-    weights = {key: weight.detach() for key, weight in model.named_parameters() if weight.is_floating_point()}
-    local = {key: weight.to_local() if isinstance(weight, DTensor) else weight for key, weight in weights.items()}
-    bad = [key for key, weight in local.items() if weight.element_size() > 1 and not bool(weight.isfinite().all())]
-    if bad := gather_object(bad):
-        raise RefusedError(
-            f"{name} has weights that are NaN or infinite: {listing(set(bad))}; give an intact checkpoint"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ from gqa.checkpoint.provenance import (
     PROVENANCE,
     UPTRAINING,
     command_line,
-    comparison,
     format_card,
     read_record,
     request,
@@ -19,11 +17,8 @@ from gqa.checkpoint.provenance import (
     versions,
 )
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.estimate import TRAINING, WRITING, duration, forward, products_a_second
 from gqa.convert.summary import size
-from gqa.corpus.sources import is_self
-from gqa.uptrain.loop import EVALUATIONS, TrainingProgress
-from gqa.uptrain.schedule import warmup_steps
+from gqa.uptrain.loop import TrainingProgress, warmup_steps
 from gqa.uptrain.setup import Setup
 
 _MOMENTS = {"adamw": 8, "adafactor": 1}  # bytes of the optimiser's state for each weight that trains
@@ -47,30 +42,9 @@ def plan_record(setup: Setup) -> dict[str, Any]:
         "micro_batch": setup.micro_batch,
         "processes": setup.accelerator.num_processes,
         "warmup_steps": warmup_steps(options.warmup, options.schedule, dataloader.steps),
-        "heldout_tokens": dataloader.tokens(len(setup.heldout)),
+        "heldout_tokens": dataloader.tokens(len(setup.dataloader.heldout)),
         "memory_bytes": memory_bytes(parameters, trained, options.optimizer, teacher, shares),
     }
-
-
-def estimate(setup: Setup) -> dict[str, Any]:
-    """Estimate `seconds`, within a factor of 2 (half a second of benchmark), and `disk_bytes` of the result, the best
-    weights and the saved states.
-    """
-    options, model, dataloader = setup.options, setup.model, setup.dataloader
-    tokens, evaluations = dataloader.steps * dataloader.tokens_per_step, EVALUATIONS + 1
-    if options.eval_every:
-        evaluations = dataloader.steps // options.eval_every + 1
-    student = forward(model.num_parameters(), model.config, setup.options.block)
-    teacher = forward(setup.teacher.num_parameters(), model.config, setup.options.block) if setup.teacher else 0.0
-    writes = WRITING * tokens if is_self(options.data[0]) else 0.0
-    operations = tokens * ((TRAINING + options.checkpointing) * student + teacher) + writes * teacher
-    operations += dataloader.tokens(len(setup.heldout)) * evaluations * (student + teacher)
-    width = int(model.config.get_text_config(decoder=True).hidden_size)
-    speed = products_a_second(str(setup.accelerator.device), width) * setup.accelerator.num_processes
-    parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
-    states = 1 + options.keep_last if options.save_every else 0  # one more while it is written
-    disk = setup.checkpoint.nbytes + 4 * trained + states * (4 * parameters + _MOMENTS[options.optimizer] * trained)
-    return {"seconds": round(operations / speed, 1), "disk_bytes": disk}
 
 
 def memory_bytes(parameters: int, trained: int, optimizer: str, teacher: int = 0, shares: int = 1) -> int:
@@ -81,7 +55,7 @@ def memory_bytes(parameters: int, trained: int, optimizer: str, teacher: int = 0
 
 
 def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
-    """The plan in words, with the estimate if the record has it."""
+    """The plan in words."""
     options = setup.options
     forwards = options.blocks_per_step // (setup.micro_batch * record["processes"])
     several, each = ("es", " on each") if record["processes"] > 1 else ("", "")
@@ -97,14 +71,9 @@ def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
         f"{record['warmup_steps']} steps of warm-up",
         f"memory      {size(record['memory_bytes'])}{each} for weights, gradients and optimiser, activations on top",
         f"held out    {record['heldout_tokens']:,} tokens; the state that does best on them is written"
-        if setup.heldout
+        if setup.dataloader.heldout
         else "held out    nothing, as the data is short: the last state is written (see --heldout)",
     ]
-    if "seconds" in record:
-        lines += [
-            f"time        about {duration(record['seconds'])} on {setup.accelerator.device}",
-            f"disk        {size(record['disk_bytes'])} for the result and what a run keeps on its way",
-        ]
     return "\n".join(lines)
 
 
@@ -123,8 +92,6 @@ def result_text(setup: Setup, progress: TrainingProgress) -> str:
             )
     if progress.skipped:
         lines.append(f"skipped     {progress.skipped} steps whose loss or gradient was not finite")
-    if not setup.options.keep_state and setup.states.directory.exists():
-        lines.append(f"left        {setup.states.directory} could not be removed; the result does not need it")
     loads = "trust_remote_code=True" if "auto_map" in setup.checkpoint.config else "plain transformers"
     return "\n".join([*lines, f"written     {setup.options.output}: loads with {loads}, verified"])
 
@@ -134,23 +101,23 @@ def record_of(setup: Setup, progress: TrainingProgress, argv: Sequence[str]) -> 
     command.
     """
     source, options, dataloader = setup.checkpoint, setup.options, setup.dataloader
-    given = request(options, argv)["options"]
+    recorded = request(options, argv)["options"]
     return {
         **stamp("gqa-uptrain", argv),
         "model": source.hub_id or source.name,
         "revision": source.revision,
-        "data": given["data"],
+        "data": recorded["data"],
         "alpha": options.alpha,
         "tokens": progress.tokens,
         "steps": progress.step,
         "skipped_steps": progress.skipped,
-        "teacher": given["teacher"] if options.distills else None,
+        "teacher": recorded["teacher"] if options.distills else None,
         "teacher_revision": setup.teacher_checkpoint and setup.teacher_checkpoint.revision,
         "losses": _losses(setup, progress),
         "data_summary": dataloader.summary,
         "data_fingerprint": dataloader.fingerprint,
         "ranks": setup.accelerator.num_processes,
-        "options": given,
+        "options": recorded,
         "conversion": read_record(source, PROVENANCE),
         "trained_before": read_record(source, UPTRAINING),
         "versions": versions("torch", "transformers", "accelerate"),
@@ -164,7 +131,7 @@ def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
         losses[f"heldout_{when}"] = heldout and heldout["nats"]
         if setup.options.distills:
             losses[f"distillation_{when}"] = heldout and heldout["distillation"]
-    return losses | {"best_step": progress.best_step if setup.heldout else progress.step}
+    return losses | {"best_step": progress.best_step if setup.dataloader.heldout else progress.step}
 
 
 def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
@@ -172,14 +139,11 @@ def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
     metadata, text = source_card(source, whole=UPTRAINING not in source.side_files)
     metadata.pop("model-index", None)  # results of the source weights
     tagged = {**metadata, "tags": [*metadata.get("tags", []), "gqa-uptrain"]}
-    losses, heldout, table = record["losses"], "", list[str]()
+    losses, heldout = record["losses"], ""
     if losses["heldout_before"] is not None:
-        before, after = losses["heldout_before"], losses["heldout_after"]
-        heldout = f"; held-out loss {before:.4f} before, {after:.4f} after (nats per token)"
+        before, after = (f"{losses[f'heldout_{time}']:.4f}" for time in ("before", "after"))
+        heldout = f"; held-out loss {before} before, {after} after (nats per token)"
         heldout += "" if losses["best_step"] else ", as no step made it better: these weights are unchanged"
-        rows = {"held-out loss, nats per token": (f"{before:.4f}", f"{after:.4f}")}
-        rows["held-out perplexity"] = f"{math.exp(min(before, 99)):.4g}", f"{math.exp(min(after, 99)):.4g}"
-        table = ["", *comparison(("before", "this model"), rows)]
     teacher = f", taught by `{record['teacher']}`" if record["teacher"] else ""
     share = f" (alpha {record['alpha']:g})" if record["alpha"] else ""
     description = (
@@ -187,6 +151,4 @@ def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
         f"{', '.join(record['data'])} in {record['steps']:,} steps{heldout} (gqa-uptrain {record['version']}; more in "
         f"`{UPTRAINING}`)."
     )
-    return format_card(
-        tagged, [f"# {name}", "", description, *table], command_line(record["tool"], record["argv"]), text
-    )
+    return format_card(tagged, [f"# {name}", "", description], command_line(record["tool"], record["argv"]), text)

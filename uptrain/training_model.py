@@ -42,7 +42,7 @@ class TrainingModel(nn.Module):
         """`input_ids` (B, T), or for an encoder-decoder the encoder's inputs and `labels` (B, T) -> the summed loss of
         the predictions that count, and the sums (predictions, nats, distillation).
         """
-        inputs, targets, counted = split_batch(batch)
+        inputs, targets = split_batch(batch)
         if "labels" in batch:
             inputs["decoder_input_ids"] = shift_right(self.model, batch["labels"])
         options, teacher = self._options, self._teacher
@@ -56,15 +56,11 @@ class TrainingModel(nn.Module):
                     teacher_logits = None
                     if teacher is not None and teacher_hidden is not None:
                         teacher_logits = teacher.logits(teacher_hidden[piece])
-                scored = None if counted is None else counted[piece]
                 logits = self._head.logits(rows)
-                return next_token_loss(
-                    logits, targets[piece], teacher_logits, options.distill, options.temperature, scored
-                )
+                return next_token_loss(logits, targets[piece], teacher_logits, options.distill, options.temperature)
 
             loss, sums = chunked_sum(slice_loss, self._head.vocabulary, hidden, self._head_parameters())
-        count = sums.new_full((1,), len(targets)) if counted is None else counted.sum(dtype=sums.dtype).reshape(1)
-        return loss, torch.cat([count, sums])
+        return loss, torch.cat([(targets >= 0).sum(dtype=sums.dtype).reshape(1), sums])
 
     def _head_parameters(self) -> list[nn.Parameter]:
         """Parameters that the head uses: those outside the backbone, and a tied embedding."""
@@ -88,17 +84,14 @@ def gathered(teacher: PreTrainedModel) -> Iterator[None]:
         teacher.reshard()
 
 
-def split_batch(batch: Batch) -> tuple[Batch, Tensor, Tensor | None]:
-    """The model's inputs, the (N,) ids to predict, and which of these count (None for all).
-
-    A block's last token predicts nothing. Of `labels` those count that are not -100; `shift_right` makes the decoder's
-    inputs.
+def split_batch(batch: Batch) -> tuple[Batch, Tensor]:
+    """The model's inputs, and the (N,) ids to predict, -100 where none is. `shift_right` makes a decoder's inputs from
+    `labels`.
     """
     if "labels" in batch:
-        labels = batch["labels"].flatten()
-        return {name: tensor for name, tensor in batch.items() if name != "labels"}, labels.clamp_min(0), labels >= 0
+        return {name: tensor for name, tensor in batch.items() if name != "labels"}, batch["labels"].flatten()
     ids = batch["input_ids"]
-    return {"input_ids": ids[:, :-1]}, ids[:, 1:].flatten(), None
+    return {"input_ids": ids[:, :-1]}, ids[:, 1:].flatten()
 
 
 def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
@@ -115,6 +108,5 @@ def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
 
 
 def predictions(batch: Batch) -> int:
-    """Count the predictions of a batch that count."""
-    _, targets, counted = split_batch(batch)
-    return len(targets) if counted is None else int(counted.sum())
+    """Count the predictions of a batch."""
+    return int((split_batch(batch)[1] >= 0).sum())

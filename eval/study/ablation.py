@@ -33,10 +33,9 @@ from gqa.eval.study.report import CELL_COLUMNS
 from gqa.eval.subjects import Subject, open_subjects
 from gqa.eval.tables import Table, table
 from gqa.eval.text import Text, check_ids, check_target_field, choose_context, make_pairs, make_text
-from gqa.uptrain.dataloader import heldout_sources, open_dataloader
+from gqa.uptrain.dataloader import heldout_sources, open_dataloader, open_pairs
 from gqa.uptrain.loop import DivergedError, StoppedError
 from gqa.uptrain.options import TrainOptions, differences
-from gqa.uptrain.pairs import open_pairs
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import find_block_size, prepare
 

@@ -14,8 +14,7 @@ from gqa.checkpoint.provenance import request
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions, refuse_unused
-from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
-from gqa.uptrain.schedule import Schedule
+from gqa.uptrain.options import NO_TEACHER, Schedule, Scope, TrainOptions
 
 UNMERGED = "none"  # the method of cells with as many KV heads as the base model
 
