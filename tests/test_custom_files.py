@@ -99,7 +99,6 @@ def test_what_is_written(name: str, converted: dict[str, Path]) -> None:
 
 LOADING = """
 import json, sys, torch, transformers
-from dataclasses import replace
 from pathlib import Path
 whole = json.loads(sys.argv[1])
 try:

@@ -185,16 +185,13 @@ CLASSES = GroupedBartAttention, GroupedOPTAttention, GroupedGPT2Attention, Group
 
 
 class Grouped(PreTrainedModel):
-    """Mixin for models: gives the decoder's attention modules fewer key/value heads; of a model without an encoder not
-    its cross-attention.
-    """
+    """Mixin for models: gives the decoder's attention modules fewer key/value heads."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         for name, module in list(self.named_modules()):
             grouped = next((cls for cls in CLASSES if issubclass(cls, type(module))), None)
-            cross = name.endswith(("encoder_attn", "EncDecAttention", "crossattention"))
-            if grouped and (config.is_encoder_decoder if cross else getattr(module, "is_decoder", True)):
+            if grouped and getattr(module, "is_decoder", True) and not name.endswith("crossattention"):  # of GPT-2
                 module.__class__ = grouped
                 module.set_kv_heads(config.num_key_value_heads)
         self.post_init()
