@@ -7,22 +7,19 @@ Torch and transformers are imported when one of these is first used, so that `gq
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gqa.checkpoint.errors import CorruptError, OutputError, RefusedError
     from gqa.convert.api import Conversion, Plan, convert_checkpoint, plan_conversion
 
-__all__ = [  # noqa: RUF022 - functions, what they give and take, what they raise
-    "convert_checkpoint", "plan_conversion", "Conversion", "Plan",
-    "CorruptError", "OutputError", "RefusedError",
+__all__ = [
+    "Conversion", "CorruptError", "OutputError", "Plan", "RefusedError", "convert_checkpoint", "plan_conversion",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    home = "gqa.checkpoint.errors" if name.endswith("Error") else "gqa.convert.api"
-    return getattr(import_module(home), name)
+    return getattr(import_module("gqa.checkpoint.errors" if name.endswith("Error") else "gqa.convert.api"), name)

@@ -49,8 +49,7 @@ def check_loads(
             f"{name}: transformers cannot build {made.__name__} from config.json: {explain(error)}; correct it"
         ) from error
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
-    problem = _prefix(missing, unexpected) or _shapes(info["mismatched_keys"])
-    if problem := problem or ("" if packed else _missing(missing, made.__name__)):
+    if problem := _problem(made.__name__, set() if packed else missing, unexpected, info["mismatched_keys"]):
         if (named == made.__name__ and "auto_map" not in raw) or made.__module__.startswith("gqa."):
             raise RefusedError(f"{name}: {problem}")
         yield f"transformers' {made.__name__} does not load the result, other classes were not tried: {problem}"
@@ -69,29 +68,22 @@ def _meta_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]], packed: Co
     }
 
 
-def _prefix(missing: set[str], unexpected: set[str]) -> str:
-    """What stands before names that transformers knows without it."""
-    for known in sorted(missing):
-        for name in sorted(unexpected):
-            if name.endswith(f".{known}"):
-                prefix = name.removesuffix(known)
-                return f"transformers knows {known}, which is stored as {name}; rename its tensors without {prefix!r}"
-    return ""
-
-
-def _shapes(mismatched: set[tuple[str, Any, Any]]) -> str:
-    if not mismatched:
-        return ""
-    key, found, meant = min(mismatched, key=lambda one: one[0])
-    more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
-    advice = ZERO_3 if 0 in found else "correct config.json, or give the checkpoint that it belongs to"
-    return f"{key} is stored as {list(found)}, by config.json it is {list(meant)}{more}; {advice}"
-
-
-def _missing(missing: set[str], class_name: str) -> str:
-    if not missing:
-        return ""
-    return (
-        f"{listing(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} not stored, and {class_name} would "
-        "initialise what is missing at random; correct config.json, or give a checkpoint of the whole model"
-    )
+def _problem(
+    class_name: str, missing: set[str], unexpected: set[str], mismatched: set[tuple[str, Any, Any]]
+) -> str | None:
+    """Why a class does not load tensors, and what to do; None where it does."""
+    for name in sorted(unexpected):
+        if known := next((known for known in sorted(missing) if name.endswith(f".{known}")), None):
+            prefix = name.removesuffix(known)
+            return f"transformers knows {known}, which is stored as {name}; rename its tensors without {prefix!r}"
+    if mismatched:
+        key, stored, expected = min(mismatched, key=lambda one: one[0])
+        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+        advice = ZERO_3 if 0 in stored else "correct config.json, or give the checkpoint that it belongs to"
+        return f"{key} is stored as {list(stored)}, by config.json it is {list(expected)}{more}; {advice}"
+    if missing:
+        return (
+            f"{listing(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} not stored, and {class_name} would "
+            "initialise what is missing at random; correct config.json, or give a checkpoint of the whole model"
+        )
+    return None

@@ -199,26 +199,25 @@ def searches(plan: Plan, grouping: str) -> bool:
     merged = [kept for kept in {*([plan.groups] if isinstance(plan.groups, int) else plan.groups)} if kept < heads]
     if grouping == "contiguous" or not merged:
         return False
+    if not plan.merging.how.aligns:
+        if grouping == "search":
+            raise RefusedError(
+                f"--grouping search does not go with --method {plan.merging.method}, which merges neighbours; "
+                f"use --method {', '.join(ALIGNING)}"
+            )
+        return False
     movable = isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)
     most = max(_partitions(heads, kept) for kept in merged)
     if grouping == "auto":
-        ways = [math.comb(heads, heads // kept) for kept in merged]
-        few = 1 < max(ways) <= _MOST_GROUPS and most <= _MOST_PARTITIONS
-        return plan.merging.how.aligns and movable and few
-    if not plan.merging.how.aligns:
+        ways = max(math.comb(heads, heads // kept) for kept in merged)
+        return movable and 1 < ways <= _MOST_GROUPS and most <= _MOST_PARTITIONS
+    if not movable or most > _MOST_PARTITIONS:
+        why = (
+            f"{heads} heads form {most:,} partitions, more than {_MOST_PARTITIONS:,}" if movable else
+            f"the attention of {plan.config.text.model_type} ties something to the places of heads"
+        )  # fmt: skip
         raise RefusedError(
-            f"--grouping search does not go with --method {plan.merging.method}, which merges neighbours; "
-            f"use --method {', '.join(ALIGNING)}"
-        )
-    if not movable:
-        raise RefusedError(
-            f"--grouping search cannot move the heads of {plan.checkpoint.name}: the attention of "
-            f"{plan.config.text.model_type} ties something to their places; use --grouping contiguous"
-        )
-    if most > _MOST_PARTITIONS:
-        raise RefusedError(
-            f"--grouping search tries all partitions of {heads} heads, of which there are {most:,}, more than "
-            f"{_MOST_PARTITIONS:,}; use --grouping contiguous"
+            f"--grouping search is not possible for {plan.checkpoint.name}: {why}; use --grouping contiguous"
         )
     return True
 

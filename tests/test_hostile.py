@@ -227,7 +227,7 @@ CASES: Cases = {
        for count in (2**63, 10**12)},
     "no layers": (settings(num_hidden_layers=0), ("config",)),
     "another head_dim": (tensors(widen),
-         ("q_proj.weight [64, 32] has 8 heads of 8, config.json has no head_dim, which makes it 4", "set head_dim: 8")),
+         ("k_proj.weight [32, 32] has 32 rows where the config asks for 16 (4 key heads x 4)",)),
     "text_config in words": (settings(model_type="llava", text_config="llama"), ("config",)),
     # which weights
     "no weights": (remove(SINGLE), ("no weights at all", "give a directory")),
@@ -262,7 +262,7 @@ CASES: Cases = {
     "V alone is half": (tensors(partial(cast, names=(V0,), to=torch.float16)), ("k_proj F32", "v_proj F16")),
     "no attention at all": (tensors(lambda t: {n: t[n] for n in t if "attn" not in n}), ("no tensor like",)),
     "an unknown tensor in attention": (tensors(lambda t: t | {K0.replace("k_proj", "k_prj"): torch.ones(3, 5)}),
-         ("k_prj.weight [3, 5] F32", "nearest: k_proj")),
+         ("k_prj.weight [3, 5] F32", "is not a known tensor of an attention module")),
     "a name with line breaks": (tensors(lambda t: t | {K0.replace("k_proj", "\n\x1b[2Jx"): torch.ones(1)}),
          ("\\n\\x1b[2Jx",)),
     # not safetensors

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -12,6 +13,10 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+
+from gqa.convert.heads.families.refused import REFUSED
+from gqa.convert.heads.families.table import FAMILIES, NESTED
+from gqa.convert.recast.targets import RECASTINGS
 
 ROOT = Path(__file__).parent.parent
 MODELS = ROOT / "docs/models.md"
@@ -112,10 +117,30 @@ def test_functions_and_files_stay_small(path: Path) -> None:
 HEADER = "| how heads are stored | model types | note |\n|---|---|---|\n"
 
 
+def family_rows() -> Iterator[tuple[str, str, str]]:
+    """(how heads are stored, model types, note) of every family."""
+    for family in FAMILIES:
+        notes, reasons = [family.note] if family.note else [], defaultdict(list)
+        for name, found in family.symmetries.items():  # why the heads of which types cannot be aligned
+            if why := found if isinstance(found, str) else found.unless and found.unless[0]:
+                reasons[why].append(name)
+        notes += [f"not aligned: {', '.join(names)} ({why})" for why, names in reasons.items()]
+        layerwise = defaultdict(list)
+        for name, why in family.not_layerwise.items():
+            layerwise[why].append(name)
+        notes += [f"neither calibrated nor refined: {', '.join(names)} ({why})" for why, names in layerwise.items()]
+        yield family.name, ", ".join(sorted(family.model_types)), "; ".join(notes)
+    yield "text part of a larger model", ", ".join(sorted(NESTED)), "towers are left alone"
+    for recasting in RECASTINGS:
+        which = f"{recasting.source}: {recasting.which}" if recasting.which else recasting.source
+        note = f"G: {recasting.groups}" + (f"; {recasting.note}" if recasting.note else "")
+        yield f"written as {recasting.target}, {recasting.way}", which, note
+    for reason in dict.fromkeys(REFUSED.values()):
+        yield "refused", ", ".join(sorted(name for name, why in REFUSED.items() if why == reason)), reason
+
+
 def models_page() -> str:
     """docs/models.md with its last table written anew: Markdown, in whose cells a bar would end the cell."""
-    from gqa.convert.support import family_rows
-
     rows = (" | ".join(cell.replace("|", r"\|") for cell in row) for row in family_rows())
     prose = MODELS.read_text(encoding="utf-8").partition(HEADER)[0]
     return prose + HEADER + "".join(f"| {row} |\n" for row in rows)
@@ -123,9 +148,6 @@ def models_page() -> str:
 
 def test_models_page_shows_every_model_type() -> None:
     """Rendered as GitHub does, where a bar in a cell ends it. `python tests/test_structure.py` writes the page anew."""
-    from gqa.convert.heads.families.refused import REFUSED
-    from gqa.convert.heads.families.table import FAMILIES, NESTED
-
     page = MODELS.read_text(encoding="utf-8")
     assert page == models_page()
     cells: list[list[str]] = []

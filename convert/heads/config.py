@@ -48,11 +48,6 @@ class ModelConfig:
     family: Family
 
     @property
-    def stated(self) -> dict[str, Any]:
-        """The part of config.json that has the head counts."""
-        return _descend(self.raw, self.owner) or {}
-
-    @property
     def layers(self) -> int:
         return int(getattr(self.text, self.family.layers))
 

@@ -5,7 +5,6 @@ A tensor that cannot be placed is an error that names it; everything outside att
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -180,7 +179,6 @@ def module_changes(
         outputs = tuple(f"{module.path}.{name}" for name in names)
         changes.append(Change(rule, tuple(specs), outputs, heads, target, module.path))
     _check_projections(module, (*config.family.rules, *beside), changes, heads)
-    _check_head_dim(module, heads, config)
     for change in changes:  # shapes are checked also where nothing changes: a verified output is planned once more
         change.split([torch.empty(spec.shape, device="meta") for spec in change.sources])
     return changes
@@ -191,32 +189,14 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
     name, family = re.sub(r"\.(weight|bias)$", "", tail), config.family
     if tail in BUFFERS or name in QUERY_SIDE or any(fnmatchcase(name, pattern) for pattern in family.unchanged):
         return
-    if rule_of(tail, config, beside := family.beside(config.text)):
+    if rule_of(tail, config, family.beside(config.text)):
         return
     if name in SHARED_KEY_SIDE and spec.shape in ((heads.key_dim,), (heads.value_dim,)):
         return
-    named = (rule.tensor for rule in (*family.rules, *beside))
-    known = [*QUERY_SIDE, *family.unchanged, *SHARED_KEY_SIDE, *named]
-    near = difflib.get_close_matches(name, known, 1) or known[:1]
     raise RefusedError(
         f"{spec.name} {list(spec.shape)} {spec.dtype} is not a known tensor of an attention module of "
-        f"{config.text.model_type} (nearest: {near[0]}); nothing was written"
+        f"{config.text.model_type}; nothing was written"
     )
-
-
-def _check_head_dim(module: AttentionModule, heads: LayerHeads, config: ModelConfig) -> None:
-    """Raises CorruptError where queries and keys agree on a head dimension that is not that of a config which states
-    none.
-    """
-    query, key = (module.tensors.get(f"{name}_proj.weight") for name in "qk")
-    if "head_dim" in config.stated or not (query and query.shape and key and key.shape):
-        return
-    dim, rest = divmod(query.shape[0], heads.query)
-    if dim not in (0, heads.key_dim) and not rest and key.shape[0] == dim * heads.kv:
-        raise CorruptError(
-            f"{query.name} {list(query.shape)} has {heads.query} heads of {dim}, config.json has no head_dim, which "
-            f"makes it {heads.key_dim} (hidden_size / num_attention_heads); set head_dim: {dim} if it is right"
-        )
 
 
 def _check_unpacked(tensors: Mapping[str, TensorSpec]) -> None:
