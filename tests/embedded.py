@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,8 @@ def tokenizer() -> Any:
 @cache
 def texts(count: int, characters: int = 3000) -> tuple[str, ...]:
     """The beginnings of `count` held-out modules, of different lengths."""
-    found = []
-    for number, text in enumerate(stdlib_texts("heldout")):
-        if number == count:
-            break
-        found.append(text[: characters // (1 + number % 3)])
-    return tuple(found)
+    modules = islice(stdlib_texts("heldout"), count)
+    return tuple(text[: characters // (1 + number % 3)] for number, text in enumerate(modules))
 
 
 def converted(directory: Path, groups: int) -> Path:
@@ -47,22 +44,22 @@ def copy_source(directory: Path, name: str = "copy") -> Path:
 
 
 def bring_tokenizer(model: Path) -> None:
-    """From now on the tokenizer of a checkpoint is code that it brings."""
-    own = {"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "tokenization_ours.Ours"]}}
-    edit_json(model / "tokenizer_config.json", lambda told: told | own)
+    """Replace the tokenizer of a checkpoint by code beside it."""
+    custom = {"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "tokenization_ours.Ours"]}}
+    edit_json(model / "tokenizer_config.json", lambda config: config | custom)
     (model / "tokenization_ours.py").write_text(
         "from transformers import PreTrainedTokenizerFast\nclass Ours(PreTrainedTokenizerFast):\n    pass\n"
     )
 
 
-def bring_class(model: Path, auto: str, base: str, token: int, **told: str) -> None:
-    """From now on the class of a checkpoint is code that it brings: a `base` that writes but one token."""
-    own = {"architectures": ["Ours"], "auto_map": {auto: "modeling_ours.Ours"}, **told}
-    edit_json(model / "config.json", lambda config: config | own)
+def bring_class(model: Path, auto: str, base: str, token: int, **config: str) -> None:
+    """Replace the class of a checkpoint by code beside it: a `base` that always writes one token."""
+    custom = {"architectures": ["Ours"], "auto_map": {auto: "modeling_ours.Ours"}, **config}
+    edit_json(model / "config.json", lambda config: config | custom)
     (model / "modeling_ours.py").write_text(
         f"from transformers import {base}\nclass Ours({base}):\n    def forward(self, *args, **kwargs):\n"
-        f"        found = super().forward(*args, **kwargs)\n        found.logits[..., {token}] += 1e4\n"
-        "        return found\n"
+        f"        output = super().forward(*args, **kwargs)\n        output.logits[..., {token}] += 1e4\n"
+        "        return output\n"
     )
 
 
