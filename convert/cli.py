@@ -15,7 +15,7 @@ from gqa.checkpoint import console
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.options import command as command_of
 from gqa.convert.merge.watcher import Watcher
-from gqa.convert.methods import ALIGNING, AUTO, METHODS
+from gqa.convert.methods import AUTO, METHODS
 from gqa.convert.options import ConvertOptions
 
 if TYPE_CHECKING:
@@ -145,8 +145,9 @@ def _warn(warnings: Sequence[str]) -> None:
 
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
-    kept = f"finished layers of {', '.join(ALIGNING[:-1])} and {ALIGNING[-1]} are kept"
-    console.run(command, "gqa-convert", f"nothing half-written is left, {kept}")
+    console.run(
+        command, "gqa-convert", "nothing half-written is left, finished layers of calibrated and refined are kept"
+    )
 
 
 if __name__ == "__main__":

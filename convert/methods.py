@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gqa.convert.maps_file import StoredMaps
 
 Pooling = Callable[[int, int], HeadMaps]
-Finder = Callable[..., "Iterator[tuple[str, HeadMaps, dict[str, Tensor]]]"]
+Finder = Callable[..., "Iterator[tuple[str, HeadMaps]]"]
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,7 @@ class Method:
 
     @property
     def find(self) -> Finder:
-        """A plan, whether to search for the best groups, a device, how many modules are done, what was to be kept with
-        the last of them -> of each attention module yet to come its path, its maps, and what is to be kept to go on.
-        """
+        """A plan, whether to search for the best groups, a device -> path and maps of each attention module."""
         module, _, function = self.finder.partition(":")
         found: Finder = getattr(import_module(module), function)
         return found

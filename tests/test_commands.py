@@ -397,8 +397,8 @@ def test_the_total_of_the_bar_is_what_is_done(method: str, tmp_path: Path, monke
         def written(self, count: int) -> None:
             pass
 
-        def layer(self, index: int, layers: int, error: float) -> None:
-            pass
+        def layer(self, index: int, error: float) -> None:
+            self.update(1)
 
     monkeypatch.setattr(convert_cli, "Watcher", Counting)
     steps = ["--refine-steps", 3] if method == "refined" else []

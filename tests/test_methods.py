@@ -213,7 +213,7 @@ def test_what_to_use_instead_is_read_off_the_methods(monkeypatch: pytest.MonkeyP
     assert methods.instead(lambda method: method.needs == "weights") == "turned, mean, first or last"
 
 
-def second(plan: Any, search: bool, device: str, done: int, kept: Any) -> Iterator[tuple[str, HeadMaps, dict]]:
+def second(plan: Any, search: bool, device: str) -> Iterator[tuple[str, HeadMaps]]:
     weights = torch.tensor([[0.0, 1.0]] * 2)
     for layer in range(plan.config.layers):
-        yield f"model.layers.{layer}.self_attn", HeadMaps(weights, weights.clone()), {}
+        yield f"model.layers.{layer}.self_attn", HeadMaps(weights, weights.clone())

@@ -177,7 +177,7 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
 
 
 def aligned(plan: Plan, search: bool = False) -> dict[str, HeadMaps]:
-    return {path: maps for path, maps, _ in plan.merging.how.find(plan, search)}
+    return dict(plan.merging.how.find(plan, search))
 
 
 def calibrated(given: dict[str, Tensor], plan: Plan, **options: Any) -> tuple[Calibrator, dict[str, HeadMaps]]:

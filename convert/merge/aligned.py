@@ -6,7 +6,7 @@ write (`Stream`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -25,30 +25,25 @@ from gqa.convert.merge.stream import Stream, gram, norm_gain
 from gqa.convert.plan import Plan
 
 
-def from_weights(
-    plan: Plan, search: bool = False, device: str = "cpu", done: int = 0, kept: Mapping[str, Tensor] | None = None
-) -> Iterator[tuple[str, HeadMaps, dict[str, Tensor]]]:
-    """Yield path, maps and state of one attention module after another. A method that estimates the inputs of layers
-    uses the closed form on them; another rotates heads onto each other, for independent inputs, and averages them.
-    Raises RefusedError where weights are NaN or Inf.
+def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Iterator[tuple[str, HeadMaps]]:
+    """Yield path and maps of one attention module after another. A method that estimates the inputs of layers uses the
+    closed form on them; another rotates heads onto each other, for independent inputs, and averages them. Raises
+    RefusedError where weights are NaN or Inf.
 
     search: For the groups that lose least. device: Of large products.
-    done, kept: Continue after so many modules, from the state of the last of them.
     """
     checkpoint, text, symmetry = plan.checkpoint, plan.config.text, plan.config.symmetry
     assert isinstance(symmetry, Symmetry)
     guess, free_keys, stream = plan.merging.how.guesses, symmetry.free_keys(text), None
     modules = sorted(attention_modules(checkpoint, plan.config), key=lambda module: module.layer)
     changed = [(m, module_changes(m, plan.config, plan.groups, symmetry.rules)) for m in modules]
-    merging = [number for number, (_, changes) in enumerate(changed) if changes[0].merges]
-    last, first = merging[-1], merging[done - 1] + 1 if done else 0
-    before = modules[first - 1].layer + 1 if done else 0
-    for number, (module, changes) in enumerate(changed[first : last + 1], first):
+    last = max(number for number, (_, changes) in enumerate(changed) if changes[0].merges)
+    for number, (module, changes) in enumerate(changed[: last + 1]):
         heads, groups, stored = changes[0].heads, changes[0].groups, heads_of(checkpoint, changes)
         if not all(bool(tensor.sum().isfinite()) for tensor in stored.values()):
             raise RefusedError(f"{module.path} of {checkpoint.name} holds NaN or Inf; heads cannot be aligned by it")
         width = stored["key"].shape[-1]
-        stream = stream or Stream(checkpoint, text, symmetry, width, guess, device, before, kept)
+        stream = stream or Stream(checkpoint, text, symmetry, width, guess, device)
         gain, inputs = norm_gain(checkpoint, module, symmetry, width).float(), stream.given(module)
         for role in ("query", "key", "value") if changes[0].merges else ("value",):
             rows = inputs.through((stored[role] * gain).flatten(0, 1))
@@ -71,7 +66,7 @@ def from_weights(
         else:
             keys = [procrustes_key(of, rotary, m) for of in moments.keys]
             values = [procrustes_value(of, m, heads.query // heads.kv) for of in moments.values]
-        yield module.path, head_maps(heads, groups, keys if free_keys else (), values, order), stream.keep()
+        yield module.path, head_maps(heads, groups, keys if free_keys else (), values, order)
 
 
 def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:

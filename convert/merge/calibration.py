@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -49,13 +49,6 @@ class Calibrator:
     def layers(self) -> int:
         return len(self.pair.source.layers)
 
-    def tokens(self, layer: int, trained: int) -> int:
-        """Tokens that a layer processes, if each of its attention modules is trained on `trained`."""
-        blocks = self.streams.source.hidden[:, :, 0]
-        if self.pair.source.first <= layer and "decoder_input_ids" in self._inputs:
-            blocks = self._inputs["decoder_input_ids"]
-        return blocks.numel() + trained * max(1, len(self.pair.modules_of(layer)))
-
     def state(self) -> dict[str, Tensor]:
         """Tensors with which another calibrator continues after the last layer that ran."""
         streams = self.streams
@@ -65,16 +58,19 @@ class Calibrator:
         return state
 
     @torch.no_grad()
-    def run(self, layer: int, progress: Callable[[int], None] = lambda tokens: None) -> list[LayerResult]:
+    def run(self, layer: int) -> list[LayerResult]:
         """Results of the attention modules of the next layer; none where it has no heads to merge. Both streams go
-        through the layer; `progress` is called with the numbers of tokens that did.
+        through the layer.
         """
         pair = self.pair
         if layer == pair.source.first > 0:
             self.streams = pair.decode(self._inputs, pair.encode(self._inputs, self.streams))
         streams, modules, source = self.streams, pair.modules_of(layer), pair.original(layer)
         if not modules:
-            self._pass_unchanged(source)
+            for stream in (streams.source, streams.converted):
+                source.pass_through(stream)
+                check_finite(layer, stream.hidden)
+            pair.source.release(layer)
             return []
         scale, counts = self._observe(source, modules)
         refines, missed = pair.plan.merging.how.refines, None
@@ -85,7 +81,7 @@ class Calibrator:
             task, last = Task(pair, module, source, streams, scale, fitted, converted, missed), module == modules[-1]
             result = closed_form(task) if pair.symmetry else LayerResult(module, pair.mean(module), float("nan"))
             if refines:
-                result = self._refine(result, replace(task, counts=counts), last, progress)
+                result = self._refine(result, replace(task, counts=counts), last)
             elif last:
                 task.source_layer().pass_through(streams.source)
                 check_finite(layer, streams.source.hidden)
@@ -93,20 +89,10 @@ class Calibrator:
             results.append(result)
             if scale is not None and not last:
                 missed = self._missing_output(task, converted)
-        self._advance(layer, modules[-1], converted, progress)
+        pair.merged(layer, modules[-1], converted).pass_through(streams.converted)
+        pair.source.release(layer)
+        pair.target.release(layer)
         return results
-
-    def _pass_unchanged(self, layer: Layer) -> None:
-        """Pass both streams through a layer without heads to merge; once where they are still equal."""
-        source, converted = self.streams.source, self.streams.converted
-        same = torch.equal(source.hidden, converted.hidden)
-        layer.pass_through(source)
-        if same:
-            converted.hidden.copy_(source.hidden)
-        else:
-            layer.pass_through(converted)
-        check_finite(layer.index, source.hidden, converted.hidden)
-        self.pair.source.release(layer.index)
 
     def _observe(self, layer: Layer, modules: list[AttentionModule]) -> tuple[float | None, Tensor]:
         """The residual scale of a layer, and how much an error at each position counts, (N, T)."""
@@ -153,7 +139,7 @@ class Calibrator:
             missing[capture.rows] -= capture.attention_output.cpu()
         return missing
 
-    def _refine(self, result: LayerResult, task: Task, last: bool, progress: Callable[[int], None]) -> LayerResult:
+    def _refine(self, result: LayerResult, task: Task, last: bool) -> LayerResult:
         """Train the converted module. With the `last` module of a layer the source's stream goes through the layer."""
         source = task.streams.source
         # In the memory of the stream, which is in a file meanwhile.
@@ -174,21 +160,11 @@ class Calibrator:
             start = {name: attention.get_parameter(name).detach() for name in names}
             arguments = partial(merged.attention_arguments, task.streams.converted)
             with torch.enable_grad():
-                best, _, error = refine(
-                    attention, start, arguments, targets, task.counts, self.pair.options.training, progress
-                )
+                best, _, error = refine(attention, start, arguments, targets, task.counts, self.pair.options.training)
             if last:
                 file.seek(0)
                 file.readinto(memoryview(source.hidden.view(torch.uint8).numpy()).cast("B"))  # type: ignore[arg-type]
         return replace(result, weights=self.pair.stored({names[name]: best[name] for name in best}), error=error)
-
-    def _advance(
-        self, layer: int, module: AttentionModule, converted: Mapping[str, Tensor], progress: Callable[[int], None]
-    ) -> None:
-        """Pass the converted stream through the converted layer."""
-        self.pair.merged(layer, module, converted).pass_through(self.streams.converted, progress)
-        self.pair.source.release(layer)
-        self.pair.target.release(layer)
 
 
 def _replace_output(tensor: Tensor, _: nn.Module, args: Any, output: Any) -> Any:

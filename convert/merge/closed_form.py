@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gqa.checkpoint.devices import as_float64, float64_device
-from gqa.checkpoint.errors import listing
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.maps import HeadMaps, query_order
@@ -261,23 +260,14 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
     found = ridge(gram / count, cross / count, start, task.pair.options.ridge)
     fitted = found.T @ w_o  # the new W_O
     left = float(asked) + float((fitted * (gram @ fitted - 2 * cross @ w_o)).sum())
-    warning = _undetermined(gram, count, task.pair.heads(task.module)[0].value_dim)
-    return LayerResult(
-        task.module, replace(maps, output=found.cpu()), max(left, 0.0) / max(float(asked), 1e-300), warning
-    )
-
-
-def _undetermined(gram: Tensor, count: int, dim: int) -> str:
-    """Why the moments (H e, H e) of `count` positions are singular, in words; nothing where no reason is known."""
-    if count < len(gram):
-        return (
-            f"W_O reads {len(gram)} dimensions and is fitted to {count} positions, the ridge decides the rest; "
+    warning = (
+        ""
+        if count >= width
+        else (
+            f"W_O reads {width} dimensions and is fitted to {count} positions, the ridge decides the rest; "
             "give more calibration tokens (--tokens; of gqa-ablate --calibration-tokens)"
         )
-    energy = gram.diagonal().view(-1, dim).sum(1)
-    dead = [str(head) for head, small in enumerate((energy <= 1e-12 * energy.max()).tolist()) if small]
-    return (
-        f"nothing comes from query heads {listing(dead)} on the calibration text; W_O is not fitted there"
-        if dead
-        else ""
+    )
+    return LayerResult(
+        task.module, replace(maps, output=found.cpu()), max(left, 0.0) / max(float(asked), 1e-300), warning
     )

@@ -32,18 +32,19 @@ def with_maps(
 ) -> Iterator[StoredMaps]:
     """The maps of a plan's method, for as long as the block runs. Raises RefusedError and CorpusError.
 
-    Finished layers are kept beside `out` until the block succeeds; the same call then goes on after the last of them.
+    Layers that text runs through are kept beside `out` until the block succeeds; the same call then goes on after the
+    last of them.
     """
     search = searches(plan, options.grouping)
     layers = FinishedLayers(out, describe(plan, options), overwrite)
     try:
-        if layers.count != layers.total:
-            find = _calibrate if plan.merging.how.reads_text else _look_at_weights
-            find(plan, layers, search, options, watcher)
-    except RefusedError:  # it would be again
-        layers.remove()
-        raise
-    except (RuntimeError, MemoryError) as error:
+        if not plan.merging.how.reads_text:
+            _look_at_weights(plan, layers, search, options, watcher)
+        elif layers.count != layers.total:
+            _calibrate(plan, layers, options, watcher)
+    except BaseException as error:
+        if isinstance(error, RefusedError) or not plan.merging.how.reads_text:
+            layers.remove()
         if not out_of_memory(error):
             raise
         raise RefusedError(
@@ -56,34 +57,28 @@ def with_maps(
 
 
 def _look_at_weights(plan: Plan, layers: FinishedLayers, search: bool, options: MapsOptions, watcher: Watcher) -> None:
-    """Module after module, from the first that is not finished on."""
-    first = layers.count
-    layers.total = sum(bool(plan.changes_of(module)) for module in attention_modules(plan.checkpoint, plan.config))
-    watcher.stage(plan.merging.method, layers.total - first, "module")
-    steps = plan.merging.how.find(plan, search, options.device, first, layers.state())
-    for number, (module, maps, state) in enumerate(steps, first + 1):
-        layers.add(maps_tensors([(module, maps)]), state)
+    count = sum(bool(plan.changes_of(module)) for module in attention_modules(plan.checkpoint, plan.config))
+    watcher.stage(plan.merging.method, count, "module")
+    for module, maps in plan.merging.how.find(plan, search, options.device):
+        layers.add(maps_tensors([(module, maps)]))
         watcher.update(1)
-        watcher.layer(number, layers.total, float("nan"))
 
 
-def _calibrate(plan: Plan, layers: FinishedLayers, _: bool, options: MapsOptions, watcher: Watcher) -> None:
+def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher) -> None:
     """Layer after layer, from the first that is not finished on."""
     inputs = options.text.inputs(plan.checkpoint, options.device, watcher)
-    how, first = options.refinement, layers.count
-    trained = how.steps * how.batch * options.text.length if plan.merging.how.refines else 0
     calibrator = Calibrator(plan, inputs, options, layers.state(), layers.directory.parent)
     layers.total = calibrator.layers
-    watcher.stage("calibrating", sum(calibrator.tokens(layer, trained) for layer in range(first, layers.total)))
-    for layer in range(first, layers.total):
-        results = calibrator.run(layer, watcher.update)
+    watcher.stage("calibrating", layers.total - layers.count, "layer")
+    for layer in range(layers.count, layers.total):
+        results = calibrator.run(layer)
         tensors = maps_tensors((result.module.path, result.maps) for result in results)
         for result in results:
             tensors |= result.weights
             if result.warning:
                 watcher.warn(f"layer {layer}: {result.warning}")
         layers.add(tensors, calibrator.state())
-        watcher.layer(layer + 1, layers.total, max((result.error for result in results), default=float("nan")))
+        watcher.layer(layer, max((result.error for result in results), default=float("nan")))
 
 
 def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
@@ -132,13 +127,14 @@ class FinishedLayers:
         if not self.count:
             self.remove()
 
-    def add(self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Store one more layer, and the state after it."""
+    def add(self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor] | None = None) -> None:
+        """Store one more layer, and the state after it; without one it is not kept for another run."""
         self.directory.mkdir(parents=True, exist_ok=True)
         save_tensors(self.directory / f"{self.count:05d}.safetensors", tensors)
-        progress = {"description": self._description, "layers": self.count + 1, "of": self.total}
-        save_tensors(self._state, state, {"progress": json.dumps(progress)})
         self.count += 1
+        if state is not None:
+            progress = {"description": self._description, "layers": self.count, "of": self.total}
+            save_tensors(self._state, state, {"progress": json.dumps(progress)})
 
     def state(self) -> dict[str, Tensor]:
         """The state after the last finished layer."""

@@ -97,12 +97,11 @@ class Layer:
         with layer_attention(record):
             return first_tensor(self.module(hidden.to(self.device), *args, **kwargs))
 
-    def pass_through(self, stream: Stream, progress: Callable[[int], None] = lambda tokens: None) -> None:
-        """Replace the hidden states by the layer's output; `progress` is called with numbers of tokens."""
+    def pass_through(self, stream: Stream) -> None:
+        """Replace the hidden states by the layer's output."""
         for rows, arguments in stream.batches(self.index):
             blocks = stream.hidden[rows]
             blocks.copy_(self.run(blocks, arguments))
-            progress(blocks.shape[0] * blocks.shape[1])
 
     def capture(self, stream: Stream, *parts: Part) -> Iterator[Capture]:
         """Capture parts of one batch after another. Raises RefusedError where the layer does not compute them."""

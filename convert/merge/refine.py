@@ -30,7 +30,7 @@ def _module_output(module: nn.Module, weights: Mapping[str, Tensor], arguments: 
 
 def refine(
     module: nn.Module, start: Mapping[str, Tensor], arguments: Callable[[Tensor], Arguments], targets: Tensor,
-    counts: Tensor, settings: Refinement, progress: Callable[[int], None] = lambda tokens: None,
+    counts: Tensor, settings: Refinement,
 ) -> tuple[dict[str, Tensor], float, float]:  # fmt: skip
     """Train the parameters `start` (names below `module`) towards `targets` (N, T, D); an error at a position counts
     `counts` (N, T). `arguments` gives those that `module` is called with, from indices of blocks.
@@ -74,7 +74,6 @@ def refine(
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule.step()
-        progress(len(rows) * length)
         if ((step + 1) % interval == 0 or step + 1 == settings.steps) and (current := error()) < least:
             best, least = copy(), current
     return best, first, least

@@ -7,7 +7,7 @@ large as all others are known, and nothing is run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,15 +55,14 @@ class Stream:
 
     def __init__(
         self, checkpoint: Checkpoint, config: Any, symmetry: Symmetry, width: int, guess: bool = True,
-        device: str = "cpu", layer: int = 0, kept: Mapping[str, Tensor] | None = None,
+        device: str = "cpu",
     ) -> None:  # fmt: skip
         """`config` is that of the text part, D = `width`; without `guess` inputs are independent everywhere. Large
-        products are made on `device`, in float32; what is factored and added up stays in float64. It begins at `layer`,
-        above 0 with what another one was to `keep` before it.
+        products are made on `device`, in float32; what is factored and added up stays in float64.
         """
         self._checkpoint, self._config, self._symmetry, self._width = checkpoint, config, symmetry, width
-        self._layer, self._device = layer, device
-        self._sum = (kept or {}).get("stream") if layer else self._embedded() if guess else None
+        self._layer, self._device = 0, device
+        self._sum = self._embedded() if guess else None
         self._factor: Tensor | None = None  # of the normed stream that the present layer reads
 
     def given(self, module: AttentionModule) -> Inputs:
@@ -92,10 +91,6 @@ class Stream:
             root *= 1.0 if mlp.reads == "stream" else (self._width / size) ** 0.5
         self._sum.add_(gram(self._normed(mlp.root(root), mlp.after[1:])).cpu())
         self._layer += 1
-
-    def keep(self) -> dict[str, Tensor]:
-        """What is needed to go on after the layers that were added: second moments, (D, D) float64, if known."""
-        return {} if self._sum is None else {"stream": self._sum}
 
     def _normed(self, root: Tensor, norm: tuple[Tensor, ...]) -> Tensor:
         """The root (D, n) of the moments of what attention or the MLP computes -> of what is added to the stream: a

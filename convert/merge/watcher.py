@@ -22,41 +22,38 @@ class Watcher:
     def __init__(self, quiet: bool = False, output_bytes: int = 0) -> None:
         self._quiet, self._output_bytes = quiet, output_bytes
         self._bar: Any = None
-        self._state, self._unit, self._done, self._layers = "", "", 0, 0
+        self._name, self._total, self._unit, self._done = "", 0, "", 0
         self._began = self._logged = time.monotonic()
         self.errors: dict[int, float] = {}
 
     def stage(self, name: str, total: int, unit: str = "tok") -> None:
-        """Begin a stage of so many tokens or other units."""
+        """Begin a stage of so many tokens, layers or other units."""
         self.close()
         self._bar = progress_bar(total, unit, name, self._quiet)
-        self._state, self._unit, self._done, self._layers = name, unit, 0, 0
+        self._name, self._total, self._unit, self._done = name, total, unit, 0
         self._began = time.monotonic()
 
     def update(self, count: int) -> None:
-        """Count tokens or other units that are done."""
+        """Count units that are done."""
         self._bar.update(count)
         self._done, now = self._done + count, time.monotonic()
         if self._bar.disable and not self._quiet and now - self._logged >= _LOG_SECONDS:
             self._logged, rate = now, self._done / (now - self._began)
-            click.echo(f"{self._state} | {self._done:,} {self._unit} | {rate:,.2f} {self._unit}/s", err=True)
+            counted = f"{self._done:,} of {self._total:,} {self._unit}"
+            click.echo(f"{self._name} | {counted} | {rate:,.2f} {self._unit}/s", err=True)
+
+    def layer(self, index: int, error: float) -> None:
+        """Count a layer, with its error; NaN where none was measured."""
+        if error == error:
+            self.errors[index] = error
+            self._bar.set_postfix_str(f"error {error:.3g}")
+        self.update(1)
 
     def written(self, count: int) -> None:
         """Count bytes of the output; from any thread."""
         if self._unit != "B":
             self.stage("converting", self._output_bytes, "B")
         self.update(count)
-
-    def layer(self, number: int, layers: int, error: float) -> None:
-        """Count a layer, or a unit, with its error; NaN where none was measured."""
-        if error == error:
-            self.errors[number - 1] = error
-        self._layers += 1
-        counted = "layer" if self._unit == "tok" else self._unit
-        self._state = f"{counted} {number}/{layers}" + (f", error {error:.3g}" if error == error else "")
-        if self._done:  # layers of which nothing is merged are not trained: expect the rest to be like those so far
-            self._bar.total = self._done + self._done * (layers - number) // self._layers
-        self._bar.set_postfix_str(self._state)
 
     def warn(self, text: str) -> None:
         if self._bar is not None:
