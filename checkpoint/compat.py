@@ -83,15 +83,6 @@ def supports_sdpa(cls: Any) -> bool:
     return bool(cls._supports_sdpa)
 
 
-def attention_tables() -> tuple[dict[str, Any], dict[str, Any]]:
-    """transformers' attention functions and the functions that make their masks, by name."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    # AttentionInterface._global_mapping: the public `register` has no opposite, and masks are looked up in no other.
-    return ALL_ATTENTION_FUNCTIONS._global_mapping, ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
-
-
 def fingerprint(data: Any) -> str:
     """A hash of a data set of the hub by its commit, configuration and split."""
     # Dataset._fingerprint: the key of the library's own cache.

@@ -59,7 +59,7 @@ class ConvertOptions(Options):
         "text", "The column that holds the text, in jsonl, csv, parquet and data sets.", heading="Data", metavar="NAME",
         methods="reads_text")
     target_field: str | None = option(
-        None, "The column of targets for sources in --field, of encoder-decoders; self: the model writes them.  "
+        None, "The column of targets for sources in --field, of encoder-decoders.  "
         "[default: plain text, of which spans are left out]", heading="Data", metavar="NAME", methods="reads_text")
     grouping: str = option(
         "auto", "Which heads share: neighbours, or those that lose least by it. auto: search among few heads (8, or 12 "

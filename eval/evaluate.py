@@ -20,7 +20,7 @@ from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model, ranks
 from gqa.checkpoint.provenance import request, versions
-from gqa.convert.merge.cache_bits import layers_with_cache, quantise_cache, quantised_attention
+from gqa.convert.merge.cache_bits import layers_with_cache, quantise_cache
 from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
@@ -137,9 +137,8 @@ class Comparison:
 
         Raises RefusedError if quality cannot be measured.
         """
-        with quantised_attention(self._options.cache_bits or ()):
-            for subject, record in zip(subjects, records, strict=True):
-                record |= self.measure(subject)
+        for subject, record in zip(subjects, records, strict=True):
+            record |= self.measure(subject)
         if self._text and self._nats is not None:
             records[0]["quality"] = perplexity(self._nats, self._text)
         for record in records if self.refused else ():

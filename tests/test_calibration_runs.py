@@ -31,7 +31,7 @@ from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.merge import watcher
 from gqa.convert.merge.calibration import Calibrator
 from gqa.convert.merge.find_maps import with_maps
-from gqa.convert.merge.options import CalibrationText, Refinement
+from gqa.convert.merge.options import CalibrationText
 from gqa.convert.methods import METHODS
 from gqa.convert.summary import _told_of_maps
 
@@ -156,18 +156,6 @@ def test_what_tells_texts_apart(source: Path, tmp_path: Path) -> None:
         told.append(CalibrationText((str(text), "self")).identify(read_checkpoint(source)))
     assert told[0] != told[1] == told[2]
     assert told[0][1] == "self"
-
-
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ({"steps": 0}, "cannot be refined in 0 steps of 16 blocks; give at least 1"),
-        ({"batch": 0}, "cannot be refined in 200 steps of 0 blocks"),
-    ],
-)
-def test_python_is_told_what_cannot_be_refined(how: dict[str, int], says: str) -> None:
-    with pytest.raises(RefusedError, match=says):
-        Refinement(**how)
 
 
 NEEDY = ["embedding_gemma2_text", "gemma3n_text", "gemma4_text", "inkling2_text", "qwen4_exp_text", "zamba", "zamba2"]

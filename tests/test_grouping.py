@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import combinations, permutations
+from itertools import permutations
 from pathlib import Path
 
 import checkpoints
@@ -14,7 +14,6 @@ from scrambled import find_maps, on_ids, rearrange, relative
 from test_families import load, write_checkpoint
 from tiny_models import TINY, build, inputs, logits
 
-import gqa.convert.merge.grouping as module
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.merge.alignment import procrustes_key, procrustes_value
@@ -23,28 +22,18 @@ from gqa.convert.merge.moments import Moments
 from gqa.convert.plan import searches
 
 
-def costs(heads: int, size: int, seed: int) -> dict[Group, float]:
-    """A random cost of every group of up to `size` heads."""
-    groups = sorted(group for n in range(1, size + 1) for group in combinations(range(heads), n))
-    return dict(
-        zip(groups, torch.rand(len(groups), generator=torch.Generator().manual_seed(seed)).tolist(), strict=True)
-    )
-
-
-def total(partition: tuple[Group, ...], cost: dict[Group, float]) -> float:
-    return sum(cost[group] for group in partition)
-
-
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (6, 2), (6, 3), (8, 4), (6, 1), (6, 6)])
 def test_the_best_of_all_partitions(heads: int, groups: int) -> None:
-    """Against a search that knows nothing: every order of heads, cut into groups."""
-    size = heads // groups
-    cost = costs(heads, size, seed=heads + groups)
-    found = best_partition(heads, groups, cost.__getitem__)
-    assert sorted(head for group in found for head in group) == list(range(heads))
-    cuts = (tuple(tuple(sorted(order[at : at + size])) for at in range(0, heads, size))
-            for order in permutations(range(heads)))  # fmt: skip
-    assert total(found, cost) == pytest.approx(min(total(cut, cost) for cut in cuts))
+    """Against a search that knows nothing: every order of heads, cut into groups of a random cost."""
+    size, costs = heads // groups, torch.rand(2**heads, generator=torch.Generator().manual_seed(heads + groups))
+
+    def cost(group: Group) -> float:
+        return float(costs[sum(1 << head for head in group)])
+
+    best = best_partition(heads, groups, cost)
+    assert sorted(head for group in best for head in group) == list(range(heads))
+    cuts = ([order[at : at + size] for at in range(0, heads, size)] for order in permutations(range(heads)))
+    assert sum(map(cost, best)) == pytest.approx(min(sum(map(cost, groups)) for groups in cuts))
 
 
 def random_moments(heads: int, dim: int) -> Moments:
@@ -53,15 +42,6 @@ def random_moments(heads: int, dim: int) -> Moments:
     roots = [torch.randn(n, size, size, generator=generator, dtype=torch.float64) for n, size in sizes]
     keys, queries, values = (root @ root.mT for root in roots)
     return Moments(keys, keys.new_zeros(1, heads * dim), queries, values)
-
-
-def test_what_a_group_loses_is_beyond_the_directions_of_one_head() -> None:
-    """Two heads of two dimensions; what of the keys is constant is no loss."""
-    alike, means = torch.eye(2).double().expand(2, 2, 2), torch.full((1, 4), 100.0).double()
-    energy = torch.diag(torch.tensor([5.0, 4.0, 3.0, 1.0])).double()
-    made = Moments(energy + means.mT @ means, means, alike, energy)
-    assert module._lost_values(energy, alike, (0, 1)) == pytest.approx(4)
-    assert module._lost_keys(replace(made, keys=made.keys[None]), (0, 1), Rotary(0), True) == pytest.approx(4)
 
 
 def test_units_of_keys_and_values_do_not_matter() -> None:

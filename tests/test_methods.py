@@ -202,15 +202,11 @@ def test_methods_are_registered_by_one_function(source: Path, monkeypatch: pytes
     assert "the last of each group (method last)" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_what_to_use_instead_is_read_off_the_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The method that loses least of those that fit, then pooling without the control; what is registered counts."""
+def test_what_to_use_instead_is_read_off_the_methods() -> None:
+    """The method that loses least of those that fit, then pooling without the control."""
     assert methods.instead(lambda method: method.refines) == "refined, mean or first"
     assert methods.instead(lambda method: method.needs == "weights") == "aligned, mean or first"
     assert methods.instead(lambda method: False) == "mean or first"
-    monkeypatch.setattr(methods, "METHODS", dict(METHODS))
-    methods.register("last", "nothing", "seconds", "the last of each group")(methods.mean)
-    methods.register("turned", "weights", "seconds", "the second", finder="nowhere:at_all")(methods.mean)
-    assert methods.instead(lambda method: method.needs == "weights") == "turned, mean, first or last"
 
 
 def second(plan: Any, search: bool, device: str) -> Iterator[tuple[str, HeadMaps]]:

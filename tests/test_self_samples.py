@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +13,6 @@ from checkpoints import edit_json, header_only
 from embedded import SOURCE, bring_tokenizer, copy_source, load
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import gqa.convert.merge.sampling as sampling
 import gqa.convert.merge.self_samples as module
@@ -52,19 +49,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def sampled(
     teacher, n_blocks: int, seed: int = 0, source: Path = SOURCE, plain: bool = True, size: int = SIZE, **how: bool
 ) -> tuple[SampledBlocks, list[int]]:
-    """And what was told of: tokens that were to be sampled, and that were."""
-    told: list[int] = []
-
-    class Told(Watcher):
-        def stage(self, name: str, total: int, unit: str = "tok") -> None:
-            told.extend([total, 0])
-
-        def update(self, count: int) -> None:
-            told[-1] += count
-
-    model = read_checkpoint(source)
-    found = sampled_blocks(lambda dtype: teacher, "cpu", model, size, n_blocks, seed, plain, Told(quiet=True), **how)
-    return found, told
+    """Blocks, and the numbers of tokens that were to be sampled and that were."""
+    watcher, model = Watcher(quiet=True), read_checkpoint(source)
+    blocks = sampled_blocks(lambda dtype: teacher, "cpu", model, size, n_blocks, seed, plain, watcher, **how)
+    return blocks, [watcher._total, watcher._done] if watcher._unit else []
 
 
 def ids(blocks: SampledBlocks) -> np.ndarray:
@@ -119,47 +107,26 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teac
     assert uses == [calibrated(), trained(), measured()]
     rows = [row for use in uses for row in use]
     assert len(set(rows)) == len(rows) == 2 * 8 + SAMPLES
+    twice = CalibrationText(("self:plain", f"self:plain:{8 * SIZE}"), 8 * SIZE, SIZE).blocks(source, "cpu", SILENT)
+    assert [row.numpy().tobytes() for row in twice[:8]] == uses[0]
+    assert len({row.numpy().tobytes() for row in twice}) == len(twice) == 16
 
 
-def test_a_source_that_stands_twice_is_other_text() -> None:
-    """`self,self:plain` for some that repeats itself: the first is what it is alone."""
-    source = read_checkpoint(SOURCE)
-
-    def written(words: tuple[str, ...], count: int) -> list[bytes]:
-        found = CalibrationText(words, count * SIZE, SIZE).blocks(source, "cpu", SILENT)
-        return [row.numpy().tobytes() for row in found]
-
-    several = written(("self:plain", "self", f"self:plain:{8 * SIZE}"), 16)
-    assert several[:8] == written(("self:plain",), 8)
-    assert len(set(several)) == len(several) == 24
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda config: config.update(rope_theta=500.0),
-        lambda config: config.update(hidden_act="gelu"),
-        None,
-    ],
-)
 def test_samples_of_another_model_are_not_used(
-    change: Any, teacher, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    teacher, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor of other versions of the libraries; a model that has moved keeps its own."""
-    before, model = sampled(teacher, 3)[0], copy_source(tmp_path)
+    """Another config, another weight, other versions of the libraries; a model that has moved keeps its own."""
+    fingerprints, model = [sampled(teacher, 3)[0].fingerprint], copy_source(tmp_path)
     assert sampled(teacher, 3, source=model)[1] == []
-    if change:
-        edit_json(model / "config.json", change)
-    else:
-        tensors = load_file(file := model / "model.safetensors")
-        name = next(name for name in tensors if ".mlp." in name)
-        tensors[name][-1, -1] += 1
-        save_file(tensors, file, {"format": "pt"})
-    after, told = sampled(teacher, 3, source=model)
-    assert told
-    assert after.fingerprint != before.fingerprint
+    edit_json(model / "config.json", lambda config: config.update(rope_theta=500.0))
+    fingerprints.append(sampled(teacher, 3, source=model)[0].fingerprint)
+    tensors = load_file(file := model / "model.safetensors")
+    next(tensor for name, tensor in tensors.items() if ".mlp." in name)[-1, -1] += 1
+    save_file(tensors, file, {"format": "pt"})
+    fingerprints.append(sampled(teacher, 3, source=model)[0].fingerprint)
     monkeypatch.setattr(module, "versions", lambda *names: "others")
-    assert sampled(teacher, 3)[1]
+    fingerprints.append(sampled(teacher, 3)[0].fingerprint)
+    assert len(set(fingerprints)) == 4
 
 
 def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,35 +328,17 @@ def test_sampling_does_not_copy_what_it_has(teacher, monkeypatch: pytest.MonkeyP
     assert len(made) == teacher.config.num_hidden_layers
 
 
-def known() -> list[dict[str, object]]:
-    """All that transformers' registries say, and where they say it."""
-    interfaces = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
-    return [dict(table) for each in interfaces for table in (each._global_mapping, each._local_mapping)]
-
-
-def test_transformers_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After samples and after what fails; meanwhile other models attend as they did."""
-    before, other, single = known(), load(SOURCE), []
-    prompt, expected = torch.tensor([[5]]), load(SOURCE)(input_ids=torch.tensor([[5]])).logits
+def test_a_model_attends_as_before_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after what fails; while it writes, queries attend one by one."""
+    model, single = load(SOURCE), []
     monkeypatch.setattr(sampling, "attend_one", lambda *given: single.append(0) or attend_one(*given))
-
-    class Beside(Draw):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            assert known() != before
-            steps = len(single)
-            assert torch.equal(other(input_ids=prompt).logits, expected)
-            assert len(single) == steps
-            return super().__call__(input_ids, scores)
-
-    monkeypatch.setattr(sampling, "Draw", Beside)
-    samples(load(SOURCE), 4, seed=0, batch=1)
-    assert single
-    assert known() == before
-    failing = load(SOURCE)
-    failing.forward = None  # nothing can be called
+    samples(model, 4, seed=0, batch=1)
+    assert len(single) == 3 * model.config.num_hidden_layers
+    assert model.config._attn_implementation == "sdpa"
+    model.forward = None  # nothing can be called
     with pytest.raises(RefusedError, match="cannot be sampled from"):
-        samples(failing, 4, seed=0, batch=1)
-    assert known() == before
+        samples(model, 4, seed=0, batch=1)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_model_without_a_head_writes_nothing() -> None:

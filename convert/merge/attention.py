@@ -1,37 +1,19 @@
-"""Attention functions that transformers knows by name while a context is open."""
+"""Attention functions of our own, which transformers knows by name."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from gqa.checkpoint.compat import attention_tables
-
 # (module, query, key, value, mask, options of transformers) -> (B, T, H, e)
 Attend = Callable[..., Tensor]
-
-
-@contextmanager
-def registered(attention: Mapping[str, Any], masks: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Register functions with transformers by name while the context is open; restore its registries afterwards."""
-    tables = tuple(zip(attention_tables(), (attention, masks or {}), strict=True))
-    before = [{name: table[name] for name in functions if name in table} for table, functions in tables]
-    try:
-        for table, functions in tables:
-            table.update(functions)
-        yield
-    finally:
-        for (table, functions), known in zip(tables, before, strict=True):
-            for name in functions:
-                del table[name]
-            table.update(known)
 
 
 def attend_sdpa(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
@@ -50,27 +32,33 @@ def attend_eager(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, 
 PLAIN: dict[str, tuple[Attend, Any]] = {"sdpa": (attend_sdpa, sdpa_mask), "eager": (attend_eager, eager_mask)}
 
 
-def layer_attention(record: Callable[..., None] | None = None, always_masked: bool = False) -> Any:
-    """A context in which models may be built and run whose attention is named `gqa_sdpa` or `gqa_eager`.
-
-    record: Called before attention is computed, with (module, queries, keys, values, mask, options).
-    always_masked: Make masks also where `is_causal` or no mask at all would do.
-    """
-    functions, masks = {}, {}
-    for name, (attend, mask) in PLAIN.items():
-        functions[f"gqa_{name}"] = partial(_attend_recorded, attend, record)
-        masks[f"gqa_{name}"] = partial(_mask_always, mask) if always_masked else mask
-    return registered(functions, masks)
+def register(name: str, attend: Attend, mask: Callable[..., Any]) -> None:
+    """Let models be built and run whose attention implementation has that name."""
+    AttentionInterface.register(name, partial(_attention, attend))
+    AttentionMaskInterface.register(name, mask)
 
 
-def _mask_always(mask: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    return mask(*args, **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+def _attention(
+    attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    return attend(module, query, key, value, attention_mask, **options), None
 
 
 def _attend_recorded(
-    attend: Attend, record: Callable[..., None] | None, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Any = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    if record:
-        record(module, query, key, value, attention_mask, options)
-    return attend(module, query, key, value, attention_mask, **options), None
+    attend: Attend, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
+) -> Tensor:
+    """Call `module.gqa_record`, where there is one, with queries, keys, values, mask and options first."""
+    if record := getattr(module, "gqa_record", None):
+        record(q, k, v, mask, options)
+    return attend(module, q, k, v, mask, **options)
+
+
+def _mask_always(mask: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Make a mask also where `is_causal` or none at all would do."""
+    return mask(*args, **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+for _name, (_attend, _mask) in PLAIN.items():
+    register(f"gqa_{_name}", partial(_attend_recorded, _attend), _mask)
+    register(f"gqa_{_name}_masked", partial(_attend_recorded, _attend), partial(_mask_always, _mask))

@@ -7,21 +7,18 @@ section 3.1, with both by token). Engines round a little otherwise: this is what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.kv_cache import parts_of
-from gqa.convert.merge.attention import PLAIN, Attend, registered
+from gqa.convert.merge.attention import PLAIN, register
 from gqa.convert.recast.targets import checkpoint_cache
 
 
@@ -45,43 +42,27 @@ def layers_with_cache(checkpoint: Checkpoint) -> int:
     )
 
 
-@contextmanager
-def quantised_attention(bits: Iterable[int]) -> Iterator[None]:
-    """Meanwhile models may have caches of these bits (`quantise_cache`)."""
-    named = {f"gqa_cache{each}_{name}": (each, name) for each in bits for name in PLAIN}
-    functions = {own: partial(_attend_rounded, PLAIN[name][0], each) for own, (each, name) in named.items()}
-    with registered(functions, {own: PLAIN[name][1] for own, (_, name) in named.items()}):
-        yield
-
-
 @torch.no_grad()
 def quantise_cache(model: PreTrainedModel, bits: int, layers: int, name: str) -> None:
-    """From now on the attention of a model reads a cache of `bits`; inside `quantised_attention`.
+    """From now on the attention of a model reads a cache of `bits`.
 
     Raises RefusedError where it cannot: another implementation of attention, or less than `layers` calls of it.
     """
-    plain = attention_name(model)
+    plain, calls = attention_name(model), 0
     if plain not in PLAIN:
         raise RefusedError(f"--cache-bits goes with sdpa and eager attention, {name} has {plain}; give one of them")
-    model.set_attn_implementation(implementation := f"gqa_cache{bits}_{plain}")
-    attend, calls = ALL_ATTENTION_FUNCTIONS[implementation], 0
+    attend, mask = PLAIN[plain]
 
-    def count(*given: Any, **options: Any) -> Any:
+    def attend_rounded(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        return attend(*given, **options)
+        return attend(module, q, rounded(k, bits), rounded(v, bits), *rest, **options)
 
-    with registered({implementation: count}):
-        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    register(f"gqa_cache{bits}_{plain}", attend_rounded, mask)
+    model.set_attn_implementation(f"gqa_cache{bits}_{plain}")
+    model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     if calls < layers:
         raise RefusedError(
             f"--cache-bits: {calls} of {layers} layers of {name} call transformers' attention functions; leave it out "
             "for this model"
         )
-
-
-def _attend_rounded(
-    attend: Attend, bits: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Any = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    return attend(module, query, rounded(key, bits), rounded(value, bits), attention_mask, **options), None

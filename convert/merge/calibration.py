@@ -74,7 +74,7 @@ class Calibrator:
             return []
         scale, counts = self._observe(source, modules)
         refines, missed = pair.plan.merging.how.refines, None
-        fitted = without_heldout(counts, pair.options.training) if refines else counts
+        fitted = without_heldout(counts, pair.options.refinement) if refines else counts
         results, converted = list[LayerResult](), dict[str, Tensor]()
         for module in modules:
             source = pair.with_attention(module, pair.original(layer, converted) if converted else source)
@@ -160,7 +160,7 @@ class Calibrator:
             start = {name: attention.get_parameter(name).detach() for name in names}
             arguments = partial(merged.attention_arguments, task.streams.converted)
             with torch.enable_grad():
-                best, _, error = refine(attention, start, arguments, targets, task.counts, self.pair.options.training)
+                best, _, error = refine(attention, start, arguments, targets, task.counts, self.pair.options.refinement)
             if last:
                 file.seek(0)
                 file.readinto(memoryview(source.hidden.view(torch.uint8).numpy()).cast("B"))  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
         description |= {"text": asdict(options.text), "content": options.text.identify(plan.checkpoint)}
         description |= {name: getattr(options, name) for name in ("ridge", "dtype", "batch")}
     if plan.merging.how.refines:
-        description["refinement"] = asdict(options.training)
+        description["refinement"] = asdict(options.refinement)
     return dict(json.loads(json.dumps(description)))
 
 

@@ -28,7 +28,7 @@ from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.loading import concrete_class
 from gqa.checkpoint.names import Loading
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
-from gqa.convert.merge.attention import attend_eager, attend_sdpa, layer_attention
+from gqa.convert.merge.attention import attend_eager, attend_sdpa
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and by keyword, beside hidden states
 Part = Literal["arguments", "heads", "head_outputs", "attention_output", "layer_output"]
@@ -91,11 +91,10 @@ class Layer:
     projection: nn.Module | None = None
 
     @torch.no_grad()
-    def run(self, hidden: Tensor, arguments: Arguments, record: Callable[..., None] | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D); `record` is that of `layer_attention`."""
+    def run(self, hidden: Tensor, arguments: Arguments) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
         args, kwargs = send(arguments, self.device)
-        with layer_attention(record):
-            return first_tensor(self.module(hidden.to(self.device), *args, **kwargs))
+        return first_tensor(self.module(hidden.to(self.device), *args, **kwargs))
 
     def pass_through(self, stream: Stream) -> None:
         """Replace the hidden states by the layer's output."""
@@ -126,11 +125,11 @@ class Layer:
                 if not missing:
                     raise _Captured
 
-        def record(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> None:
-            if module is attention:
-                capture.mask, capture.options = mask, options
-                store("heads", (q, k, v))
+        def record(q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> None:
+            capture.mask, capture.options = mask, options
+            store("heads", (q, k, v))
 
+        attention.gqa_record = record  # type: ignore[assignment]
         hooks = [
             attention.register_forward_pre_hook(lambda _, *call: store("arguments", call), with_kwargs=True),
             attention.register_forward_hook(lambda _, args, out: store("attention_output", first_tensor(out))),
@@ -139,8 +138,9 @@ class Layer:
             hooks.append(self.projection.register_forward_pre_hook(lambda _, args: store("head_outputs", args[0])))
         try:
             with suppress(_Captured):
-                store("layer_output", self.run(hidden, arguments, record))
+                store("layer_output", self.run(hidden, arguments))
         finally:
+            del attention.gqa_record
             for hook in hooks:
                 hook.remove()
         if missing:
@@ -166,12 +166,14 @@ class Layerwise:
             )
         capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
         eager = capped or not supports_sdpa(cls)
-        name = "gqa_eager" if eager else "gqa_sdpa"
+        name = f"gqa_{'eager' if eager else 'sdpa'}"
+        if config.is_encoder_decoder:
+            name += "_masked"  # also batches without padding go through the kernel of those with some
         has_function = hasattr(sys.modules[cls.__module__], "eager_attention_forward")
         refusal = f"{cls.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
         if eager and not has_function:
             raise RefusedError(refusal)
-        with layer_attention(), init_empty_weights(include_buffers=False), no_init_weights():
+        with init_empty_weights(include_buffers=False), no_init_weights():
             try:
                 model = build_model(cls, config, attn_implementation=name, dtype=dtype)
             except (KeyError, ValueError) as error:  # a class with its own table of attention classes
@@ -273,26 +275,18 @@ class Layerwise:
         first layer reads, and the other arguments of every layer.
         """
         model, owner = self.model, self.model.get_submodule(self._stacks[stack].rpartition(".")[0])
-        errors: list[Exception] = []
-        for caller in (owner,) if model.config.is_encoder_decoder else (model.base_model, owner):
-            with self._bypassed(stack) as calls:
-                try:
-                    output = caller(**send(dict(inputs), self.device)).last_hidden_state
-                except RefusedError:
+        refusal = f"{type(model).__name__} cannot be run layer by layer"
+        with self._bypassed(stack) as calls:
+            try:
+                output = owner(**send(dict(inputs), self.device)).last_hidden_state
+            except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
+                if isinstance(error, RefusedError) or out_of_memory(error):
                     raise
-                except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
-                    if out_of_memory(error):
-                        raise
-                    errors.append(error)
-                    continue
-            if len(calls) == len(self._layers_of(stack)):
-                hidden = next(iter(calls.values()))[0]
-                if output.shape == hidden.shape:
-                    return hidden, {index: arguments for index, (_, arguments) in calls.items()}
-        # A RuntimeError of torch says more than that `_bypassed` returned another form than the model expects.
-        errors.sort(key=lambda error: not isinstance(error, RuntimeError))
-        why = f": {explain(errors[0])}" if errors else ""
-        raise RefusedError(f"{type(model).__name__} cannot be run layer by layer{why}")
+                raise RefusedError(f"{refusal}: {explain(error)}") from error
+        hidden = next(iter(calls.values()))[0] if len(calls) == len(self._layers_of(stack)) else None
+        if hidden is None or output.shape != hidden.shape:
+            raise RefusedError(refusal)
+        return hidden, {index: arguments for index, (_, arguments) in calls.items()}
 
     def _layers_of(self, stack: int) -> dict[int, nn.Module]:
         """The layers of a stack by their index."""
@@ -320,9 +314,7 @@ class Layerwise:
         for index, layer in layers.items():
             layer.forward = partial(forward, index)
         try:
-            # Some batches of padded text need no mask, but all batches should go through the same kernel.
-            with layer_attention(always_masked=self.model.config.is_encoder_decoder):
-                yield calls
+            yield calls
         finally:
             for layer in layers.values():
                 del layer.forward

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.convert.merge.watcher import Watcher
-from gqa.convert.methods import GROUPINGS
 from gqa.corpus.sources import (
     Source,
     hash_threshold,
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
     from gqa.checkpoint.read import Checkpoint
 
-DTYPES = ("float32", "bfloat16", "float16")  # to run layers in
 AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
 
 
@@ -36,7 +33,7 @@ AT_ONCE = 8192  # tokens that go through a layer together, unless one block has 
 class CalibrationText:
     """`sources` as `parse_sources` reads them, or `self[:plain][:TOKENS][@WEIGHT]`; `tokens` in all, in blocks of
     `length`; of an encoder-decoder, so many pairs of sources and targets of at most `length`. `field` is the column of
-    text of files and data sets; `target_field` that of what its decoder writes, or `self`: it is to write it.
+    text of files and data sets; `target_field` that of what its decoder writes.
     `repeats`: half of the blocks repeat themselves (`gqa.corpus.repeats`), but those of `self:plain` and pairs.
     `trust_remote_code`: tokenizer and model may be code that comes along. Documents of the source `heldout`, or those
     below the hash of `heldout_fraction`, are left out of whatever is read.
@@ -52,12 +49,6 @@ class CalibrationText:
     trust_remote_code: bool = False
     heldout: str | None = None
     heldout_fraction: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or self.length < 2:
-            raise RefusedError(
-                f"{self.tokens} tokens in blocks of {self.length}: give at least 1 token, and 2 in a block"
-            )
 
     def check(self, config: Any, name: str, option: str = "--context") -> None:
         """Raises RefusedError where blocks are longer than an encoder-decoder takes; `option` is what they come from.
@@ -129,12 +120,11 @@ class CalibrationText:
         return [spec if is_self(spec) else self._parse(spec).identify() for spec in self.sources]
 
     def _parse(self, source: str) -> Source:
-        target = None if self.target_field == "self" else self.target_field
-        [found] = parse_sources((source,), field=self.field, target_field=target)
+        [found] = parse_sources((source,), field=self.field, target_field=self.target_field)
         if self.heldout_fraction:
             return found.without(partial(is_below, threshold=hash_threshold(self.heldout_fraction)))
         if self.heldout:
-            [other] = parse_sources((self.heldout,), field=self.field, target_field=target)
+            [other] = parse_sources((self.heldout,), field=self.field, target_field=self.target_field)
             return found.without({row_digest(*row) for row in other.rows()}.__contains__)
         return found
 
@@ -196,14 +186,6 @@ class Refinement:
     autocast: bool | None = None  # multiply in bfloat16; None: where the device does natively
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if not 0 < self.learning_rate < math.inf:
-            raise RefusedError(f"layers cannot be refined with learning rate {self.learning_rate}; give one above 0")
-        if self.steps < 1 or self.batch < 1:
-            raise RefusedError(
-                f"layers cannot be refined in {self.steps} steps of {self.batch} blocks; give at least 1"
-            )
-
 
 @dataclass(frozen=True)
 class MapsOptions:
@@ -222,23 +204,7 @@ class MapsOptions:
     device: str = field(default_factory=_default_device)
     batch: int = 8
 
-    def __post_init__(self) -> None:
-        for name, value, known in (("dtype", self.dtype, DTYPES), ("grouping", self.grouping, GROUPINGS)):
-            if value not in known:
-                raise RefusedError(f"{name} {value!r} is not known; choose {', '.join(known)}")
-        if not 0 <= self.ridge < math.inf or self.batch < 1:
-            raise RefusedError(f"ridge {self.ridge} and batch {self.batch}: give one from 0 on, and at least 1 block")
-
     @property
     def at_once(self) -> int:
         """Blocks that go through a layer at a time."""
         return max(1, min(self.batch, AT_ONCE // self.text.length))
-
-    @property
-    def training(self) -> Refinement:
-        """The refinement, in bfloat16 where nothing is said and the device multiplies it faster."""
-        from gqa.checkpoint.devices import native_bfloat16
-
-        if self.refinement.autocast is not None:
-            return self.refinement
-        return replace(self.refinement, autocast=native_bfloat16(self.device))

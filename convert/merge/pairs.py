@@ -56,24 +56,13 @@ class PairMaker:
         self._encoder = PairEncoder(config, tokenizer, checkpoint.name)
 
     def read(self, source: Source, count: int) -> list[Pair]:
-        """So many pairs of a data set, chosen by a hash of their texts and the seed; the decoder writes the targets of
-        a source that has one column. Raises RefusedError and CorpusError.
+        """So many pairs of a data set, chosen by a hash of their texts and the seed. Warns how many are cut. Raises
+        RefusedError and CorpusError.
         """
-        has_targets = len(source.columns) == 2
-        rows = source.rows() if has_targets else ((text, "") for text in source.texts())
-        chosen = nsmallest(count, rows, key=lambda row: row_digest(str(self._seed), *row))
-        pairs = self._framed([text for text, _ in chosen], [answer for _, answer in chosen])
-        if has_targets:
-            return pairs
-        sources = [one for one, _ in pairs]
-        self._announce(len(sources))
-        return list(zip(sources, self._write(sources, self._seed), strict=True))
-
-    def _framed(self, sources: Sequence[str], answers: Sequence[str]) -> list[Pair]:
-        """Of texts. Says how many are cut. Raises RefusedError."""
+        chosen = nsmallest(count, source.rows(), key=lambda row: row_digest(str(self._seed), *row))
+        sources, targets = zip(*chosen, strict=True) if chosen else ((), ())
         load_tokenizer(self._checkpoint, self._trusted)
-        read, answered = self._encoder.encode(sources), self._encoder.encode(answers, target=True)
-        pairs = list(zip(read, answered, strict=True))
+        pairs = list(zip(self._encoder.encode(sources), self._encoder.encode(targets, target=True), strict=True))
         if cut := sum(self._encoder.cuts(*both, self.length) for both in pairs):
             self._watcher.warn(f"{cut:,} of {len(pairs):,} pairs are longer, and cut to {self.length} tokens a side")
         return [self._encoder.framed(*both, self.length) for both in pairs]

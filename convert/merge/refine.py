@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from gqa.convert.merge.attention import layer_attention
+from gqa.checkpoint.devices import native_bfloat16
 from gqa.convert.merge.closed_form import mean_squares
 from gqa.convert.merge.layerwise import Arguments, first_tensor
 from gqa.convert.merge.options import AT_ONCE, Refinement
@@ -24,8 +24,7 @@ def _module_output(module: nn.Module, weights: Mapping[str, Tensor], arguments: 
     args, kwargs = arguments
     hidden = args[0] if args else kwargs["hidden_states"]
     parameters = {name: tensor.to(hidden.dtype) for name, tensor in weights.items()}
-    with layer_attention():
-        return first_tensor(torch.func.functional_call(module, parameters, args, kwargs))
+    return first_tensor(torch.func.functional_call(module, parameters, args, kwargs))
 
 
 def refine(
@@ -39,6 +38,7 @@ def refine(
     the best: squared, relative to the targets' energy.
     """
     device, length = next(iter(start.values())).device, targets.shape[1]
+    autocast = native_bfloat16(str(device)) if settings.autocast is None else settings.autocast
     generator = torch.Generator().manual_seed(settings.seed)
     heldout, train = _split(len(targets), settings, generator)
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
@@ -50,7 +50,7 @@ def refine(
         """The mean over blocks in parts, of as many blocks as fit into a layer at a time."""
         for part in rows.split(max(1, AT_ONCE // length)):
             inputs = arguments(part)
-            with torch.autocast(device.type, torch.bfloat16, enabled=bool(settings.autocast)):
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 output = _module_output(module, weights, inputs)
             errors = (output.float() - targets[part].to(device).float()).square().mean(-1)
             yield (errors * counts[part].to(device)).mean() / scale * (len(part) / len(rows))

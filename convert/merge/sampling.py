@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import sdpa_mask
 
+from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import cache_name
-from gqa.convert.merge.attention import registered
+from gqa.convert.merge.attention import attend_sdpa, register
 from gqa.corpus.tokens import first_token
 
 _MORE = 128  # tokens by which a cache grows
@@ -122,28 +123,32 @@ def _cache(model: Any) -> dict[str, Any]:
     return {cache_name(model): cache}
 
 
-def _quick_steps(model: Any) -> AbstractContextManager[None]:
+@contextmanager
+def _quick_steps(model: Any) -> Iterator[None]:
     """Meanwhile attention of single queries of this model is two plain products on a CPU: torch's kernel takes them one
-    by one, which is four times slower in bfloat16. Other models attend as they did. On a GPU no kernel of cuDNN is
-    taken: it is compiled for each length, which is most of the time of a step.
+    by one, which is four times slower in bfloat16. On a GPU no kernel of cuDNN is taken: it is compiled for each
+    length, which is most of the time of a step.
     """
     if model.device.type == "cuda":
-        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        return cast(AbstractContextManager[None], sdpa_kernel(kernels))
-    if model.device.type != "cpu":
-        return nullcontext()
-    plain, own = ALL_ATTENTION_FUNCTIONS["sdpa"], set(model.modules())
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            yield
+    elif model.device.type == "cpu" and attention_name(model) == "sdpa":
+        model.set_attn_implementation("gqa_steps")
+        try:
+            yield
+        finally:
+            model.set_attn_implementation("sdpa")
+    else:
+        yield
 
-    def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> tuple[Tensor, None]:
-        beside = any(options.get(name) is not None for name in ("position_bias", "softcap", "cache"))
-        if module not in own or query.shape[2] > 1 or beside:
-            whole: tuple[Tensor, None] = plain(module, query, key, value, attention_mask, **options)
-            return whole
-        return attend_one(query, key, value, attention_mask, options.get("scaling")), None
 
-    return registered({"sdpa": attend})
+def _attend_steps(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    if q.shape[2] > 1 or any(options.get(name) is not None for name in ("position_bias", "softcap", "cache")):
+        return attend_sdpa(module, q, k, v, mask, **options)
+    return attend_one(q, k, v, mask, options.get("scaling"))
+
+
+register("gqa_steps", _attend_steps, sdpa_mask)
 
 
 def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None) -> Tensor:
