@@ -89,7 +89,7 @@ def _plan_within(options: ConvertOptions, watcher: Watcher, **how: Any) -> Plan:
     """A plan whose layers keep as many heads as `kv_budget` has room for. What would refuse it, or the output, does so
     before weights are fetched and layers are measured.
     """
-    from gqa.convert.merge.allot import heads_within, uneven
+    from gqa.convert.merge.budget import heads_within, uneven
 
     share, ranks, maps = options.kv_budget or 1.0, options.tensor_parallel, options.maps()
     checkpoint = open_model(options.model, options.revision, headers_only=True, or_weights=True)

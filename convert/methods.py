@@ -109,7 +109,7 @@ def first(kv: int, groups: int) -> HeadMaps:
     return HeadMaps(key=weights, value=weights)
 
 
-_FROM_WEIGHTS = "gqa.convert.merge.aligned:from_weights"
+_FROM_WEIGHTS = "gqa.convert.merge.from_weights:from_weights"
 register("random", "nothing", "seconds", "drawn at random, a control of no use untrained", redraws=True)(mean)
 register("procrustes", "weights", "seconds", "rotated to agree, then the mean", finder=_FROM_WEIGHTS)(mean)
 _EXPECTED = "the closed form on inputs guessed from weights"

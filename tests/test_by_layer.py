@@ -32,7 +32,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name, load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.convert.merge.allot import allotted, losses_alone
+from gqa.convert.merge.budget import allotted, losses_alone
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.plan import make_plan
 from gqa.eval.subjects import Subject

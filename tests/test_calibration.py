@@ -15,7 +15,7 @@ from tiny_models import TINY, build, inputs, logits
 from torch import Tensor
 
 from gqa.convert import Plan, convert_checkpoint, plan_conversion
-from gqa.convert.merge.calibration import Calibrator
+from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.closed_form import LayerResult, Task, closed_form
 from gqa.convert.merge.options import Refinement
 from gqa.convert.merge.refine import refine
@@ -89,11 +89,11 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
         found.append(made[1:])
         return made
 
-    monkeypatch.setattr("gqa.convert.merge.calibration.refine", noted)
+    monkeypatch.setattr("gqa.convert.merge.calibrate.refine", noted)
     return found
 
 
-@pytest.mark.parametrize("name", ["diffllama", "qwen3_5_text", "molmo2_text", "mixtral", "gqa_opt"])
+@pytest.mark.parametrize("name", ["diffllama", "qwen3_5_text", "gqa_opt"])
 def test_refinement_lowers_the_error(name: str, tmp_path: Path, trained: list[tuple[float, float]]) -> None:
     """Of types without a known symmetry from the mean, of others from the closed form; and the result loads."""
     tiny = TINY[name]
@@ -172,7 +172,9 @@ def refined(
 ) -> tuple[dict[str, Tensor], float, float]:  # fmt: skip
     """What `refine` finds in steps of 8 blocks; every position counts one unless it is said."""
     counted = torch.ones(targets.shape[:2]) if counts is None else counts
-    return refine(module, start, lambda rows: ((hidden[rows],), {}), targets, counted, Refinement(batch=8, **how))
+    return refine(
+        module, start, lambda rows: ((hidden[rows],), {}), targets, counted, Refinement(batch=8, autocast=False, **how)
+    )
 
 
 def test_refinement_is_never_worse_than_its_start() -> None:
@@ -182,18 +184,6 @@ def test_refinement_is_never_worse_than_its_start() -> None:
     best, first, least = refined(module, hidden, start, targets, steps=16, learning_rate=1e4)
     assert least == first
     assert all(torch.equal(best[name], start[name]) for name in start)
-
-
-def test_refinement_does_not_depend_on_the_size_of_weights() -> None:
-    """The same matrix and vector a hundred times as large, towards what is a hundred times as large."""
-    module, hidden, start = linear(8, 8)
-    targets = module(hidden).detach() + hidden @ torch.randn(8, 8) * 0.1 + 0.1
-    large = {name: 100 * tensor for name, tensor in start.items()}
-    _, first, least = refined(module, hidden, start, targets, steps=50)
-    _, large_first, large_least = refined(module, hidden, large, 100 * targets, steps=50)
-    assert large_first == pytest.approx(first, rel=1e-4)
-    assert large_least == pytest.approx(least, rel=0.02)
-    assert least < 0.5 * first
 
 
 @pytest.mark.parametrize("rows", [4, 64])
@@ -295,7 +285,7 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
         found.append((result.maps.output, best.mT, result.error, left))
         return result
 
-    monkeypatch.setattr("gqa.convert.merge.calibration.closed_form", compared)
+    monkeypatch.setattr("gqa.convert.merge.calibrate.closed_form", compared)
     Calibrator(plan_of(source), Ids().ids(), on_ids(batch=24, ridge=0.0, grouping="contiguous")).run(0)
     output, best, error, left = found[0]
     assert torch.allclose(output, best, rtol=0, atol=1e-5 * float(best.abs().max()))
@@ -305,9 +295,7 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
 # A model, and whose weights are zero, along which dimension, and what part of them.
 DEATHS = [
     ("llama", "v_proj", 0, 1),
-    ("llama", "v_proj", 0, 2),
     ("glm", "k_proj", 0, 2),
-    ("llama", "k_proj", 0, 2),
     ("granitemoehybrid+nope", "k_proj", 0, 2),
     ("llama", "o_proj", 1, 2),
 ]
@@ -315,9 +303,7 @@ DEATHS = [
 
 @pytest.mark.parametrize(("name", "projection", "dim", "share"), DEATHS)
 def test_dead_heads_are_merged(name: str, projection: str, dim: int, share: int, tmp_path: Path) -> None:
-    """Values, those of a group, its keys (without rotation, with some, with all dimensions rotated) and outputs;
-    float16 holds what is written.
-    """
+    """Values, keys of a group (with and without rotated dimensions) and outputs; float16 holds what is written."""
     tiny = TINY[name]
     model = build(tiny, 4)
     for own, weight in model.named_parameters():

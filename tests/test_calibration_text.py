@@ -17,7 +17,7 @@ from torch import Tensor
 import gqa.convert.merge.calibration_text as module
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.merge.allot import FITTED, MEASURED, _text
+from gqa.convert.merge.budget import FITTED, MEASURED, _text
 from gqa.convert.merge.options import CalibrationText, MapsOptions
 from gqa.convert.merge.watcher import SILENT
 from gqa.corpus.alpha import permutation

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.symmetries import Rotary
-from gqa.convert.merge import alignment, closed_form
-from gqa.convert.merge.alignment import ridge, shared_key, shared_value
-from gqa.convert.merge.closed_form import output_roots, position_weights, significance_of, visible_keys
+from gqa.convert.merge import closed_form, linear_algebra
+from gqa.convert.merge.closed_form import output_roots, significance_of, visible_keys
+from gqa.convert.merge.linear_algebra import ridge, shared_key, shared_value
 from gqa.convert.merge.moments import Moments
 
 HEADS, REPEAT, DIM = 3, 2, 6
@@ -60,7 +60,7 @@ def descended(project: Tensor, restore: Tensor, seen: Tensor, outputs: Tensor) -
 def test_most_of_what_gradients_would_gain_is_gained(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, values, outputs = made(1)
     found = shared_value(seen, values, outputs, OWNER)
-    monkeypatch.setattr(alignment, "_ROUNDS", 0)
+    monkeypatch.setattr(linear_algebra, "_ROUNDS", 0)
     start = shared_value(seen, values, outputs, OWNER)
     least = descended(found.merge, found.back, seen, outputs)
     before, after = (float(left(maps.merge, maps.back, seen, outputs)) for maps in (start, found))
@@ -183,11 +183,3 @@ def test_scores_count_by_what_they_move() -> None:
             left = (left / left.sum(-1, keepdim=True)).nan_to_num()  # one key alone: nothing is left, and it counts 0
             moved += (left @ values - paid @ values).square().sum(-1) * (left.sum(-1) > 0)
         torch.testing.assert_close(found[:, head], moved, rtol=1e-3, atol=0.5)  # of up to 300
-
-
-def test_an_error_counts_by_the_size_of_the_stream() -> None:
-    stream = torch.randn(3, 7, 16)
-    stream[:, 0] *= 100
-    counts = position_weights(stream)
-    assert float(counts.mean()) == pytest.approx(1.0)
-    assert torch.allclose(counts * stream.square().mean(-1), (counts * stream.square().mean(-1))[0, 0])

@@ -23,7 +23,7 @@ from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert import plan_conversion
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.merge.calibration import Calibrator
+from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.options import CalibrationText, MapsOptions
 from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.corpus.pairs import PairEncoder, corrupted

@@ -121,7 +121,7 @@ import sys, torch
 from pathlib import Path
 import gqa.convert.merge.closed_form as module
 from gqa.convert import plan_conversion
-from gqa.convert.merge.calibration import Calibrator
+from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 
 def resident(key):

@@ -21,7 +21,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.names import saved_tensors
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import plan_conversion
-from gqa.convert.merge.allot import heads_within
+from gqa.convert.merge.budget import heads_within
 from gqa.convert.merge.options import Refinement
 from gqa.convert.merge.pair import Pair
 

@@ -26,10 +26,10 @@ from gqa.convert.heads.families.table import FAMILIES
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.heads.symmetries import Rotary, Symmetry
 from gqa.convert.maps import HeadMaps
-from gqa.convert.merge.alignment import slow_dims, unturned
-from gqa.convert.merge.calibration import Calibrator
+from gqa.convert.merge.calibrate import Calibrator
+from gqa.convert.merge.from_weights import norm_gain
+from gqa.convert.merge.linear_algebra import slow_dims, unturned
 from gqa.convert.merge.pair import Pair
-from gqa.convert.merge.stream import norm_gain
 
 SAME = 1e-5  # of the logits' range: the symmetry holds
 RECOVERED = 1e-4
@@ -326,7 +326,7 @@ def test_entries_are_of_known_types() -> None:
 # --------------------------------------------------------------------------- nothing to do, nothing to lose
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", ["llama+bias", "phi3", "olmo2"])
 def test_heads_that_are_equal_lose_nothing(name: str, tmp_path: Path) -> None:
     """Singular statistics: each group holds one head several times. The same number of heads changes no byte."""
     tiny = TINY[name]

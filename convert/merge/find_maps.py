@@ -20,7 +20,7 @@ from gqa.checkpoint.identity import checkpoint_digest
 from gqa.checkpoint.provenance import versions
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps_file import StoredMaps, maps_tensors, save_tensors
-from gqa.convert.merge.calibration import Calibrator
+from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.convert.plan import Plan, searches

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gqa.convert.heads.symmetries import Rotary
-from gqa.convert.merge.alignment import complex_moments, key_weights, pairs, plain_dims, without_means
+from gqa.convert.merge.linear_algebra import complex_moments, key_weights, pairs, plain_dims, without_means
 from gqa.convert.merge.moments import Moments
 
 Group = tuple[int, ...]

@@ -12,7 +12,7 @@ from gqa.checkpoint.devices import as_float64
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.maps import HeadMaps
-from gqa.convert.merge.alignment import GroupMaps, shared_key, shared_value
+from gqa.convert.merge.linear_algebra import GroupMaps, shared_key, shared_value
 from gqa.convert.methods import first, mean
 
 

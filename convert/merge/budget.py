@@ -18,7 +18,7 @@ from torch import Tensor
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import ModelConfig, read_config, valid_groups
-from gqa.convert.merge.calibration import Calibrator
+from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.layerwise import Stream
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.watcher import SILENT, Watcher

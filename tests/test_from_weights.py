@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from gqa.convert import plan_conversion
-from gqa.convert.merge import aligned
-from gqa.convert.merge.stream import Mlp, Stream, gram
+from gqa.convert.merge import from_weights
+from gqa.convert.merge.from_weights import InputMoments, Mlp, gram
 
 KNOWN = (
     "llama", "phi3", "qwen2", "phi", "starcoder2", "nemotron", "gpt_bigcode", "gqa_gpt2", "gqa_opt", "olmo2", "gemma2",
@@ -28,15 +28,15 @@ def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Te
     """What `aligned` takes each layer to be given."""
     found: list[Tensor] = []
 
-    class Noted(Stream):
-        def given(self, module):
-            inputs = super().given(module)
+    class Noted(InputMoments):
+        def inputs(self, module):
+            inputs = super().inputs(module)
             rows = inputs.through(torch.eye(inputs.width)).double()
             found.append(rows @ rows.mT)
             return inputs
 
-    monkeypatch.setattr(aligned, "Stream", Noted)
-    assert list(aligned.from_weights(plan_conversion(source, groups, method="aligned")))
+    monkeypatch.setattr(from_weights, "InputMoments", Noted)
+    assert list(from_weights.from_weights(plan_conversion(source, groups, method="aligned")))
     return found
 
 
@@ -70,7 +70,7 @@ def test_the_units_of_a_wide_mlp_are_estimated(monkeypatch: pytest.MonkeyPatch) 
     down = torch.eye(units)
 
     def sizes(probes: int) -> Tensor:
-        monkeypatch.setattr("gqa.convert.merge.stream._PROBES", probes)
+        monkeypatch.setattr("gqa.convert.merge.from_weights._PROBES", probes)
         return gram(Mlp(gate, up, down, ACT2FN["silu"]).root(factor)).diagonal()
 
     exact, off = sizes(width // 2), []
@@ -137,22 +137,6 @@ def test_what_attention_adds(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     size = 0.5 if name == "llama" else 32 / added.trace()
     expected = mixed(start + added * size * torch.outer(after, after))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["gemma", "gemma3_text", "granite"])
-def test_embeddings_are_multiplied_as_the_model_does(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second layer is given what the model sees there, and less of it if they were not."""
-    torch.manual_seed(0)
-    model, seen = build(TINY[name], 4), list[Tensor]()
-    source = write_checkpoint(model, tmp_path)
-    model.model.layers[1].register_forward_pre_hook(lambda _, args: seen.append(moments(args[0])))
-    with torch.no_grad():
-        model(input_ids=torch.randint(3, model.config.vocab_size, (32, 48)))
-    multiplied, plain = alike(given(source, 2, monkeypatch)[1], seen[0]), Stream._embedded
-    monkeypatch.setattr(Stream, "_embedded", lambda self: plain(self) / self._symmetry.embedded(self._config) ** 2)
-    assert multiplied > alike(given(source, 2, monkeypatch)[1], seen[0]) + 0.02
 
 
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
