@@ -121,9 +121,8 @@ def test_every_entry_has_a_tiny_model() -> None:
 def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     directory = source(tmp_path, "gpt_neox")
     (directory / "notes.txt").write_bytes(b"\x00\xff carried along")
-    planned = run("--groups", 2, "--method", "mean", "--dry-run", directory)
-    assert "class       gpt_neox (GPTNeoXForCausalLM) -> phi (PhiForCausalLM), native" in planned.said
     done = run("--groups", 2, "--method", "mean", "--json", directory)
+    assert "class       gpt_neox (GPTNeoXForCausalLM) -> phi (PhiForCausalLM), native" in done.err
     both = {
         "from": {"model_type": "gpt_neox", "architecture": "GPTNeoXForCausalLM"},
         "to": {"model_type": "phi", "architecture": "PhiForCausalLM"},
@@ -141,9 +140,6 @@ def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     assert [stated[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [1, 2, 0]
     assert stated["dtype"] == before["dtype"]
     assert "tokenizer_class" not in stated  # it has none
-    # Converting the result once more is that of any Phi.
-    again = run("--groups", 1, "--method", "mean", "--json", "-o", tmp_path / "again", out)
-    assert json.loads(again.out)["recast"] is None
 
 
 def test_the_cache_of_a_source_is_known(tmp_path: Path) -> None:
@@ -164,7 +160,6 @@ SPECIAL = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 STORED: dict[str, tuple[tuple[str, ...], dict[str, Any] | None]] = {
     "all": (("tokenizer.json",), {"tokenizer_class": ..., **SPECIAL}),
     "no class": (("tokenizer.json", "vocab.json", "merges.txt"), {"model_max_length": 64}),
-    "no config": (("tokenizer.json",), None),
     "vocabulary": (("vocab.json", "merges.txt"), {"tokenizer_class": ..., "model_max_length": 64}),
     "vocabulary alone": (("vocab.json", "merges.txt"), None),
 }

@@ -1,6 +1,5 @@
 """An architecture is one entry in one file: a Llama under another name, with other names for its tensors."""
 
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,16 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from gqa.convert import RefusedError, convert_checkpoint
 from gqa.convert.heads.families import table
-
-ENTRY = """
 from gqa.convert.heads.family import Family
 from gqa.convert.heads.layout import Rule, Separate
 from gqa.convert.heads.symmetries import Symmetry
 
-FAMILIES = (
-    Family(
-        "wk and wv",
-        {
-            "new_llama": Symmetry(
-                query="wq",
-                output="wo",
-                norms=("attention_norm",),
-            )
-        },
-        attention=("attention",),
-        rules=(Rule("wk", Separate("key")), Rule("wv", Separate("value"))),
-    ),
+ENTRY = Family(
+    "wk and wv",
+    {"new_llama": Symmetry(query="wq", output="wo", norms=("attention_norm",))},
+    attention=("attention",),
+    rules=(Rule("wk", Separate("key")), Rule("wv", Separate("value"))),
 )
-"""
 
 
 class NewConfig(LlamaConfig):
@@ -107,9 +95,7 @@ def test_one_entry_in_one_file_is_enough(
     source, expected = write_checkpoint(model, tmp_path / "source"), output(model)
     with pytest.raises(RefusedError, match="new_llama, which is not supported"):
         convert_checkpoint(source, 4, tmp_path / "four", method="mean")
-    (tmp_path / "new.py").write_text(ENTRY)
-    entries = runpy.run_path(str(tmp_path / "new.py"))["FAMILIES"]
-    monkeypatch.setattr(table, "FAMILIES", (*table.FAMILIES, *entries))
+    monkeypatch.setattr(table, "FAMILIES", (*table.FAMILIES, ENTRY))
     four = convert_checkpoint(source, 4, tmp_path / "four", method="mean").out
     scramble(four)
     assert relative(output(NewForCausalLM.from_pretrained(four)), expected) < 1e-5

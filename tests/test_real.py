@@ -22,10 +22,9 @@ from real_model import RealModelError, real_checkpoint
 from safetensors.torch import load_file
 from test_families import CONTROL, TOLERANCE, all_tensors, check_same_tensors, error, tiled_heads
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from gqa.checkpoint.loading import cache_name
-from gqa.convert import Conversion, convert_checkpoint, plan_conversion
+from gqa.convert import Conversion, convert_checkpoint
 from gqa.corpus.stdlib import stdlib_texts
 
 pytestmark = pytest.mark.real
@@ -170,28 +169,6 @@ def test_expand_back(
 def test_lossless(source: Path, converted: Callable[[int], Path], tmp_path: Path) -> None:
     """Oracle 2: heads that are equal inside each group merge to the very bits they were repeated from."""
     check_same_tensors(convert_checkpoint(converted(QUERY), KV, tmp_path / "back", method="mean").out, source)
-
-
-def cache_bytes_per_token(directory: Path, ids: Tensor) -> float:
-    """Measured on the cache that transformers fills, in the dtype the checkpoint is stored in."""
-    model = load_fresh(directory, "auto")
-    held = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(input_ids=ids, use_cache=True, **{cache_name(model): held})
-    numbers = [tensor for layer in held.layers for tensor in (layer.keys, layer.values)]
-    assert len(numbers) == 2 * LAYERS
-    return sum(tensor.numel() * tensor.element_size() for tensor in numbers) / ids.numel()
-
-
-def test_cache_is_as_large_as_planned(source: Path, converted: Callable[[int], Path], text: Tensor) -> None:
-    """30 layers x G heads x (64 + 64) numbers x 2 bytes, a third for one head and three times as much for nine."""
-    measured = {groups: cache_bytes_per_token(converted(groups), text[:2, :32]) for groups in (1, KV, QUERY)}
-    print(measured)  # noqa: T201
-    for groups, count in measured.items():
-        plan = plan_conversion(source, groups)
-        assert plan.cache_after.bytes_per_token == count == groups * LAYERS * 2 * DIM * 2
-        assert plan.cache_before.bytes_per_token == measured[KV]
-    assert measured[KV] / measured[1] == measured[QUERY] / measured[KV] == 3
 
 
 def test_perplexity(source: Path, converted: Callable[[int], Path], load: Load, text: Tensor) -> None:

@@ -72,13 +72,10 @@ MIMI = {"model_type": "mimi", "num_filters": 4, "upsampling_ratios": [2, 2], "co
 
 NESTED: tuple[Tiny, ...] = (
     *(_wrapper(model_type) for model_type in (
-        "ernie4_5_vl_moe", "glm4v", "glm4v_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe",
-        "qwen3_vl", "qwen3_vl_moe",
+        "ernie4_5_vl_moe", "glm4v_moe", "qwen2_5_vl",
     )),
     _wrapper("gemma3", mm_tokens_per_image=4),
     _wrapper("aria", projector_patch_to_query_dict={4: 2}),
-    _wrapper("cohere2_vision", "cohere2", alignment_intermediate_size=32),
-    *(_wrapper(model_type, "llama", scale_factor=1) for model_type in ("idefics3", "smolvlm")),
     _wrapper("internvl", "qwen2"),
     _wrapper("llava", "llama", vision_feature_layer=-1),
     _wrapper("mistral3", "mistral"),
@@ -93,7 +90,6 @@ NESTED: tuple[Tiny, ...] = (
     _wrapper("paligemma", "gemma", projection_dim=32, fixed_inputs={"token_type_ids": (1, (LENGTH,))}),
     _wrapper("qwen2_audio", "qwen2"),
     _wrapper("qwen2_vl", vision_config={"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 1}),
-    _wrapper("gemma4", boa_token_id=8, eoa_token_index=9),
     _wrapper("llama4", vision_config={"intermediate_size": 64, "projector_input_dim": 16, "vision_output_dim": 16,
                                       "projector_output_dim": 16}),
     _wrapper("minimax_m3_vl", projector_hidden_size=16),
@@ -103,7 +99,6 @@ NESTED: tuple[Tiny, ...] = (
     _wrapper("hunyuan_vl", im_start_id=4, im_end_id=5, im_newline_id=6,
              vision_config={"hidden_size": 32, "num_attention_heads": 4, KV: 4, "max_image_size": 8,
                             "min_image_size": 8, "max_vit_seq_len": 4, "img_max_token_num": 4}),
-    _wrapper("lfm2_vl", "lfm2", projector_hidden_size=16, downsample_factor=1, vision_config={"num_patches": 4}),
     _wrapper("lfm3_vl", "lfm3", projector_hidden_size=16,
              vision_config={"hidden_size": 32, "num_attention_heads": 4, KV: 2}),
     _wrapper("voxtral", "llama", audio_config={"intermediate_size": 64}),
