@@ -37,7 +37,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """At once it says that it has begun: to import torch and transformers takes seconds."""
-        if watched() and not ctx.params.get("quiet"):
+        if is_interactive() and not ctx.params.get("quiet"):
             click.echo(f"{ctx.info_name} {installed('gqa')} is starting", err=True)
         return super().invoke(ctx)
 
@@ -59,11 +59,11 @@ def progress_bar(total: int, unit: str, description: str, quiet: bool, done: int
 
     return tqdm(
         total=total, initial=done, unit=unit, unit_scale=True, desc=description, file=sys.stderr, leave=False,
-        dynamic_ncols=True, bar_format=_BAR if total else None, disable=quiet or not watched(),
+        dynamic_ncols=True, bar_format=_BAR if total else None, disable=quiet or not is_interactive(),
     )  # fmt: skip
 
 
-def labelled(text: str) -> str:
+def wrap_lines(text: str) -> str:
     """Lines that each begin with a label, in the width of a terminal; no word is broken. What is indented (rows of
     tables, commands to copy) stays as it is.
     """
@@ -78,11 +78,11 @@ def labelled(text: str) -> str:
 
 def say_device(name: object, quiet: bool) -> None:
     """Where it runs, for a person who looks at it; records of results hold it too."""
-    if watched() and not quiet:
+    if is_interactive() and not quiet:
         click.echo(f"device      {name}", err=True)
 
 
-def watched() -> bool:
+def is_interactive() -> bool:
     """Whether a person looks at what is written as it comes: at a terminal, or in a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return sys.stderr.isatty() or "IPKernelApp" in getattr(shell, "config", ())

@@ -254,7 +254,7 @@ class Options:
             except click.BadParameter as error:
                 raise RefusedError(f"{name}: {error.message.rstrip('.')}") from error
 
-    def given(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Whether an option has another value than its default."""
         return bool(getattr(self, name) != field_of(type(self), name).default)
 
@@ -262,7 +262,7 @@ class Options:
         """Raises RefusedError for an option that is given without any of those that it needs."""
         for one in fields(self):
             needs = one.metadata["needs"]
-            if needs and self.given(one.name) and not any(getattr(self, name) for name in needs):
+            if needs and self.is_set(one.name) and not any(getattr(self, name) for name in needs):
                 names = [field_of(type(self), name).metadata["argument"].strip("[]") or flag(name) for name in needs]
                 give = "both" if len(names) == 1 else "one of them"
                 raise RefusedError(f"{flag(one.name)} means nothing without {' or '.join(names)}: give {give} or none")

@@ -46,20 +46,16 @@ def without_place(word: str) -> str:
     return option + (Path(path).name if Path(path).is_absolute() else path)
 
 
-def portable(argv: Sequence[str]) -> list[str]:
-    """The arguments of a command without absolute paths."""
-    return [*map(without_place, argv)]
+def portable(value: Any) -> Any:
+    """Arguments or options of a command without absolute paths, JSON-ready."""
+    if isinstance(value, list | tuple):
+        return [portable(part) for part in value]
+    return without_place(str(value)) if isinstance(value, str | Path) else value
 
 
 def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:
     """What a command was asked for, for its record: its arguments and options without absolute paths, JSON-ready."""
-    return {"argv": portable(argv), "options": {name: _portable(value) for name, value in asdict(options).items()}}
-
-
-def _portable(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [*map(_portable, value)]
-    return without_place(str(value)) if isinstance(value, str | Path) else value
+    return {"argv": portable(argv), "options": {name: portable(value) for name, value in asdict(options).items()}}
 
 
 def command_line(tool: str, argv: Sequence[str]) -> str:

@@ -72,7 +72,7 @@ def command(options: ConvertOptions) -> None:
 def _announce(plan: Plan, options: ConvertOptions) -> None:
     """Print what is known before anything is done: the method that was chosen and why, and what it lacks."""
     _warn(plan.warnings if plan.why or options.dry_run else ())
-    if options.given("method") and plan.method not in METHODS:
+    if options.is_set("method") and plan.method not in METHODS:
         _say(f"note        --method is not used: none of the {plan.config.main.kv} heads are merged", options)
     if plan.why:
         _say(f"method      {plan.method} (--method {AUTO}): {plan.why}", options)
@@ -135,7 +135,7 @@ def _say_next(plan: Plan, result: Conversion, options: ConvertOptions) -> None:
 
 def _say(text: str, options: ConvertOptions) -> None:
     if not options.quiet:
-        click.echo(console.labelled(text), err=options.json)
+        click.echo(console.wrap_lines(text), err=options.json)
 
 
 def _warn(warnings: Sequence[str]) -> None:

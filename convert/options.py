@@ -131,6 +131,6 @@ def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:
     known = [METHODS[name] for name in methods]
     for name, found in type(options).__dataclass_fields__.items():
         uses = found.metadata["methods"]
-        if uses and options.given(name) and not any(getattr(method, uses) for method in known):
+        if uses and options.is_set(name) and not any(getattr(method, uses) for method in known):
             users = ", ".join(other for other, method in METHODS.items() if getattr(method, uses))
             raise RefusedError(f"{flag(name)} is not used by {where}; it goes with --method {users}")

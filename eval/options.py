@@ -94,5 +94,5 @@ class EvaluateOptions(Options):
             raise RefusedError("--cache-bits is about quality and bytes: leave it out, or --decode")
         if self.kl and not (len(self.models) > 1 or self.cache_bits):
             raise RefusedError("--kl compares checkpoints: give at least two")
-        if self.target_field and self.given("protocol"):
+        if self.target_field and self.is_set("protocol"):
             raise RefusedError("--target-field gives pairs, which are not cut into windows: leave --protocol out")

@@ -372,7 +372,7 @@ def test_a_command_says_at_once_that_it_has_begun_and_where_it_runs(
     """Before anything heavy is imported, and to people only."""
     model = tiny_checkpoint(tmp_path / "model")
     words = ["--data", "self:64", "--context", 16, "--method", "calibrated", "--device", "cpu"]
-    monkeypatch.setattr(console, "watched", lambda: True)
+    monkeypatch.setattr(console, "is_interactive", lambda: True)
     told = run(model, "-g", 1, *words, "-o", tmp_path / "a").err
     assert told.startswith(f"gqa-convert {version('gqa')} is starting\n")
     assert "device      cpu\n" in told

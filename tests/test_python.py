@@ -246,11 +246,11 @@ def test_the_callers_logging_stays(place: Path, tmp_path: Path) -> None:
 
 
 def test_a_notebook_shows_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gqa.checkpoint.console import watched
+    from gqa.checkpoint.console import is_interactive
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    assert not watched()
+    assert not is_interactive()
     for config, shown in (({"IPKernelApp": {}}, True), ({"TerminalIPythonApp": {}}, False)):
         shell = SimpleNamespace(config=config)
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
-        assert watched() == shown
+        assert is_interactive() == shown

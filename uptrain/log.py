@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gqa.checkpoint.console import WIDTH, progress_bar, watched
+from gqa.checkpoint.console import WIDTH, is_interactive, progress_bar
 from gqa.checkpoint.errors import OutputError, explain
 from gqa.checkpoint.write import finite, replacing
 from gqa.uptrain.setup import Setup
@@ -64,7 +64,7 @@ class Log:
     def _show(self, step: int, record: dict[str, Any]) -> None:
         now = time.perf_counter()
         parts = self._status(record)
-        if watched():
+        if is_interactive():
             self._bar.set_postfix_str(" | ".join(parts))
         elif step == self._steps or now - self._last_line > 5:  # a file gets a line every few seconds
             self._last_line = now

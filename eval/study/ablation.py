@@ -114,7 +114,7 @@ def _choose_cells(subject: Subject, options: AblateOptions) -> tuple[list[Cell],
         try:
             make_plan(subject.checkpoint, groups, method)
         except RefusedError as error:
-            if options.given("methods") or not METHODS[method].aligns:
+            if options.is_set("methods") or not METHODS[method].aligns:
                 raise
             left_out[method] = str(error)
     return options.cells(heads, [method for method in options.methods if method not in left_out]), left_out
