@@ -27,7 +27,6 @@ def command(options: EvaluateOptions) -> None:
     BASELINE and each MODEL are directories or hub ids; every MODEL is shown with its difference from BASELINE.
     """
     from gqa.eval.evaluate import measure
-    from gqa.eval.page import no_pictures
     from gqa.eval.report import as_json, as_text, reserved, write_report
 
     options.check()
@@ -38,12 +37,12 @@ def command(options: EvaluateOptions) -> None:
         if not options.quiet:
             click.echo(as_text(results, every=options.verbose), err=options.json)
         if options.output:
-            files = [*write_report(results, options.output), *filter(None, [no_pictures()])]
+            files = write_report(results, options.output)
             if not options.quiet:
                 click.echo(f"\nwritten to {options.output}: {', '.join(files)}", err=options.json)
     if options.json:
         click.echo(as_json(results))
-    optional = (*(["recall"] if options.recall else []), "written", "decode")
+    optional = ("recall", "decode") if options.recall else ("decode",)
     if refused := [results[part]["refused"] for part in optional if "refused" in results.get(part, {})]:
         fail("gqa-eval", f"{'; '.join(refused)}; the rest is measured", 1)
 

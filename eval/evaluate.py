@@ -25,7 +25,7 @@ from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval.decode import decode_contexts, measure_decode
-from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts, sources_of, write
+from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
 from gqa.eval.memory import fit
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
@@ -62,7 +62,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     if options.memory:
         results["memory"] = fit(subjects, records, options, context)
     text = read_text(subjects, options) if options.data else None
-    comparison = Comparison(subjects[0], text, options, writes=bool(options.kl or options.output))
+    comparison = Comparison(subjects[0], text, options)
     if text:
         results["text"] = {"data": options.data, **text.record()}
     if asks_recall:
@@ -86,19 +86,14 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
 class Comparison:
     """Measures models one after the other, each loaded once: the base model first, then the models compared with it.
 
-    refused: why a part (`written`, `recall`, `decode`) could not be measured.
+    refused: why a part (`recall`, `decode`) could not be measured.
     questions: about the context, if recall is measured.
-
-    Args:
-        text: Its tokens are scored.
-        writes: Encoder-decoders write texts for sources.
     """
 
-    def __init__(self, baseline: Subject, text: Text | None, options: EvaluateOptions, writes: bool = False) -> None:
+    def __init__(self, baseline: Subject, text: Text | None, options: EvaluateOptions) -> None:
         self.refused = dict[str, str]()
         self.questions: Sequence[Questions] = ()
         self._baseline, self._text, self._options = baseline, text, options
-        self._writes = bool(writes and text and text.protocol == "pairs")
         self._baseline_head: ChunkedHead | None = None  # the base model, kept loaded with --kl
         self._nats: Floats | None = None  # of the base model on the text, (tokens,)
         self._texts: Sequence[Window] = ()  # greedy texts of the base model
@@ -159,9 +154,6 @@ class Comparison:
         }  # fmt: skip
         if self._text and (alone or not (is_baseline and self._options.kl)):
             record |= self._measure_quality(subject, head, self._text)
-        if self._writes and "written" not in self.refused:
-            with self.optional("written"):
-                record |= self._measure_written(subject, head)
         if self.questions and "recall" not in self.refused:
             with self.optional("recall"):
                 record |= self._measure_recall(subject, head)
@@ -183,16 +175,6 @@ class Comparison:
         if scores.kl is not None and scores.same_top is not None and scores.acceptance is not None:
             compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance)
         return quality | {"against_baseline": compared}
-
-    def _measure_written(self, subject: Subject, head: ChunkedHead) -> Record:
-        """Agreement of an encoder-decoder with the greedy texts that the base model writes for the sources."""
-        assert self._text
-        pairs, batch_size = sources_of(self._text.windows), self._options.batch_size
-        with explain_memory(subject.name, self._options, "greedy texts"):
-            texts = write(head.model, pairs if subject is self._baseline else pairs[:SHOWN], batch_size)
-        self._texts = self._texts or texts
-        hits = self._score(subject, head, self._texts).hits
-        return {"greedy": agreement(hits, self._texts), "samples": as_text(subject.tokenizer, texts[:SHOWN])}
 
     def _measure_recall(self, subject: Subject, head: ChunkedHead) -> Record:
         """Recall, and agreement with the base model's greedy texts."""

@@ -1,4 +1,4 @@
-"""Greedy agreement: for how many tokens a model's greedy text equals the baseline's, after prompts or for sources.
+"""Greedy agreement: for how many tokens a model's greedy text equals the baseline's, after prompts.
 
 Two greedy texts are equal up to the first difference, so only the baseline generates. A model scores that text and
 leaves it at the first token that is not its most probable one.
@@ -7,7 +7,6 @@ leaves it at the first token that is not its most probable one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.loading import cache_name
 from gqa.corpus.windows import Window
-from gqa.eval.scoring import sources
 from gqa.eval.statistics import mean_interval
 
 STEPS = 64
-SOURCES = 64  # texts that encoder-decoders write
 OPENING = 32  # tokens of a sample that are a prompt
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -42,21 +38,6 @@ PROMPTS = (
 )
 
 
-def sources_of(windows: Sequence[Window]) -> list[Window]:
-    """At most SOURCES pairs, spread evenly over all."""
-    picks = np.linspace(0, len(windows) - 1, min(SOURCES, len(windows))).astype(int)
-    return [windows[pick] for pick in picks]
-
-
-def write(model: PreTrainedModel, pairs: Sequence[Window], batch_size: int) -> list[Window]:
-    """Greedy texts of an encoder-decoder for the sources, at most as long as the longest target."""
-    steps, windows = max(pair.scored for pair in pairs), list[Window]()
-    for start in range(0, len(pairs), batch_size):
-        batch = pairs[start : start + batch_size]
-        windows += continued(model, [pair.ids[: -pair.scored] for pair in batch], steps, batch)
-    return windows
-
-
 def prompts(tokenizer: Any, samples: Sequence[Sequence[int]]) -> list[list[int]]:
     """PROMPTS in the chat template if there is one, else the beginnings of `samples`."""
     if not getattr(tokenizer, "chat_template", None):
@@ -68,12 +49,8 @@ def prompts(tokenizer: Any, samples: Sequence[Sequence[int]]) -> list[list[int]]
 
 
 @torch.inference_mode()
-def continued(
-    model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS,
-    pairs: Sequence[Window] = (),
-) -> list[Window]:  # fmt: skip
-    """Greedy texts after each opening, up to EOS or `steps` tokens, as windows that score them. An encoder-decoder
-    generates for the sources of `pairs`; its openings have equal lengths.
+def continued(model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS) -> list[Window]:
+    """Greedy texts after each opening, up to EOS or `steps` tokens, as windows that score them.
 
     Raises RefusedError for a model that transformers cannot generate with.
     """
@@ -83,28 +60,20 @@ def continued(
     greedy.eos_token_id = sorted(ends) or None
     checkpoint_config = model.generation_config
     model.generation_config = greedy  # without the checkpoint's penalties and sampling
-    inputs: dict[str, Any] = sources(pairs, model)
-    if pairs:
-        inputs["decoder_input_ids"] = torch.tensor(openings, device=model.device)
-        # transformers' own has as many layers as T5's encoder.
-        inputs[cache_name(model)] = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        greedy.decoder_start_token_id = openings[0][0]
-    else:
-        inputs["input_ids"], inputs["attention_mask"] = (
-            pad_sequence([torch.tensor(line) for line in lines], batch_first=True, padding_side="left").to(model.device)
-            for lines in (openings, [[1] * len(one) for one in openings])
-        )
+    ids, mask = (
+        pad_sequence([torch.tensor(line) for line in lines], batch_first=True, padding_side="left").to(model.device)
+        for lines in (openings, [[1] * len(opening) for opening in openings])
+    )
     try:
-        output: Tensor = model.generate(generation_config=greedy, **inputs)
+        output: Tensor = model.generate(input_ids=ids, attention_mask=mask, generation_config=greedy)
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise RefusedError(f"{model.name_or_path} cannot write text: {explain(error)}; give --no-recall") from error
     finally:
         model.generation_config = checkpoint_config
-    windows, first = [], inputs["decoder_input_ids" if pairs else "input_ids"].shape[1]
-    for number, (opening, written) in enumerate(zip(openings, output[:, first:].tolist(), strict=True)):
-        end = next((length for length, token in enumerate(written, 1) if token in ends), steps)
-        window = Window((*opening, *written[:end]), end, number)
-        windows.append(replace(pairs[number], ids=window.ids, scored=end) if pairs else window)
+    windows = []
+    for number, (opening, text) in enumerate(zip(openings, output[:, ids.shape[1] :].tolist(), strict=True)):
+        end = next((length for length, token in enumerate(text, 1) if token in ends), steps)
+        windows.append(Window((*opening, *text[:end]), end, number))
     return windows
 
 
@@ -124,8 +93,8 @@ def agreement(hits: NDArray[np.bool_], windows: Sequence[Window]) -> dict[str, f
 
 def as_text(tokenizer: Any, windows: Sequence[Window]) -> list[dict[str, str]]:
     """Prompts and greedy texts, decoded for a report."""
-
-    def decoded(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    return [{"prompt": decoded(w.source or w.ids[: -w.scored]), "text": decoded(w.ids[-w.scored :])} for w in windows]
+    parts = [{"prompt": window.ids[: -window.scored], "text": window.ids[-window.scored :]} for window in windows]
+    return [
+        {name: str(tokenizer.decode(list(ids), skip_special_tokens=True)) for name, ids in part.items()}
+        for part in parts
+    ]

@@ -67,7 +67,7 @@ class EvaluateOptions(Options):
     revision: str | None = same_as(ConvertOptions, "revision")
     trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code")
     output: Path | None = option(
-        None, "Write results.json, report.html and pictures here.", short="-o", heading="Basic", metavar="DIR")
+        None, "Write results.json and report.html here.", short="-o", heading="Basic", metavar="DIR")
     overwrite: bool = option(False, "Replace the report at DIR.", heading="Output", needs=("output",))
     json: bool = same_as(ConvertOptions, "json")
     verbose: bool = option(

@@ -36,15 +36,13 @@ _PASSKEY = "\nThe pass key is"
 class Questions:
     """Windows of one kind whose answers stand `distance` tokens (or at most as many) before.
 
-    answers: indices into the scored predictions of all windows; depth: position of each answer in the context, 0 to 1;
-    cluster: answers that are resampled together.
+    answers: indices into the scored predictions of all windows; cluster: answers that are resampled together.
     """
 
     kind: str
     distance: int
     windows: tuple[Window, ...]
     answers: Ints
-    depth: NDArray[np.float64]
     cluster: Ints
 
 
@@ -100,9 +98,7 @@ def _second_copies(kind: str, stream: Ints, distance: int, prefix: int) -> Itera
     answers = np.arange(count * (copied - 1))
     sequence, position = np.divmod(answers, copied - 1)
     runs = -(-(copied - 1) // RUN)
-    yield Questions(
-        kind, distance, tuple(windows), answers, (position + 1) / distance, sequence * runs + position // RUN
-    )
+    yield Questions(kind, distance, tuple(windows), answers, sequence * runs + position // RUN)
 
 
 def _look_ups(
@@ -114,20 +110,17 @@ def _look_ups(
     between = length - 2 * PAIRS * line
     if between < 0 or len(filler) < between:
         return
-    windows, order = [], []
-    count = _sequences(length)
+    windows, count = list[Window](), _sequences(length)
     for number, start in enumerate(np.linspace(0, len(filler) - between, count).astype(int)):
         drawn = random.permutation(words)[: 2 * PAIRS].reshape(PAIRS, 2)
-        order.append(random.permutation(PAIRS))
         listed, queried = (
             chain.from_iterable((int(key), *colon, int(value), *newline) for key, value in pairs)
-            for pairs in (drawn, drawn[order[-1]])
+            for pairs in (drawn, random.permutation(drawn))
         )
         ids = (prefix, *listed, *filler[start : start + between].tolist(), *queried)
         windows.append(Window(ids, PAIRS * line - 1 - len(colon), number))  # from the first value that is asked for
     answers = (np.arange(count)[:, None] * windows[0].scored + line * np.arange(PAIRS)).flatten()
-    depth = np.concatenate(order) / (PAIRS - 1)
-    yield Questions("look-up", length, tuple(windows), answers, depth, np.arange(len(answers)))
+    yield Questions("look-up", length, tuple(windows), answers, np.arange(len(answers)))
 
 
 def _passkeys(
@@ -139,8 +132,7 @@ def _passkeys(
     if around < DEPTHS or len(filler) < around:
         return
     windows = []
-    depths = np.linspace(0, 1, DEPTHS)
-    for number, depth in enumerate(depths):
+    for number, depth in enumerate(np.linspace(0, 1, DEPTHS)):
         start = int((len(filler) - around) * depth)
         text, position = filler[start : start + around].tolist(), round(around * depth)
         key = random.choice(words, DIGITS, replace=False).tolist()
@@ -149,7 +141,7 @@ def _passkeys(
             Window((prefix, *text[:position], *statement, *text[position:], *question, *key), DIGITS, number)
         )
     answers = np.arange(DEPTHS * DIGITS)
-    yield Questions("passkey", length, tuple(windows), answers, np.repeat(depths, DIGITS), answers // DIGITS)
+    yield Questions("passkey", length, tuple(windows), answers, answers // DIGITS)
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
@@ -181,11 +173,9 @@ def recall(questions: Sequence[Questions], scores: Scores) -> list[dict[str, Any
         nats, hits = scores.nats[picks].astype(np.float64), scores.hits[picks].astype(np.float64)
         accuracy, low, high = mean_interval(hits, question.cluster)
         mean, nats_low, nats_high = mean_interval(nats, question.cluster)
-        thirds = np.minimum((question.depth * 3).astype(int), 2)
         records.append({
             "kind": question.kind, "distance": question.distance, "answers": len(picks),
             "accuracy": accuracy, "accuracy_low": low, "accuracy_high": high,
             "nats": mean, "nats_low": nats_low, "nats_high": nats_high,
-            "by_depth": [float(hits[thirds == n].mean()) if (thirds == n).any() else None for n in range(3)],
         })  # fmt: skip
     return records

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import nll_loss
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from gqa.checkpoint.devices import free_memory
 from gqa.checkpoint.errors import RefusedError
@@ -89,22 +88,16 @@ def score(
     return Scores(**{key: np.concatenate([values[key] for _, values in parts])[order] for key in parts[0][1]})
 
 
-def padded(windows: Sequence[Window], model: PreTrainedModel) -> dict[str, Tensor]:
+def _inputs(windows: Sequence[Window], device: torch.device) -> dict[str, Tensor]:
     """Model inputs of windows, each (B, T), padded on the right: with causal attention no scored position attends to
     padding, so no mask is needed. The bidirectional encoder gets a mask.
     """
-    ids = _pad((window.ids[:-1] for window in windows), model.device)
-    encoder_inputs = sources(windows, model)
-    return encoder_inputs | {"decoder_input_ids": ids} if encoder_inputs else {"input_ids": ids}
-
-
-def sources(windows: Sequence[Window], model: PreTrainedModel) -> dict[str, Tensor]:
-    """Encoder inputs of windows by argument name; empty for a decoder."""
+    ids = _pad((window.ids[:-1] for window in windows), device)
     if not any(window.source for window in windows):
-        return {}
-    source = _pad((window.source for window in windows), model.device)
-    mask = _pad(([1] * len(window.source) for window in windows), model.device)
-    return {"input_ids": source, "attention_mask": mask}
+        return {"input_ids": ids}
+    source = _pad((window.source for window in windows), device)
+    mask = _pad(([1] * len(window.source) for window in windows), device)
+    return {"input_ids": source, "attention_mask": mask, "decoder_input_ids": ids}
 
 
 def _pad(lines: Iterable[Sequence[int]], device: torch.device) -> Tensor:
@@ -114,7 +107,7 @@ def _pad(lines: Iterable[Sequence[int]], device: torch.device) -> Tensor:
 def _score_batch(head: ChunkedHead, windows: Sequence[Window], baseline: ChunkedHead | None) -> dict[str, NDArray[Any]]:
     """Fields of `Scores` for the predictions of these windows."""
     device, parts = head.model.device, []
-    inputs = padded(windows, head.model)
+    inputs = _inputs(windows, device)
     scored = _pad(([0] * (len(w.ids) - 1 - w.scored) + [1] * w.scored for w in windows), device)
     positions = scored.flatten().nonzero().squeeze(1)
     targets = torch.tensor([token for window in windows for token in window.ids[-window.scored :]], device=device)

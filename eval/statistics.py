@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.floating[Any]]
 
-BOOTSTRAP_SAMPLES = 2000
-BOOTSTRAP_NUMBERS = 1 << 20  # of the samples' weights, held at a time
+BOOTSTRAP_SAMPLES, BOOTSTRAP_AT_ONCE = 2000, 50
 
 
 def mean_and_error(values: NDArray[Any]) -> tuple[float, float]:
@@ -47,47 +46,36 @@ def paired_ratio(model: Floats, baseline: Floats, cluster: NDArray[np.integer[An
     """ln(PPL(Q) / PPL(P)) on the same tokens, with its standard error and a 95 % paired bootstrap interval.
 
     The error is llama.cpp's: sqrt((var_Q + var_P - 2 cov) / (n - 1)), tokens taken as independent. They are not within
-    a text, so the interval resamples whole clusters (documents, or windows of one document): (Efron and Tibshirani,
+    a text, so the interval resamples whole clusters (documents, or windows of one document; Efron and Tibshirani,
     An Introduction to the Bootstrap, 1993, section 8.6).
     """
     difference = model.astype(np.float64) - baseline
     mean, error = mean_and_error(difference)
     with np.errstate(over="ignore"):
         result = {"log_ratio": mean, "ratio": float(np.exp(mean)), "log_ratio_error": error}
-        low, high = _interval(*_by_cluster(difference, cluster), np.exp)
+        low, high = _interval(difference, cluster, np.exp)
     return result if math.isnan(low) else result | {"ratio_low": low, "ratio_high": high}
 
 
 def mean_interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[float, float, float]:
     """Mean and its 95 % bootstrap interval over clusters; NaN bounds for a single cluster."""
-    return (float(values.mean(dtype=np.float64)), *_interval(*_by_cluster(values, cluster)))
-
-
-def _by_cluster(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Sums and counts of each (n,)."""
-    _, group = np.unique(cluster, return_inverse=True)
-    return np.bincount(group, values), np.bincount(group)
+    return (float(values.mean(dtype=np.float64)), *_interval(values, cluster))
 
 
 def _interval(
-    sums: NDArray[Any], counts: NDArray[Any], function: Callable[[Floats], Floats] = np.asarray
-) -> tuple[float, float]:  # fmt: skip
-    """95 % bounds of a function of the mean."""
-    if len(sums) < 2:
-        return math.nan, math.nan
-    low, high = np.percentile(function(_resampled_means(sums, counts)), (2.5, 97.5))
-    return float(low), float(high)
+    values: Floats, cluster: NDArray[np.integer[Any]], function: Callable[[Floats], Floats] = np.asarray
+) -> tuple[float, float]:
+    """95 % bootstrap bounds of a function of the mean of values (n,): samples of clusters (n,) from a fixed seed.
 
-
-def _resampled_means(sums: NDArray[Any], counts: NDArray[Any]) -> Floats:
-    """Token means of bootstrap samples of n clusters, drawn with a fixed seed. Samples are drawn a few at a time, so
-    that memory does not grow with the number of clusters.
+    Samples are drawn a few at a time, so that memory does not grow with the number of clusters.
     """
-    generator, n = np.random.default_rng(0), len(sums)
-    at_once = max(1, BOOTSTRAP_NUMBERS // n)
-    means = []
-    for start in range(0, BOOTSTRAP_SAMPLES, at_once):
-        size = min(at_once, BOOTSTRAP_SAMPLES - start)
+    _, group = np.unique(cluster, return_inverse=True)
+    sums, counts = np.bincount(group, values), np.bincount(group)
+    generator, n, means = np.random.default_rng(0), len(sums), []
+    if n < 2:
+        return math.nan, math.nan
+    for size in [BOOTSTRAP_AT_ONCE] * (BOOTSTRAP_SAMPLES // BOOTSTRAP_AT_ONCE):
         weights = generator.multinomial(n, np.full(n, 1 / n), size=size)
         means.append(weights @ sums / (weights @ counts))
-    return np.concatenate(means)
+    low, high = np.percentile(function(np.concatenate(means)), (2.5, 97.5))
+    return float(low), float(high)

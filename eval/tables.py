@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,13 +79,11 @@ def cell(record: Any, function: Callable[[Any], str], missing: str = "") -> str:
 
 
 def table(
-    title: str, columns: Iterable[Column], records: Iterable[Any], note: str, missing: str = "",
-    short: int | None = None, filled: bool = False,
+    title: str, columns: Sequence[Column], records: Sequence[Any], note: str = "", missing: str = "",
+    short: int | None = None,
 ) -> Table:  # fmt: skip
-    """A row for each record; `filled` leaves out columns that are empty in all rows."""
-    columns, records = list(columns), list(records)
-    if filled:
-        columns = [column for column in columns if any(cell(record, column[1]) for record in records)]
+    """A row for each record, without the columns that are empty in all rows."""
+    columns = [column for column in columns if any(cell(record, column[1]) for record in records)]
     rows = tuple(tuple(cell(record, function, missing) for _, function in columns) for record in records)
     return Table(title, tuple(name for name, _ in columns), rows, note, short)
 

@@ -30,12 +30,12 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
     context = choose_context(subjects, options.context, most)
     source = parse_source(str(options.data), field=options.field, target_field=target, split="test")
     check_models_agree(subjects, next(source.texts())[:2000])
-    if (encoder := first.encoder) and target:
-        text = make_pairs(source.rows(), encoder, context, options.tokens)
+    if first.encoder:
+        text = make_pairs(source.rows(), first.encoder, context, options.tokens)
     else:
         text = make_text(
-            source.texts(), first.tokenizer, protocol=options.protocol, context=context, max_tokens=options.tokens,
-        )  # fmt: skip
+            source.texts(), first.tokenizer, protocol=options.protocol, context=context, max_tokens=options.tokens
+        )
     check_ids(subjects, text)
     return text
 
@@ -55,11 +55,12 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
     first = subjects[0]
     vocabulary, ids = first.tokenizer.get_vocab(), first.tokenizer(sample, verbose=False)["input_ids"]
     for other in subjects[1:]:
-        theirs = other.tokenizer.get_vocab()
-        if theirs != vocabulary or other.tokenizer(sample, verbose=False)["input_ids"] != ids:
+        other_vocabulary = other.tokenizer.get_vocab()
+        if other_vocabulary != vocabulary or other.tokenizer(sample, verbose=False)["input_ids"] != ids:
             raise RefusedError(
-                f"{first.name} ({len(vocabulary):,} tokens) and {other.name} ({len(theirs):,}) have different "
-                "tokenizers, so their losses per token do not compare; evaluate each alone and compare bits per byte"
+                f"{first.name} ({len(vocabulary):,} tokens) and {other.name} ({len(other_vocabulary):,}) have "
+                "different tokenizers, so their losses per token do not compare; evaluate each alone and compare bits "
+                "per byte"
             )
         if other.config.is_encoder_decoder != first.config.is_encoder_decoder:
             raise RefusedError(f"of {first.name} and {other.name} only one is an encoder-decoder: they do not compare")
@@ -83,15 +84,12 @@ def check_ids(subjects: Sequence[Subject], text: Text) -> None:
 
 def choose_context(subjects: Sequence[Subject], context: int | None, most: int = MAX_CONTEXT) -> int:
     """Tokens of a window: `context`, or without one the models' positions, at most `most`. Raises RefusedError."""
-    limits = [subject.positions for subject in subjects if subject.positions]
-    if context is None:
-        return min([*limits, most])
-    if limits and context > min(limits):
+    limit = min((subject.positions for subject in subjects if subject.positions), default=None)
+    if context and limit and context > limit:
         raise RefusedError(
-            f"--context {context} is more than the {min(limits)} positions that the model was made for; give at most "
-            f"{min(limits)}"
+            f"--context {context} is more than the {limit} positions that the model was made for; give at most {limit}"
         )
-    return context
+    return context or min(limit or most, most)
 
 
 @dataclass(frozen=True)
@@ -242,14 +240,14 @@ def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
         "nats": total,
         "nats_per_token": mean,
         "tokens": tokens,
-        "token_perplexity": exp(mean),
-        "token_perplexity_error": exp(mean) * spread / math.sqrt(tokens - 1) if tokens > 1 else math.nan,
-        "word_perplexity": exp(total / text.words) if text.whole else None,
-        "byte_perplexity": exp(per_byte) if text.whole else None,
+        "token_perplexity": _exp(mean),
+        "token_perplexity_error": _exp(mean) * spread / math.sqrt(tokens - 1) if tokens > 1 else math.nan,
+        "word_perplexity": _exp(total / text.words) if text.whole else None,
+        "byte_perplexity": _exp(per_byte) if text.whole else None,
         "bits_per_byte": per_byte / math.log(2) if text.whole else None,
     }
 
 
-def exp(value: float) -> float:
+def _exp(value: float) -> float:
     """e^value, or infinity beyond the range of floats."""
     return math.exp(value) if value < 700 else math.inf

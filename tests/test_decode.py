@@ -21,6 +21,8 @@ from gqa.convert import convert_checkpoint
 from gqa.eval import decode
 from gqa.eval.decode import greedy_decode, measure_decode
 
+Calls = dict[str, list[tuple[Tensor, int]]]
+
 
 @pytest.fixture(scope="module")
 def pair() -> dict[str, PreTrainedModel]:
@@ -28,23 +30,38 @@ def pair() -> dict[str, PreTrainedModel]:
     return {"mha": load(SOURCE), "gqa2": load(place() / "gqa2")}
 
 
+@pytest.fixture
+def calls(pair: dict[str, PreTrainedModel]) -> Iterator[Calls]:
+    """Inputs of each model, with the number of tokens in the cache before."""
+    inputs: Calls = {name: [] for name in pair}
+
+    def note(name: str, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get(cache_name(module))
+        inputs[name].append((kwargs["input_ids"], cache.get_seq_length() if cache is not None else 0))
+
+    handles = [m.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, m in pair.items()]
+    yield inputs
+    for handle in handles:
+        handle.remove()
+
+
 @pytest.mark.parametrize("name", ["cpu", "cuda", "mps", "xpu"])
 def test_a_clock_waits_for_every_kind_of_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[torch.device] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    devices: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", devices.append)
     decode.clock(torch.device(name))
-    assert waited == ([] if name == "cpu" else [torch.device(name)])
+    assert devices == ([] if name == "cpu" else [torch.device(name)])
 
 
 def test_a_converted_model_drafts_for_its_original(pair: dict[str, PreTrainedModel], tmp_path: Path) -> None:
-    """Greedy text is the original's, in fewer of its passes (docs/engines.md); the draft's own is another."""
+    """The greedy text is the original's, in fewer of its passes (docs/engines.md); the draft's own is another."""
     base = pair["mha"]
     prompt = tokenizer()(texts(1)[0][:400], return_tensors="pt")
     greedy: Any = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24}
     expected = base.generate(**prompt, **greedy)
     by_layer = convert_checkpoint(SOURCE, (8, 4, 4, 2, 4, 4), tmp_path / "out", method="mean").out
     passes: list[Any] = []
-    handle = base.register_forward_hook(lambda *given: passes.append(given))
+    handle = base.register_forward_hook(lambda *args: passes.append(args))
     drafts = [pair["gqa2"], AutoModelForCausalLM.from_pretrained(by_layer, trust_remote_code=True, dtype="float32")]
     for draft in drafts:
         passes.clear()
@@ -55,50 +72,24 @@ def test_a_converted_model_drafts_for_its_original(pair: dict[str, PreTrainedMod
     handle.remove()
 
 
-@pytest.fixture
-def calls(pair: dict[str, PreTrainedModel]) -> Iterator[dict[str, list[tuple[Tensor, int]]]]:
-    """What each model was asked: its inputs, and the tokens that the cache held before."""
-    made: dict[str, list[tuple[Tensor, int]]] = {name: [] for name in pair}
-
-    def note(name: str, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-        held = kwargs.get(cache_name(module))
-        made[name].append((kwargs["input_ids"], held.get_seq_length() if held is not None else 0))
-
-    handles = [m.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, m in pair.items()]
-    yield made
-    for handle in handles:
-        handle.remove()
-
-
-def test_tokens_are_those_of_generate(pair: dict[str, PreTrainedModel]) -> None:
-    model = pair["gqa2"]
-    ids = torch.randint(4096, (3, 20), generator=torch.Generator().manual_seed(1))
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    model.generation_config.eos_token_id = None  # both go on to the end
-    expected = model.generate(**given, do_sample=False, max_new_tokens=13, pad_token_id=0)[:, 20:]
-    made = greedy_decode(model, ids, steps=12)
-    assert torch.equal(made.tokens, expected)
-    assert len(made.tokens.unique()) > 3  # a loop that repeats one token would be no evidence
-    other = greedy_decode(model, ids.flip(1), steps=12)
-    assert not torch.equal(other.tokens, expected)
-    assert made.prefill_seconds > 0
-    assert made.seconds_per_token > 0
-
-
-def test_each_step_reads_one_token_and_the_cache(pair: dict[str, PreTrainedModel], calls: Any) -> None:
-    made = greedy_decode(pair["gqa2"], torch.full((3, 20), 7), steps=4)
-    assert [(tuple(ids.shape), held) for ids, held in calls["gqa2"]] == [
-        ((3, 20), 0), ((3, 1), 20), ((3, 1), 21), ((3, 1), 22), ((3, 1), 23)
-    ]  # fmt: skip
-    assert torch.equal(torch.cat([ids for ids, _ in calls["gqa2"][1:]], dim=1), made.tokens[:, :-1])
-
-
-def test_a_sliding_window_decodes_too() -> None:
-    model = build(TINY["mistral"], 2, attention="sdpa")
-    ids = torch.randint(10, 96, (2, 9), generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("name", ["mha", "gqa2", "mistral"])
+def test_tokens_are_those_of_generate(pair: dict[str, PreTrainedModel], name: str) -> None:
+    """Also with a sliding window (mistral) shorter than the context."""
+    model = pair[name] if name in pair else build(TINY[name], 2, attention="sdpa")
+    ids = torch.randint(10, model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1))
     model.generation_config.eos_token_id = None
-    expected = model.generate(input_ids=ids, do_sample=False, max_new_tokens=9, pad_token_id=0)[:, 9:]
-    assert torch.equal(greedy_decode(model, ids, steps=8).tokens, expected)
+    expected = model.generate(input_ids=ids, do_sample=False, max_new_tokens=9, pad_token_id=0)[:, 12:]
+    run = greedy_decode(model, ids, steps=8)
+    assert torch.equal(run.tokens, expected)
+    assert not torch.equal(greedy_decode(model, ids.flip(1), steps=8).tokens, expected)
+    assert min(run.prefill_seconds, run.seconds_per_token) > 0
+
+
+def test_each_step_reads_one_token_and_the_cache(pair: dict[str, PreTrainedModel], calls: Calls) -> None:
+    run = greedy_decode(pair["gqa2"], torch.full((3, 20), 7), steps=4)
+    shapes = [(tuple(ids.shape), cached) for ids, cached in calls["gqa2"]]
+    assert shapes == [((3, 20), 0), ((3, 1), 20), ((3, 1), 21), ((3, 1), 22), ((3, 1), 23)]
+    assert torch.equal(torch.cat([ids for ids, _ in calls["gqa2"][1:]], dim=1), run.tokens[:, :-1])
 
 
 def test_points_of_two_models(pair: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,23 +100,21 @@ def test_points_of_two_models(pair: dict[str, PreTrainedModel], monkeypatch: pyt
     points = measure_decode(pair, [1, 4], [8, 30], steps=2, repeats=3, progress=ticks.append)
     cells = [(1, 8), (1, 30), (4, 8), (4, 30)]
     assert ticks == [1] * len(cells) * 3 * 2
-    assert list(points) == ["mha", "gqa2"]
-    for name in ("mha", "gqa2"):
+    for name, turns in (("mha", (0, 2, 4)), ("gqa2", (1, 3, 5))):
         assert [(p["batch"], p["context"]) for p in points[name]] == cells
         for p in points[name]:
             assert p["tokens_per_second"] == p["batch"] / p["seconds_per_token"]
-            assert (p["attention"], p["dtype"]) == ("sdpa", "float32")
-            assert p["turns"] == ((0, 2, 4) if name == "mha" else (1, 3, 5))
+            assert (p["attention"], p["dtype"], p["turns"]) == ("sdpa", "float32", turns)
         # The warm-up of two models takes the first six readings: the prefill of run r of all ends at 6 + 3 r + 1.
-        first, prefills = points[name][0], [7 + 3 * turn for turn in points[name][0]["turns"]]
+        first, prefills = points[name][0], [7 + 3 * turn for turn in turns]
         assert first["prefill_seconds"] == prefills[1]
-        found = [first[name] for name in ("fastest", "seconds_per_token", "slowest")]
-        assert found == [(seconds + 1) / 2 for seconds in prefills]
+        seconds = [first[key] for key in ("fastest", "seconds_per_token", "slowest")]
+        assert seconds == [(prefill + 1) / 2 for prefill in prefills]
 
 
-def test_models_read_the_same_prompts(pair: dict[str, PreTrainedModel], calls: Any) -> None:
+def test_models_read_the_same_prompts(pair: dict[str, PreTrainedModel], calls: Calls) -> None:
     measure_decode(pair, [2], [5], steps=1, repeats=2)
-    prompts = [ids for seen in calls.values() for ids, _ in seen if ids.shape == (2, 5)]
+    prompts = [ids for inputs in calls.values() for ids, _ in inputs if ids.shape == (2, 5)]
     assert len(prompts) == 2 * (1 + 2)  # a warm-up and two repeats of each
     assert all(torch.equal(ids, prompts[0]) for ids in prompts)
     assert len(prompts[0].unique()) > 5

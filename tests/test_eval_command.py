@@ -1,4 +1,4 @@
-"""`gqa-eval` as its user meets it: what it prints, with every option that has no test of its own."""
+"""`gqa-eval` as its user meets it: the output, with every option that has no test of its own."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ LOAD = evaluate.load
 
 
 def test_the_tables() -> None:
-    shown = done("SRC G4 G2 --data TEXT").out
-    verdicts, quality, memory = (part.splitlines() for part in shown.split("\n\n"))
+    verdicts, quality, memory = (part.splitlines() for part in done("SRC G4 G2 --data TEXT").out.split("\n\n"))
     assert [line[:43] for line in verdicts] == [
         "gqa4: 4 of 8 heads: KV cache 2x smaller, pe", "gqa2: 2 of 8 heads: KV cache 4x smaller, pe"
     ]  # fmt: skip
@@ -43,15 +42,15 @@ def test_the_tables() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("more", ["", "-v"])
-def test_lines_fit_a_terminal(tmp_path: Path, more: str) -> None:
-    """Of 80 columns, though a name is longer than that."""
+def test_lines_fit_a_terminal(tmp_path: Path) -> None:
+    """Of 80 columns, though a name is longer than that; with all columns and without."""
     long = shutil.copytree(place() / "gqa2", tmp_path / ("conversion-" * 9))
-    line = f"SRC {long} --data TEXT --context 64 --tokens 300 --kl --memory 1GB {more}"
-    shown = done(f"{line} --decode --decode-contexts 8 --decode-batches 1 --decode-steps 2").out
-    assert "\nDecoding\n" in shown
-    assert max(map(len, shown.splitlines())) <= 80
-    assert ("word perplexity" in shown) == bool(more)
+    line = f"SRC {long} --data TEXT --context 64 --tokens 300 --kl --memory 1GB --decode --decode-contexts 8"
+    for option in ("", "-v"):
+        shown = done(f"{line} --decode-batches 1 --decode-steps 2 {option}").out
+        assert "\nDecoding\n" in shown
+        assert max(map(len, shown.splitlines())) <= 80
+        assert ("word perplexity" in shown) == bool(option)
 
 
 def test_printed_numbers_do_not_depend_on_the_batch_size() -> None:
@@ -61,18 +60,18 @@ def test_printed_numbers_do_not_depend_on_the_batch_size() -> None:
     assert done(f"{line} --context 127").out not in printed
 
 
-@pytest.mark.parametrize(("protocol", "options"), [("rolling", ""), ("llama.cpp", "--protocol llama.cpp")])
-def test_protocols(protocol: str, options: str) -> None:
-    result = run(*words(f"SRC --data TEXT --context 64 {options} --json -v"), program="gqa-eval")
-    found, whole = json.loads(result.out), protocol == "rolling"
-    assert found["text"]["protocol"] == found["options"]["protocol"] == protocol
-    assert (found["text"]["tokens"] / found["text"]["windows"] < 33) != whole  # of 64; the rest is read before
-    assert (found["models"][0]["quality"]["bits_per_byte"] is not None) == whole
+@pytest.mark.parametrize("protocol", ["rolling", "llama.cpp"])
+def test_protocols(protocol: str) -> None:
+    result = run(*words(f"SRC --data TEXT --context 64 --protocol {protocol} --json -v"), program="gqa-eval")
+    record, whole = json.loads(result.out), protocol == "rolling"
+    assert record["text"]["protocol"] == record["options"]["protocol"] == protocol
+    assert (record["text"]["tokens"] / record["text"]["windows"] < 33) != whole  # of 64; the rest is read before
+    assert (record["models"][0]["quality"]["bits_per_byte"] is not None) == whole
     assert ("bits/byte" in result.err) == whole
     assert f"{protocol} windows of 64 tokens" in result.err
 
 
-def test_context_is_what_the_model_has_unless_told(tmp_path: Path) -> None:
+def test_the_default_context_is_that_of_the_model(tmp_path: Path) -> None:
     short = copy_source(tmp_path)
     edit_json(short / "config.json", lambda config: config.update(max_position_embeddings=100))
     assert results(f"{short} --data TEXT --protocol llama.cpp --tokens 300")["text"]["context"] == 100
@@ -80,48 +79,44 @@ def test_context_is_what_the_model_has_unless_told(tmp_path: Path) -> None:
     assert "--context 600 is more than the 512 positions" in refused("SRC --data TEXT --context 600")
 
 
-def test_decoding_of_the_same_checkpoint_twice() -> None:
-    line = "SRC SRC --decode --decode-contexts 4 --decode-batches 1 --decode-steps 2"
-    found = results(f"{line} --precision float32")["models"]  # which they are not stored in
-    assert [model["decode"]["points"][0]["turns"] for model in found] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
-
-
 def test_memory() -> None:
-    found = {}
+    models = {}
     for ranks in (4, 3):
         result = run(*words(f"SRC G2 --memory 80GB --tensor-parallel {ranks} --json"), program="gqa-eval")
         assert f"80 GB on each of {ranks} ranks" in result.err
-        found[ranks] = json.loads(result.out)["models"]
-    assert [model["kv_cache"]["fits"]["batch"] for model in found[4]] == [
+        models[ranks] = json.loads(result.out)["models"]
+    assert [model["kv_cache"]["fits"]["batch"] for model in models[4]] == [
         (80 * 10**9 - -(-model["weight_bytes"] // 4)) // (512 * 2 * 6 * heads * 32 * 2)
-        for model, heads in zip(found[4], (2, 1), strict=True)
+        for model, heads in zip(models[4], (2, 1), strict=True)
     ]
-    fits = found[3][0]["kv_cache"]["fits"]  # told, and not refused
+    fits = models[3][0]["kv_cache"]["fits"]  # in the output, and not a refusal
     assert fits == {"batch": None, "longest": None, "impossible": fits["impossible"]}
     assert " ".join(result.err.split()).count("3 ranks are not possible for 8 query heads") == 1
-    one, other = (results(f"SRC --memory 80GB {more}") for more in ("", "--precision float32"))
-    kept = [found["models"][0]["kv_cache"]["fits"]["longest"] for found in (one, other)]
-    weights = one["models"][0]["weight_bytes"]  # in bfloat16
-    assert kept == [(80 * 10**9 - weights * n) // (2 * 6 * 8 * 32 * 2 * n) for n in (1, 2)]
+    (stored,), (float32,) = (
+        results(f"SRC --memory 80GB {precision}")["models"] for precision in ("", "--precision float32")
+    )
+    assert [model["kv_cache"]["fits"]["longest"] for model in (stored, float32)] == [
+        (80 * 10**9 - stored["weight_bytes"] * n) // (2 * 6 * 8 * 32 * 2 * n) for n in (1, 2)
+    ]
     assert "hold weights and KV cache in float32 (act" in told("SRC --memory 80GB --precision float32")
 
 
 def test_one_model_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: list[Any] = []
-    most: list[int] = []
+    models: list[Any] = []
+    alive: list[int] = []
 
-    def counted(subject: Any, options: Any) -> Any:
-        most.append(sum(reference() is not None for reference in alive))  # those that are still there
+    def load(subject: Any, options: Any) -> Any:
+        alive.append(sum(reference() is not None for reference in models))
         model = LOAD(subject, options)
-        alive.append(weakref.ref(model))
+        models.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(evaluate, "load", counted)
+    monkeypatch.setattr(evaluate, "load", load)
     results("SRC G4 G2 --data TEXT --context 64 --tokens 100")
-    assert most == [0, 0, 0]
-    del most[:], alive[:]
+    assert alive == [0, 0, 0]
+    del alive[:], models[:]
     results("SRC G4 G2 --data TEXT --context 64 --tokens 100 --kl")
-    assert most == [0, 1, 1]  # beside the baseline
+    assert alive == [0, 1, 1]  # beside the baseline
 
 
 def test_a_model_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +154,7 @@ def test_ranks_print_one_result(runs: Runs) -> None:
 
 
 def test_hub_ids(tmp_path: Path, hub: Hub, runs: Runs) -> None:
-    """Of models, and of a data set's configuration, whose test split is read where none is named."""
+    """Of models, and of a data set's configuration, whose test split is the default."""
     data = tmp_path / "data"
     data.mkdir()
     shutil.copyfile(place() / "text.jsonl", data / "test.jsonl")
@@ -173,9 +168,9 @@ def test_hub_ids(tmp_path: Path, hub: Hub, runs: Runs) -> None:
     commit = hub.repo("lab/gqa", place() / "gqa2").refs["main"]
     line = words("lab/mha lab/gqa --data lab/data:a --context 64 --json -q --revision main")
     at = f"at_hub({hub.endpoint!r}, {str(tmp_path / 'home')!r}, 'one')"
-    found = runs.finish(*line, program="eval", before=at)
-    assert found.err == ""
-    models = json.loads(found.out)["models"]
+    result = runs.finish(*line, program="eval", before=at)
+    assert result.err == ""
+    models = json.loads(result.out)["models"]
     assert [model["name"] for model in models] == ["lab/mha", "lab/gqa"]
     assert models[1]["revision"] == commit
     local = results("SRC G2 --data TEXT --context 64")["models"]

@@ -1,4 +1,4 @@
-"""What `gqa-eval` cannot do is said in one line, with nothing written."""
+"""What `gqa-eval` cannot do is one line, with nothing written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,41 +64,48 @@ def test_refusals(line: str, message: str) -> None:
     assert message in refused(line)
 
 
-@pytest.mark.parametrize("line", ["--data TEXT", "--decode", "--recall"])
 @pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification"])
-def test_models_that_predict_no_tokens(tmp_path: Path, name: str, line: str) -> None:
+def test_models_that_predict_no_tokens(tmp_path: Path, name: str) -> None:
     """A base class, a classifier: also where it is only compared with. What needs no prediction is measured."""
     path = copy_source(tmp_path, "headless")
     edit_json(path / "config.json", lambda config: config.update(architectures=[name]))
-    for models in (f"{path}", f"SRC {path}"):
-        assert f"headless is a {name}, which does not predict the next token" in refused(f"{models} {line}")
+    for line in (f"{path} --data TEXT", f"SRC {path} --decode", f"SRC {path} --recall"):
+        assert f"headless is a {name}, which does not predict the next token" in refused(line)
     assert "KV/token" in done(f"{path} --memory 1GB -o {tmp_path / 'report'}").out
+
+
+Damage = Callable[[Path, dict[str, torch.Tensor]], Any]
+KEY, UP = "model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.up_proj.weight"
+
+
+def fewer_tokens(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:3000].clone()
+    edit_json(path / "config.json", lambda config: config.update(vocab_size=3000))
+
+
+def exchange_tokens(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    def exchange(tokenizer: Any) -> None:
+        one, other, vocabulary = "▁import", "▁return", tokenizer["model"]["vocab"]
+        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+
+    edit_json(path / "tokenizer.json", exchange)
+
+
+DAMAGES: dict[str, Damage] = {
+    "missing": lambda path, weights: weights.pop(KEY),
+    "unexpected": lambda path, weights: weights.update({"model.layers.1.self_attn.extra.weight": torch.zeros(3)}),
+    "mismatched": lambda path, weights: weights.update({KEY: weights[KEY][:128].contiguous()}),
+    "nan": lambda path, weights: weights[UP][5].fill_(math.nan),
+    "vocabulary": fewer_tokens,
+    "tokenizer": lambda path, weights: (path / "tokenizer.json").write_text("{"),
+    "other tokenizer": exchange_tokens,
+}
 
 
 def damaged(path: Path, damage: str) -> Path:
     """A copy of a checkpoint with one thing wrong."""
-    weights, name = load_file(path / "model.safetensors"), "model.layers.1.self_attn.k_proj.weight"
-    if damage == "missing":
-        del weights[name]
-    elif damage == "unexpected":
-        weights["model.layers.1.self_attn.extra.weight"] = torch.zeros(3)
-    elif damage == "mismatched":
-        weights[name] = weights[name][:128].contiguous()
-    elif damage == "nan":
-        weights["model.layers.2.mlp.up_proj.weight"][5, 7] = math.nan
-    elif damage == "vocabulary":
-        weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:3000].clone()
-        edit_json(path / "config.json", lambda config: config.update(vocab_size=3000))
-    elif damage == "tokenizer":
-        (path / "tokenizer.json").write_text("{")
-    else:
-        assert damage == "other tokenizer"
-
-        def exchange(tokenizer: Any) -> None:
-            one, other, vocabulary = "▁import", "▁return", tokenizer["model"]["vocab"]
-            vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
-
-        edit_json(path / "tokenizer.json", exchange)
+    weights = load_file(path / "model.safetensors")
+    DAMAGES[damage](path, weights)
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     return path
 
@@ -127,30 +135,26 @@ def test_an_adapter_beside_weights(tmp_path: Path) -> None:
     """It may be merged into them already: no function loads such a directory."""
     bad = copy_source(tmp_path, "bad")
     (bad / "adapter_config.json").write_text("{}")
-    for how in ("--data TEXT", "--decode", "--recall"):
-        assert "bad has an adapter beside its weights (adapter_config.json)" in refused(f"SRC {bad} {how}")
+    assert "bad has an adapter beside its weights (adapter_config.json)" in refused(f"SRC {bad} --data TEXT")
     for weights in (True, False):
         with pytest.raises(RefusedError, match="remove the adapter's files if it is merged already"):
             load_model(str(bad), weights=weights)
 
 
 @pytest.mark.parametrize("damage", ["missing", "unexpected", "mismatched"])
-def test_transformers_prints_nothing_while_it_loads(tmp_path: Path, damage: str) -> None:
-    """Tables of keys: what is wrong is one line, whatever level of messages is set."""
-    records: list[logging.LogRecord] = []
-    handler, logger = logging.Handler(), logging.getLogger("transformers")
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    level = transformers.utils.logging.get_verbosity()
+def test_transformers_prints_nothing_while_it_loads(tmp_path: Path, damage: str, caplog: Any) -> None:
+    """Tables of keys: the error is one line, whatever level of messages is set."""
+    logger, level = logging.getLogger("transformers"), transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_info()
+    logger.addHandler(caplog.handler)
     try:
         with pytest.raises(RefusedError, match=f"loads with {damage} keys: "):
             load_model(str(damaged(copy_source(tmp_path, "bad"), damage)))
         assert transformers.utils.logging.get_verbosity() == logging.INFO
     finally:
-        logger.removeHandler(handler)
+        logger.removeHandler(caplog.handler)
         transformers.utils.logging.set_verbosity(level)
-    assert records == []
+    assert caplog.records == []
 
 
 def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,16 +189,16 @@ def test_a_model_that_does_not_fit(run: int, error: Exception, monkeypatch: pyte
         return model
 
     monkeypatch.setattr(evaluate, "load", load)
-    said = refused("SRC --data TEXT --context 64 --batch-size 3")
-    assert "stdlib-mha: the memory of cpu is too small for a batch of 3 windows of 64 tokens; give a smaller" in said
-    assert "--batch-size or --context" in said
+    size = "a batch of 3 windows of 64 tokens; give a smaller --batch-size or --context"
+    message = refused("SRC --data TEXT --context 64 --batch-size 3")
+    assert f"stdlib-mha: the memory of cpu is too small for {size}" in message
 
 
-@pytest.mark.parametrize("error", NO_MEMORY, ids=["device", "machine", "file"])
-def test_weights_that_do_not_fit(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", Mock(side_effect=error))
-    said = refused("SRC --data TEXT --context 64")
-    assert "stdlib-mha: the memory of cpu is too small for its weights; choose another --precision" in said
+def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in NO_MEMORY:
+        monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", Mock(side_effect=error))
+        message = refused("SRC --data TEXT --context 64")
+        assert "stdlib-mha: the memory of cpu is too small for its weights; choose another --precision" in message
 
 
 def test_decoding_that_does_not_fit_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

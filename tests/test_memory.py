@@ -99,16 +99,13 @@ def test_llama_2_7b_by_hand() -> None:
 
 
 def test_heads_are_split_or_replicated() -> None:
-    eight = replace(LLAMA_2_7B, layers=(CachedLayer(8, 128, 128, None), CachedLayer(16, 128, 128, 64)))
-    heads = {ranks: [layer.heads for layer in rank_cache(eight, ranks).layers] for ranks in (1, 2, 4, 8, 16, 32)}
+    cache = replace(LLAMA_2_7B, layers=(CachedLayer(8, 128, 128, None), CachedLayer(16, 128, 128, 64)))
+    heads = {ranks: [layer.heads for layer in rank_cache(cache, ranks).layers] for ranks in (1, 2, 4, 8, 16, 32)}
     assert heads == {1: [8, 16], 2: [4, 8], 4: [2, 4], 8: [1, 2], 16: [1, 1], 32: [1, 1]}
-    assert [layer.window for layer in rank_cache(eight, 8).layers] == [None, 64]
-
-
-@pytest.mark.parametrize("ranks", [3, 6, 12, 0, -8])
-def test_ranks_that_cannot_share_the_heads(ranks: int) -> None:
-    with pytest.raises(RefusedError, match=f"^{ranks} ranks are not possible for 32 key/value heads"):
-        what_fits(LLAMA_2_7B, 0, GB, 8, ranks)
+    assert [layer.window for layer in rank_cache(cache, 8).layers] == [None, 64]
+    for ranks in (3, 12, 0, -8):
+        with pytest.raises(RefusedError, match=f"^{ranks} ranks are not possible for 32 key/value heads"):
+            what_fits(LLAMA_2_7B, 0, GB, 8, ranks)
 
 
 _sizes = st.integers(1, 9)

@@ -27,94 +27,83 @@ def questions() -> list[Questions]:
     return make_questions(streams, tokenizer, 4096, CONTEXT, PREFIX)
 
 
-def answered(asked: Questions) -> list[tuple[tuple[int, ...], int]]:
-    """Of every answer, what is read before it and the token that is right."""
-    found, start = [], 0
-    for window in asked.windows:
-        inside = asked.answers[(asked.answers >= start) & (asked.answers < start + window.scored)] - start
-        places = len(window.ids) - window.scored + inside
-        found += [(window.ids[:place], window.ids[place]) for place in places.tolist()]
+def answers(question: Questions) -> list[tuple[tuple[int, ...], int]]:
+    """The tokens before each answer, and the right token."""
+    pairs, start = [], 0
+    for window in question.windows:
+        inside = question.answers[(question.answers >= start) & (question.answers < start + window.scored)] - start
+        positions = len(window.ids) - window.scored + inside
+        pairs += [(window.ids[:position], window.ids[position]) for position in positions.tolist()]
         start += window.scored
-    return found
+    return pairs
 
 
-def test_every_kind_is_asked_at_every_distance(questions: list[Questions]) -> None:
-    asked = {kind: [q.distance for q in questions if q.kind == kind] for kind in {q.kind for q in questions}}
-    assert asked == {
+def test_every_kind_has_every_distance(questions: list[Questions]) -> None:
+    kinds = {question.kind for question in questions}
+    assert {kind: [q.distance for q in questions if q.kind == kind] for kind in kinds} == {
         "text": [64, 192, 320], "samples": [64, 192, 320], "random": [64, 192, 320],
         "look-up": [128, 256, 512], "passkey": [128, 256, 512],
     }  # fmt: skip
-    for one in questions:
-        assert len(one.answers) == len(one.depth) == len(one.cluster) == len(answered(one))
-        assert all(len(window.ids) - 1 <= CONTEXT for window in one.windows)
-        assert {window.ids[0] for window in one.windows} == {PREFIX}
+    for question in questions:
+        assert len(question.answers) == len(question.cluster) == len(answers(question))
+        assert all(len(window.ids) - 1 <= CONTEXT for window in question.windows)
+        assert {window.ids[0] for window in question.windows} == {PREFIX}
 
 
-def test_answers_are_told_by_the_context(questions: list[Questions]) -> None:
-    """By the first copy, by the key, and at the passkey's depth."""
-    for one in questions:
-        for number, (read, right) in enumerate(answered(one)):
-            if one.kind in ("text", "samples", "random"):
-                assert read[-one.distance] == right
-                assert read[-1] == read[-one.distance - 1]  # the first token of a copy is not asked for
+def test_the_context_determines_answers(questions: list[Questions]) -> None:
+    """By the first copy, by the key, and by the passkey at each of five depths."""
+    for question in questions:
+        for number, (context, right) in enumerate(answers(question)):
+            if question.kind in ("text", "samples", "random"):
+                assert context[-question.distance] == right
+                assert context[-1] == context[-question.distance - 1]  # the first token of a copy is no answer
                 continue
-            asked = read[-2:] if one.kind == "look-up" else read[-(3 + number % 5) :]  # key and colon
-            size = len(asked)
-            places = [n for n in range(len(read) - size) if read[n : n + size] == asked]
-            assert [read[place + size] for place in places] == [right]
-            if one.kind == "passkey":
-                assert abs(places[0] / len(read) - one.depth[number]) < 0.25
+            key = context[-2:] if question.kind == "look-up" else context[-(3 + number % 5) :]  # key and colon
+            size = len(key)
+            starts = [n for n in range(len(context) - size) if context[n : n + size] == key]
+            assert [context[start + size] for start in starts] == [right]
+            if question.kind == "passkey":
+                assert abs(starts[0] / len(context) - number // 5 / 4) < 0.25
 
 
-@pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        few_questions(patch)
-        return results("SRC G2 --recall --context 128 --batch-size 4 --precision float32")
-
-
-def test_recall_needs_no_text(report: dict[str, Any]) -> None:
-    source, converted = report["models"]
-    assert report["recall"] == {"context": 128}
-    assert "text" not in report
-    asked = [(one["kind"], one["distance"]) for one in source["recall"]]
-    assert asked == [(one["kind"], one["distance"]) for one in converted["recall"]]
-    assert {kind for kind, _ in asked} == {"samples", "random", "look-up", "passkey"}
+def test_recall_needs_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_questions(monkeypatch)
+    record = results("SRC G2 --recall --context 128 --batch-size 4 --precision float32")
+    source, converted = record["models"]
+    assert record["recall"] == {"context": 128}
+    assert "text" not in record
+    kinds = [(line["kind"], line["distance"]) for line in source["recall"]]
+    assert kinds == [(line["kind"], line["distance"]) for line in converted["recall"]]
+    assert {kind for kind, _ in kinds} == {"samples", "random", "look-up", "passkey"}
     assert 0 <= converted["greedy"]["tokens"] < converted["greedy"]["longest"] <= 64
-    assert [one["prompt"] for one in source["samples"]] == [one["prompt"] for one in converted["samples"]]
-    assert all(
-        mine["text"] != theirs["text"] for mine, theirs in zip(converted["samples"], source["samples"], strict=True)
-    )
+    for ours, theirs in zip(converted["samples"], source["samples"], strict=True):
+        assert ours["prompt"] == theirs["prompt"]
+        assert ours["text"] != theirs["text"]
     assert source["greedy"]["tokens"] == source["greedy"]["longest"] == converted["greedy"]["longest"]
 
 
-def test_a_report_asks_unless_told_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_has_recall_unless_it_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few_questions(monkeypatch)
     text = "SRC --data TEXT --context 128 --tokens 300"
-    shown = done(text, "-o", tmp_path / "with").out
-    assert "Recall from the context" in shown
-    assert "recall.png" in shown
+    assert "Recall from the context" in done(text, "-o", tmp_path / "with").out
     shown = done(text, "--no-recall", "-o", tmp_path / "without").out + done(text).out
     assert "Recall" not in shown
-    assert not (tmp_path / "without" / "recall.png").exists()
+    assert "needs a context of at least 128 tokens" in told(
+        "SRC --data TEXT --context 64 --tokens 300", "-o", tmp_path / "short"
+    )
 
 
-def test_what_keeps_recall_from_being_measured_keeps_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def samples(*args: object, **more: object) -> None:
+def test_recall_that_cannot_be_measured_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def samples(*args: Any, **options: Any) -> None:
         raise RefusedError("it writes nothing")
 
     monkeypatch.setattr("gqa.eval.evaluate.sampled_blocks", samples)
     text = "SRC --data TEXT --context 128 --tokens 300"
     assert "not measured it writes nothing" in told(text, "-o", tmp_path / "report")
     assert "it writes nothing" in (tmp_path / "report" / "report.html").read_text()
-    asked = run(*words(text), "--recall", program="gqa-eval")
-    assert (asked.code, asked.err) == (1, "gqa-eval: it writes nothing; the rest is measured\n")
+    explicit = run(*words(text), "--recall", program="gqa-eval")
+    assert (explicit.code, explicit.err) == (1, "gqa-eval: it writes nothing; the rest is measured\n")
     assert "it writes nothing" in refused("SRC --recall --context 128")
     monkeypatch.setattr("gqa.eval.evaluate.time_decoding", samples)  # nor is anything else measured
     assert "it writes nothing" in refused("SRC --decode --decode-contexts 8 --decode-steps 2", "-o", tmp_path / "none")
     assert not (tmp_path / "none").exists()
-
-
-def test_recall_is_for_decoders() -> None:
-    assert "--recall is for decoders" in refused("T5 --recall")
-    assert "at least 128 tokens" in refused("SRC --recall --context 64")

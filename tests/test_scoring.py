@@ -30,11 +30,6 @@ def source():
 
 
 @pytest.fixture(scope="module")
-def grouped():
-    return load(place() / "gqa2")
-
-
-@pytest.fixture(scope="module")
 def text():
     return make_text(TEXTS, tokenizer(), protocol="rolling", context=128)
 
@@ -46,26 +41,20 @@ def part(text):
 
 
 @pytest.fixture(scope="module")
-def live(source, grouped, part):
-    """Of the conversion beside the source."""
-    return score(ChunkedHead(grouped), part.windows, batch_size=2, baseline=ChunkedHead(source))
-
-
-@pytest.fixture(scope="module")
 def scores(source, text):
     return score(ChunkedHead(source), text.windows, batch_size=4)
 
 
 def test_sums_and_sizes(text, scores):
-    ids = [tokenizer()(t)["input_ids"] for t in TEXTS]
-    assert text.tokens == len(scores.nats) == sum(map(len, ids))
+    total = scores.nats.sum(dtype="float64")
+    assert text.tokens == len(scores.nats) == sum(len(tokenizer()(t)["input_ids"]) for t in TEXTS)
     assert text.bytes == sum(len(t.encode()) for t in TEXTS)
-    found = perplexity(scores.nats, text)
-    assert found["token_perplexity"] == pytest.approx(math.exp(scores.nats.sum(dtype="float64") / text.tokens))
-    assert found["bits_per_byte"] == pytest.approx(scores.nats.sum(dtype="float64") / text.bytes / math.log(2))
-    assert found["byte_perplexity"] == pytest.approx(2 ** found["bits_per_byte"])
-    assert found["word_perplexity"] == pytest.approx(math.exp(scores.nats.sum(dtype="float64") / text.words))
-    assert 5 < found["token_perplexity"] < 30  # it was trained on such text
+    quality = perplexity(scores.nats, text)
+    assert quality["token_perplexity"] == pytest.approx(math.exp(total / text.tokens))
+    assert quality["bits_per_byte"] == pytest.approx(total / text.bytes / math.log(2))
+    assert quality["byte_perplexity"] == pytest.approx(2 ** quality["bits_per_byte"])
+    assert quality["word_perplexity"] == pytest.approx(math.exp(total / text.words))
+    assert 5 < quality["token_perplexity"] < 30  # it was trained on such text
 
 
 @pytest.mark.parametrize(("batch_size", "numbers"), [(1, None), (64, None), (4, 1), (3, 100_000)])
@@ -80,7 +69,7 @@ def test_any_batch_size_and_chunk_give_the_same(source, part, scores, monkeypatc
 
 @pytest.mark.parametrize(("free", "calls"), [(None, 4), (0, 4), (1 << 29, 2), (1 << 30, 1), (80 << 30, 1)])
 def test_a_slice_of_logits_suits_the_memory_that_is_free(monkeypatch, free, calls):
-    """A device's is asked for before each batch: few runs of the head where there is room, never more than a share."""
+    """Free memory is read before each batch: few runs of the head if there is room, never more than a share."""
     tiny = TINY["llama"]
     model = build(replace(tiny, options=dict(tiny.options) | {"vocab_size": 1 << 14}), 2)
     windows = [Window(tuple(range(5, 38)), 32, i) for i in range(32)]
@@ -97,13 +86,14 @@ def test_a_slice_of_logits_suits_the_memory_that_is_free(monkeypatch, free, call
 def test_uniform_predictions_have_the_vocabulary_as_perplexity(part):
     model = load(SOURCE)
     model.model.norm.weight.data.zero_()
-    found = perplexity(score(ChunkedHead(model), part.windows, batch_size=8).nats, part)
-    assert found["token_perplexity"] == pytest.approx(UNIFORM_VOCABULARY, rel=1e-6)
+    quality = perplexity(score(ChunkedHead(model), part.windows, batch_size=8).nats, part)
+    assert quality["token_perplexity"] == pytest.approx(UNIFORM_VOCABULARY, rel=1e-6)
 
 
 @torch.no_grad()
-def test_comparison_with_torch_on_whole_logits(source, grouped, part, live, scores):
-    found = {}
+def test_comparison_with_torch_on_whole_logits(source, part, scores):
+    grouped, expected = load(place() / "gqa2"), {}
+    compared = score(ChunkedHead(grouped), part.windows, batch_size=2, baseline=ChunkedHead(source))
     for window in part.windows:
         ids = torch.tensor([window.ids])
         p, q = (
@@ -117,12 +107,12 @@ def test_comparison_with_torch_on_whole_logits(source, grouped, part, live, scor
             ("same_top", p.argmax(-1) == q.argmax(-1)),
             ("hits", q.argmax(-1) == ids[0, -window.scored :]),
         ):
-            found.setdefault(name, []).append(values)
-    for name, values in found.items():
-        assert np.allclose(getattr(live, name), torch.cat(values), atol=2e-4 if name == "kl" else 2e-5), name
-    assert np.allclose(scores.nats[: part.tokens], torch.cat(found["baseline_nats"]), atol=2e-5)  # alone
-    assert live.kl.mean() > 0.5
-    assert max(live.acceptance.mean(), live.same_top.mean()) < 0.9
+            expected.setdefault(name, []).append(values)
+    for name, values in expected.items():
+        assert np.allclose(getattr(compared, name), torch.cat(values), atol=2e-4 if name == "kl" else 2e-5), name
+    assert np.allclose(scores.nats[: part.tokens], torch.cat(expected["baseline_nats"]), atol=2e-5)  # alone
+    assert compared.kl.mean() > 0.5
+    assert max(compared.acceptance.mean(), compared.same_top.mean()) < 0.9
 
 
 SPLIT = ["llama", "gemma2", "cohere", "granite", "mixtral", "gpt_oss", "phi3", "falcon", "olmo2", "t5gemma", "gemma3"]
@@ -133,19 +123,19 @@ SPLIT = ["llama", "gemma2", "cohere", "granite", "mixtral", "gpt_oss", "phi3", "
 def test_a_chunked_head_does_what_the_class_does(name):
     """Soft-capping (Gemma 2), logit scales (Cohere, Granite), nested models, encoder-decoders."""
     tiny = TINY[name]
-    model, given = build(tiny, 2), inputs(tiny)
+    model = build(tiny, 2)
     head = ChunkedHead(model)
-    plain = {k: v for k, v in given.items() if k in ("input_ids", "decoder_input_ids")}
-    expected = model(**plain, use_cache=False).logits.flatten(0, 1)
-    hidden = head.hidden(**plain).flatten(0, 1)
-    got = torch.cat([head.logits(hidden[i : i + 5]) for i in range(0, len(hidden), 5)])
+    ids = {key: value for key, value in inputs(tiny).items() if key in ("input_ids", "decoder_input_ids")}
+    expected = model(**ids, use_cache=False).logits.flatten(0, 1)
+    hidden = head.hidden(**ids).flatten(0, 1)
+    logits = torch.cat([head.logits(hidden[i : i + 5]) for i in range(0, len(hidden), 5)])
     assert head.split, "the backbone was not found"
-    assert torch.allclose(got, expected, atol=1e-5 * float(expected.abs().max()))
+    assert torch.allclose(logits, expected, atol=1e-5 * float(expected.abs().max()))
 
 
 @torch.no_grad()
-def test_a_head_that_cannot_be_split_is_noticed(source):
-    """A class that does something to logits with what its backbone read: the plain forward is used instead."""
+def test_a_head_that_cannot_be_split_is_noticed():
+    """A class whose logits depend on more than hidden states: the plain forward is used instead."""
     model = load(SOURCE)
     plain = model.forward
 
@@ -163,17 +153,17 @@ def test_a_head_that_cannot_be_split_is_noticed(source):
 
 @torch.no_grad()
 def test_llama_cpp_protocol_by_hand(source):
-    made = make_text(texts(2), tokenizer(), protocol="llama.cpp", context=64)
+    text = make_text(texts(2), tokenizer(), protocol="llama.cpp", context=64)
     ids = tokenizer()("\n\n".join(texts(2)))["input_ids"]
-    total, count = 0.0, 0
+    expected = []
     for begin in range(0, len(ids) // 64 * 64, 64):
-        chunk = [tokenizer().bos_token_id, *ids[begin + 1 : begin + 64]]
-        logits = source(input_ids=torch.tensor([chunk])).logits[0].log_softmax(-1)
-        for position in range(32, 63):
-            total -= float(logits[position, chunk[position + 1]])
-            count += 1
-    found = perplexity(score(ChunkedHead(source), made.windows, batch_size=4).nats, made)
-    assert (found["tokens"], found["token_perplexity"]) == (count, pytest.approx(math.exp(total / count), rel=1e-5))
+        chunk = torch.tensor([tokenizer().bos_token_id, *ids[begin + 1 : begin + 64]])
+        logits = source(input_ids=chunk[None]).logits[0, 32:-1].log_softmax(-1)
+        expected.append(-logits.gather(1, chunk[33:, None]))
+    quality = perplexity(score(ChunkedHead(source), text.windows, batch_size=4).nats, text)
+    mean = torch.cat(expected).double().mean().item()
+    assert quality["tokens"] == 31 * len(expected)
+    assert quality["token_perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
 
 
 def test_a_text_with_bos_in_front_gets_no_second_one():

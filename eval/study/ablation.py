@@ -312,4 +312,4 @@ def plan_table(study: Study) -> Table:
     records = [cell._asdict() | {"state": "" if cell in unmeasured else "done"} for cell in cells]
     note = f"{len(unmeasured)} of {len(cells)} cells to measure"
     columns = [*CELL_COLUMNS, ("", lambda r: str(r["state"]))]
-    return table(f"Study of {study.subject.name}", columns, records, note, filled=True)
+    return table(f"Study of {study.subject.name}", columns, records, note)

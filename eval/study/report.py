@@ -76,7 +76,7 @@ def _by_alpha(rows: Sequence[Row], title: str, format_row: Callable[[Row], str],
     columns: list[Column] = [*CELL_COLUMNS[:2], _CACHE]
     for alpha in sorted({row["alpha"] for row in rows}):
         columns.append((f"alpha {alpha:g}", lambda r, alpha=alpha: r["at"][alpha]))  # type: ignore[misc]
-    return table(title, columns, records.values(), note, filled=True)
+    return table(title, columns, records.values(), note)
 
 
 def _cells(rows: Sequence[Row]) -> Table:
@@ -86,7 +86,7 @@ def _cells(rows: Sequence[Row]) -> Table:
         note += "; KL from the base model in nats; accepted: share of tokens drafted for the base model"
     if refused := rows[0].get("recall_refused"):
         note += f"; recall is not measured: {refused}"
-    return table("Cells", _COLUMNS, rows, note, filled=True)
+    return table("Cells", _COLUMNS, rows, note)
 
 
 def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[Row], list[str]]:
