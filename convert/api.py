@@ -23,6 +23,11 @@ from gqa.convert.plan import Plan, make_plan, searches
 from gqa.convert.rewrite import write
 from gqa.convert.summary import model_card, provenance
 
+__all__ = [
+    "Conversion", "Plan", "convert_as", "convert_checkpoint", "convert_plan", "default_output", "plan_conversion",
+    "plan_for",
+]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -112,7 +117,7 @@ def convert_plan(
     checksums: bool = False,
     jobs: int = DEFAULT_JOBS,
     progress: Callable[[int], None] | None = None,
-    asked: Mapping[str, Any] = MappingProxyType({}),
+    command: Mapping[str, Any] = MappingProxyType({}),
 ) -> Conversion:
     """Run a plan: fetch weights, find the maps of its method, stream the shards into `out`, verify them from disk, make
     them visible.
@@ -129,7 +134,7 @@ def convert_plan(
         checksums: Compare every untouched byte and record the SHA-256 of all shards.
         jobs: Shards written at a time.
         progress: Called with the number of bytes written, from any job's thread.
-        asked: For the record: the command's arguments (`argv`) and options.
+        command: For the record: the command's arguments (`argv`) and options.
 
     Raises:
         RefusedError: Before anything is written.
@@ -147,8 +152,8 @@ def convert_plan(
             maps = with_maps(plan, out, calibration or MapsOptions(), watcher, overwrite=overwrite)
             merging = replace(merging, maps=stack.enter_context(maps))
         warnings, hashes = write(plan, merging, output.work, checksums=checksums, jobs=jobs, progress=progress)
-        write_text(output.work / "README.md", model_card(plan, out.name, asked))
-        output.commit(PROVENANCE, provenance(plan, merging.maps, hashes, out, asked))
+        write_text(output.work / "README.md", model_card(plan, out.name, command))
+        output.commit(PROVENANCE, provenance(plan, merging.maps, hashes, out, command))
     return Conversion(out, plan, (*plan.warnings, *warnings), hashes)
 
 
@@ -156,7 +161,7 @@ def convert_as(options: ConvertOptions, plan: Plan, bar: Watcher, argv: Sequence
     """Run the plan of a command. Raises what `convert_plan` raises."""
     return convert_plan(
         plan, output_of(options, plan), calibration=options.maps() if plan.needs_maps else None, watcher=bar,
-        overwrite=options.overwrite, checksums=options.checksums, progress=bar.written, asked=request(options, argv),
+        overwrite=options.overwrite, checksums=options.checksums, progress=bar.written, command=request(options, argv),
     )  # fmt: skip
 
 

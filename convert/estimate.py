@@ -59,12 +59,12 @@ def allowed(plan: Plan) -> Iterator[Method]:
             yield method
 
 
-def estimates(plan: Plan, how: MapsOptions) -> list[Estimate]:
+def estimates(plan: Plan, options: MapsOptions) -> list[Estimate]:
     """Time and memory of every method that the model allows; half a second goes into timing the device."""
-    speed = products_a_second(how.device, int(plan.config.text.hidden_size))
+    speed = products_a_second(options.device, int(plan.config.text.hidden_size))
     writing = plan.total_bytes / _BYTES_A_SECOND
     return [
-        Estimate(method, operations(plan, method, how) / speed + writing, memory(plan, method, how))
+        Estimate(method, operations(plan, method, options) / speed + writing, memory(plan, method, options))
         for method in allowed(plan)
     ]
 
@@ -83,11 +83,11 @@ def products_a_second(device: str, width: int) -> float:
     return 2 * 2048 * width**2 / fastest
 
 
-def operations(plan: Plan, method: Method, how: MapsOptions) -> float:
+def operations(plan: Plan, method: Method, options: MapsOptions) -> float:
     """Multiplications and additions."""
     if not method.aligns:
         return 0.0
-    training, tokens, length = how.refinement, how.text.taken, how.text.length
+    training, tokens, length = options.refinement, options.text.taken, options.text.length
     width, attention, total = int(plan.config.text.hidden_size), 0, 0.0
     for module in _changed(plan):
         heads, weights = plan.config.heads(module.layer), sum(spec.numel for spec in module.tensors.values())
@@ -98,13 +98,13 @@ def operations(plan: Plan, method: Method, how: MapsOptions) -> float:
             scores = 4 * length * heads.query * heads.key_dim
             total += TRAINING * training.steps * training.batch * length * (2 * weights + scores)
             total += training.steps * _MUON * 6 * weights * width
-    beside = plan.checkpoint.parameters - attention - _vocabulary(plan) * width  # nearly all of it is MLPs
+    mlps = plan.checkpoint.parameters - attention - _vocabulary(plan) * width  # nearly all of it is MLPs
     if method.reads_text:
-        return total + _PASSES * 2 * tokens * (attention + beside)
-    return total + (4 * width * max(beside, 0) if method.guesses else 0)
+        return total + _PASSES * 2 * tokens * (attention + mlps)
+    return total + (4 * width * max(mlps, 0) if method.guesses else 0)
 
 
-def memory(plan: Plan, method: Method, how: MapsOptions) -> int:
+def memory(plan: Plan, method: Method, options: MapsOptions) -> int:
     """Bytes held at the most, on whatever device, above what imports take: numbers are float32 unless said."""
     writing = _ALWAYS + 4 * DEFAULT_JOBS * 4 * max(
         (spec.numel for tensor in plan.changed for spec in tensor.sources), default=0
@@ -118,13 +118,13 @@ def memory(plan: Plan, method: Method, how: MapsOptions) -> int:
         stored = sum(spec.numel for spec in module.tensors.values())
         return writing + (4 * (vocabulary * width + _GUESSED * layer) if method.guesses else 8 * _TURNED * stored)
     trained = _TRAINED * sum(spec.numel for spec in module.tensors.values()) if method.refines else 0
-    found = 4 * int(_HELD * how.text.taken * width + 2 * (layer + vocabulary * width) + trained)
-    if any(map(is_self, how.text.sources)):  # the whole model in 16 bits
+    held = 4 * int(_HELD * options.text.taken * width + 2 * (layer + vocabulary * width) + trained)
+    if any(map(is_self, options.text.sources)):  # the whole model in 16 bits
         from gqa.convert.merge.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
 
-        cache = min(SAMPLED_BYTES, SAMPLED * how.text.length * plan.cache_before.bytes_per_token)
-        found = max(found, 2 * plan.checkpoint.parameters + cache + SAMPLED * vocabulary * DRAWN)
-    return writing + found
+        cache = min(SAMPLED_BYTES, SAMPLED * options.text.length * plan.cache_before.bytes_per_token)
+        held = max(held, 2 * plan.checkpoint.parameters + cache + SAMPLED * vocabulary * DRAWN)
+    return writing + held
 
 
 def _vocabulary(plan: Plan) -> int:

@@ -29,16 +29,16 @@ def check_loads(
     import transformers
 
     config = transformers_config(without_quantisation(raw))
-    made, named = concrete_class(config)
-    if made is None:
-        yield f"not checked that transformers loads the result: it has no class {named or raw['model_type']}"
+    model_class, class_name = concrete_class(config)
+    if model_class is None:
+        yield f"not checked that transformers loads the result: it has no class {class_name or raw['model_type']}"
         return
     transformers.utils.logging.disable_progress_bar()
     try:
         with quiet_transformers():
             # Not what a class has in its place, which may ask the hub for more files.
             _, info = transformers.PreTrainedModel.from_pretrained.__func__(
-                made, None, config=config, state_dict=_meta_tensors(tensors, packed), device_map="meta",
+                model_class, None, config=config, state_dict=_meta_tensors(tensors, packed), device_map="meta",
                 attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
     except ImportError as error:  # a part of the model needs a library that is not installed
@@ -46,15 +46,15 @@ def check_loads(
         return
     except Exception as error:  # whatever a class raises on nonsense is the config's fault
         raise CorruptError(
-            f"{name}: transformers cannot build {made.__name__} from config.json: {explain(error)}; correct it"
+            f"{name}: transformers cannot build {model_class.__name__} from config.json: {explain(error)}; correct it"
         ) from error
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
-    if problem := _problem(made.__name__, set() if packed else missing, unexpected, info["mismatched_keys"]):
-        if (named == made.__name__ and "auto_map" not in raw) or made.__module__.startswith("gqa."):
+    if problem := _problem(model_class.__name__, set() if packed else missing, unexpected, info["mismatched_keys"]):
+        if (class_name == model_class.__name__ and "auto_map" not in raw) or model_class.__module__.startswith("gqa."):
             raise RefusedError(f"{name}: {problem}")
-        yield f"transformers' {made.__name__} does not load the result, other classes were not tried: {problem}"
+        yield f"transformers' {model_class.__name__} does not load the result, other classes were not tried: {problem}"
     elif unexpected:
-        yield f"transformers' {made.__name__} does not read what is copied as {listing(unexpected, _LISTED)}"
+        yield f"transformers' {model_class.__name__} does not read what is copied as {listing(unexpected, _LISTED)}"
 
 
 def _meta_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]], packed: Collection[str]) -> dict[str, Tensor]:

@@ -69,8 +69,8 @@ class Method:
     def find(self) -> Finder:
         """A plan, whether to search for the best groups, a device -> path and maps of each attention module."""
         module, _, function = self.finder.partition(":")
-        found: Finder = getattr(import_module(module), function)
-        return found
+        finder: Finder = getattr(import_module(module), function)
+        return finder
 
 
 METHODS: dict[str, Method] = {}

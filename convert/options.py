@@ -122,15 +122,15 @@ class ConvertOptions(Options):
             raise RefusedError("give --groups G, or --kv-budget SHARE for a share of the KV cache; one of them")
         if self.kv_budget and self.dry_run:
             raise RefusedError("--kv-budget measures the layers of a model, --dry-run runs none; leave one of them out")
-        asked = AUTOMATIC if self.method == AUTO else (self.method,)
-        refuse_unused(self, (*asked, MEASURING) if self.kv_budget else asked, f"--method {self.method}")
+        methods = AUTOMATIC if self.method == AUTO else (self.method,)
+        refuse_unused(self, (*methods, MEASURING) if self.kv_budget else methods, f"--method {self.method}")
 
 
 def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:
     """Raises RefusedError for an option that is given and that none of `methods` uses; `where` names them."""
     known = [METHODS[name] for name in methods]
-    for name, found in type(options).__dataclass_fields__.items():
-        uses = found.metadata["methods"]
+    for name, field in type(options).__dataclass_fields__.items():
+        uses = field.metadata["methods"]
         if uses and options.is_set(name) and not any(getattr(method, uses) for method in known):
             users = ", ".join(other for other, method in METHODS.items() if getattr(method, uses))
             raise RefusedError(f"{flag(name)} is not used by {where}; it goes with --method {users}")

@@ -89,8 +89,8 @@ class Plan:
 
     def changes_of(self, module: AttentionModule) -> list[Change]:
         """What happens to one attention module; nothing where its heads stay."""
-        found = (t.change for t in self.tensors if t.change and t.name == t.change.outputs[0])
-        return [change for change in found if change.module == module.path]
+        changes = (t.change for t in self.tensors if t.change and t.name == t.change.outputs[0])
+        return [change for change in changes if change.module == module.path]
 
     @property
     def total_bytes(self) -> int:
@@ -142,9 +142,9 @@ def make_plan(
             f"{checkpoint.name} ({config.text.model_type}) cannot be run layer by layer: {not_layerwise}; "
             f"use --method {plainer}"
         )
-    beside = _rules_beside(config, method, checkpoint.name) if merges else ()
-    found = (change for module in modules for change in module_changes(module, config, groups, beside))
-    changes = [change for change in found if change.groups != change.heads.kv]
+    extra = _rules_beside(config, method, checkpoint.name) if merges else ()
+    every_change = (change for module in modules for change in module_changes(module, config, groups, extra))
+    changes = [change for change in every_change if change.groups != change.heads.kv]
     merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02))
     if dtype and checkpoint.packed:
         raise RefusedError(f"--dtype does not go with quantised weights, which {checkpoint.name} has; leave it out")
@@ -173,9 +173,9 @@ def _choose(checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[Atten
     """The best method of those that look at weights alone, and why it is, in words."""
     if isinstance(config.symmetry, str):
         return next(iter(METHODS)), f"heads of {config.text.model_type} cannot be aligned: {config.symmetry}"
-    known = can_guess_inputs(checkpoint, config, modules)
-    (found,) = best(lambda method: method.needs == "weights" and (known or not method.guesses))
-    return found, f"what its layers are given can{'' if known else 'not'} be guessed from the weights"
+    guessable = can_guess_inputs(checkpoint, config, modules)
+    (method,) = best(lambda method: method.needs == "weights" and (guessable or not method.guesses))
+    return method, f"what its layers are given can{'' if guessable else 'not'} be guessed from the weights"
 
 
 def _rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ...]:
@@ -196,7 +196,7 @@ def searches(plan: Plan, grouping: str) -> bool:
     pairs). Raises RefusedError where it was asked for, and heads cannot change places or there are too many ways.
     """
     heads, symmetry = plan.config.main.kv, plan.config.symmetry
-    merged = [kept for kept in {*([plan.groups] if isinstance(plan.groups, int) else plan.groups)} if kept < heads]
+    merged = [count for count in {*([plan.groups] if isinstance(plan.groups, int) else plan.groups)} if count < heads]
     if grouping == "contiguous" or not merged:
         return False
     if not plan.merging.how.aligns:
@@ -207,9 +207,9 @@ def searches(plan: Plan, grouping: str) -> bool:
             )
         return False
     movable = isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)
-    most = max(_partitions(heads, kept) for kept in merged)
+    most = max(_partitions(heads, count) for count in merged)
     if grouping == "auto":
-        ways = max(math.comb(heads, heads // kept) for kept in merged)
+        ways = max(math.comb(heads, heads // count) for count in merged)
         return movable and 1 < ways <= _MOST_GROUPS and most <= _MOST_PARTITIONS
     if not movable or most > _MOST_PARTITIONS:
         why = (
@@ -230,7 +230,7 @@ def _partitions(heads: int, groups: int) -> int:
 
 def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
     """Refuse a number of groups that the model cannot have, or in one of its layers, listing those it can."""
-    allowed, main, named = valid_groups(config), config.main, [groups] if isinstance(groups, int) else groups
+    allowed, main, requested = valid_groups(config), config.main, [groups] if isinstance(groups, int) else groups
     if isinstance(groups, tuple):
         if len(groups) != config.layers:
             raise RefusedError(
@@ -241,11 +241,11 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
                 f"--groups by layer is not possible for {name}, whose layers already have different numbers of "
                 "key/value heads; convert the base model"
             )
-        allowed = [kept for kept in allowed if kept <= main.kv]
-    for kept in sorted(set(named) - set(allowed)):
+        allowed = [count for count in allowed if count <= main.kv]
+    for count in sorted(set(requested) - set(allowed)):
         note = f" ({config.family.note})" if config.family.note else ""
         raise RefusedError(
-            f"--groups {kept} is not possible for the {main.kv} key/value heads and {main.query} query heads of "
+            f"--groups {count} is not possible for the {main.kv} key/value heads and {main.query} query heads of "
             f"{name}{note}; choose {alternatives(allowed)}"
         )
 
@@ -263,8 +263,8 @@ def _outputs(
         dtype = stored if stored and spec.dtype in TORCH_DTYPES else spec.dtype
         if change := starts.get(name):
             metas = [torch.empty(s.shape, device="meta") for s in change.sources]
-            for made, meta in zip(change.outputs, merging.apply(change, metas), strict=True):
-                outputs.append(OutputTensor(made, dtype, tuple(meta.shape), change.sources, change))
+            for output, meta in zip(change.outputs, merging.apply(change, metas), strict=True):
+                outputs.append(OutputTensor(output, dtype, tuple(meta.shape), change.sources, change))
         elif name not in consumed:
             outputs.append(OutputTensor(name, dtype, spec.shape, (spec,)))
     return outputs
@@ -279,8 +279,8 @@ def _shards(outputs: Sequence[OutputTensor], checkpoint: Checkpoint, max_bytes: 
         if max_bytes is not None and size > max_bytes:
             number, size = number + 1, tensor.nbytes
         parts.setdefault(tensor.sources[0].file if max_bytes is None else number, []).append(tensor)
-    found = [tuple(part) for part in parts.values() if part]
-    return tuple(map(Shard, shard_names(len(found)), found))
+    shards = [tuple(part) for part in parts.values() if part]
+    return tuple(map(Shard, shard_names(len(shards)), shards))
 
 
 def _warnings(checkpoint: Checkpoint, resort: str) -> Iterable[str]:

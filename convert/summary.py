@@ -55,10 +55,10 @@ def allotment_text(heads: Sequence[int], losses: Sequence[Mapping[int, float]]) 
     """The heads of every layer, what it would lose if it alone had the fewest, and the sum for those that it has."""
     fewest = min(min(layer) for layer in losses)
     layers = enumerate(zip(heads, losses, strict=True))
-    told = [f"{number:3d} {kept:2d} {layer[fewest]:.4f}" for number, (kept, layer) in layers]
-    rows = [told[start : start + 5] for start in range(0, len(told), 5)]
+    cells = [f"{number:3d} {count:2d} {layer[fewest]:.4f}" for number, (count, layer) in layers]
+    rows = [cells[start : start + 5] for start in range(0, len(cells), 5)]
     title = f"layers      KV heads, and nats a token that are lost if that layer alone has {fewest}\n"
-    alone = sum(layer[kept] for kept, layer in zip(heads, losses, strict=True))
+    alone = sum(layer[count] for count, layer in zip(heads, losses, strict=True))
     sums = f"\nin sum      {alone:.3f} nats a token that layers of these heads lose alone; together by calibrated, more"
     return title + "\n".join("            " + "  ".join(row) for row in rows) + sums
 
@@ -102,24 +102,24 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
 
 def plan_text(plan: Plan, tensors: bool) -> str:
     """The same for people, every changed tensor with its shapes listed or only counted."""
-    told, classes = plan_record(plan), " -> ".join(map(str, plan.checkpoint.classes))
-    heads, saved = told["heads"], told["parameters"]["saved"]
+    record, classes = plan_record(plan), " -> ".join(map(str, plan.checkpoint.classes))
+    heads, saved = record["heads"], record["parameters"]["saved"]
     lines = [
-        f"model       {told['model']} ({told['model_type']}: {told['family']})",
-        *([f"class       {classes}, {plan.checkpoint.way}"] if told["recast"] else []),
+        f"model       {record['model']} ({record['model_type']}: {record['family']})",
+        *([f"class       {classes}, {plan.checkpoint.way}"] if record["recast"] else []),
         f"heads       {heads['query']} query, {heads['kv_before']} -> {groups_text(plan.groups)} key/value "
         f"(method {plan.method})",
         f"KV cache    {kv_line(plan)}",
-        "parameters  {before:,} -> {after:,}".format(**told["parameters"])
+        "parameters  {before:,} -> {after:,}".format(**record["parameters"])
         + (f" ({saved:,} saved)" if saved >= 0 else f" ({-saved:,} more)"),
-        *(one_line("config      {key}: {before} -> {after}".format(**edit), 200) for edit in told["config_edits"]),
-        *("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard) for shard in told["shards"]),
+        *(one_line("config      {key}: {before} -> {after}".format(**edit), 200) for edit in record["config_edits"]),
+        *("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard) for shard in record["shards"]),
         *([f"note        {plan.cache_after.remark}"] if plan.cache_after.remark else []),
     ]
     if plan.method == "none":
         lines.append("identity    these are the model's own key/value heads")
     if not tensors:
-        lines.append(f"tensors     {len(told['changed_tensors'])} changed")
+        lines.append(f"tensors     {len(record['changed_tensors'])} changed")
     for tensor in plan.changed if tensors else ():
         several = f"{len(tensor.sources)} x " if len(tensor.sources) > 1 else ""
         before = f"{several}{list(tensor.sources[0].shape)}"
@@ -127,10 +127,12 @@ def plan_text(plan: Plan, tensors: bool) -> str:
     return "\n".join(map(one_line, lines))
 
 
-def _told_of_maps(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What maps say, without the paths of the machine that made them."""
-    text = told.get("text")
-    return {**told, **({"text": text | {"sources": [*map(without_place, text.get("sources", []))]}} if text else {})}
+def _portable(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of maps without the paths of the machine that made them."""
+    text = description.get("text")
+    if not text:
+        return dict(description)
+    return {**description, "text": text | {"sources": [*map(without_place, text.get("sources", []))]}}
 
 
 def _place(plan: Plan, out: Path) -> str | None:
@@ -146,38 +148,38 @@ def _place(plan: Plan, out: Path) -> str | None:
 
 def provenance(
     plan: Plan, maps: StoredMaps | None, checksums: dict[str, dict[str, str]] | None, out: Path,
-    asked: Mapping[str, Any],
+    request: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """How the result at `out` was made, JSON-ready; `asked`: the command's arguments and options."""
-    told = plan_record(plan)
+    """How the result at `out` was made, JSON-ready; `request`: the command's arguments and options."""
+    planned = plan_record(plan)
     record: dict[str, Any] = {
-        **stamp("gqa-convert", asked.get("argv", ())),
-        "source": {name: told[name] for name in ("model", "revision")},
-        **{name: told[name] for name in ("model_type", "family")},
+        **stamp("gqa-convert", request.get("argv", ())),
+        "source": {name: planned[name] for name in ("model", "revision")},
+        **{name: planned[name] for name in ("model_type", "family")},
         "options": {
-            **asked.get("options", {}),
+            **request.get("options", {}),
             "groups": plan.groups,
             "method": plan.method,
             "seed": plan.merging.seed if plan.merging.how.redraws and plan.method == plan.merging.method else None,
             "dtype": plan.dtype,
         },
-        **{name: told[name] for name in ("heads", "config_edits")},
+        **{name: planned[name] for name in ("heads", "config_edits")},
         "changed_tensors": [t.name for t in plan.changed],
         "versions": versions("torch", "transformers", "safetensors") | {"python": platform.python_version()},
     }
     if plan.checkpoint.hub_id is None:
         record["source"]["path"] = _place(plan, out)
-    beside = {"recast": told["recast"], "maps": maps and _told_of_maps(maps.description), "sha256": checksums}
-    return record | {name: value for name, value in beside.items() if value}
+    optional = {"recast": planned["recast"], "maps": maps and _portable(maps.description), "sha256": checksums}
+    return record | {name: value for name, value in optional.items() if value}
 
 
-def model_card(plan: Plan, name: str, asked: Mapping[str, Any]) -> str:
+def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     """README.md: the source card's metadata kept, what was done, and the source's own card below it."""
     metadata, original = source_card(plan.checkpoint)
-    base, main, kept = plan.checkpoint.hub_id, plan.config.main, groups_text(plan.groups)
+    base, main, after_heads = plan.checkpoint.hub_id, plan.config.main, groups_text(plan.groups)
     before, after = plan.cache_before, plan.cache_after
     rows = {
-        "key/value heads": (str(main.kv), kept),
+        "key/value heads": (str(main.kv), after_heads),
         "KV cache per token": (size(before.bytes_per_token), size(after.bytes_per_token)),
     }
     if after.cross:
@@ -196,16 +198,16 @@ def model_card(plan: Plan, name: str, asked: Mapping[str, Any]) -> str:
         "library_name": metadata.get("library_name", "transformers"),
         "tags": tags,
     }
-    what = {
+    summary = {
         "none": f"with its own {main.kv} key/value heads: nothing was merged",
-        "repeat": f"with {kept} instead of {main.kv} key/value heads, each repeated: the same logits",
+        "repeat": f"with {after_heads} instead of {main.kv} key/value heads, each repeated: the same logits",
     }.get(plan.method) or (
-        f"with {kept} instead of {main.kv} key/value heads, {plan.merging.how.result} (method {plan.method})"
+        f"with {after_heads} instead of {main.kv} key/value heads, {plan.merging.how.result} (method {plan.method})"
     )
     lines = [
         f"# {name}",
         "",
-        f"`{base or plan.checkpoint.name}` {what} ({main.query} query heads; gqa-convert {version()}).",
+        f"`{base or plan.checkpoint.name}` {summary} ({main.query} query heads; gqa-convert {version()}).",
         "",
     ]
     if plan.checkpoint.way:
@@ -216,4 +218,4 @@ def model_card(plan: Plan, name: str, asked: Mapping[str, Any]) -> str:
     lines += [*comparison(("base model", "this model"), rows), "", f"- Provenance: `{PROVENANCE}`"]
     if plan.fewest < main.kv:
         lines += ["", "Merging heads costs quality until the model is trained a little further; measure before use."]
-    return format_card(fields, lines, command_line("gqa-convert", asked.get("argv", ())), original)
+    return format_card(fields, lines, command_line("gqa-convert", request.get("argv", ())), original)

@@ -34,7 +34,7 @@ from gqa.convert.merge.closed_form import LayerResult
 from gqa.convert.merge.find_maps import with_maps
 from gqa.convert.merge.options import CalibrationText
 from gqa.convert.methods import METHODS
-from gqa.convert.summary import _told_of_maps
+from gqa.convert.summary import _portable
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_the_result_says_how_its_maps_were_made(source: Path, tmp_path: Path) ->
     maps = json.loads((out / "gqa_conversion.json").read_text())["maps"]
     assert {"method", "groups", "model", "name", "text", "content", "ridge", "versions"} <= maps.keys()
     told = {"text": {"sources": [f"{tmp_path}/secret/text.txt@2", "self"]}}
-    assert _told_of_maps(told) == {"text": {"sources": ["text.txt@2", "self"]}}
+    assert _portable(told) == {"text": {"sources": ["text.txt@2", "self"]}}
     assert "(method calibrated)" in (out / "README.md").read_text()
 
 

@@ -58,10 +58,10 @@ def find_mlp(
     from transformers.activations import ACT2FN
 
     prefix, inside = f"{module.layer_path}.", {spec.name for spec in module.tensors.values()}
-    others = {n.removeprefix(prefix): s for n, s in checkpoint.tensors.items() if n.startswith(prefix)}
-    others = {name: spec for name, spec in others.items() if spec.name not in inside}
-    matrices = {name.removesuffix(".weight").rpartition(".")[2]: s for name, s in others.items() if len(s.shape) > 1}
-    norms = {n.removesuffix(".weight"): s for n, s in others.items() if s.shape == (width,) and n.endswith(".weight")}
+    rest = {n.removeprefix(prefix): s for n, s in checkpoint.tensors.items() if n.startswith(prefix)}
+    rest = {name: spec for name, spec in rest.items() if spec.name not in inside}
+    matrices = {name.removesuffix(".weight").rpartition(".")[2]: s for name, s in rest.items() if len(s.shape) > 1}
+    norms = {n.removesuffix(".weight"): s for n, s in rest.items() if s.shape == (width,) and n.endswith(".weight")}
     norms = {name: spec for name, spec in norms.items() if name not in symmetry.norms}
     both = next((names for names in _AFTER if norms.keys() >= {*names}), ())
     after = tuple(norms.pop(name) for name in both)

@@ -81,8 +81,8 @@ class ModelConfig:
         """KV heads of a layer: of the main type, or on average where every layer has a number of its own."""
         if listed_as(self.text.model_type) == self.text.model_type:
             return self.main.kv
-        found = sum(self.heads(layer).kv for layer in range(self.layers)) / self.layers
-        return int(found) if found.is_integer() else round(found, 2)
+        average = sum(self.heads(layer).kv for layer in range(self.layers)) / self.layers
+        return int(average) if average.is_integer() else round(average, 2)
 
 
 def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
@@ -231,11 +231,11 @@ def edit_config(
             "please report this config"
         ) from error
     for layer in range(config.layers):
-        found, meant = again.heads(layer), target_heads(config, layer, groups)
-        if found != meant:
+        actual, expected = again.heads(layer), target_heads(config, layer, groups)
+        if actual != expected:
             raise RefusedError(
-                f"{name}: transformers reads {found.kv} KV heads in layer {layer} from the edited config, "
-                f"{meant.kv} were meant; please report this config"
+                f"{name}: transformers reads {actual.kv} KV heads in layer {layer} from the edited config, "
+                f"{expected.kv} were expected; please report this config"
             )
     return again, list(_difference("", config.raw, raw))
 
@@ -244,9 +244,9 @@ def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edit
     """Dotted keys below the owner of the head counts and their new values; None where there cannot be `groups`."""
     if config.family.edits is not None:
         return config.family.edits(groups, config.main, config.text)
-    first, *others = config.family.kv_fields
+    first, *rest = config.family.kv_fields
     return {first: groups} | {
-        key: owner[key] * groups // config.main.kv for key in others if isinstance(owner.get(key), int)
+        key: owner[key] * groups // config.main.kv for key in rest if isinstance(owner.get(key), int)
     }
 
 
@@ -269,11 +269,11 @@ def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def without_quantisation(raw: dict[str, Any]) -> dict[str, Any]:
     """A copy of a config, and of every config inside it, without the keys that say how weights are quantised."""
-    found = copy.deepcopy(raw)
-    for part in _parts(found):
+    copied = copy.deepcopy(raw)
+    for part in _parts(copied):
         for key in QUANTISATION & part.keys():
             del part[key]
-    return found
+    return copied
 
 
 def _descend(raw: Any, path: tuple[str, ...]) -> Any:
@@ -293,9 +293,9 @@ def _read(text: str) -> Any:
     """Kept, for a conversion needs the same several times and transformers takes long."""
     raw = json.loads(text, object_hook=_float)
     with quiet_transformers():
-        found = config_class(raw["model_type"]).from_dict(raw)
-        found.to_dict()  # raises for what it took and cannot say again
-    return found
+        config = config_class(raw["model_type"]).from_dict(raw)
+        config.to_dict()  # raises for what it took and cannot say again
+    return config
 
 
 def _float(part: dict[str, Any]) -> Any:

@@ -94,11 +94,11 @@ class Family:
 
     def symmetry(self, config: Any) -> Symmetry | str:
         """How the heads of a model with this config can be changed, or why they cannot."""
-        found = self.symmetries[listed_as(config.model_type)]
-        exception = found.unless if isinstance(found, Symmetry) else None
-        return exception[0] if exception and exception[1](config) else found
+        entry = self.symmetries[listed_as(config.model_type)]
+        exception = entry.unless if isinstance(entry, Symmetry) else None
+        return exception[0] if exception and exception[1](config) else entry
 
     def beside(self, config: Any) -> tuple[Rule, ...]:
         """Rules of the tensors of query heads, where it is known which they are."""
-        found = self.symmetries[listed_as(config.model_type)]
-        return found.rules if isinstance(found, Symmetry) else ()
+        entry = self.symmetries[listed_as(config.model_type)]
+        return entry.rules if isinstance(entry, Symmetry) else ()

@@ -68,8 +68,8 @@ class KVCache:
 
     def bytes_at(self, tokens: int, source: int | None = None) -> int:
         """Bytes of one sequence of `tokens`, and of a source of as many, or of `source`, where there is an encoder."""
-        each = ((layer.bytes_per_token(self.bytes_per_number, self.bits), layer.window) for layer in self.layers)
-        written = sum(held * min(tokens, window or tokens) for held, window in each)
+        sizes = ((layer.bytes_per_token(self.bytes_per_number, self.bits), layer.window) for layer in self.layers)
+        written = sum(size * min(tokens, window or tokens) for size, window in sizes)
         return written + self.cross_bytes_per_token * (tokens if source is None else source)
 
 
@@ -78,24 +78,24 @@ def cached_layers(modules: Iterable[AttentionModule], config: ModelConfig) -> se
     return {m.layer for m in modules if m.kind == "decoder-self" and m.layer < config.layers}
 
 
-def kv_cache(config: ModelConfig, found: Iterable[int], dtype: str) -> KVCache:
-    """The cache of a model whose layers `found` have keys and values of their own, kept in `dtype`."""
-    text, main, every = config.text, config.main, config.family.caches_all_heads
+def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache:
+    """The cache of a model whose layers of these `numbers` have keys and values of their own, kept in `dtype`."""
+    text, main, all_heads = config.text, config.main, config.family.caches_all_heads
     block_types = getattr(text, "layers_block_type", None) or []
     if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
-        found = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
+        numbers = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
     crosses = config.family.cross_attention and transformers_config(config.raw).is_encoder_decoder
     layers, cross = list[CachedLayer](), list[CachedLayer]()
-    for layer in sorted(layer for layer in found if not config.shares_kv(layer)):
+    for layer in sorted(layer for layer in numbers if not config.shares_kv(layer)):
         heads = config.heads(layer)
-        cached, dims = heads.query if every else heads.kv, (heads.key_dim, heads.value_dim)
+        cached, dims = heads.query if all_heads else heads.kv, (heads.key_dim, heads.value_dim)
         layers.append(CachedLayer(cached, *dims, _window(text, layer)))
         if crosses:
             cross.append(CachedLayer(cached, *dims, None))
     remark = f"transformers caches {main.query} heads a layer, other engines only the {main.kv} key/value heads"
     context = getattr(text, "max_position_embeddings", None)
-    told = remark if every and main.kv < main.query else None
-    return KVCache(tuple(layers), BITS[dtype] // 8, context, told, cross=tuple(cross))
+    shown = remark if all_heads and main.kv < main.query else None
+    return KVCache(tuple(layers), BITS[dtype] // 8, context, shown, cross=tuple(cross))
 
 
 def _window(text: Any, layer: int) -> int | None:

@@ -100,8 +100,8 @@ class AttentionModule:
 
     def kv_dtype(self, config: ModelConfig) -> str:
         """Storage dtype of the keys and values, which is that of their cache."""
-        found = ((rule_of(tail, config), spec) for tail, spec in self.tensors.items())
-        return next(spec.dtype for rule, spec in found if rule and rule.projection)  # a norm may be stored wider
+        rules = ((rule_of(tail, config), spec) for tail, spec in self.tensors.items())
+        return next(spec.dtype for rule, spec in rules if rule and rule.projection)  # a norm may be stored wider
 
 
 def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:
@@ -111,14 +111,14 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
     module = rf"(?P<stack>(?:.*\.)?)(?P<list>{_LAYERS})\.(?P<layer>\d+)\.(?:{names})"
     pattern = re.compile(rf"({module})\.(?P<tail>.+)", re.DOTALL)
     elsewhere = re.compile(rf"(?:.*\.)?(?:{names})\.(?P<tail>.+)", re.DOTALL)
-    found: dict[tuple[str, str, int], dict[str, TensorSpec]] = defaultdict(dict)
+    by_module: dict[tuple[str, str, int], dict[str, TensorSpec]] = defaultdict(dict)
     for name, spec in checkpoint.tensors.items():
         if _TOWERS.search(name):
             continue
         if match := pattern.fullmatch(name):
             predicts = "mtp" in match["list"] or "mtp" in match["stack"].split(".")  # layers beyond the last
             layer = config.layers if predicts else int(match["layer"])
-            found[match[1], match["stack"], layer][match["tail"]] = spec
+            by_module[match[1], match["stack"], layer][match["tail"]] = spec
         elif (match := elsewhere.fullmatch(name)) and rule_of(match["tail"], config):
             raise RefusedError(
                 f"{name} {list(spec.shape)} looks like keys or values of {config.text.model_type} but is not in one of "
@@ -126,7 +126,7 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
             )
     modules = []
     stacks = set()
-    for (path, stack, layer), tensors in found.items():
+    for (path, stack, layer), tensors in by_module.items():
         _check_unpacked(tensors)
         if any(rule_of(tail, config) for tail in tensors):
             cross = path.endswith(family.cross_attention)
@@ -139,23 +139,23 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
             f"{checkpoint.name} has no tensor like layers.0.{family.attention[0]}.{family.rules[0].tensor}.weight; "
             f"its config says {config.text.model_type}; give a checkpoint of the whole model"
         )
-    if len(named := stacks - {""}) > 1:
+    if len(several := stacks - {""}) > 1:
         raise RefusedError(
-            f"{checkpoint.name} has several stacks of {config.text.model_type} layers ({listing(named)}) and it is not "
-            "known which of them the config counts; nothing was written"
+            f"{checkpoint.name} has several stacks of {config.text.model_type} layers ({listing(several)}) and it is "
+            "not known which of them the config counts; nothing was written"
         )
     return modules
 
 
-def rule_of(tail: str, config: ModelConfig, beside: Sequence[Rule] = ()) -> Rule | None:
-    """The rule of a tensor by its name below its module, of the family's and those `beside`; None where it has none."""
-    return next((rule for rule in (*config.family.rules, *beside) if rule.matches(tail, config.text)), None)
+def rule_of(tail: str, config: ModelConfig, extra: Sequence[Rule] = ()) -> Rule | None:
+    """The rule of a tensor by its name below its module, of the family's and `extra` ones; None where it has none."""
+    return next((rule for rule in (*config.family.rules, *extra) if rule.matches(tail, config.text)), None)
 
 
 def module_changes(
-    module: AttentionModule, config: ModelConfig, groups: Groups, beside: Sequence[Rule] = ()
+    module: AttentionModule, config: ModelConfig, groups: Groups, extra: Sequence[Rule] = ()
 ) -> list[Change]:
-    """What happens to one attention module, which may be nothing; every tensor of it must be known. `beside` are rules
+    """What happens to one attention module, which may be nothing; every tensor of it must be known. `extra` are rules
     of tensors beside keys and values that change with them.
     """
     import torch
@@ -164,7 +164,7 @@ def module_changes(
     target = target_heads(config, module.layer, groups).kv
     stored: dict[tuple[str, Rule], list[TensorSpec]] = defaultdict(list)
     for tail, spec in module.tensors.items():
-        if rule := rule_of(tail, config, beside):
+        if rule := rule_of(tail, config, extra):
             stored[re.sub(r"\d+", "{head}", tail) if rule.numbered else tail, rule].append(spec)
         else:
             _check_unchanged(tail, spec, heads, config)
@@ -178,7 +178,7 @@ def module_changes(
             names = [name.replace("{head}", str(head)) for head in range(count)]
         outputs = tuple(f"{module.path}.{name}" for name in names)
         changes.append(Change(rule, tuple(specs), outputs, heads, target, module.path))
-    _check_projections(module, (*config.family.rules, *beside), changes, heads)
+    _check_projections(module, (*config.family.rules, *extra), changes, heads)
     for change in changes:  # shapes are checked also where nothing changes: a verified output is planned once more
         change.split([torch.empty(spec.shape, device="meta") for spec in change.sources])
     return changes
@@ -215,12 +215,12 @@ def _check_projections(
 ) -> None:
     """Raises where one that a rule names is missing, or of another dtype than the others."""
     parts = {c.rule.tensor: c.sources[0] for c in changes if c.rule.projection and c.outputs[0].endswith("weight")}
-    wanted = {rule.tensor for rule in rules if rule.projection and type(rule.layout) is not Layout}
+    expected = {rule.tensor for rule in rules if rule.projection and type(rule.layout) is not Layout}
     if heads.keys_only:
-        wanted = {name for name in wanted if not name.startswith("v_")}
-    if missing := wanted - set(parts):
-        have = ", ".join(sorted(parts)) or "nothing"
-        raise CorruptError(f"{module.path} has {have} but no {', '.join(sorted(missing))}; download it again")
+        expected = {name for name in expected if not name.startswith("v_")}
+    if missing := expected - set(parts):
+        stored = ", ".join(sorted(parts)) or "nothing"
+        raise CorruptError(f"{module.path} has {stored} but no {', '.join(sorted(missing))}; download it again")
     if len({spec.dtype for spec in parts.values()}) > 1:
         pairs = ", ".join(f"{name} {spec.dtype}" for name, spec in parts.items())
         raise CorruptError(

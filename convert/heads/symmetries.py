@@ -49,9 +49,9 @@ def _speeds(config: Any, layer: int, dims: int, length: int) -> list[float]:
     parameters = _parameters(config, layer) or {}
     base, kind = parameters.get("rope_theta"), parameters.get("rope_type")
     if kind in ROPE_INIT_FUNCTIONS:
-        named = _at(config.layer_types, layer) if parameters is not config.rope_parameters else None
-        found: list[float] = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length, layer_type=named)[0].tolist()
-        return found if 2 * len(found) == dims else []
+        kind_of_layer = _at(config.layer_types, layer) if parameters is not config.rope_parameters else None
+        speeds: list[float] = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length, layer_type=kind_of_layer)[0].tolist()
+        return speeds if 2 * len(speeds) == dims else []
     return [base ** (-2 * pair / dims) for pair in range(dims // 2)] if base else []
 
 

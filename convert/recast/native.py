@@ -41,8 +41,8 @@ _CODEGEN_BLOCKS = 4  # of the TPU cores that trained it; transformers has this n
 def _codegen(role: _Role, tensor: Tensor, place: Place) -> Tensor:
     """One of the three of CodeGen's 4 blocks, each [q, v, k] of H / 4 heads -> (H * d, *rest)."""
     blocks = tensor.reshape(_CODEGEN_BLOCKS, 3, -1, *tensor.shape[1:])
-    found = blocks[:, ("query", "value", "key").index(role)].flatten(0, 1)
-    return found if role == "value" else _rotary(found, place)
+    rows = blocks[:, ("query", "value", "key").index(role)].flatten(0, 1)
+    return rows if role == "value" else _rotary(rows, place)
 
 
 def _bigcode(tensor: Tensor, place: Place) -> Tensor:
@@ -66,12 +66,12 @@ def _like_neox(config: Any) -> dict[str, Any]:
         raise RefusedError(
             f"{dims} rotated dimensions of a head, where a natural number of pairs is allowed (rotary_pct)"
         )
-    made = _copied(
+    fields = _copied(
         config, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "hidden_act", "max_position_embeddings", "initializer_range", "attention_dropout", "use_cache",
     ) | {"num_key_value_heads": config.num_attention_heads}  # fmt: skip
-    made |= {"rope_theta": rope.pop("rope_theta"), "partial_rotary_factor": rope.pop("partial_rotary_factor")}
-    return made | ({"rope_scaling": rope} if rope.get("rope_type") != "default" else {})
+    fields |= {"rope_theta": rope.pop("rope_theta"), "partial_rotary_factor": rope.pop("partial_rotary_factor")}
+    return fields | ({"rope_scaling": rope} if rope.get("rope_type") != "default" else {})
 
 
 def _phi_of_neox(config: Any) -> dict[str, Any]:
@@ -80,11 +80,11 @@ def _phi_of_neox(config: Any) -> dict[str, Any]:
 
 
 def _starcoder2_of_neox(config: Any) -> dict[str, Any]:
-    made = _like_neox(config)
-    if (part := made.pop("partial_rotary_factor")) != 1:
+    fields = _like_neox(config)
+    if (part := fields.pop("partial_rotary_factor")) != 1:
         raise RefusedError(f"no class has sequential layers with {part:g} of each head rotated (rotary_pct)")
     dropout = {"residual_dropout": config.hidden_dropout, "embedding_dropout": config.hidden_dropout}
-    return made | {"norm_epsilon": config.layer_norm_eps, "use_bias": True, "sliding_window": None} | dropout
+    return fields | {"norm_epsilon": config.layer_norm_eps, "use_bias": True, "sliding_window": None} | dropout
 
 
 def _phi_of_gptj(config: Any) -> dict[str, Any]:

@@ -134,20 +134,20 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
 
 def _native_config(raw: dict[str, Any], recasting: Recasting, config: Any) -> dict[str, Any]:
     """Of another class of transformers; what every class has comes from the source's config."""
-    made = {"architectures": [recasting.architecture], "model_type": recasting.target} | recasting.config(config)
-    made |= {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    made["tie_word_embeddings"] = bool(config.tie_word_embeddings)
-    return made | {key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)}
+    new = {"architectures": [recasting.architecture], "model_type": recasting.target} | recasting.config(config)
+    new |= {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    new["tie_word_embeddings"] = bool(config.tie_word_embeddings)
+    return new | {key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)}
 
 
 def _extended_config(raw: dict[str, Any], recasting: Recasting, config: Any) -> dict[str, Any]:
     """Of a class of ours, which extends the source's: its config.json with what is new."""
-    made = {**raw, "model_type": recasting.target, "auto_map": auto_map(recasting.target)}
-    made |= {} if recasting in _BY_LAYER else {"num_key_value_heads": query_heads(config)}
-    made["architectures"] = [stand_in(config.architectures, recasting.target)]
+    new = {**raw, "model_type": recasting.target, "auto_map": auto_map(recasting.target)}
+    new |= {} if recasting in _BY_LAYER else {"num_key_value_heads": query_heads(config)}
+    new["architectures"] = [stand_in(config.architectures, recasting.target)]
     if loads_as_decilm(recasting.target):
-        made |= {key: getattr(config, key) for key in _READ_FROM_THE_FILE if key not in raw}
-    return made
+        new |= {key: getattr(config, key) for key in _READ_FROM_THE_FILE if key not in raw}
+    return new
 
 
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
