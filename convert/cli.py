@@ -108,11 +108,10 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     costs = {}
     if plan.method in METHODS and (options.json or not options.quiet):
         maps = options.maps()
-        for estimate in estimates(plan, maps):
-            name, memory = estimate.method.name, estimate.memory
-            cost = f"{duration(estimate.seconds)} on {maps.device}, {size(memory)} of memory"
-            _say(f"estimate    {name:12}{cost}", options)
-            costs[name] = {"seconds": round(estimate.seconds, 1), "memory_bytes": memory}
+        for method, seconds, memory in estimates(plan, maps):
+            cost = f"{duration(seconds)} on {maps.device}, {size(memory)} of memory"
+            _say(f"estimate    {method.name:12}{cost}", options)
+            costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}
     _say("dry run     nothing was written", options)
     return {"estimates": costs} if costs else {}
 

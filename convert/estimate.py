@@ -1,13 +1,10 @@
-"""What each method would take here: operations and numbers held, counted from config and headers, and how fast this
-device multiplies.
-
-They are meant to be right within a factor of 2 where nothing else runs beside.
+"""Time and memory of each method, within a factor of 2 on an idle machine: operations and numbers held, counted from
+config and headers, and how fast this device multiplies.
 """
 
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 
 from gqa.checkpoint.write import DEFAULT_JOBS
@@ -32,15 +29,6 @@ _TURNED = 4  # times those of its attention, in float64
 _MUON = 5  # iterations for each matrix and step
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What one method takes: seconds, and at the most bytes of memory above what imports take."""
-
-    method: Method
-    seconds: float
-    memory: int
-
-
 def duration(seconds: float) -> str:
     """`2 s`, `3.5 min`, `2.1 h`."""
     if seconds < 100:
@@ -59,14 +47,14 @@ def allowed(plan: Plan) -> Iterator[Method]:
             yield method
 
 
-def estimates(plan: Plan, options: MapsOptions) -> list[Estimate]:
-    """Time and memory of every method that the model allows; half a second goes into timing the device."""
+def estimates(plan: Plan, options: MapsOptions) -> Iterator[tuple[Method, float, int]]:
+    """Seconds of every method that the model allows, and the bytes that it holds at the most above what imports take.
+    Half a second goes into timing the device.
+    """
     speed = products_a_second(options.device, int(plan.config.text.hidden_size))
     writing = plan.total_bytes / _BYTES_A_SECOND
-    return [
-        Estimate(method, operations(plan, method, options) / speed + writing, memory(plan, method, options))
-        for method in allowed(plan)
-    ]
+    for method in allowed(plan):
+        yield method, operations(plan, method, options) / speed + writing, memory(plan, method, options)
 
 
 @cache
@@ -87,21 +75,14 @@ def operations(plan: Plan, method: Method, options: MapsOptions) -> float:
     """Multiplications and additions."""
     if not method.aligns:
         return 0.0
-    training, tokens, length = options.refinement, options.text.taken, options.text.length
-    width, attention, total = int(plan.config.text.hidden_size), 0, 0.0
-    for module in _changed(plan):
-        heads, weights = plan.config.heads(module.layer), sum(spec.numel for spec in module.tensors.values())
-        attention += weights
-        if not method.reads_text:
-            total += 2 * width * (weights + 2 * width**2)
-        if method.refines:
-            scores = 4 * length * heads.query * heads.key_dim
-            total += TRAINING * training.steps * training.batch * length * (2 * weights + scores)
-            total += training.steps * _MUON * 6 * weights * width
-    mlps = plan.checkpoint.parameters - attention - _vocabulary(plan) * width  # nearly all of it is MLPs
-    if method.reads_text:
-        return total + _PASSES * 2 * tokens * (attention + mlps)
-    return total + (4 * width * max(mlps, 0) if method.guesses else 0)
+    width, modules, training = int(plan.config.text.hidden_size), _changed(plan), options.refinement
+    attention = sum(spec.numel for module in modules for spec in module.tensors.values())
+    mlps = max(plan.checkpoint.parameters - attention - _vocabulary(plan) * width, 0)  # and what little there is else
+    if not method.reads_text:
+        inputs = 4 * width * mlps if method.guesses else 0
+        return 2.0 * width * (attention + 2 * width**2 * len(modules)) + inputs
+    steps = training.steps * (2 * TRAINING * training.batch * options.text.length + 6 * _MUON * width)
+    return _PASSES * 2 * options.text.taken * (attention + mlps) + (steps * attention if method.refines else 0)
 
 
 def memory(plan: Plan, method: Method, options: MapsOptions) -> int:

@@ -97,8 +97,3 @@ class Family:
         entry = self.symmetries[listed_as(config.model_type)]
         exception = entry.unless if isinstance(entry, Symmetry) else None
         return exception[0] if exception and exception[1](config) else entry
-
-    def beside(self, config: Any) -> tuple[Rule, ...]:
-        """Rules of the tensors of query heads, where it is known which they are."""
-        entry = self.symmetries[listed_as(config.model_type)]
-        return entry.rules if isinstance(entry, Symmetry) else ()

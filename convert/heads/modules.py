@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
+from gqa.checkpoint.custom_code import listed_as
 from gqa.checkpoint.errors import CorruptError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig, target_heads
 from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE
 from gqa.convert.heads.layout import QUERY_ROLES, Groups, LayerHeads, Layout, Part, Parts, Role, Rule, Separate
+from gqa.convert.heads.symmetries import Symmetry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,7 +191,8 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
     name, family = re.sub(r"\.(weight|bias)$", "", tail), config.family
     if tail in BUFFERS or name in QUERY_SIDE or any(fnmatchcase(name, pattern) for pattern in family.unchanged):
         return
-    if rule_of(tail, config, family.beside(config.text)):
+    entry = family.symmetries[listed_as(config.text.model_type)]
+    if rule_of(tail, config, entry.rules if isinstance(entry, Symmetry) else ()):
         return
     if name in SHARED_KEY_SIDE and spec.shape in ((heads.key_dim,), (heads.value_dim,)):
         return
