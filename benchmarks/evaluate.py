@@ -35,7 +35,7 @@ def load(options: dict[str, Any]) -> tuple[Any, Any, str, Any]:
     joined = "\n\n".join(stdlib_texts("heldout"))
     ids = tokenizer(joined, add_special_tokens=False, verbose=False)["input_ids"]
     text = tokenizer.decode(ids[: options["windows"] * options["context"]])
-    return model, tokenizer, text, make_text([text], tokenizer, protocol="rolling", context=options["context"])
+    return model, tokenizer, text, make_text([text], tokenizer, options["context"])
 
 
 def bare_forward(options: dict[str, Any]) -> Callable[[], None]:

@@ -39,18 +39,6 @@ def rolling_windows(ids: Sequence[int], context: int, prefix: int, document: int
         yield Window(tuple(ids[end - context - 1 : end]), end - begin, document)
 
 
-def llama_cpp_windows(ids: Sequence[int], context: int, bos: int | None) -> Iterator[Window]:
-    """Disjoint chunks of `context` tokens of which the second half is scored, as llama-perplexity does.
-
-    `bos` replaces the first token of each chunk where the tokenizer adds one. The rest that fills no chunk is dropped.
-    """
-    for begin in range(0, len(ids) - context + 1, context):
-        chunk = tuple(ids[begin : begin + context])
-        if bos is not None:
-            chunk = (bos, *chunk[1:])
-        yield Window(chunk, context - 1 - context // 2)
-
-
 def batches(windows: Sequence[Window], size: int) -> Iterator[list[int]]:
     """Indices of windows, longest first so that little is padded, `size` at a time."""
     order = sorted(range(len(windows)), key=lambda i: (-len(windows[i].ids), -len(windows[i].source), i))

@@ -14,7 +14,6 @@ _EPILOG = """\b
 Examples:
   gqa-eval SRC SRC-gqa2 --data heldout.jsonl
   gqa-eval SRC SRC-gqa8 SRC-mqa --data stdlib:heldout --kl --decode -o report
-  gqa-eval SRC SRC-gqa8 --data wiki.test.txt --protocol llama.cpp --context 512
   gqa-eval SRC SRC-gqa8 --memory 80GB --tensor-parallel 4
   torchrun --nproc_per_node 8 -m gqa.eval SRC SRC-gqa8 --data heldout.jsonl
 """

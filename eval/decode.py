@@ -34,7 +34,7 @@ from gqa.eval.subjects import Subject
 
 SEED = 0
 MAX_DECODE = 4096
-WARM_UP_STEPS = 2
+WARM_UP_STEPS, REPEATS = 2, 5
 
 
 def decode_contexts(subjects: Sequence[Subject], lengths: Sequence[int] | None, steps: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from gqa.convert.merge.cache_bits import layers_with_cache, quantise_cache
 from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
-from gqa.eval.decode import decode_contexts, measure_decode
+from gqa.eval.decode import REPEATS, decode_contexts, measure_decode
 from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
 from gqa.eval.memory import fit
 from gqa.eval.options import EvaluateOptions
@@ -234,7 +234,7 @@ def load(subject: Subject, options: EvaluateOptions) -> PreTrainedModel:
     with explain_memory(subject.name, options, "its weights", advice):
         model = load_model(
             subject.path, dtype=options.precision, device="auto" if options.device == "auto" else run_device(options),
-            attention=options.attn_implementation, trust_remote_code=subject.trust_remote_code,
+            trust_remote_code=subject.trust_remote_code,
         )  # fmt: skip
         if subject.cache_bits:
             quantise_cache(model, subject.cache_bits, layers_with_cache(subject.checkpoint), subject.name)
@@ -267,7 +267,7 @@ def time_decoding(
     interleaved.
     """
     models = {subject.name: load(subject, options) for subject in subjects}
-    batches, steps, repeats = options.decode_batches, options.decode_steps, options.decode_repeats
+    batches, steps, repeats = options.decode_batches, options.decode_steps, REPEATS
     size = f"batches of {max(batches)} sequences of {max(contexts):,} tokens"
     advice = "give smaller --decode-batches or --decode-contexts, or fewer checkpoints"
     with (

@@ -10,7 +10,6 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import COUNT, ByteSize, Number, Options, Tokens, option, same_as
 from gqa.convert.options import ConvertOptions
 
-Protocol = Literal["rolling", "llama.cpp"]
 CACHE_BITS = Number(int, 2, 8)
 
 
@@ -29,11 +28,8 @@ class EvaluateOptions(Options):
     target_field: str | None = option(
         None, "The column to predict from --field, of encoder-decoders.", heading="Data", metavar="NAME",
         needs=("data",))
-    protocol: Protocol = option(
-        "rolling", "How text is cut into windows: as lm-evaluation-harness does, or as llama-perplexity does.",
-        heading="Quality", needs=("data",))
     context: int | None = option(
-        None, "Tokens of a window.  [default: the model's positions, 2048 at most; 512 at most for llama.cpp]",
+        None, "Tokens of a window.  [default: the model's positions, 2048 at most]",
         Tokens(4), heading="Data", metavar="COUNT", needs=("data", "recall", "memory"))
     tokens: int | None = option(
         None, "Stop after the document that reaches so many tokens.", Tokens(), heading="Data", metavar="COUNT",
@@ -73,9 +69,6 @@ class EvaluateOptions(Options):
     verbose: bool = option(
         False, "Show every table, and where an error comes from.", short="-v", heading="Output")
     quiet: bool = option(False, "Show no progress and no tables.", short="-q", heading="Output")
-    # For Python callers.
-    attn_implementation: str | None = option(None, needs=("data", "recall", "decode"), expert=True)
-    decode_repeats: int = option(5, "", COUNT, needs=("decode",), expert=True)
     # fmt: on
 
     @property
@@ -94,5 +87,3 @@ class EvaluateOptions(Options):
             raise RefusedError("--cache-bits is about quality and bytes: leave it out, or --decode")
         if self.kl and not (len(self.models) > 1 or self.cache_bits):
             raise RefusedError("--kl compares checkpoints: give at least two")
-        if self.target_field and self.is_set("protocol"):
-            raise RefusedError("--target-field gives pairs, which are not cut into windows: leave --protocol out")

@@ -43,9 +43,9 @@ def verdict(first: Record, model: Record) -> str:
     parts, heads = [], ""
     if "heads" in first and "heads" in model:
         heads = f"{model['heads']['kv']} of {first['heads']['kv']} heads: "
-        before, after = cache_bytes(first), cache_bytes(model)
-        times, change = (before / after, "smaller") if after < before else (after / before, "larger")
-        saved = "the same KV cache" if before == after else f"KV cache {times:.3g}x {change}"
+        factor = cache_bytes(first) / cache_bytes(model)
+        times, change = (factor, "smaller") if factor > 1 else (1 / factor, "larger")
+        saved = "the same KV cache" if factor == 1 else f"KV cache {times:.3g}x {change}"
         bits = [m["kv_cache"].get("bits", 0) for m in (first, model)]  # a study has one dtype
         if min(bits) >= 16 and bits[0] != bits[1]:  # a name tells a quantised one
             saved += f" ({bits[1]} bits, not {bits[0]}, as stored)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +79,7 @@ def cell(record: Any, function: Callable[[Any], str], missing: str = "") -> str:
 
 
 def table(
-    title: str, columns: Sequence[Column], records: Sequence[Any], note: str = "", missing: str = "",
+    title: str, columns: Sequence[Column], records: Collection[Any], note: str = "", missing: str = "",
     short: int | None = None,
 ) -> Table:  # fmt: skip
     """A row for each record, without the columns that are empty in all rows."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import parse_source
-from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows
-from gqa.eval.options import EvaluateOptions, Protocol
+from gqa.corpus.windows import Window, rolling_windows
+from gqa.eval.options import EvaluateOptions
 from gqa.eval.statistics import Floats
 from gqa.eval.subjects import Subject
 
@@ -26,16 +26,13 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
     """The text of `options`, tokenised for the first checkpoint. Raises RefusedError and CorpusError."""
     first, target = subjects[0], options.target_field
     check_target_field(first, target)
-    most = 512 if options.protocol == "llama.cpp" else MAX_CONTEXT
-    context = choose_context(subjects, options.context, most)
+    context = choose_context(subjects, options.context)
     source = parse_source(str(options.data), field=options.field, target_field=target, split="test")
     check_models_agree(subjects, next(source.texts())[:2000])
     if first.encoder:
         text = make_pairs(source.rows(), first.encoder, context, options.tokens)
     else:
-        text = make_text(
-            source.texts(), first.tokenizer, protocol=options.protocol, context=context, max_tokens=options.tokens
-        )
+        text = make_text(source.texts(), first.tokenizer, context, options.tokens)
     check_ids(subjects, text)
     return text
 
@@ -82,14 +79,14 @@ def check_ids(subjects: Sequence[Subject], text: Text) -> None:
             )
 
 
-def choose_context(subjects: Sequence[Subject], context: int | None, most: int = MAX_CONTEXT) -> int:
-    """Tokens of a window: `context`, or without one the models' positions, at most `most`. Raises RefusedError."""
+def choose_context(subjects: Sequence[Subject], context: int | None) -> int:
+    """Tokens of a window: `context`, or without one the models' positions, at most MAX_CONTEXT. Raises RefusedError."""
     limit = min((subject.positions for subject in subjects if subject.positions), default=None)
     if context and limit and context > limit:
         raise RefusedError(
             f"--context {context} is more than the {limit} positions that the model was made for; give at most {limit}"
         )
-    return context or min(limit or most, most)
+    return context or min(limit or MAX_CONTEXT, MAX_CONTEXT)
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class Text:
     """Windows of token ids to score, and the size of the text they come from."""
 
     windows: tuple[Window, ...]
-    protocol: Protocol | Literal["pairs"]
+    protocol: Literal["rolling", "pairs"]
     context: int
     documents: int
     bytes: int
@@ -108,11 +105,6 @@ class Text:
     def tokens(self) -> int:
         """Predictions that count."""
         return sum(window.scored for window in self.windows)
-
-    @property
-    def whole(self) -> bool:
-        """Whether every token of the text is scored, so that its bytes and words have been predicted."""
-        return self.protocol in ("rolling", "pairs") and not self.cut
 
     @property
     def clusters(self) -> NDArray[np.int64]:
@@ -126,49 +118,25 @@ class Text:
         return {**vars(self), "tokens": self.tokens, "windows": len(self.windows)}
 
 
-def make_text(
-    texts: Iterable[str],
-    tokenizer: Any,
-    *,
-    protocol: Protocol,
-    context: int,
-    max_tokens: int | None = None,
-) -> Text:
-    """Tokenise and cut into windows.
+def make_text(texts: Iterable[str], tokenizer: Any, context: int, max_tokens: int | None = None) -> Text:
+    """Tokenise and cut into windows as lm-evaluation-harness does: every token of every document is scored once.
 
-    `rolling` scores every token of every document once, as lm-evaluation-harness does: words and bytes of the text as
-    it is, BOS (or else EOS) before the first token, even where the tokenizer puts one there itself, which is scored
-    then. `llama.cpp` works on one text, documents joined by blank lines.
+    Words and bytes are those of the text as it is. BOS (or else EOS) stands before the first token, even if the
+    tokenizer puts one there itself, which is scored then. `max_tokens`: stop after the document that reaches it.
 
-    Args:
-        max_tokens: Stop after the document that reaches this many tokens.
-
-    Raises:
-        RefusedError: Less text than one window (two for `llama.cpp`).
+    Raises RefusedError for less text than one window.
     """
-    rolling = protocol == "rolling"
-    needed = context if rolling else 2 * context
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if rolling and prefix is None:
-        raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with; give --protocol llama.cpp")
-    taken = _take(((text, encode(tokenizer, text) if rolling or max_tokens else []) for text in texts), max_tokens)
-    documents = len(taken)
-    if not rolling:
-        joined = "\n\n".join(text for text, _ in taken)
-        taken = [(joined, encode(tokenizer, joined))]
-    if (tokens := sum(len(ids) for _, ids in taken)) < needed:
-        windows_needed = "one window" if rolling else "two windows"
+    if prefix is None:
+        raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with")
+    taken = _take(((text, encode(tokenizer, text)) for text in texts), max_tokens)
+    if (tokens := sum(len(ids) for _, ids in taken)) < context:
         raise RefusedError(
-            f"the text has {tokens:,} tokens, less than {windows_needed} of {context:,}; give more text or a smaller "
+            f"the text has {tokens:,} tokens, less than one window of {context:,}; give more text or a smaller "
             "--context"
         )
-    windows: list[Window] = []
-    for number, (_, ids) in enumerate(taken):
-        if rolling:
-            windows += rolling_windows(ids, context, prefix, number)
-        else:
-            windows += llama_cpp_windows(ids, context, ids[0] if ids[0] == tokenizer.bos_token_id else None)
-    return Text(tuple(windows), protocol, context, documents, *_sizes(text for text, _ in taken))
+    windows = [window for n, (_, ids) in enumerate(taken) for window in rolling_windows(ids, context, prefix, n)]
+    return Text(tuple(windows), "rolling", context, len(taken), *_sizes(text for text, _ in taken))
 
 
 def _take(documents: Iterable[tuple[Any, ...]], max_tokens: int | None) -> list[tuple[Any, ...]]:
@@ -229,7 +197,7 @@ def count_words(text: str) -> int:
 
 def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
     """exp(nats / tokens), exp(nats / words), exp(nats / bytes) and nats / (ln 2 bytes), each from sums over all tokens;
-    per word and per byte only if every token of the text is scored.
+    per word and per byte only if no pair is cut.
 
     The error of the token perplexity is llama-perplexity's: PPL sqrt((mean(l^2) - mean(l)^2) / (n - 1)).
     """
@@ -242,9 +210,9 @@ def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
         "tokens": tokens,
         "token_perplexity": _exp(mean),
         "token_perplexity_error": _exp(mean) * spread / math.sqrt(tokens - 1) if tokens > 1 else math.nan,
-        "word_perplexity": _exp(total / text.words) if text.whole else None,
-        "byte_perplexity": _exp(per_byte) if text.whole else None,
-        "bits_per_byte": per_byte / math.log(2) if text.whole else None,
+        "word_perplexity": _exp(total / text.words) if not text.cut else None,
+        "byte_perplexity": _exp(per_byte) if not text.cut else None,
+        "bits_per_byte": per_byte / math.log(2) if not text.cut else None,
     }
 
 

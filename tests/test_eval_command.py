@@ -60,22 +60,11 @@ def test_printed_numbers_do_not_depend_on_the_batch_size() -> None:
     assert done(f"{line} --context 127").out not in printed
 
 
-@pytest.mark.parametrize("protocol", ["rolling", "llama.cpp"])
-def test_protocols(protocol: str) -> None:
-    result = run(*words(f"SRC --data TEXT --context 64 --protocol {protocol} --json -v"), program="gqa-eval")
-    record, whole = json.loads(result.out), protocol == "rolling"
-    assert record["text"]["protocol"] == record["options"]["protocol"] == protocol
-    assert (record["text"]["tokens"] / record["text"]["windows"] < 33) != whole  # of 64; the rest is read before
-    assert (record["models"][0]["quality"]["bits_per_byte"] is not None) == whole
-    assert ("bits/byte" in result.err) == whole
-    assert f"{protocol} windows of 64 tokens" in result.err
-
-
 def test_the_default_context_is_that_of_the_model(tmp_path: Path) -> None:
     short = copy_source(tmp_path)
     edit_json(short / "config.json", lambda config: config.update(max_position_embeddings=100))
-    assert results(f"{short} --data TEXT --protocol llama.cpp --tokens 300")["text"]["context"] == 100
-    assert results("SRC --data TEXT --protocol llama.cpp --tokens 1200")["text"]["context"] == 512
+    assert results(f"{short} --data TEXT --tokens 300")["text"]["context"] == 100
+    assert results("SRC --data TEXT --tokens 1200")["text"]["context"] == 512
     assert "--context 600 is more than the 512 positions" in refused("SRC --data TEXT --context 600")
 
 

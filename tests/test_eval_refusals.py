@@ -35,7 +35,6 @@ LOAD = evaluate.load
         ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps means nothing without --decode"),
         ("SRC --data TEXT --kl", "--kl compares checkpoints: give at least two"),
         ("SRC --data PLACE/short.txt", "the text has 4 tokens, less than one window of 512"),
-        ("SRC --data TEXT --context 400 --tokens 1 --protocol llama.cpp", "less than two windows of 400"),
         ("SRC --data TEXT --field nothere", "has no field 'nothere'; it has 'other', 'text'"),
         ("SRC --data PLACE/nothere.txt", "there is no file or directory"),
         ("SRC PLACE/nothere --data TEXT", "there is no directory"),
@@ -55,7 +54,6 @@ LOAD = evaluate.load
         ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is none"),
         ("T5 --data TEXT --target-field text", "are the same text; name two columns"),
         ("T5 --data PLACE/text.txt --target-field other", "text.txt is plain text and has no field 'other'"),
-        ("T5 --data TEXT --target-field other --protocol llama.cpp", "leave --protocol out"),
         ("T5 SRC --data TEXT --target-field other", "only one is an encoder-decoder"),
     ],
 )

@@ -31,7 +31,7 @@ def source():
 
 @pytest.fixture(scope="module")
 def text():
-    return make_text(TEXTS, tokenizer(), protocol="rolling", context=128)
+    return make_text(TEXTS, tokenizer(), context=128)
 
 
 @pytest.fixture(scope="module")
@@ -149,21 +149,6 @@ def test_a_head_that_cannot_be_split_is_noticed():
     hidden = head.hidden(input_ids=ids)
     assert not head.split
     assert torch.equal(head.logits(hidden[0, 3:5]), scaled(ids).logits[0, 3:5])
-
-
-@torch.no_grad()
-def test_llama_cpp_protocol_by_hand(source):
-    text = make_text(texts(2), tokenizer(), protocol="llama.cpp", context=64)
-    ids = tokenizer()("\n\n".join(texts(2)))["input_ids"]
-    expected = []
-    for begin in range(0, len(ids) // 64 * 64, 64):
-        chunk = torch.tensor([tokenizer().bos_token_id, *ids[begin + 1 : begin + 64]])
-        logits = source(input_ids=chunk[None]).logits[0, 32:-1].log_softmax(-1)
-        expected.append(-logits.gather(1, chunk[33:, None]))
-    quality = perplexity(score(ChunkedHead(source), text.windows, batch_size=4).nats, text)
-    mean = torch.cat(expected).double().mean().item()
-    assert quality["tokens"] == 31 * len(expected)
-    assert quality["token_perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
 
 
 def test_a_text_with_bos_in_front_gets_no_second_one():

@@ -6,23 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from gqa.corpus.windows import Window, batches, llama_cpp_windows, rolling_windows
+from gqa.corpus.windows import Window, batches, rolling_windows
 
 P = 99  # the prefix
-
-
-def shown(windows):
-    return [(list(w.ids), w.scored) for w in windows]
-
-
-def test_llama_cpp_windows_by_hand():
-    assert shown(llama_cpp_windows(range(19), 8, None)) == [
-        ([0, 1, 2, 3, 4, 5, 6, 7], 3),  # n_ctx - 1 - n_ctx / 2
-        ([8, 9, 10, 11, 12, 13, 14, 15], 3),
-    ]
-    assert shown(llama_cpp_windows(range(8), 8, P)) == [([P, 1, 2, 3, 4, 5, 6, 7], 3)]
-    (window,) = llama_cpp_windows(range(512), 512, None)
-    assert window.scored == 255
 
 
 @settings(deadline=None)

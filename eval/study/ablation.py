@@ -142,7 +142,7 @@ def _heldout_text(subject: Subject, options: AblateOptions) -> Text:
         text = make_pairs(documents, subject.encoder, context, limit)
     else:
         texts = (text for (text,) in documents)
-        text = make_text(texts, subject.tokenizer, protocol="rolling", context=context, max_tokens=limit)
+        text = make_text(texts, subject.tokenizer, context, limit)
     check_ids([subject], text)
     return text
 
