@@ -29,12 +29,12 @@ def windows_of(text: str, model: str, count: int, length: int) -> Any:
 
     from gqa.checkpoint.loading import load_model
     from gqa.convert.merge.self_samples import samples
-    from gqa.corpus.stdlib import stdlib_documents
+    from gqa.corpus.stdlib import stdlib_texts
 
     if text == "self":
         return samples(load_model(model, dtype="float32"), length, seed=1, batch=count)
     tokenizer, spread = AutoTokenizer.from_pretrained(model), text == "stdlib:heldout"
-    read = "\n\n".join(d.text for d in stdlib_documents("heldout")) if spread else Path(text).read_text("utf-8")
+    read = "\n\n".join(stdlib_texts("heldout")) if spread else Path(text).read_text("utf-8")
     windows = torch.tensor(tokenizer(read, add_special_tokens=False, verbose=False)["input_ids"])
     windows = windows[: len(windows) // length * length].view(-1, length)
     if len(windows) < count:
