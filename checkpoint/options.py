@@ -14,6 +14,7 @@ A bool is a flag, a Literal a choice, a tuple takes several values; other types 
 """
 
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -36,44 +37,35 @@ Heading = Literal["Basic", "Quality", "Data", "Output", "Advanced"]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
+_COMPARE = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": operator.lt}
+
+
 class Number(click.ParamType[Any]):
-    """A finite number within bounds; `above` and `below` are bounds that are not allowed themselves."""
+    """A finite number within bounds in words, like `from 1 to 8` or `above 0 below 1`."""
 
     name = "number"
 
-    def __init__(
-        self, kind: type, least: float = -math.inf, most: float = math.inf, above: float | None = None,
-        below: float | None = None,
-    ) -> None:  # fmt: skip
-        low = f"from {least}" if above is None else f"above {above}"
-        high = f"to {most}" if below is None else f"below {below}"
-        self._allowed = f"a {'whole number' if kind is int else 'number'} {low} {high}"
-        self._kind, self._least, self._most, self._excluded = kind, least, most, (above, below)
-        if above is not None:
-            self._least = above
-        if below is not None:
-            self._most = below
+    def __init__(self, kind: type, bounds: str = "") -> None:
+        words = bounds.split()
+        self._bounds = [(_COMPARE[word], float(bound)) for word, bound in zip(words[::2], words[1::2], strict=True)]
+        self._kind, self._allowed = kind, " ".join(["whole number" if kind is int else "number", *words])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = value
         if isinstance(value, str):
             with suppress(ValueError):
                 number = self._kind(value)
-        numbers = (int,) if self._kind is int else (int, float)
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, numbers)
-            or not math.isfinite(number)
-            or (number in self._excluded or not self._least <= number <= self._most)
-        ):
-            self.fail(f"{value!r} is not {self._allowed}", param, ctx)
+        is_number = isinstance(number, int if self._kind is int else int | float) and not isinstance(number, bool)
+        if not is_number or not math.isfinite(number) or not all(holds(number, b) for holds, b in self._bounds):
+            self.fail(f"{value!r} is not a {self._allowed}", param, ctx)
         return self._kind(number)
 
 
 LARGEST = 10**9  # of what is counted one by one
-COUNT = Number(int, 1, LARGEST)
-SEED = Number(int, 0, 2**31 - 1)
-POSITIVE, FROM_ZERO, SHARE = Number(float, above=0, most=LARGEST), Number(float, 0, LARGEST), Number(float, 0, 1)
+COUNT = Number(int, f"from 1 to {LARGEST}")
+SEED = Number(int, f"from 0 to {2**31 - 1}")
+POSITIVE, FROM_ZERO = Number(float, f"above 0 to {LARGEST}"), Number(float, f"from 0 to {LARGEST}")
+SHARE = Number(float, "from 0 to 1")
 
 
 class Tokens(click.ParamType[int]):

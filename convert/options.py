@@ -38,7 +38,7 @@ class ConvertOptions(Options):
         "each layer, 3,1,1,3, or a file of them.", KVHeads(), short="-g", heading="Basic", metavar="G")
     kv_budget: float | None = option(
         None, "Instead of --groups: the share of the KV cache that is left, like 0.5. Each layer keeps as many heads "
-        "as it needs, which is measured on text that the model writes.", Number(float, above=0, below=1),
+        "as it needs, which is measured on text that the model writes.", Number(float, "above 0 below 1"),
         heading="Basic", metavar="SHARE")
     output: Path | None = option(
         None, "The directory to make.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]",

@@ -10,7 +10,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import COUNT, ByteSize, Number, Options, Tokens, option, same_as
 from gqa.convert.options import ConvertOptions
 
-CACHE_BITS = Number(int, 2, 8)
+CACHE_BITS = Number(int, "from 2 to 8")
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class TrainOptions(Options):
     heldout_tokens: int = option(
         8192, "How much of it to hold back or to read, at most.", Tokens(), heading="Data", metavar="COUNT")
     alpha: float | None = option(
-        None, "Train on this fraction of the data (0.05 in the GQA paper).", Number(float, above=0, most=1),
+        None, "Train on this fraction of the data (0.05 in the GQA paper).", Number(float, "above 0 to 1"),
         heading="Basic")
     tokens: int | None = option(
         None, "Train on so many tokens, like 1B.  [default: 512K]", Tokens(), heading="Data", metavar="COUNT")
@@ -80,7 +80,7 @@ class TrainOptions(Options):
     schedule: Schedule = option("linear", "How the learning rate goes on after the warm-up.", heading="Quality")
     warmup: int | None = option(
         None, "Steps in which the learning rate rises.  [default: none with constant, else 5 %, 100 at most]",
-        Number(int, 0, LARGEST), heading="Quality")
+        Number(int, f"from 0 to {LARGEST}"), heading="Quality")
     precision: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "What is computed in; weights are kept in float32.  [default: as the launcher says, else float32]",
         heading="Quality")
