@@ -22,6 +22,18 @@ class OutputError(OSError):
     """The output could not be written or did not verify. Exit code 1."""
 
 
+class DivergedError(Exception):
+    """Loss or gradients were not finite too often in a row."""
+
+
+class StoppedError(Exception):
+    """A signal stopped the run; the state was saved after `step`."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(f"stopped by signal {number} after step {step}")
+        self.number, self.step = number, step
+
+
 def listing(names: Iterable[object], limit: int = 8) -> str:
     """`a, b, c` in sorted order, truncated with a count: `a, b, c and 7 more`."""
     texts = sorted(str(name) for name in names)

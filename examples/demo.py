@@ -37,7 +37,7 @@ def main() -> None:
     logging.disable_progress_bar()
     start = time.perf_counter()
     result = study(args.output)
-    print(f"\n{result.text()}")
+    print(f"\n{result}")
     print(f"\nThe report: {args.output / 'report.html'} ({time.perf_counter() - start:.0f} s)")
 
 

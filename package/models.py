@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -84,19 +83,16 @@ def _save(model: Any, path: Path) -> None:
 
 @contextmanager
 def called_from_python(quiet: bool = False) -> Iterator[None]:
-    """Errors name parameters, not the command's flags: `overwrite`, not `--overwrite`. transformers logs errors only,
-    as in the commands, and as it did when the block ends; if `quiet`, nothing shows bars.
+    """Errors name parameters, not flags of the command: `overwrite`, not `--overwrite`. Logging and progress bars of
+    transformers and huggingface_hub are as before when the block ends; if `quiet`, there are no bars.
     """
+    from huggingface_hub import utils
     from transformers.utils import logging
 
-    utils: Any = import_module("huggingface_hub.utils")
     token, hub_bars = without_bars.set(quiet), not utils.are_progress_bars_disabled()
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
     try:
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()  # and that of huggingface_hub, which is for `quiet` to judge
-        if hub_bars:
-            utils.enable_progress_bars()
         yield
     except RefusedError as error:
         error.args = (re.sub(r"(?<![\w-])--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error)),)

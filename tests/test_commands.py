@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import huggingface_hub
 import pytest
 from checkpoints import run
 from training import tiny_checkpoint, write_corpus
@@ -318,11 +317,6 @@ def test_quiet_is_without_the_bars_of_libraries(library: str, monkeypatch: pytes
         with called_from_python(not progress), quiet(library):
             assert {utils.are_progress_bars_disabled() for utils in found} == {not progress}
     assert not any(utils.are_progress_bars_disabled() for utils in found)
-    huggingface_hub.utils.disable_progress_bars()  # by the caller, who finds them so
-    with called_from_python():
-        pass
-    assert huggingface_hub.utils.are_progress_bars_disabled()
-    huggingface_hub.utils.enable_progress_bars()
 
 
 @pytest.mark.parametrize("words", ["-v", "--verbose", "-q -v", "-qv", "-vq", "-q"])

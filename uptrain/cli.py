@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 
 from gqa.checkpoint.console import fail, run, say_device, wrap_lines
+from gqa.checkpoint.errors import DivergedError, StoppedError
 from gqa.checkpoint.options import command as command_of
 from gqa.uptrain.options import TrainOptions
 
@@ -35,7 +36,6 @@ def command(options: TrainOptions) -> None:
 
     from gqa.checkpoint.loading import ranks
     from gqa.convert.merge.watcher import Watcher
-    from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
     from gqa.uptrain.summary import plan_record, plan_text, result_text

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.errors import DivergedError, RefusedError, StoppedError
 from gqa.checkpoint.identity import checkpoint_digest
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.log import Log
@@ -29,18 +29,6 @@ from gqa.uptrain.weights import local_shard, prepare_model, stored_weights
 
 EVALUATIONS = 4  # held-out evaluations of a run, unless `eval_every` is given
 Weights = dict[str, Tensor]
-
-
-class DivergedError(Exception):
-    """Loss or gradients were not finite too often in a row."""
-
-
-class StoppedError(Exception):
-    """A signal stopped the run; the state was saved after `step`."""
-
-    def __init__(self, number: int, step: int) -> None:
-        super().__init__(f"stopped by signal {number} after step {step}")
-        self.number, self.step = number, step
 
 
 @dataclass

@@ -17,7 +17,7 @@ import click
 
 from gqa.checkpoint.console import progress_bar
 from gqa.checkpoint.devices import out_of_memory
-from gqa.checkpoint.errors import OutputError, RefusedError, explain, one_line
+from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain, one_line
 from gqa.checkpoint.identity import checkpoint_digest
 from gqa.checkpoint.provenance import portable, without_place
 from gqa.convert import convert_checkpoint
@@ -34,7 +34,6 @@ from gqa.eval.subjects import Subject, open_subjects
 from gqa.eval.tables import Table, table
 from gqa.eval.text import Text, check_ids, check_target_field, choose_context, make_pairs, make_text
 from gqa.uptrain.dataloader import heldout_sources, open_dataloader, open_pairs
-from gqa.uptrain.loop import DivergedError, StoppedError
 from gqa.uptrain.options import TrainOptions, differences
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import find_block_size, prepare

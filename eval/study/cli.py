@@ -7,7 +7,7 @@ import sys
 import click
 
 from gqa.checkpoint.console import fail, run, say_device, wrap_lines
-from gqa.checkpoint.errors import one_line
+from gqa.checkpoint.errors import StoppedError, one_line
 from gqa.checkpoint.options import command as command_of
 from gqa.eval.study.options import AblateOptions
 
@@ -33,7 +33,6 @@ def command(options: AblateOptions) -> None:
     from gqa.eval.study.directory import remove_study
     from gqa.eval.study.recommendation import recommend
     from gqa.eval.study.report import short_table, write_study_report
-    from gqa.uptrain.loop import StoppedError
 
     transformers.utils.logging.set_verbosity_error()
     options.check()

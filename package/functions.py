@@ -1,29 +1,100 @@
-"""The four commands as functions."""
+"""The four commands as functions, and what they return."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.provenance import PROVENANCE
+from gqa.convert.options import ConvertOptions
+from gqa.eval.options import EvaluateOptions
+from gqa.eval.study.options import AblateOptions
+from gqa.uptrain.options import TrainOptions
 
 from .models import Model, called_from_python, in_memory, name_of, saved
-from .results import ConvertedModel, Evaluation, Study, TrainedModel
 
 if TYPE_CHECKING:
-    from gqa.convert.options import ConvertOptions
-    from gqa.eval.options import EvaluateOptions
-    from gqa.eval.study.options import AblateOptions
-    from gqa.uptrain.options import TrainOptions
+    from transformers import PreTrainedModel
 
 T = TypeVar("T")
 
 
-def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **options: Any) -> ConvertedModel:
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A checkpoint that `convert_model` or `uptrain_model` wrote, which every function takes as a model; `record` is
+    the JSON file beside its weights.
+    """
+
+    path: Path
+    record: Mapping[str, Any] = field(repr=False)
+    # A temporary directory, which exists as long as this object.
+    _directory: Any = field(default=None, compare=False, repr=False)
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+    def load(
+        self, *, dtype: str = "auto", device: str = "cpu", attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> PreTrainedModel:  # fmt: skip
+        """The model, in evaluation mode. `dtype`: auto (as stored), float32, bfloat16 or float16.
+
+        Raises RefusedError if transformers cannot load it.
+        """
+        from gqa.checkpoint.loading import load_model
+
+        with called_from_python():
+            return load_model(
+                str(self.path), dtype=dtype, device=device, attention=attn_implementation,
+                trust_remote_code=trust_remote_code,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What `evaluate` measured: `record` is results.json of gqa-eval, `path` the directory of the report, if any."""
+
+    path: Path | None = None
+    record: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def models(self) -> list[dict[str, Any]]:
+        """The record of each model, the baseline first."""
+        return list(self.record["models"])
+
+    def __str__(self) -> str:
+        """The verdicts and tables that gqa-eval prints."""
+        from gqa.eval.report import as_text
+
+        return as_text(dict(self.record))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What `ablate` measured: `rows` are those of results.jsonl, one a cell; `path` is the directory of the report."""
+
+    path: Path
+    rows: list[dict[str, Any]] = field(repr=False)
+
+    def __str__(self) -> str:
+        """The table that gqa-ablate prints."""
+        from gqa.eval.study.report import short_table
+
+        return short_table(self.rows).text()
+
+    def recommend(self, max_loss_increase: float = 0.1) -> str:
+        """The smallest KV cache within so many nats per token above the base model, and why."""
+        from gqa.eval.study.recommendation import recommend
+
+        return recommend(self.rows, max_loss_increase)[1]
+
+
+def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **options: Any) -> Result:
     """Convert a checkpoint to one with fewer (or more) key/value heads.
 
     Args:
@@ -40,7 +111,6 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
     """
     from gqa.convert.api import convert_as, plan_for
     from gqa.convert.merge.watcher import Watcher
-    from gqa.convert.options import ConvertOptions
 
     with called_from_python(bool(options.get("quiet"))), ExitStack() as stack:
         settings, directory = _build(ConvertOptions, model, options, model=model), None
@@ -51,16 +121,13 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
         with Watcher(settings.quiet) as bar:
             plan = plan_for(settings, bar)
         with Watcher(settings.quiet, plan.total_bytes) as bar:
-            conversion = convert_as(settings, plan, bar)
-    return ConvertedModel(
-        path=conversion.out, record=json.loads((conversion.out / PROVENANCE).read_text(encoding="utf-8")),
-        warnings=conversion.warnings, layer_errors=bar.errors, _directory=directory,
-    )  # fmt: skip
+            out = convert_as(settings, plan, bar).out
+    return Result(path=out, record=json.loads((out / PROVENANCE).read_text(encoding="utf-8")), _directory=directory)
 
 
 def uptrain_model(
     model: Model | TrainOptions, *, teacher: Model = "auto", tokenizer: Any = None, **options: Any
-) -> TrainedModel:
+) -> Result:
     """Train a converted checkpoint further, in one process, and write the result as a checkpoint.
 
     Args:
@@ -79,7 +146,6 @@ def uptrain_model(
     """
     from gqa.checkpoint.compat import fresh_accelerator
     from gqa.convert.merge.watcher import Watcher
-    from gqa.uptrain.options import TrainOptions
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
 
@@ -95,7 +161,7 @@ def uptrain_model(
             setup = prepare(settings, watcher=bar)
         _, record = uptrain(setup, quiet=settings.quiet)
     assert setup.options.output
-    return TrainedModel(path=setup.options.output, record=record, _directory=directory)
+    return Result(path=setup.options.output, record=record, _directory=directory)
 
 
 def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options: Any) -> Evaluation:
@@ -114,7 +180,6 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
         OutputError: The report cannot be written.
     """
     from gqa.eval.evaluate import measure
-    from gqa.eval.options import EvaluateOptions
     from gqa.eval.report import reserved, write_report
 
     with called_from_python(bool(options.get("quiet"))), ExitStack() as stack:
@@ -122,10 +187,8 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
         settings.check()
         stack.enter_context(reserved(settings.output, settings.overwrite))
         if not isinstance(models[0], EvaluateOptions):
-            loaded = [in_memory(model) for model in models]
-            if tokenizer is not None and not any(loaded):
-                raise RefusedError("tokenizer is for models in memory, and all of these bring their own; leave it out")
-            copies = [saved(model, tokenizer if memory else None) for model, memory in zip(models, loaded, strict=True)]
+            alone = not any(map(in_memory, models))  # then the tokenizer is refused
+            copies = [saved(model, tokenizer if in_memory(model) or alone else None) for model in models]
             settings = replace(settings, models=tuple(stack.enter_context(copy)[0] for copy in copies))
         record = measure(settings, ())
         if record and settings.output:
@@ -149,7 +212,6 @@ def ablate(model: str | os.PathLike[str] | AblateOptions, **options: Any) -> Stu
     """
     from gqa.eval.study.ablation import open_study, run_study
     from gqa.eval.study.directory import remove_study
-    from gqa.eval.study.options import AblateOptions
     from gqa.eval.study.report import write_study_report
 
     with called_from_python(bool(options.get("quiet"))):
