@@ -86,9 +86,10 @@ def called_from_python(quiet: bool = False) -> Iterator[None]:
     """Errors name parameters, not flags of the command: `overwrite`, not `--overwrite`. Logging and progress bars of
     transformers and huggingface_hub are as before when the block ends; if `quiet`, there are no bars.
     """
-    from huggingface_hub import utils
+    import huggingface_hub
     from transformers.utils import logging
 
+    utils: Any = huggingface_hub.utils
     token, hub_bars = without_bars.set(quiet), not utils.are_progress_bars_disabled()
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -76,7 +76,7 @@ def _by_alpha(rows: Sequence[Row], title: str, format_row: Callable[[Row], str],
     columns: list[Column] = [*CELL_COLUMNS[:2], _CACHE]
     for alpha in sorted({row["alpha"] for row in rows}):
         columns.append((f"alpha {alpha:g}", lambda r, alpha=alpha: r["at"][alpha]))  # type: ignore[misc]
-    return table(title, columns, records.values(), note)
+    return table(title, columns, [*records.values()], note)
 
 
 def _cells(rows: Sequence[Row]) -> Table:
