@@ -23,6 +23,7 @@ from gqa.convert.heads.symmetries import Symmetry
 
 MAX_COUNT = 20_000  # layers, heads, blocks
 QUANTISATION = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
+_NAMES = ("layer_types", "layers_block_type")
 _NUMBERS = (
     "num_kv_shared_layers", "sliding_window", "attention_chunk_size", "max_position_embeddings", "initializer_range",
 )  # fmt: skip
@@ -148,21 +149,19 @@ def _check(config: ModelConfig, name: str) -> None:
             f"{name}: the head counts in config.json make no sense: {explain(error)}; correct them"
         ) from error
     for h in heads:
-        if type(h.query) is int and h.query > MAX_COUNT:
-            raise CorruptError(f"{name}: config.json asks for {h.query} query heads, at most {MAX_COUNT} are allowed")
         if not all(type(n) is int and n > 0 for n in (h.query, h.kv, h.key_dim, h.value_dim)) or h.query % h.kv:
             raise CorruptError(
                 f"{name}: config.json asks for {h.query} query and {h.kv} key/value heads of dimension {h.key_dim}; "
                 "natural numbers are allowed, the second a divisor of the first"
             )
-    for key in _NUMBERS:
+    for key in (*_NUMBERS, *_NAMES):
         value = getattr(text, key, None)
-        if value is not None and not (isinstance(value, int | float) and 0 <= value < 2**63):
-            raise CorruptError(f"{name}: config.json says {key}: {value!r}, a number from 0 is allowed; correct it")
-    for key in ("layer_types", "layers_block_type"):
-        value = getattr(text, key, None)
-        if value is not None and not (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)):
-            raise CorruptError(f"{name}: config.json says {key}: {value!r}, a list of names is allowed; correct it")
+        if key in _NUMBERS:
+            sound = isinstance(value, int | float) and 0 <= value < 2**63
+        else:
+            sound = isinstance(value, list | tuple) and all(isinstance(kind, str) for kind in value)
+        if value is not None and not sound:
+            raise CorruptError(f"{name}: config.json says {key}: {value!r}, which makes no sense; correct it")
 
 
 def refuse_model_type(model_type: str, text: Any, name: str) -> None:
