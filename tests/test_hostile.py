@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import tracemalloc
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -33,11 +32,9 @@ from checkpoints import (
     write_safetensors,
 )  # fmt: skip
 
-from gqa.checkpoint.errors import CorruptError
-from gqa.checkpoint.headers import read_header as read_safetensors_header
-
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 Break = Callable[[Path], object]
+ONE = torch.ones(1)
 
 
 def check_untouched(model: Path, before: Mapping[str, str], out: Path) -> None:
@@ -119,22 +116,8 @@ def pickled(state: object, zipped: bool = True) -> Break:
     return both(remove(SINGLE), lambda m: torch.save(state, m / path, _use_new_zipfile_serialization=zipped))
 
 
-def shift(name: str, begin: int, end: int) -> Callable[[dict[str, Any]], None]:
-    """Move the offsets of a tensor by so many bytes."""
-
-    def change(made: dict[str, Any]) -> None:
-        old = made[name]["data_offsets"]
-        made[name]["data_offsets"] = [old[0] + begin, old[1] + end]
-
-    return change
-
-
 def setting(name: str, key: str, value: object) -> Callable[[dict[str, Any]], None]:
     return lambda made: made[name].__setitem__(key, value)
-
-
-def nested(depth: int) -> bytes:
-    return b'{"model_type":"llama","x":' + b"[" * depth + b"]" * depth + b"}"
 
 
 def duplicates(model: Path) -> None:
@@ -158,41 +141,23 @@ def widen(made: Tensors) -> Tensors:
     }
 
 
-BIG = b'{"a":{"dtype":"F32","shape":[4611686018427387904,4611686018427387904,0],"data_offsets":[0,0]}}'
-PACKED = {K0.replace("weight", part): torch.ones(4, 4) for part in ("qweight", "qzeros", "scales")}
-MLX = {K0: torch.ones(16, 4, dtype=torch.uint32)} | {
-    K0.replace("weight", part): torch.ones(16, 1) for part in ("scales", "biases")
-}
 AGAIN, BIN, LFS = "download it again", "pytorch_model.bin", b"version https://git-lfs.github.com/spec/v1\n"
+MLX = {K0: torch.ones(16, 4, dtype=torch.uint32)} | {K0.replace("weight", part): ONE for part in ("scales", "biases")}
 REFUSED_TYPES = {
-    "deepseek_v3": "latent attention", "persimmon": "no number of key/value heads", "jetmoe": "G x top-k",
-    "zaya": "convolutions", "moonshine": "reshapes its queries", "longt5": "sister model",
-    "mamba": "no attention", "llama4_vision_model": "not supported", "umt5": "no number of key/value heads",
+    "deepseek_v3": "latent attention", "jetmoe": "G x top-k", "zaya": "convolutions", "mamba": "no attention",
+    "moonshine": "reshapes its queries", "longt5": "sister model", "umt5": "no number of key/value heads",
 }  # fmt: skip
 
-# What the format's own library does not take.
+# What the format's own library does not take; test_fuzz.py compares many more files with it.
 UNSOUND: dict[str, Break] = {
     "empty file": text(SINGLE, b""),
-    "seven bytes": text(SINGLE, bytes(7)),
-    "header longer than the file": raw(b"{}", length=4000),
     "a length just below the limit in a small file must not allocate it": raw(b"{}", length=19_999_999),
-    "header is not JSON": raw(b"{'a':1}"),
-    "header has half a surrogate pair": header(lambda h: h | {"\ud800": h[K0]}),
     "header nested deeply": raw(b"[" * 200_000),
     "garbage that would take 600 MB of Python's": raw(b"[" + b"[]," * 6_000_000 + b"1]"),
-    "metadata of numbers": header(lambda h: h | {"__metadata__": {"a": 1}}),
-    "an entry lacks its shape": header(lambda h: h[K0].__delitem__("shape")),
-    "unknown dtype": header(setting(K0, "dtype", "F33")),
-    "overlapping offsets": header(shift(K0, -8, -8)),
-    "a hole": header(shift(K0, 8, 8)),
     "bytes at the end": header(lambda h: None, lambda data: data + b"12345678"),
     "truncated": header(lambda h: None, lambda data: data[:-100]),
     "offsets out of range": header(setting("lm_head.weight", "data_offsets", [0, 2**62])),
-    "negative offsets": header(setting(K0, "data_offsets", [-4, 4])),
-    "offsets of True": header(setting(K0, "data_offsets", [False, True])),
-    "shape of floats": header(setting(K0, "shape", [16.0, 32.0])),
-    "shape against bytes": header(setting(K0, "shape", [16, 33])),
-    "shape overflows": raw(BIG),
+    "shape overflows": raw(b'{"a":{"dtype":"F32","shape":[4611686018427387904,8,0],"data_offsets":[0,0]}}'),
 }
 
 Cases = dict[str, tuple[Break, tuple[str, ...]]]
@@ -201,64 +166,48 @@ CASES: Cases = {
     # config.json
     "no config": (remove("config.json"), ("no config.json", "give a directory")),
     "config is not JSON": (text("config.json", b"{"), ("config.json is not JSON", AGAIN)),
-    "config is not UTF-8": (text("config.json", b'{"a":"\xff"}'), ("config.json is not JSON",)),
     "config has half a surrogate pair": (text("config.json", b'{"model_type":"llama","a":"\\ud800"}'),
          ("config.json is not JSON in UTF-8",)),
     "config is a list": (text("config.json", b"[1]"), ("config.json holds a JSON list, not an object",)),
     "config is a directory": (both(remove("config.json"), lambda m: (m / "config.json").mkdir()),
          ("config.json", "not a regular file")),
-    "config without model_type": (settings(model_type=...), ("config.json has no model_type",)),
-    **{f"model_type {odd}": (settings(model_type=odd), ("config.json has no model_type",))
-       for odd in ({}, [], 3, None)},
+    **{f"model_type {odd}": (settings(model_type=odd), ("config.json has no model_type",)) for odd in ({}, None)},
     "unknown model_type": (settings(model_type="llaama"), ("'llaama'", "transformers does not have")),
-    "deep nesting": (text("config.json", nested(100_000)), ("config.json is not JSON",)),
     **{name: (settings(model_type=name), (name, says)) for name, says in REFUSED_TYPES.items()},
     "heads do not divide": (settings(num_attention_heads=7), ("config",)),
     "KV heads do not divide the heads": (settings(kv=3), ("3 ", "8 ")),
-    "endless heads": (settings(num_attention_heads=10**12, head_dim=4), ("config",)),
-    "endless layers": (settings(num_hidden_layers=10**12), ("config",)),
-    **{f"{count} in {key}": (settings(**{key: count}), (key if count > 0 else "config", str(count)))
-       for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads") for count in (2**63, 10**12)},
     **{f"{count} in {key} of {model_type}": (settings(model_type=model_type, **{key: count}), (key, str(count)))
-       for model_type, key in (("bart", "decoder_layers"), ("bart", "decoder_attention_heads"), ("gpt2", "n_head"),
-                               ("t5", "num_decoder_layers"), ("bart", "encoder_layers"), ("dbrx", "n_heads"),
-                               *(("llama", key) for key in ("num_labels", "depth", "resampler_depth", "num_blocks",
-                                                            "num_codebooks", "num_quantizers", "num_res_blocks")))
-       for count in (2**63, 10**12)},
+       for model_type, key, count in (
+           ("llama", "num_hidden_layers", 10**12), ("llama", "num_attention_heads", 2**63),
+           ("llama", "num_labels", 10**12), ("bart", "encoder_layers", 10**12), ("dbrx", "n_heads", 2**63))},
     "no layers": (settings(num_hidden_layers=0), ("config",)),
     "another head_dim": (tensors(widen),
          ("k_proj.weight [32, 32] has 32 rows where the config asks for 16 (4 key heads x 4)",)),
-    "text_config in words": (settings(model_type="llava", text_config="llama"), ("config",)),
     # which weights
     "no weights": (remove(SINGLE), ("no weights at all", "give a directory")),
     "GGUF only": (rename(SINGLE, "model.gguf"), ("model.gguf", "GGUF is another")),
     "adapter only": (both(rename(SINGLE, "adapter_model.bin"), rename("config.json", "adapter_config.json")),
          ("no config.json", "merged into its base model first")),
-    "packed names": (tensors(lambda t: t | PACKED), ("k_proj.q", "quantised", "dequantise")),
-    "MLX": (tensors(lambda t: t | MLX), (K0, "U32", "quantised or packed by MLX", "dequantise")),
-    **{f"K in {to}": (tensors(partial(cast, names=(K0, V0), to=to)), (K0, "quantised or packed"))
-       for to in (torch.int8, torch.uint8, torch.float8_e4m3fn)},
+    "packed names": (tensors(lambda t: t | {K0.replace("weight", "qweight"): torch.ones(4, 4)}),
+         ("k_proj.q", "quantised", "dequantise")),
+    "MLX": (tensors(lambda t: t | MLX),
+         (K0, "U32", "quantised or packed by MLX", "dequantise")),
+    "K in 8 bits": (tensors(partial(cast, names=(K0, V0), to=torch.float8_e4m3fn)), (K0, "quantised or packed")),
     # links and pipes
     "a side file's link leaves the directory": (both(text("../secret", b"mine"), link("tokenizer.model", "../secret")),
          ("tokenizer.model", "link that leaves")),
     "a side file's link leads nowhere": (link("merges.txt", "gone"), ("no file merges.txt",)),
     "a side directory's link leaves the directory": (link("runs", ".."), ("runs in", "is a link to a directory")),
-    "a side directory's link leads back": (link("assets/again", "."), ("assets/again in", "is a link to a dir")),
     "a side file is a pipe": (lambda m: os.mkfifo(m / "pipe"), ("pipe", "not a regular file")),
     # the header
     **{name: (breaks, (SINGLE, "is truncated or no safetensors file: ", AGAIN)) for name, breaks in UNSOUND.items()},
     "a Git LFS pointer": (text(SINGLE, LFS), ("git lfs pull",)),
-    "a web page": (text(SINGLE, b"<!DOCTYPE html>"), (SINGLE, "are allowed; is it safetensors?")),
     "a header of 2^63 bytes": (raw(b"{}", length=2**63), (str(2**63), "20000000 are allowed")),
     "no tensors": (header(lambda h: {}, lambda data: b""), ("hold no tensors", "download")),
     "duplicate tensor": (duplicates, ("duplicate", K0)),
-    "shape of a thousand dimensions": (header(setting("model.norm.weight", "shape", [32] + [1] * 999)),
-         ("1000 dimensions",)),
     # tensors against the config and each other
     "K has other rows": (settings(kv=2), (K0, "[16, 32]", "16 rows", "config asks for", "2 key heads x 4")),
-    "K and V in another width": (settings(head_dim=8), (K0, "16 rows", "4 key heads x 8")),
     "K without V": (tensors(lambda t: t.__delitem__(V0)), ("layers.0.self_attn has k_proj but no v_proj",)),
-    "V without K": (tensors(lambda t: t.__delitem__(K0)), ("layers.0.self_attn has v_proj but no k_proj",)),
     "V alone is half": (tensors(partial(cast, names=(V0,), to=torch.float16)), ("k_proj F32", "v_proj F16")),
     "no attention at all": (tensors(lambda t: {n: t[n] for n in t if "attn" not in n}), ("no tensor like",)),
     "an unknown tensor in attention": (tensors(lambda t: t | {K0.replace("k_proj", "k_prj"): torch.ones(3, 5)}),
@@ -267,22 +216,16 @@ CASES: Cases = {
          ("\\n\\x1b[2Jx",)),
     # not safetensors
     "pickle without an archive": (both(remove(SINGLE), text(BIN, pickle.dumps({"a": 1}))), (BIN,)),
-    "a Git LFS pointer as .bin": (both(text(SINGLE, LFS), rename(SINGLE, BIN)), ("lfs",)),
     "not only tensors in .bin": (pickled({"model": weights(), "step": 3}), ("other than named te",)),
     "a sparse tensor in .bin": (pickled(weights() | {"x": torch.eye(2).to_sparse()}), ("x is",)),
-    "a complex tensor in .bin": (pickled(weights() | {"x": torch.ones(1) * 1j}), ("complex64",)),
     "the old .bin format": (pickled(weights(), zipped=False), ("can be mapped (mmap can only", "as safetensors first")),
 }  # fmt: skip
 # The same of one with two shards and an index.
 SHARDED: Cases = {
-    "index is not JSON": (text(INDEX, b"{]"), (INDEX, "not JSON", AGAIN)),
     "index without weight_map": (index(lambda made: made.__delitem__("weight_map")), (INDEX, "weight_map")),
-    "weight_map is empty": (index(lambda made: {"weight_map": {}}), (INDEX, "no weight_map")),
     "missing shard": (remove(SECOND), ("has no file", SECOND, AGAIN)),
-    "index names a missing file": (file_of(K0, "model-9.safetensors"), ("no file model-9.safetensors",)),
     "index climbs": (file_of(K0, f"../m/{FIRST}"), ("'../m/", "same directory")),
     "index names a number": (file_of(K0, 7), ("is in 7", "same directory")),
-    "index names no shard": (file_of(K0, "config.json"), ("'config.json'", "same directory")),
     "index with an endless name": (file_of(K0, "m" * 100_000 + ".safetensors"), ("has no file mmm",)),
     "a link leaves the directory": (both(rename(SECOND, "../elsewhere"), link(SECOND, "../elsewhere")),
          (SECOND, "link that leaves", "elsewhere")),
@@ -332,17 +275,6 @@ def test_pickle_is_never_executed(zipped: bool, tmp_path: Path) -> None:
 def test_too_large_json_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gqa.checkpoint.read.MAX_JSON_BYTES", 100)
     refused(llama(tmp_path / "m"), says=("config.json has", "at most 100 are allowed"))
-
-
-def test_a_large_header_is_not_even_read(tmp_path: Path) -> None:
-    """100 MB of empty lists are 3 GB of Python's."""
-    write_raw(tmp_path / SINGLE, b"[" + b"[]," * 33_000_000 + b"1]", b"")
-    tracemalloc.start()
-    with pytest.raises(CorruptError, match="header of 99000003 bytes, at most 20000000 are allowed"):
-        read_safetensors_header(tmp_path / SINGLE, SINGLE)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1 << 20
 
 
 def test_hub_cache_links_are_followed_to_their_blobs_only(tmp_path: Path) -> None:
