@@ -1,6 +1,4 @@
-"""What the commands share: how options are declared, types of their values, one line for every error, exit codes.
-Imports no torch.
-"""
+"""What the commands share: help, progress, one line for every error, exit codes. Imports no torch."""
 
 import os
 import re
@@ -77,7 +75,7 @@ def wrap_lines(text: str) -> str:
 
 
 def say_device(name: object, quiet: bool) -> None:
-    """Where it runs, for a person who looks at it; records of results hold it too."""
+    """Print the device at a terminal; records of results hold it too."""
     if is_interactive() and not quiet:
         click.echo(f"device      {name}", err=True)
 
@@ -94,7 +92,7 @@ def fail(program: str, message: str, code: int) -> NoReturn:
 
 
 def check_alone() -> None:
-    """Raises RefusedError in a command that would do all its work once in each of several processes."""
+    """Raise RefusedError in a command that would do all its work in each of several processes."""
     if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
         program = click.get_current_context().find_root().info_name
         raise RefusedError(

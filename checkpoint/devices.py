@@ -1,4 +1,4 @@
-"""Where a model runs, and what runs fast there."""
+"""Devices: where a model runs, and the memory and precision that they have."""
 
 import torch
 

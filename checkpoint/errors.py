@@ -1,4 +1,4 @@
-"""What a user can cause, and how it is said: one clear line each, never a traceback."""
+"""Errors that a user can cause: one clear line each, never a traceback."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""What is said where the hub is used, for models and data sets: its libraries quiet, their errors in one line."""
+"""Messages about the hub, for models and data sets: its libraries are quiet, their errors are one line."""
 
 import importlib
 import logging
@@ -64,7 +64,7 @@ def _is_transport(error: BaseException) -> bool:
 
 
 def hub_reason(error: BaseException, repo: str, revision: str | None = None, data_set: bool = False) -> str | None:
-    """What stands between here and a repository, and what to do about it; None where the hub has no part in it."""
+    """Why a repository cannot be read, and what to do about it; None if the hub is not the cause."""
     from huggingface_hub import constants, errors
 
     chain = error_chain(error)

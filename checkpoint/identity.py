@@ -1,4 +1,4 @@
-"""What a checkpoint computes, as a hash: work that was begun on one is not continued on another."""
+"""A hash of what a checkpoint computes: work that began on one is not continued on another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process does at a time."""
+"""Lock files for what only one process may do at a time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,7 +11,7 @@ from gqa.checkpoint.errors import RefusedError
 
 @contextmanager
 def locked(path: Path, refusal: str) -> Iterator[None]:
-    """Hold a lock file, which the system lets go of when the process dies. Raises RefusedError where another does."""
+    """Hold a lock file, which the system releases when the process dies. Raises RefusedError if another holds it."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)

@@ -49,7 +49,7 @@ def follow_prefix(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 def tied_names(model: PreTrainedModel) -> set[str]:
-    """Names of parameters that have several."""
+    """Names of parameters that have several names."""
     return {name for name, same in shared_names(model).items() if len(same) > 1}
 
 

@@ -1,4 +1,4 @@
-"""What travels beside weights and says where they come from."""
+"""Records and model cards beside weights, which say where these come from."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ SOURCE_CARD = "# The source model's card"
 
 @cache
 def version(package: str = "gqa") -> str:
-    """Of this tool, or of a package that it uses."""
+    """Version of this tool, or of a package that it uses."""
     return importlib.metadata.version(package)
 
 
 def stamp(tool: str, argv: Sequence[str]) -> dict[str, Any]:
-    """What every record of a result begins with. `argv`: the command's arguments; empty for a call from Python."""
+    """First entries of every record of a result. `argv`: the command's arguments; empty for a call from Python."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return {"tool": tool, "version": version(), "argv": portable(argv), "created": created}
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Those that are installed."""
+    """Installed versions by package."""
     return {name: version(name) for name in packages}
 
 
@@ -54,7 +54,7 @@ def portable(value: Any) -> Any:
 
 
 def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:
-    """What a command was asked for, for its record: its arguments and options without absolute paths, JSON-ready."""
+    """Arguments and options of a command for its record, without absolute paths, JSON-ready."""
     return {"argv": portable(argv), "options": {name: portable(value) for name, value in asdict(options).items()}}
 
 
@@ -64,7 +64,7 @@ def command_line(tool: str, argv: Sequence[str]) -> str:
 
 
 def read_record(checkpoint: Checkpoint, name: str) -> Any:
-    """What a conversion or a training left beside the weights; None where there is nothing that can be read."""
+    """The record that a conversion or a training wrote beside the weights; None if there is none to read."""
     try:
         return json.loads(checkpoint.path(name).read_text())
     except (OSError, ValueError):

@@ -108,12 +108,12 @@ class Checkpoint:
 
     @property
     def parameters(self) -> int:
-        """Numbers stored."""
+        """Count of stored numbers."""
         return sum(spec.numel for spec in self.tensors.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of them."""
+        """Bytes of all tensors."""
         return sum(spec.nbytes for spec in self.tensors.values())
 
     @property
@@ -123,7 +123,7 @@ class Checkpoint:
 
     @property
     def classes(self) -> tuple[ModelClass, ...]:
-        """Its class; of a checkpoint seen as one of another class both, its own first."""
+        """The class; of a checkpoint seen as one of another class both, the stored one first."""
         names = self.config.get("architectures")
         architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
         source = self.source.classes if self.source else ()

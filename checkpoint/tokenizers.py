@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, where it has one."""
+"""The tokenizer of a checkpoint."""
 
 from typing import Any
 

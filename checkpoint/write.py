@@ -29,8 +29,8 @@ DEFAULT_JOBS = 2  # while one shard waits for the disk the other merges
 Progress = Callable[[int], None]
 
 
-def unwatched(count: int) -> None:
-    """Progress that nobody looks at."""
+def no_progress(count: int) -> None:
+    """Progress that is not shown."""
 
 
 class OutputDirectory:
@@ -157,7 +157,7 @@ def require_space(needed: int, out: Path) -> None:
 
 @contextmanager
 def _system_errors(out: Path) -> Iterator[None]:
-    """Errors of the system as an OutputError that names the output."""
+    """Turn errors of the system into an OutputError that names the output."""
     try:
         yield
     except OSError as error:
@@ -167,7 +167,7 @@ def _system_errors(out: Path) -> Iterator[None]:
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make names durable; systems without directory handles (Windows) need none."""
+    """Make names durable; systems without directory handles (Windows) need no such call."""
     if os.name == "posix":
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -177,7 +177,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A small file, durable."""
+    """Write a small file durably."""
     with path.open("w", encoding="utf-8", errors="replace", newline="\n") as stream:
         stream.write(text)
         stream.flush()
@@ -229,7 +229,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def copy_range(
-    source: BinaryIO, target: BinaryIO, offset: int, count: int, progress: Progress = unwatched
+    source: BinaryIO, target: BinaryIO, offset: int, count: int, progress: Progress = no_progress
 ) -> None:  # fmt: skip
     """Append `count` bytes of `source` from `offset` to `target`, in the kernel where the system can."""
     end = offset + count
@@ -266,13 +266,13 @@ def drop_written(stream: BinaryIO) -> None:
 
 
 def write_bytes(target: BinaryIO, data: bytes | memoryview) -> None:
-    """All of it: an unbuffered write may take less, as on a disk that is nearly full."""
+    """Write all of it: an unbuffered write may take less, as on a disk that is nearly full."""
     rest = memoryview(data)
     while rest:
         rest = rest[target.write(rest) or 0 :]
 
 
-def write_tensor(target: BinaryIO, tensor: Tensor, progress: Progress = unwatched) -> None:
+def write_tensor(target: BinaryIO, tensor: Tensor, progress: Progress = no_progress) -> None:
     """Append a tensor's bytes (row-major, little-endian as every system torch runs on)."""
     import torch
 

@@ -21,7 +21,7 @@ from gqa.checkpoint.write import (
     Progress,
     copy_file,
     copy_range,
-    unwatched,
+    no_progress,
     write_tensor,
     write_text,
 )
@@ -71,7 +71,7 @@ def write(
     def advance(count: int) -> None:
         if stop.is_set():
             raise _CancelledError
-        (progress or unwatched)(count)
+        (progress or no_progress)(count)
 
     job, source = _Job(plan, merging, work, checksums, advance), plan.checkpoint
     threads = torch.get_num_threads()

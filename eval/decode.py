@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name
-from gqa.checkpoint.write import Progress, unwatched
+from gqa.checkpoint.write import Progress, no_progress
 from gqa.corpus.tokens import first_token
 from gqa.eval.subjects import Subject
 
@@ -67,7 +67,7 @@ def measure_decode(
     contexts: Sequence[int],
     steps: int,
     repeats: int,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
 ) -> dict[str, list[dict[str, Any]]]:
     """Time prefill and greedy decoding of every model at every batch size and context length.
 

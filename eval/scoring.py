@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from gqa.checkpoint.devices import free_memory
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import ranks
-from gqa.checkpoint.write import Progress, unwatched
+from gqa.checkpoint.write import Progress, no_progress
 from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence, nats
 from gqa.corpus.windows import Window, batches
 
@@ -56,7 +56,7 @@ def score(
     *,
     batch_size: int,
     baseline: ChunkedHead | None = None,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
 ) -> Scores:
     """Score every window; with several ranks (accelerate) each takes its share and all get the whole.
 
