@@ -147,16 +147,14 @@ def test_every_module_of_an_encoder_decoder_is_refined(encoding: Path, trained: 
 
 
 def test_a_run_on_pairs_goes_on(encoding: Path) -> None:
-    """After each layer of both stacks, to the same maps."""
-    plan, given, layers = plan_of(encoding), pairs(TINY["gqa_t5"].tokens, 8), 0
+    """After each layer of the decoder, to the same maps."""
+    plan, given = plan_of(encoding), pairs(TINY["gqa_t5"].tokens, 8)
     whole = Calibrator(plan, given, on_ids(batch=12))
     for layer in range(whole.layers):
         kept = {name: tensor.clone() for name, tensor in whole.state().items()} if layer else None
         goes_on = Calibrator(plan, given, on_ids(batch=12), kept)
         maps = ([result.maps.output for result in one.run(layer)] for one in (whole, goes_on))
         assert all(torch.equal(*pair) for pair in zip(*maps, strict=True))
-        layers += 1
-    assert layers == 4
 
 
 def linear(read: int, rows: int, blocks: int = 32) -> tuple[torch.nn.Linear, Tensor, dict[str, Tensor]]:

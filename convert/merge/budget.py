@@ -89,9 +89,9 @@ def uneven(checkpoint: Checkpoint, share: float, ranks: int = 1, option: str = "
             f"{option} {share:g} is not possible for the {heads} key/value heads of {checkpoint.name}; the least "
             f"is {least}"
         )
-    found = (heads, *[min(counts)] * (config.layers - 1))
-    make_plan(checkpoint, found, MEASURING)
-    return found
+    groups = (heads, *[min(counts)] * (config.layers - 1))
+    make_plan(checkpoint, groups, MEASURING)
+    return groups
 
 
 def _counts(config: ModelConfig, ranks: int) -> list[int]:
@@ -113,13 +113,13 @@ def heads_within(
     heads, layers, counts = config.main.kv, config.layers, _counts(config, ranks)
     fitted, measured = _text(checkpoint, options, watcher)
     losses: list[dict[int, float]] = [{heads: 0.0} for _ in range(layers)]
-    merging = [kept for kept in counts if kept < heads]
+    merging = [groups for groups in counts if groups < heads]
     watcher.stage("measuring layers", len(merging) * layers, "layer")
-    for kept in merging:
-        alone = make_plan(checkpoint, kept, MEASURING)
-        found = losses_alone(alone, fitted, measured, options, lambda: watcher.update(1))
-        for layer, lost in enumerate(found):
-            losses[layer][kept] = lost
+    for groups in merging:
+        alone = make_plan(checkpoint, groups, MEASURING)
+        divergences = losses_alone(alone, fitted, measured, options, lambda: watcher.update(1))
+        for layer, lost in enumerate(divergences):
+            losses[layer][groups] = lost
     return [allotted(losses, math.floor(share * layers * heads + 1e-9)) for share in shares], losses
 
 
@@ -140,21 +140,21 @@ def losses_alone(
         calibrator.streams.converted.hidden.copy_(
             calibrator.streams.source.hidden
         )  # the next one is changed alone, too
-        own = pair.original(layer)
+        source = pair.original(layer)
         for stream in changed.values():
-            own.pass_through(stream)
+            source.pass_through(stream)
         for result in results:
             changed[layer] = true.clone()
             merged = pair.merged(layer, result.module, pair.mapped(result.module, result.maps))
             merged.pass_through(changed[layer])
             pair.target.release(layer)
-        own.pass_through(true)
+        source.pass_through(true)
         pair.source.release(layer)
         done()
     lost = [0.0] * calibrator.layers
     for rows in torch.arange(len(true.hidden)).split(true.batch):
         base = pair.source.logits(true.hidden[rows]).log_softmax(-1)
         for layer, stream in changed.items():
-            other = pair.source.logits(stream.hidden[rows]).log_softmax(-1)
-            lost[layer] += float((base.exp() * (base - other)).sum())
+            log_probs = pair.source.logits(stream.hidden[rows]).log_softmax(-1)
+            lost[layer] += float((base.exp() * (base - log_probs)).sum())
     return [nats / measured.numel() for nats in lost]

@@ -35,12 +35,7 @@ class Calibrator:
         refined.
         """
         self.pair, self._directory = Pair(plan, options), directory
-        self._inputs: Inputs = {"input_ids": blocks} if isinstance(blocks, Tensor) else blocks
-        with torch.no_grad():
-            if state and "encoded" in state:
-                self.streams = self.pair.decode(self._inputs, (state["encoded"], state["encoded converted"]))
-            else:
-                self.streams = self.pair.start(self._inputs)
+        self.streams = self.pair.start({"input_ids": blocks} if isinstance(blocks, Tensor) else blocks)
         if state:
             self.streams.source.hidden.copy_(state["source"])
             self.streams.converted.hidden.copy_(state["converted"])
@@ -51,11 +46,7 @@ class Calibrator:
 
     def state(self) -> dict[str, Tensor]:
         """Tensors with which another calibrator continues after the last layer that ran."""
-        streams = self.streams
-        state = {"source": streams.source.hidden, "converted": streams.converted.hidden}
-        if streams.encoded:
-            state |= {"encoded": streams.encoded[0], "encoded converted": streams.encoded[1]}
-        return state
+        return {"source": self.streams.source.hidden, "converted": self.streams.converted.hidden}
 
     @torch.no_grad()
     def run(self, layer: int) -> list[LayerResult]:
@@ -63,8 +54,6 @@ class Calibrator:
         through the layer.
         """
         pair = self.pair
-        if layer == pair.source.first > 0:
-            self.streams = pair.decode(self._inputs, pair.encode(self._inputs, self.streams))
         streams, modules, source = self.streams, pair.modules_of(layer), pair.original(layer)
         if not modules:
             for stream in (streams.source, streams.converted):

@@ -38,16 +38,16 @@ def significance_of(
     query sees the keys up to its own position, or all where attention is not `causal`.
     """
     repeat, rows = q.shape[1] // k.shape[1], max(1, SCORES // (len(q) * k.shape[2]))
-    found = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    significance = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for head in range(q.shape[1]):
-        own = head // repeat
-        values = v[:, own].float() @ roots[head].to(v.device)  # (B, S, e)
+        kv_head = head // repeat
+        values = v[:, kv_head].float() @ roots[head].to(v.device)  # (B, S, e)
         sizes = values.square().sum(-1, keepdim=True)
         moved = torch.cat([values, sizes, torch.ones_like(sizes)], -1)
         for first in range(0, q.shape[2], rows):
             part = slice(first, min(first + rows, q.shape[2]))
             reach = part.stop if mask is None and causal else k.shape[2]  # keys beyond it are seen by none of these
-            scores = (q[:, head, part].float() * scaling) @ k[:, own, :reach].float().mT  # (B, t, S)
+            scores = (q[:, head, part].float() * scaling) @ k[:, kv_head, :reach].float().mT  # (B, t, S)
             if bias is not None:
                 scores += _of(bias, head, part)[..., :reach]
             if mask is None:
@@ -58,12 +58,12 @@ def significance_of(
             else:
                 scores += _of(mask, head, part)
             paid = scores.softmax(-1).nan_to_num_()
-            given = paid @ values[:, :reach]
+            outputs = paid @ values[:, :reach]
             odds = paid.div_((1 - paid).clamp_min_(_LEAST)).square_()
             sums = odds @ moved[:, :reach]  # (B, t, e + 2)
-            away = sums[..., -2] + sums[..., -1] * given.square().sum(-1) - 2 * (given * sums[..., :-2]).sum(-1)
-            found[:, head, part] = away.clamp_min(0)
-    return found
+            away = sums[..., -2] + sums[..., -1] * outputs.square().sum(-1) - 2 * (outputs * sums[..., :-2]).sum(-1)
+            significance[:, head, part] = away.clamp_min(0)
+    return significance
 
 
 def _of(mask: Tensor, head: int, rows: slice) -> Tensor:
@@ -91,9 +91,9 @@ def position_weights(stream: Tensor, real: Tensor | None = None) -> Tensor:
     divides by its size, and a few positions (the first, for one) are hundreds of times as large as the others. Nothing
     where they are not `real` (N, T).
     """
-    found = 1 / mean_squares(stream).clamp_min(1e-30)
-    found = found if real is None else found * real
-    return found / found.mean()
+    weights = 1 / mean_squares(stream).clamp_min(1e-30)
+    weights = weights if real is None else weights * real
+    return weights / weights.mean()
 
 
 def mean_squares(stream: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ def closed_form(task: Task) -> LayerResult:
     keys = moments.shared_keys(rotary) if free_keys else []
     seen = _seen_values(task, head_maps(heads, groups, keys, [], order))
     w_o = w_o.to(device).double()
-    found = moments.shared_values(seen.unflatten(0, (groups, -1)), w_o)
-    return _refit(task, head_maps(heads, groups, keys, found, order), w_o.flatten(0, 1))
+    values = moments.shared_values(seen.unflatten(0, (groups, -1)), w_o)
+    return _refit(task, head_maps(heads, groups, keys, values, order), w_o.flatten(0, 1))
 
 
 def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> Moments:
@@ -224,8 +224,8 @@ def _seen_values(task: Task, maps: HeadMaps) -> Tensor:
         rows = torch.cat(parts, -1) if parts[1:] else parts[0]  # (B, T, H, m e)
         rows = rows * task.counts[capture.rows].sqrt()[..., None, None].to(rows)
         for head in range(heads.query):  # one by one: m times as wide as what W_O is given
-            one = as_float64(rows[:, :, head]).flatten(0, 1)
-            seen_by[head] += one.T @ one
+            head_rows = as_float64(rows[:, :, head]).flatten(0, 1)
+            seen_by[head] += head_rows.T @ head_rows
     return seen_by.div_(task.counts.numel())
 
 
@@ -235,10 +235,10 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
     merged, streams = task.merged(replace(maps, output=None)), task.streams
     width, device, query = len(maps.output), task.pair.target.device, task.pair.heads(task.module)[0].query
     weight = w_o.float().to(device)
-    inverse = pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T  # what W_O turns into the drift is asked for on top
+    inverse = pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T  # of the targets: what W_O turns into the drift
     inverse = inverse.float().to(device)
     gram, cross = (torch.zeros(width, width, dtype=torch.float64, device=w_o.device) for _ in range(2))
-    asked = torch.zeros((), dtype=torch.float64, device=w_o.device)  # energy of what is wanted
+    energy = torch.zeros((), dtype=torch.float64, device=w_o.device)  # of the targets
     sources = task.source_layer().capture(streams.source, "head_outputs")
     for source, capture in zip(sources, merged.capture(streams.converted, "head_outputs"), strict=True):
         check_finite(task.layer.index, source.head_outputs)
@@ -251,15 +251,15 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
         if (drift := task.drift(capture.rows)) is not None:
             inputs = inputs + drift.flatten(0, 1).to(device, torch.float32) @ inverse
         target = inputs * root
-        asked.add_(as_float64((target @ weight).square().sum(1)).sum())
+        energy.add_(as_float64((target @ weight).square().sum(1)).sum())
         rows = as_float64(capture.head_outputs.flatten(0, 1).float() * root)
         gram.add_(rows.T @ rows)
         cross.add_(rows.T @ target.to(rows))
     count = int(task.counts.count_nonzero())
     start = maps.output.to(w_o)
-    found = ridge(gram / count, cross / count, start, task.pair.options.ridge)
-    fitted = found.T @ w_o  # the new W_O
-    left = float(asked) + float((fitted * (gram @ fitted - 2 * cross @ w_o)).sum())
+    solution = ridge(gram / count, cross / count, start, task.pair.options.ridge)
+    fitted = solution.T @ w_o  # the new W_O
+    left = float(energy) + float((fitted * (gram @ fitted - 2 * cross @ w_o)).sum())
     warning = (
         ""
         if count >= width
@@ -269,5 +269,5 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
         )
     )
     return LayerResult(
-        task.module, replace(maps, output=found.cpu()), max(left, 0.0) / max(float(asked), 1e-300), warning
+        task.module, replace(maps, output=solution.cpu()), max(left, 0.0) / max(float(energy), 1e-300), warning
     )

@@ -188,38 +188,38 @@ class InputMoments:
         factor, failed = torch.linalg.cholesky_ex(moments)
         if bool(failed) or not bool(factor.sum().isfinite()):
             return None
-        found: Tensor = factor.float().to(self._device)
-        return found
+        lower: Tensor = factor.float().to(self._device)
+        return lower
 
     def _embedded(self) -> Tensor | None:
         """Of the vocabulary, each token once, and of learned positions. None where there is no such table."""
-        found = torch.zeros(self._width, self._width, dtype=torch.float64)
+        moments = torch.zeros(self._width, self._width, dtype=torch.float64)
         tables = find_embeddings(self._checkpoint, self._config, self._width)
         for spec in tables:
             for stored in self._checkpoint.read(spec).split(_ROWS):
                 rows = stored.double()
-                found += rows.mT @ rows / spec.shape[0]
-        return found * self._symmetry.embedded(self._config) ** 2 if tables else None
+                moments += rows.mT @ rows / spec.shape[0]
+        return moments * self._symmetry.embedded(self._config) ** 2 if tables else None
 
     def _find_mlp(self, module: AttentionModule, gain: Tensor) -> Mlp | None:
         """Of the layer of `module`, if that is all there is beside attention and norms."""
-        found = find_mlp(self._checkpoint, self._config, self._symmetry, module, self._width)
-        if found is None:
+        tensors = find_mlp(self._checkpoint, self._config, self._symmetry, module, self._width)
+        if tensors is None:
             return None
-        if found.norm:
-            gain = _gain(self._checkpoint, found.norm, self._symmetry)
+        if tensors.norm:
+            gain = _gain(self._checkpoint, tensors.norm, self._symmetry)
 
         def read(spec: TensorSpec) -> Tensor:
             matrix = self._checkpoint.read(spec).to(self._device).float()
             return matrix.mT if self._symmetry.transposed else matrix
 
-        up, down = read(found.up), read(found.down)
-        gate = read(found.gate) if found.gate and found.gate != found.up else None
-        if found.gate == found.up:
+        up, down = read(tensors.up), read(tensors.down)
+        gate = read(tensors.gate) if tensors.gate and tensors.gate != tensors.up else None
+        if tensors.gate == tensors.up:
             gate, up = up.chunk(2)
-        reads: Reads = "normed" if found.norm else "stream" if found.after else "attention's"
-        after = tuple(_gain(self._checkpoint, spec, self._symmetry) for spec in found.after)
-        return Mlp(gate, up, down, ACT2FN[found.act], reads, after, gain)
+        reads: Reads = "normed" if tensors.norm else "stream" if tensors.after else "attention's"
+        after = tuple(_gain(self._checkpoint, spec, self._symmetry) for spec in tensors.after)
+        return Mlp(gate, up, down, ACT2FN[tensors.act], reads, after, gain)
 
 
 @dataclass(frozen=True)
@@ -270,20 +270,20 @@ class Mlp:
 
 def by_lower(rows: Tensor, lower: Tensor) -> Tensor:
     """(n, D) @ (D, D) of a lower triangle, whose zeros are not multiplied."""
-    step, found = -(-len(lower) // _BLOCKS), torch.empty_like(rows)
+    step, product = -(-len(lower) // _BLOCKS), torch.empty_like(rows)
     for at in range(0, len(lower), step):
-        torch.mm(rows[:, at:], lower[at:, at : at + step], out=found[:, at : at + step])
-    return found
+        torch.mm(rows[:, at:], lower[at:, at : at + step], out=product[:, at : at + step])
+    return product
 
 
 def gram(rows: Tensor) -> Tensor:
     """(n, K) @ its transpose; what is above the diagonal is copied from below."""
-    step, found = -(-len(rows) // _BLOCKS), rows.new_empty(len(rows), len(rows))
+    step, product = -(-len(rows) // _BLOCKS), rows.new_empty(len(rows), len(rows))
     for at in range(0, len(rows), step):
         block = rows[at:] @ rows[at : at + step].mT
-        found[at:, at : at + step] = block
-        found[at : at + step, at:] = block.mT
-    return found
+        product[at:, at : at + step] = block
+        product[at : at + step, at:] = block.mT
+    return product
 
 
 def norm_gain(checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetry, width: int) -> Tensor:

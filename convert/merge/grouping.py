@@ -92,8 +92,8 @@ def _beyond(covariance: Tensor, energy: Tensor) -> float:
     """Sum of the eigenvalues of E^1/2 S E^1/2 but the n largest, (m n, m n) S and blocks (m, n, n) of E."""
     values, vectors = torch.linalg.eigh(energy)
     root = torch.block_diag(*(vectors * values.clamp_min(0).sqrt()[:, None] @ vectors.mT))
-    found = torch.linalg.eigvalsh(root @ covariance @ root)
-    return float(found[: -energy.shape[1]].clamp_min(0).sum())
+    eigenvalues = torch.linalg.eigvalsh(root @ covariance @ root)
+    return float(eigenvalues[: -energy.shape[1]].clamp_min(0).sum())
 
 
 def _rows(group: Group, dim: int) -> Tensor:

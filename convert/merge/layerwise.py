@@ -149,8 +149,8 @@ class Layer:
 
 
 class Layerwise:
-    """A model without weights, which its layers get one at a time: first those of the encoder, if there is one, then
-    those of the decoder from `first` on. `loading` maps stored tensors to parameters.
+    """A model without weights, which the layers of its decoder get one at a time. `loading` maps stored tensors to
+    parameters.
     """
 
     def __init__(
@@ -191,38 +191,28 @@ class Layerwise:
         self.device, self.attend = torch.device(device), attend_eager if eager else attend_sdpa
         self.prefix = match[1]  # of the names of all layers of the decoder
         self._checkpoint = checkpoint
-        self._stacks = [*self._encoders(), self.prefix]
-        stacks = [list(model.get_submodule(stack)) for stack in self._stacks]
-        self.first = sum(map(len, stacks[:-1]))
-        self.layers: list[nn.Module] = [layer for stack in stacks for layer in stack]
-        self._paths = [f"{name}.{i}" for name, of in zip(self._stacks, stacks, strict=True) for i in range(len(of))]
-        self._extras: dict[str, tuple[Any, ...] | None] = {}  # by stack: what layers return beside hidden states
+        self.layers: list[nn.Module] = list(model.get_submodule(self.prefix))
+        self._ran = False  # whether it is known what layers return beside hidden states
+        self._extras: tuple[Any, ...] | None = None
+        self._encoder = ""  # its path
+        if config.is_encoder_decoder:
+            encoder = model.get_encoder()
+            self._encoder = next(name for name, module in model.named_modules() if module is encoder)
         parameters = model.state_dict()
-        computed = unsaved_names(model).difference(self.loading.sources)
-        outside = [name for name in parameters if not name.startswith(tuple(f"{stack}." for stack in self._stacks))]
-        self._fill([name for name in outside if "lm_head" not in name and name not in computed], {})
-        for name in computed & parameters.keys():  # sinusoids, which the class makes
+        self._computed = unsaved_names(model).difference(self.loading.sources)
+        inside = (f"{self.prefix}.", f"{self._encoder}." if self._encoder else f"{self.prefix}.")
+        self._fill([name for name in parameters if not name.startswith(inside) and "lm_head" not in name], {})
+        for name in self._computed & parameters.keys():  # sinusoids, which the class makes
             module = model.get_submodule(name.rpartition(".")[0])
             module.to_empty(device=self.device)
             initialize(model, module)
         for name, buffer in model.named_buffers():
             set_module_tensor_to_device(model, name, self.device, buffer)
 
-    def _encoders(self) -> list[str]:
-        """The path of the encoder's list of layers, if there is an encoder."""
-        if not self.model.config.is_encoder_decoder:
-            return []
-        encoder = self.model.get_encoder()
-        name = next(name for name, module in self.model.named_modules() if module is encoder)
-        lists = [f"{name}.{child}" for child, module in encoder.named_children() if isinstance(module, nn.ModuleList)]
-        if len(lists) != 1:
-            raise RefusedError(f"{type(encoder).__name__} is no stack of layers; it cannot be run layer by layer")
-        return lists
-
     def _fill(self, parameters: Iterable[str], changed: Mapping[str, Tensor]) -> None:
         """Load parameters; the stored tensors `changed` replace the checkpoint's."""
         checkpoint = self._checkpoint
-        for name in parameters:
+        for name in (name for name in parameters if name not in self._computed):
             tensors = {}
             for part in (parts := self.loading.parts(name)):
                 if part not in changed and part not in checkpoint.tensors:
@@ -239,12 +229,12 @@ class Layerwise:
     def load(self, index: int, changed: Mapping[str, Tensor]) -> nn.Module:
         """Layer `index` with its weights; the stored tensors `changed` replace the checkpoint's."""
         layer = self.layers[index]
-        self._fill([f"{self._paths[index]}.{name}" for name in layer.state_dict()], changed)
+        self._fill([f"{self.prefix}.{index}.{name}" for name in layer.state_dict()], changed)
         return layer
 
     def release(self, index: int) -> None:
         for name in self.layers[index].state_dict():
-            set_module_tensor_to_device(self.model, f"{self._paths[index]}.{name}", "meta")
+            set_module_tensor_to_device(self.model, f"{self.prefix}.{index}.{name}", "meta")
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -258,65 +248,66 @@ class Layerwise:
         path = next(path for path, module in self.model.named_modules() if module is head)
         self._fill([f"{path}.{name}" for name, weight in head.named_parameters() if weight.is_meta], {})
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
-        with self._bypassed(0, hidden.to(self.device)):
+        with self._bypassed(hidden.to(self.device)):
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
         return logits.float()
 
     @torch.no_grad()
-    def encoder_output(self, inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-        """(B, S, D) output of the encoder's last layer -> what the decoder reads; after `layer_inputs`."""
-        with self._bypassed(0, hidden.to(self.device)):
-            output: Tensor = self.model.get_encoder()(**send(dict(inputs), self.device)).last_hidden_state
-        return output.to(hidden.device)
+    def encode(self, batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
+        """Arguments of the encoder's forward -> its outputs (N, S, D); all of its layers have weights meanwhile."""
+        encoder = self.model.get_submodule(self._encoder)
+        names = [f"{self._encoder}.{name}" for name in encoder.state_dict()]
+        self._fill(names, {})
+        output = torch.cat([self._run(encoder, batch).last_hidden_state.cpu() for batch in batches])
+        for name in names:
+            set_module_tensor_to_device(self.model, name, "meta")
+        return output
+
+    def _run(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """The output of the encoder or decoder. Raises RefusedError where it fails."""
+        try:
+            return module(**send(dict(inputs), self.device))
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, RefusedError) or out_of_memory(error):
+                raise
+            name = type(self.model).__name__
+            raise RefusedError(f"{name} cannot be run layer by layer: {explain(error)}") from error
 
     @torch.no_grad()
-    def layer_inputs(self, inputs: Mapping[str, Tensor], stack: int = -1) -> tuple[Tensor, dict[int, Arguments]]:
-        """Arguments of the model's, encoder's (`stack` 0) or decoder's forward -> the (B, T, D) hidden states that its
-        first layer reads, and the other arguments of every layer.
+    def layer_inputs(self, inputs: Mapping[str, Any]) -> tuple[Tensor, dict[int, Arguments]]:
+        """Arguments of the decoder's forward -> the (B, T, D) hidden states that its first layer reads, and the other
+        arguments of every layer.
         """
-        model, owner = self.model, self.model.get_submodule(self._stacks[stack].rpartition(".")[0])
-        refusal = f"{type(model).__name__} cannot be run layer by layer"
-        with self._bypassed(stack) as calls:
-            try:
-                output = owner(**send(dict(inputs), self.device)).last_hidden_state
-            except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
-                if isinstance(error, RefusedError) or out_of_memory(error):
-                    raise
-                raise RefusedError(f"{refusal}: {explain(error)}") from error
-        hidden = next(iter(calls.values()))[0] if len(calls) == len(self._layers_of(stack)) else None
-        if hidden is None or output.shape != hidden.shape:
-            raise RefusedError(refusal)
-        return hidden, {index: arguments for index, (_, arguments) in calls.items()}
-
-    def _layers_of(self, stack: int) -> dict[int, nn.Module]:
-        """The layers of a stack by their index."""
-        name = self._stacks[stack]
-        return {i: self.layers[i] for i, path in enumerate(self._paths) if path.rpartition(".")[0] == name}
+        decoder = self.model.get_submodule(self.prefix.rpartition(".")[0])
+        with self._bypassed() as calls:
+            output = self._run(decoder, inputs).last_hidden_state
+        if len(calls) < len(self.layers) or output.shape != calls[0][0].shape:
+            raise RefusedError(f"{type(self.model).__name__} cannot be run layer by layer")
+        return calls[0][0], {index: arguments for index, (_, arguments) in calls.items()}
 
     @contextmanager
-    def _bypassed(self, stack: int, output: Tensor | None = None) -> Iterator[dict[int, tuple[Tensor, Arguments]]]:
-        """Replace the layers of a stack by ones that record their calls, by index, and return their hidden states, or
-        `output`, unchanged. The first layer runs once to see what it returns beside hidden states.
+    def _bypassed(self, output: Tensor | None = None) -> Iterator[dict[int, tuple[Tensor, Arguments]]]:
+        """Replace the layers by ones that record their calls, by index, and return their hidden states, or `output`,
+        unchanged. The first layer runs once to see what it returns beside hidden states.
         """
         calls: dict[int, tuple[Tensor, Arguments]] = {}
-        layers, name = self._layers_of(stack), self._stacks[stack]
 
         def forward(index: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             calls[index] = hidden, (args, kwargs)
-            if name not in self._extras:
+            if not self._ran:
                 layer = self.load(index, {})
                 result = type(layer).forward(layer, hidden, *args, **kwargs)
-                self._extras[name] = None if isinstance(result, Tensor) else tuple(result[1:])
+                self._ran, self._extras = True, None if isinstance(result, Tensor) else tuple(result[1:])
                 self.release(index)
-            extras, states = self._extras[name], hidden if output is None else output
-            return states if extras is None else (states, *extras)
+            states = hidden if output is None else output
+            return states if self._extras is None else (states, *self._extras)
 
-        for index, layer in layers.items():
+        for index, layer in enumerate(self.layers):
             layer.forward = partial(forward, index)
         try:
             yield calls
         finally:
-            for layer in layers.values():
+            for layer in self.layers:
                 del layer.forward
 
 

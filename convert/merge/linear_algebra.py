@@ -46,9 +46,9 @@ def unturned(heads: Tensor, rotary: Rotary) -> Tensor:
     speeds = torch.tensor(rotary.slow, device=heads.device)
     angles = torch.arange(heads.shape[2], device=heads.device)[:, None] * speeds
     cos, sin = angles.cos().to(heads), angles.sin().to(heads)  # (T, slow)
-    one, other, found = heads[..., first], heads[..., second], heads.clone()
-    found[..., first], found[..., second] = one * cos + other * sin, other * cos - one * sin
-    return found
+    real, imaginary, plain = heads[..., first], heads[..., second], heads.clone()
+    plain[..., first], plain[..., second] = real * cos + imaginary * sin, imaginary * cos - real * sin
+    return plain
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def _put_complex(targets: Tensor, factors: Tensor, real: Tensor, imaginary: Tens
 
 def _energy_back(before: Tensor, after: Tensor) -> Tensor:
     """The factor that gives heads of the energy `after` that of `before`; 1 where either is nothing."""
-    found = (before.clamp_min(0) / after.clamp_min(1e-300)).sqrt()
-    return found.where((found > 0) & (after > 0), torch.ones_like(found))
+    factor = (before.clamp_min(0) / after.clamp_min(1e-300)).sqrt()
+    return factor.where((factor > 0) & (after > 0), torch.ones_like(factor))
 
 
 def _plain_key(keys: Tensor, queries: Tensor, dims: Tensor, key: Tensor, query: Tensor) -> None:
@@ -169,8 +169,8 @@ def root_and_inverse(matrix: Tensor, floored: bool = False) -> tuple[Tensor, Ten
     """S^1/2 and its pseudo-inverse, without the directions below CUT of the largest, or `floored` with that in them."""
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
     least = CUT * values[-1].clamp_min(1e-300)
-    kept = values > (-torch.inf if floored else least)
-    values, vectors = values[kept].clamp_min(least).sqrt(), vectors[:, kept]
+    large = values > (-torch.inf if floored else least)
+    values, vectors = values[large].clamp_min(least).sqrt(), vectors[:, large]
     return (vectors * values) @ vectors.T, (vectors / values) @ vectors.T
 
 
@@ -193,10 +193,10 @@ def shared_value(seen: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -
     gain = torch.block_diag(*(outputs[owner == head].sum(0) for head in range(heads)))
     vectors = torch.linalg.eigh(root @ gain @ root)[1][:, -dim:]
     project = vectors.T @ inverse  # (d, m d), the best where all heads see the same
-    own = (owner[:, None] * dim + torch.arange(dim)).to(seen.device)
-    each = torch.arange(len(owner), device=own.device)[:, None]
-    crossed = seen.expand(len(owner), -1, -1)[each, own]  # (R, d, m d) E[z_own z^T]
-    energy = (outputs * crossed.take_along_dim(own[:, None], 2)).sum()
+    own_dims = (owner[:, None] * dim + torch.arange(dim)).to(seen.device)
+    query_head = torch.arange(len(owner), device=own_dims.device)[:, None]
+    crossed = seen.expand(len(owner), -1, -1)[query_head, own_dims]  # (R, d, m d) E[z_own z^T]
+    energy = (outputs * crossed.take_along_dim(own_dims[:, None], 2)).sum()
     restore = _ways_back(project, seen, crossed)
     for _ in range(_ROUNDS if len(seen) > 1 else 0):
         gains = restore.mT @ outputs @ restore
@@ -222,8 +222,8 @@ def _ways_back(project: Tensor, seen: Tensor, crossed: Tensor) -> Tensor:
 def pseudo_inverse(matrix: Tensor, cut: float = CUT) -> Tensor:
     """Of a symmetric positive semi-definite matrix, without the directions below `cut` of the largest."""
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
-    kept = values > cut * values[-1].clamp_min(1e-300)
-    inverse: Tensor = (vectors[:, kept] / values[kept]) @ vectors[:, kept].T
+    large = values > cut * values[-1].clamp_min(1e-300)
+    inverse: Tensor = (vectors[:, large] / values[large]) @ vectors[:, large].T
     return inverse
 
 
@@ -256,8 +256,8 @@ def rotations(moments: Tensor) -> Tensor:
     for _ in range(_TURNS if heads > 1 else 0):
         before = turned.clone()
         for head in range(heads):
-            others = torch.einsum("bij,bjk->ik", turned, moments[:, :, head]) - turned[head] @ moments[head, :, head]
-            left, _, right = torch.linalg.svd(others)
+            rest = torch.einsum("bij,bjk->ik", turned, moments[:, :, head]) - turned[head] @ moments[head, :, head]
+            left, _, right = torch.linalg.svd(rest)
             turned[head] = left @ right
         if torch.allclose(turned, before, rtol=0, atol=1e-9):
             break
@@ -266,13 +266,13 @@ def rotations(moments: Tensor) -> Tensor:
 
 def phases(moments: Tensor) -> Tensor:
     """The same for complex numbers: (F, m) of modulus 1 from (F, m, m) moments E[k_a conj(k_b)], F at a time."""
-    found = torch.ones_like(moments[:, 0])
+    factors = torch.ones_like(moments[:, 0])
     for _ in range(_TURNS if moments.shape[1] > 1 else 0):
         for head in range(moments.shape[1]):
-            others = (found * moments[:, :, head]).sum(1) - found[:, head] * moments[:, head, head]
-            size = others.abs()
-            found[:, head] = torch.where(size > 0, others / size.clamp_min(1e-300), found[:, head])
-    return found
+            rest = (factors * moments[:, :, head]).sum(1) - factors[:, head] * moments[:, head, head]
+            size = rest.abs()
+            factors[:, head] = torch.where(size > 0, rest / size.clamp_min(1e-300), factors[:, head])
+    return factors
 
 
 def procrustes_key(keys: Tensor, rotary: Rotary, heads: int) -> GroupMaps:
@@ -314,5 +314,5 @@ def _turned(moments: Tensor) -> tuple[Tensor, Tensor]:
     heads, turned = len(moments), rotations(moments)
     halfway = torch.einsum("aij,ajbk->aibk", turned, moments)
     mean = torch.einsum("aibk,bik->", halfway, turned) / heads**2
-    each = torch.einsum("aiaj,aij->", halfway, turned) / heads
-    return _energy_back(each, mean) / heads * turned, turned
+    energy = torch.einsum("aiaj,aij->", halfway, turned) / heads
+    return _energy_back(energy, mean) / heads * turned, turned

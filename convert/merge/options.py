@@ -66,24 +66,32 @@ class CalibrationText:
         from gqa.convert.heads.config import transformers_config
 
         config = transformers_config(checkpoint.config)
-        if not config.is_encoder_decoder:
-            ids = self.blocks(checkpoint, device, watcher)
-            self._say_fewer(len(ids), "blocks", watcher)
-            return {"input_ids": ids}
+        if config.is_encoder_decoder:
+            self.check(config, checkpoint.name)
+            inputs = self._pairs(checkpoint, device, watcher)
+        else:
+            inputs = {"input_ids": self.blocks(checkpoint, device, watcher)}
+        count, most = len(inputs["input_ids"]), max(1, self.taken // self.length)
+        if count + len(self.sources) <= most:  # of several sources each is rounded
+            kind = "pairs" if config.is_encoder_decoder else "blocks"
+            requested = f"{count:,} of the {most:,} {kind} of {self.length} tokens that are asked for"
+            watcher.warn(f"{', '.join(self.sources)}: {requested}; give more text")
+        return inputs
+
+    def _pairs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
         from gqa.convert.merge.calibration_text import read_blocks
         from gqa.convert.merge.pairs import PairMaker
 
-        self.check(config, checkpoint.name)
-        maker, pairs = PairMaker(checkpoint, device, self.length, self.seed, watcher, self.trust_remote_code), []
+        trusted = self.trust_remote_code
+        maker, pairs = PairMaker(checkpoint, device, self.length, self.seed, watcher, trusted), []
         for number, (source, tokens) in enumerate(self.shares()):
             if is_self(source):
                 pairs += maker.write(tokens // self.length, self._seed(number))
             elif self.target_field:
                 pairs += maker.read(self._parse(source), tokens // self.length)
             else:
-                how = (tokens, self.length, self.seed, False, self.trust_remote_code)
-                pairs += maker.corrupt(read_blocks(checkpoint, self._parse(source), *how))
-        self._say_fewer(len(pairs), "pairs", watcher)
+                text = self._parse(source)
+                pairs += maker.corrupt(read_blocks(checkpoint, text, tokens, self.length, self.seed, False, trusted))
         return maker.inputs(pairs)
 
     def blocks(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> Tensor:
@@ -105,8 +113,10 @@ class CalibrationText:
             raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
         source, trusted = self.sources[number], self.trust_remote_code
         if not is_self(source):
-            how = (tokens, self.length, self.seed, self.repeats, trusted)
-            return torch.from_numpy(read_blocks(checkpoint, self._parse(source), *how))
+            text = self._parse(source)
+            return torch.from_numpy(
+                read_blocks(checkpoint, text, tokens, self.length, self.seed, self.repeats, trusted)
+            )
         load = partial(load_model, str(checkpoint.directory), device=device, trust_remote_code=trusted)
         plain, seed = parse_self(source).plain or not self.repeats, self._seed(number)
         written = sampled_blocks(
@@ -120,13 +130,13 @@ class CalibrationText:
         return [spec if is_self(spec) else self._parse(spec).identify() for spec in self.sources]
 
     def _parse(self, source: str) -> Source:
-        [found] = parse_sources((source,), field=self.field, target_field=self.target_field)
+        [parsed] = parse_sources((source,), field=self.field, target_field=self.target_field)
         if self.heldout_fraction:
-            return found.without(partial(is_below, threshold=hash_threshold(self.heldout_fraction)))
+            return parsed.without(partial(is_below, threshold=hash_threshold(self.heldout_fraction)))
         if self.heldout:
-            [other] = parse_sources((self.heldout,), field=self.field, target_field=self.target_field)
-            return found.without({row_digest(*row) for row in other.rows()}.__contains__)
-        return found
+            [heldout] = parse_sources((self.heldout,), field=self.field, target_field=self.target_field)
+            return parsed.without({row_digest(*row) for row in heldout.rows()}.__contains__)
+        return parsed
 
     def _seed(self, number: int) -> int:
         """Of what the model writes for the source of that number: for each text of its own."""
@@ -134,13 +144,6 @@ class CalibrationText:
 
         before = sum(map(is_self, self.sources[:number]))
         return derive_seed(self.seed, f"self {before}") if before else self.seed
-
-    def _say_fewer(self, found: int, what: str, watcher: Watcher) -> None:
-        """Warn where they are fewer than are asked for; of several sources each is rounded."""
-        wanted = max(1, self.taken // self.length)
-        if found + len(self.sources) <= wanted:
-            told = f"{found:,} of the {wanted:,} {what} of {self.length} tokens that are asked for; give more text"
-            watcher.warn(f"{', '.join(self.sources)}: {told}")
 
     @property
     def taken(self) -> int:

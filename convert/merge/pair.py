@@ -33,18 +33,14 @@ Inputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Streams:
-    """Hidden states of all blocks in the source and in the model whose layers so far are converted.
-
-    encoded: Outputs (N, S, D) of both encoders, in the decoders of an encoder-decoder.
-    """
+    """Hidden states of all blocks in the source and in the model whose layers so far are converted."""
 
     source: Stream
     converted: Stream
-    encoded: tuple[Tensor, Tensor] | None = None
 
 
 class Pair:
-    """The source and the converted model, one layer at a time. An encoder's layers are counted before the decoder's."""
+    """The source and the converted model, one layer of the decoder at a time."""
 
     def __init__(self, plan: Plan, options: MapsOptions) -> None:
         checkpoint, config, dtype = plan.checkpoint, plan.config, getattr(torch, options.dtype)
@@ -66,8 +62,7 @@ class Pair:
 
     def modules_of(self, layer: int) -> list[AttentionModule]:
         """The attention modules of a layer whose heads are merged, in the order in which they are run."""
-        own = [module for module in self._modules if self.source.first + module.layer == layer]
-        modules = [module for module in own if self.plan.changes_of(module)]
+        modules = [module for module in self._modules if module.layer == layer and self.plan.changes_of(module)]
         if len({module.kind for module in modules}) < len(modules):
             raise RefusedError(f"layer {layer} has several attention modules, which cannot be calibrated apart")
         return modules
@@ -123,46 +118,22 @@ class Pair:
         return stored | (stored_tensors(self.target.model, rest) if rest else {})
 
     def start(self, inputs: Inputs) -> Streams:
-        """The hidden states that the first layer reads: the encoder's, if there is one."""
-        if self.source.first:
-            stream = self._stream(_encoder_inputs(inputs), inputs.get("attention_mask"), stack=0)
-        else:
-            stream = self._stream({**inputs, "use_cache": False})
-        return Streams(stream, stream.clone())
-
-    def encode(self, inputs: Inputs, streams: Streams) -> tuple[Tensor, Tensor]:
-        """Outputs (N, S, D) of both encoders, from those of their last layers."""
-
-        def output(stream: Stream) -> Tensor:
-            parts = torch.arange(len(stream.hidden)).split(stream.batch)
-            encoder = _encoder_inputs(inputs)
-            return torch.cat([self.source.encoder_output(_select(encoder, p), stream.hidden[p]) for p in parts])
-
-        return output(streams.source), output(streams.converted)
-
-    def decode(self, inputs: Inputs, encoded: tuple[Tensor, Tensor]) -> Streams:
-        """The hidden states that the first layers of both decoders read."""
-        decoder: dict[str, Any] = {
-            name.removeprefix("decoder_"): value for name, value in inputs.items() if name.startswith("decoder_")
-        }
-        if "attention_mask" in inputs:
-            decoder["encoder_attention_mask"] = inputs["attention_mask"]
-        decoder["use_cache"] = False
-        source, converted = (
-            self._stream(decoder | {"encoder_hidden_states": states}, inputs.get("decoder_attention_mask"))
-            for states in encoded
-        )
-        return Streams(source, converted, encoded)
-
-    def _stream(self, inputs: Mapping[str, Any], is_text: Tensor | None = None, stack: int = -1) -> Stream:
-        """The hidden states that the first layer of a stack reads. The other arguments of a decoder's layers are the
-        same for all texts of a length; with an encoder they are computed for each batch.
+        """The hidden states that the first layer of the decoder reads. The other arguments of layers are the same for
+        all texts of a length; with an encoder they are computed for each batch.
         """
-        source, known = self.source, dict[int, dict[int, Arguments]]()
-        blocks = torch.arange(len(next(iter(inputs.values()))))
-        _, arguments = source.layer_inputs(_select(inputs, blocks[:1]), stack)
-        if not source.first:
-            _, others = source.layer_inputs({**inputs, "input_ids": inputs["input_ids"][:1].flip(1)}, stack)
+        source, batch, known = self.source, self.options.at_once, dict[int, dict[int, Arguments]]()
+        blocks = torch.arange(len(next(iter(inputs.values())))).split(batch)
+        decoder, is_text = {**inputs, "use_cache": False}, inputs.get("decoder_attention_mask")
+        has_encoder = source.model.config.is_encoder_decoder
+        if has_encoder:
+            encoder = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
+            decoder = {name.removeprefix("decoder_"): decoder[name] for name in decoder.keys() - encoder.keys()}
+            decoder["encoder_hidden_states"] = source.encode([_select(encoder, rows) for rows in blocks])
+            if "attention_mask" in inputs:
+                decoder["encoder_attention_mask"] = inputs["attention_mask"]
+        _, arguments = source.layer_inputs(_select(decoder, torch.arange(1)))
+        if not has_encoder:
+            _, others = source.layer_inputs({**decoder, "input_ids": inputs["input_ids"][:1].flip(1)})
             if not all(tree_leaves(tree_map(_equal, arguments, others))):
                 raise RefusedError(
                     f"layers of {type(source.model).__name__} are given more than hidden states of the text; "
@@ -170,15 +141,15 @@ class Pair:
                 )
 
         def arguments_of(rows: Tensor) -> dict[int, Arguments]:
-            if source.first:
-                return source.layer_inputs(_select(inputs, rows), stack)[1]
+            if has_encoder:
+                return source.layer_inputs(_select(decoder, rows))[1]
             if len(rows) not in known:
-                known[len(rows)] = source.layer_inputs(_select(inputs, rows), stack)[1]
+                known[len(rows)] = source.layer_inputs(_select(decoder, rows))[1]
             return known[len(rows)]
 
-        batch = self.options.at_once
-        hidden = [source.layer_inputs(_select(inputs, rows), stack)[0].cpu() for rows in blocks.split(batch)]
-        return Stream(torch.cat(hidden), batch, arguments_of, None if is_text is None else is_text.bool())
+        hidden = torch.cat([source.layer_inputs(_select(decoder, rows))[0].cpu() for rows in blocks])
+        stream = Stream(hidden, batch, arguments_of, None if is_text is None else is_text.bool())
+        return Streams(stream, stream.clone())
 
     def with_attention(self, module: AttentionModule, layer: Layer, model: Layerwise | None = None) -> Layer:
         """A layer of the source, or of another `model`, with the attention module and projection to capture."""
@@ -194,10 +165,6 @@ def check_finite(layer: int, *tensors: Tensor) -> None:
     """Raise RefusedError if a layer computes NaN or Inf."""
     if not all(bool(torch.stack(tensor.aminmax()).isfinite().all()) for tensor in tensors):  # extremes keep NaN
         raise RefusedError(f"layer {layer} computes NaN or Inf on the calibration text; the model is broken there")
-
-
-def _encoder_inputs(inputs: Inputs) -> Inputs:
-    return {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
 
 
 def _select(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:

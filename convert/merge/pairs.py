@@ -138,14 +138,14 @@ class PairMaker:
             self._model = load_model(
                 str(self._checkpoint.directory), dtype=self._dtype, device=self._device, trust_remote_code=self._trusted
             )
-        found: list[list[int]] = []
+        texts: list[list[int]] = []
         for first in range(0, len(sources), WRITTEN):
             ids, mask = self._padded(part := sources[first : first + WRITTEN])
-            given = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device)}
+            encoder_inputs = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device)}
             written = samples(
-                self._model, self.length + 1, seed=seed + first, batch=len(part), given=given, banned=banned,
+                self._model, self.length + 1, seed=seed + first, batch=len(part), given=encoder_inputs, banned=banned,
                 progress=self._watcher.update,
             )  # fmt: skip
             for row in written[:, 1:].tolist():
-                found.append(row[: row.index(self._encoder.end) + 1] if self._encoder.end in row else row)
-        return found
+                texts.append(row[: row.index(self._encoder.end) + 1] if self._encoder.end in row else row)
+        return texts

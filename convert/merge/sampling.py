@@ -42,9 +42,9 @@ def samples(
             "give text instead of self"
         )
     start = first_token(model.config, model.name_or_path)
-    how = GenerationConfig(do_sample=False, max_new_tokens=length - 1, pad_token_id=start)  # Draw does the sampling
-    how.eos_token_id, how.decoder_start_token_id, how.suppress_tokens = None, start, list(banned) or None
-    model.generation_config = how  # else the checkpoint's own habits (top-p, penalties) fill in what is not set
+    settings = GenerationConfig(do_sample=False, max_new_tokens=length - 1, pad_token_id=start)  # Draw samples
+    settings.eos_token_id, settings.decoder_start_token_id, settings.suppress_tokens = None, start, list(banned) or None
+    model.generation_config = settings  # else the checkpoint's own habits (top-p, penalties) fill in what is not set
     seeds = [seed] if isinstance(seed, int) else seed
     draw = LogitsProcessorList([Draw(*(torch.Generator().manual_seed(one) for one in seeds), progress=progress)])
     batch *= len(seeds)
@@ -55,18 +55,18 @@ def samples(
                 **given, "decoder_input_ids": prompt
             }  # fmt: skip
             # Not the class' own, which may add tokens and other searches.
-            found: Tensor = GenerationMixin.generate(
-                model, **read, generation_config=how, logits_processor=draw, **_cache(model)
+            ids: Tensor = GenerationMixin.generate(
+                model, **read, generation_config=settings, logits_processor=draw, **_cache(model)
             )
     except (ValueError, RuntimeError, TypeError, NotImplementedError, MemoryError) as error:
-        told = f"{model.name_or_path} cannot be sampled from: {explain(error)}; give text instead of self"
+        refusal = f"{model.name_or_path} cannot be sampled from: {explain(error)}; give text instead of self"
         if out_of_memory(error):
-            told = (
+            refusal = (
                 f"out of memory on {model.device} while {model.name_or_path} writes {batch} samples of {length} "
                 "tokens at a time; give shorter blocks, another --device, or text instead of self"
             )
-        raise RefusedError(told) from error
-    return found.cpu()
+        raise RefusedError(refusal) from error
+    return ids.cpu()
 
 
 class Draw:
@@ -161,6 +161,6 @@ def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     if mask is not None:
         shared = mask if mask.shape[1] == 1 else mask.unflatten(1, (groups, -1)).squeeze(3)
         scores = scores.masked_fill(~shared, -torch.inf) if mask.dtype == torch.bool else scores + shared
-    paid = pad(scores.softmax(-1, dtype=torch.float32).to(value.dtype), (0, value.shape[2] - length))
-    seen: Tensor = paid @ value
-    return seen.flatten(1, 2)[:, None]
+    attention = pad(scores.softmax(-1, dtype=torch.float32).to(value.dtype), (0, value.shape[2] - length))
+    output: Tensor = attention @ value
+    return output.flatten(1, 2)[:, None]

@@ -65,7 +65,6 @@ FAMILIES: tuple[Family, ...] = (
         cross_attention=("cross_attn", "encoder_attn"),
         not_layerwise={
             "mllama_text_model": "some of its layers read an image",
-            "t5gemma2_decoder": "its encoder is one of text and images",
             "canary_decoder": _HEARS,
         },
     ),
