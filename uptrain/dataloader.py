@@ -110,7 +110,7 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
         return _open_stream(options, sources, tokenizer, longest, ranks)
     text = tokenise(sources, tokenizer)
     options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
-    heldout, blocks = heldout_rule(options, tokenizer), open_heldout(options, tokenizer)
+    heldout, blocks = open_heldout(options, tokenizer)
     if heldout is None:
         heldout = Heldout(hold_back_of_each(text, count_held_back(options, text) * options.block))
         numbers = dict(zip(map(bytes, text.digests), range(len(text)), strict=True))
@@ -136,7 +136,7 @@ def _open_stream(
         raise RefusedError("--alpha of a stream, whose length is unknown; give pretraining_tokens too")
     options = settle_steps(options, _ENDLESS, longest, ranks)
     steps = count_steps(n_blocks_for(_ENDLESS, options.block, **length_arguments(options)), options)
-    heldout, heldout_blocks = heldout_rule(options, tokenizer), open_heldout(options, tokenizer)
+    heldout, heldout_blocks = open_heldout(options, tokenizer)
     if heldout is None:  # the first documents
         limits, documents = dict[bytes, int](), dict[bytes, list[int]]()
         for source, share in zip(sources, shares_of([source.weight or 1.0 for source in sources]), strict=True):
@@ -186,7 +186,7 @@ def open_sampled(
         raise RefusedError(
             f"{n_blocks * options.block:,} tokens of training are more than --data {options.data[0]}; ask for more"
         )
-    steps, heldout = count_steps(n_blocks, options), open_heldout(options, tokenizer)
+    steps, (_, heldout) = count_steps(n_blocks, options), open_heldout(options, tokenizer)
     count, first = steps * options.blocks_per_step, 0 if heldout else count_heldout(options)
     blocks = write(options.block, first + count)
     summary = f"{count:,} blocks of {options.block:,} that {without_place(options.teacher)} writes"
@@ -288,12 +288,10 @@ def count_steps(n_blocks: int, options: TrainOptions) -> int:
     """Whole batches in so many blocks. Raises RefusedError if there is none."""
     if steps := n_blocks // options.blocks_per_step:
         return steps
+    unit = "pairs" if options.target_field else f"blocks of {options.block} tokens"
     raise RefusedError(
-        f"there are {n_blocks} pairs to train on, less than one batch of {options.batch_size}; give more, or a smaller "
-        "--batch-size"
-        if options.target_field
-        else f"there are {n_blocks} blocks of {options.block} tokens to train on, less than one batch of "
-        f"{options.batch_size}; give more, a smaller --batch-size or a smaller --context"
+        f"there are {n_blocks} {unit} to train on, less than one batch of {options.batch_size}; give more, or a "
+        "smaller --batch-size"
     )
 
 
@@ -302,33 +300,25 @@ def mixture_weights(sources: Sequence[Source]) -> list[float] | None:
     return [source.weight for source in sources if source.weight is not None] or None
 
 
-def open_heldout(options: TrainOptions, tokenizer: Any) -> list[Block]:
-    """Blocks spread evenly over the held-out sources; none if there are no such sources.
-
-    Raises RefusedError and CorpusError.
+def open_heldout(options: TrainOptions, tokenizer: Any) -> tuple[Heldout | None, list[Block]]:
+    """The rule by which training skips the held-out sources, and blocks spread evenly over them; None and no blocks
+    without such sources. Raises RefusedError and CorpusError.
     """
     if not (sources := heldout_sources(options)):
-        return []
+        return None, []
     if options.streaming and options.heldout_fraction:
         texts = chain.from_iterable(source.texts() for source in sources)
+        heldout = Heldout(fraction=options.heldout_fraction)
         blocks = _pack_heldout((tokens for _, tokens in Encoder(tokenizer).encode(texts)), options)
     else:
         text = tokenise(sources, tokenizer)
+        heldout = Heldout({bytes(digest): 0 for digest in text.digests})
         whole = Blocks(text, np.arange(len(text)), options.block)
         count = min(count_heldout(options), len(whole))
         blocks = [whole[int(number)] for number in np.linspace(0, len(whole) - 1, count)]
     if not blocks:
         raise RefusedError(f"the held-out text has less than one block of {options.block} tokens; give more")
-    return blocks
-
-
-def heldout_rule(options: TrainOptions, tokenizer: Any) -> Heldout | None:
-    """The rule by which training skips held-out sources, or None without such sources. Raises CorpusError."""
-    if options.heldout_fraction:
-        return Heldout(fraction=options.heldout_fraction)
-    if not (sources := heldout_sources(options)):
-        return None
-    return Heldout({bytes(digest): 0 for digest in tokenise(sources, tokenizer).digests})
+    return heldout, blocks
 
 
 def heldout_sources(options: TrainOptions) -> list[Source]:
