@@ -31,8 +31,8 @@ def converted(tmp_path: Path) -> Path:
 
 
 def settled(model: Path, **given: Any) -> tuple[TrainOptions, str]:
-    options, _, told = settle(TrainOptions(str(model), Path("out"), **given), read_checkpoint(model))
-    return options, told
+    options, _, teacher_text = settle(TrainOptions(str(model), Path("out"), **given), read_checkpoint(model))
+    return options, teacher_text
 
 
 def edited(model: Path, change: Any) -> None:
@@ -46,17 +46,17 @@ def uptrain(*words: object) -> Result:
     return run(*map(str, words), program="gqa-uptrain")
 
 
-def test_nothing_is_said(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_options(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But how much: the base model teaches, on what it writes, and the result is beside the model."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path.with_name("cache")))  # nothing is written yet
     monkeypatch.setattr("gqa.convert.merge.watcher._LOG_SECONDS", 0.0)
     done = uptrain(converted, "--steps", 2, "--batch-size", 2, "--heldout-tokens", 128)
     assert done.code == 0, done.err
     assert "base writes | 64 tok" in done.err
-    told = {line[:10].rstrip(): line[12:] for line in done.said.splitlines()}
-    assert told["teacher"] == f"{tmp_path / 'base'}, the base model; --teacher none is without"
-    assert told["data"] == "self: 4 blocks of 64 that base writes"
-    assert told["held out"].startswith("0."), "the distance from the teacher, before and after"
+    lines = {line[:10].rstrip(): line[12:] for line in done.said.splitlines()}
+    assert lines["teacher"] == f"{tmp_path / 'base'}, the base model; --teacher none is without"
+    assert lines["data"] == "self: 4 blocks of 64 that base writes"
+    assert lines["held out"].startswith("0."), "the distance from the teacher, before and after"
     record = json.loads((tmp_path / "converted-uptrained" / "gqa_uptraining.json").read_text())
     assert (record["teacher"], record["data"], record["tokens"]) == ("base", ["self"], 256)
     losses = record["losses"]
@@ -64,7 +64,7 @@ def test_nothing_is_said(converted: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "converted", "converted-uptrained"]
 
 
-def test_where_the_base_model_is_looked_for(converted: Path, tmp_path: Path) -> None:
+def test_places_of_the_base_model(converted: Path, tmp_path: Path) -> None:
     base = str(tmp_path / "base")
     assert json.loads((converted / "gqa_conversion.json").read_text())["source"]["path"] == "../base"
     assert settled(converted)[0].teacher == base
@@ -128,7 +128,7 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert message == "converted has no gqa_conversion.json that names its base model"
 
 
-def test_how_long_and_which_weights(converted: Path) -> None:
+def test_length_and_scope(converted: Path) -> None:
     found, _ = settled(converted)
     assert (found.data, found.tokens, found.train) == (("self",), TOKENS, "all")
     for given in ({"steps": 3}, {"alpha": 0.1, "data": ("text",)}, {"data": ("self:1k",)}):

@@ -72,8 +72,8 @@ def test_the_output_is_as_the_source(tmp_path: Path, name: str) -> None:
             assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
     named = json.loads((source / "config.json").read_text())["architectures"][0]
     cls = getattr(transformers, named) if name == "qwen2_vl" else AutoModelForCausalLM  # which does not know Qwen2-VL
-    model, told = cls.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told.values())
+    model, info = cls.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
     assert type(model).__name__ == named
     AutoTokenizer.from_pretrained(tmp_path / "out")
 
@@ -146,7 +146,7 @@ def attention_of(model: PreTrainedModel) -> tuple[set[str], set[str]]:
      *((name, scope) for name in ("phi3", "qwen2_vl") for scope in ("attention", "lora"))],
 )  # fmt: skip
 @pytest.mark.usefixtures("falling")
-def test_exactly_what_was_asked_for_trains(tmp_path: Path, name: str, scope: str) -> None:
+def test_a_scope_trains_exactly_its_weights(tmp_path: Path, name: str, scope: str) -> None:
     """Separate, fused, fused by group, with biases, under other names than are stored."""
     source = tiny_checkpoint(tmp_path / "source", name, dtype="bfloat16")
     _, changed = train(source, tmp_path / "out", train=scope, learning_rate=0.05, weight_decay=1.0)
@@ -200,7 +200,7 @@ def test_adapters_on_routers_mixers_experts_and_shared_layers(tmp_path: Path, na
     assert not [key for key in changed if "router" in key or "mamba.out_proj" in key or "mixer.out_proj" in key]
 
 
-def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
+def test_records_and_cards_of_a_chain(place: Path, tmp_path: Path) -> None:
     """Conversion, training, more training: each says what it was made from, and cards do not grow with every step."""
     source = tiny_checkpoint(tmp_path / "source", kv_heads=4, dtype="bfloat16")
     card = (
