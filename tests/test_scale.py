@@ -32,7 +32,7 @@ def test_no_process_holds_a_model(runs: Runs, tmp_path: Path) -> None:
     for way, (ranks, before, teacher) in ways.items():
         words = [tmp_path / "model", *runs.words(tmp_path / "out", steps=1, batch_size=4)[1:]]
         words += ["--teacher", tmp_path / teacher if teacher in size else teacher]
-        runs.finish(*words, ranks=ranks, before=f"{before}tell_memory({str(tmp_path / way)!r})")
+        runs.finish(*words, ranks=ranks, before=f"{before}note_memory({str(tmp_path / way)!r})")
         held = [int(path.read_text()) for path in tmp_path.glob(f"{way}-*")]
         both = size["model"] + size.get(teacher, 0)
         assert len(held) == ranks
@@ -60,7 +60,7 @@ def test_no_process_holds_the_result(runs: Runs, tmp_path: Path) -> None:
     for way, before in (("parts", ""), ("whole", WHOLE)):
         words = [model, *runs.words(tmp_path / way, steps=2, batch_size=4, train="all")[1:], "--teacher", "none"]
         told = tmp_path / f"told-{way}"
-        runs.finish(*words, ranks=2, before=f"shard(); judged(9, 8, 9); tell_result({str(told)!r})\n{before}")
+        runs.finish(*words, ranks=2, before=f"shard(); set_losses(9, 8, 9); note_result({str(told)!r})\n{before}")
         found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"{told.name}-*"))]
         assert found[1] < size / 3, (found, size)
         assert found[0] > size if before else found[0] < size / 3, (found, size)
@@ -85,7 +85,7 @@ def test_four_processes_hold_quarters_of_gradients(runs: Runs, tmp_path: Path) -
     for way, before in (("quarters", ""), ("whole", LATE)):
         told, out = tmp_path / f"{way}-told", tmp_path / way
         words = runs.words(out, steps=1, batch_size=8, micro_batch=1, train="all", precision="bfloat16")
-        runs.finish(*words, ranks=4, before=f"shard(); tell_gradients({str(told)!r})\n{before}")
+        runs.finish(*words, ranks=4, before=f"shard(); note_gradients({str(told)!r})\n{before}")
         numbers = sum(tensor.numel() for tensor in load(out).values())
         passes = [json.loads(line)[0] for path in tmp_path.glob(f"{told.name}-*") for line in path.open()]
         assert len(passes) == 8

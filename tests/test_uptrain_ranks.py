@@ -63,7 +63,7 @@ def test_a_teacher_is_shared_out_too(runs: Runs, tmp_path: Path) -> None:
     numbers = {}
     for way, before in (("ddp", ""), ("fsdp", "shard(); ")):
         notes = tmp_path / f"{way}-notes"
-        runs.finish(*runs.words(tmp_path / way, **words), ranks=4, before=f"{before}tell_teacher({str(notes)!r})")
+        runs.finish(*runs.words(tmp_path / way, **words), ranks=4, before=f"{before}note_teacher({str(notes)!r})")
         numbers[way] = {int(n) for rank in range(4) for n in Path(f"{notes}-{rank}").read_text().split()}
     assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-6)
     assert difference(tmp_path / "fsdp", tmp_path / "ddp") <= 1e-6
@@ -77,7 +77,7 @@ def test_sharded_weights_in_bfloat16_give_the_numbers_of_whole_ones(runs: Runs, 
     """
     words = {"steps": 3, "teacher": "teacher", "precision": "bfloat16", "micro_batch": 2}
     runs.finish(*runs.words(tmp_path / "ddp", **words), ranks=2)
-    before = f"shard(); tell_gradients({str(tmp_path / 'notes')!r})"
+    before = f"shard(); note_gradients({str(tmp_path / 'notes')!r})"
     runs.finish(*runs.words(tmp_path / "fsdp", **words), ranks=2, before=before)
     one, other = (metrics(tmp_path / way / "gqa_uptraining.jsonl") for way in ("ddp", "fsdp"))
     for expected, result in zip(one, other, strict=True):

@@ -76,10 +76,10 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
     options = dict(BEST[name])
     how, before = {"ranks": options.pop("ranks", 1)}, options.pop("before", "")
     one, other = tmp_path / "straight", tmp_path / "killed"
-    runs.finish(*saving(runs, one, **options), **how, before=f"{before}judged(9, 8, 9, 9, 9)")
+    runs.finish(*saving(runs, one, **options), **how, before=f"{before}set_losses(9, 8, 9, 9, 9)")
     words = saving(runs, other, **options)
-    assert runs.run(*words, **how, before=f"{before}judged(9, 8, 9, 7, 9); kill_at(3)").code == -signal.SIGKILL
-    runs.finish(*words, "--resume", before="judged(9, 8, 9, 9, 9)")
+    assert runs.run(*words, **how, before=f"{before}set_losses(9, 8, 9, 7, 9); kill_at(3)").code == -signal.SIGKILL
+    runs.finish(*words, "--resume", before="set_losses(9, 8, 9, 9, 9)")
     assert difference(one, other) == 0
     recorded = json.loads((one / "gqa_uptraining.json").read_text())["losses"]
     assert (recorded["best_step"], recorded["heldout_after"]) == (1, 8)

@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -253,24 +253,29 @@ def fresh_accelerator() -> Iterator[None]:
         GradientState._reset_state()
 
 
-def note(file: str, told: object) -> None:
-    """A line of this process, in a file of its own."""
+def note(file: str, text: object) -> None:
+    """Write a line to a file of this process alone."""
     with Path(f"{file}-{os.environ.get('RANK', '0')}").open("a") as stream:
-        stream.write(f"{told}\n")
+        stream.write(f"{text}\n")
+
+
+def after(owner: Any, name: str, action: Callable[..., object]) -> None:
+    """Call `action` with the arguments of each call of a function, once that has returned."""
+    function = getattr(owner, name)
+
+    def call_both(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        action(*arguments)
+        return result
+
+    setattr(owner, name, call_both)
 
 
 def kill_at(step: int, number: int = signal.SIGKILL) -> None:
-    """A signal as soon as `step` is told, before its state is saved; those before are there."""
+    """Send a signal as soon as `step` is recorded, before its state is saved; those before are there."""
     from gqa.uptrain.log import Log
 
-    record = Log.step
-
-    def record_and_kill(self: Log, done: int, *given: Any) -> None:
-        record(self, done, *given)
-        if done == step:
-            os.kill(os.getpid(), number)
-
-    Log.step = record_and_kill  # type: ignore[method-assign]
+    after(Log, "step", lambda log, done, *numbers: done == step and os.kill(os.getpid(), number))
 
 
 def at_hub(endpoint: str, home: str, name: str) -> None:
@@ -350,42 +355,38 @@ def shard(load_once: bool = False) -> None:
     module.Accelerator = make  # type: ignore[assignment,misc]
 
 
-def tell_gradients(file: str) -> None:
-    """After each backward pass of FSDP2: how many numbers of gradients a process holds, and which share of those that
-    were added over processes bfloat16 holds exactly.
+def note_gradients(file: str) -> None:
+    """After each backward pass of FSDP2: the numbers of gradients that a process holds, and the share of those that
+    were added over processes that bfloat16 holds exactly.
     """
     from accelerate import Accelerator
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-    backward = Accelerator.backward
-
-    def told(self: Accelerator, loss: Any) -> None:
-        backward(self, loss)
-        held, exact = 0, []
-        for one in (found for found in gc.get_objects() if type(found) is FSDPParam):
-            whole = one.unsharded_accumulated_grad
-            held += 0 if whole is None else whole.numel()
-            if one.sharded_param.grad is not None:
-                local = one.sharded_param.grad.to_local()
-                held += local.numel()
+    def note_parameters(accelerator: Accelerator, loss: Any) -> None:
+        numbers, exact = 0, []
+        for parameter in (thing for thing in gc.get_objects() if type(thing) is FSDPParam):
+            whole = parameter.unsharded_accumulated_grad
+            numbers += 0 if whole is None else whole.numel()
+            if parameter.sharded_param.grad is not None:
+                local = parameter.sharded_param.grad.to_local()
+                numbers += local.numel()
                 exact.append((local == local.bfloat16()).float().mean())
-        note(file, [held, float(sum(exact)) / max(len(exact), 1)])
+        note(file, [numbers, float(sum(exact)) / max(len(exact), 1)])
 
-    Accelerator.backward = told  # type: ignore[method-assign]
+    after(Accelerator, "backward", note_parameters)
 
 
-def judged(*losses: float) -> None:
+def set_losses(*losses: float) -> None:
     """The held-out loss at the start and after each step, whatever the model is."""
     import gqa.uptrain.loop as module
 
     evaluate = module._evaluate
 
-    def say(setup: Any, model: Any, progress: Any, best: Any) -> dict[str, float]:
-        found = {"loss": losses[progress.step], "nats": losses[progress.step]}
-        module.heldout_losses = lambda *given: found  # type: ignore[assignment]
+    def evaluate_so(setup: Any, model: Any, progress: Any, best: Any) -> dict[str, float]:
+        module.heldout_losses = lambda *given: dict.fromkeys(("loss", "nats"), losses[progress.step])
         return evaluate(setup, model, progress, best)
 
-    module._evaluate = say  # type: ignore[assignment]
+    module._evaluate = evaluate_so
 
 
 def infinite_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:
@@ -406,54 +407,40 @@ def infinite_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:
 
 
 def keep_samples(cache: str, batch: int, file: str) -> None:
-    """What a model writes is kept there, so many sequences a batch; how many batches a process wrote."""
+    """Text that a model writes is kept there, so many sequences a batch; notes the sequences of each batch."""
     import datasets.config
 
     import gqa.convert.merge.self_samples as module
 
     datasets.config.HF_DATASETS_CACHE, module.SAMPLED = Path(cache), batch
-    plain = module.samples
+    write = module.samples
 
-    def told(*given: Any, seed: Any, **how: Any) -> Any:
+    def samples(*given: Any, seed: Any, **options: Any) -> Any:
         note(file, len(seed))
-        return plain(*given, seed=seed, **how)
+        return write(*given, seed=seed, **options)
 
-    module.samples = told  # type: ignore[assignment]
+    module.samples = samples  # type: ignore[assignment]
 
 
-def tell_teacher(file: str) -> None:
-    """After each step: how many numbers of the teacher a process holds between steps."""
-    import torch
-
+def note_teacher(file: str) -> None:
+    """After each pass: how many numbers of the teacher a process holds."""
     from gqa.uptrain.training_model import TrainingModel
 
-    forward = TrainingModel.forward
+    def size(parameter: Any) -> int:
+        return int(getattr(parameter, "_local_tensor", parameter).numel())
 
-    def tell(self: TrainingModel, **batch: torch.Tensor) -> Any:
-        found = forward(self, **batch)
-        held = [getattr(p, "_local_tensor", p).numel() for p in self._teacher.model.parameters()]
-        note(file, sum(held))
-        return found
-
-    TrainingModel.forward = tell  # type: ignore[method-assign]
+    after(TrainingModel, "forward", lambda model: note(file, sum(map(size, model._teacher.model.parameters()))))
 
 
-def tell_memory(file: str) -> None:
+def note_memory(file: str) -> None:
     """How many bytes more than before it opened any model a process has held when a run is ready, which then ends."""
     import torch.distributed.checkpoint
     import torch.distributed.tensor  # noqa: F401
 
     import gqa.uptrain.setup as module
 
-    prepare = module.prepare
-
-    def told(*given: Any, **options: Any) -> Any:
-        before = resident()
-        prepare(*given, **options)
-        note(file, resident("VmHWM") - before)
-        sys.exit()
-
-    module.prepare = told
+    before = resident()
+    after(module, "prepare", lambda *given: (note(file, resident("VmHWM") - before), sys.exit()))
 
 
 def resident(key: str = "VmRSS") -> int:
@@ -464,21 +451,11 @@ def resident(key: str = "VmRSS") -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
 
 
-def tell_result(file: str) -> None:
+def note_result(file: str) -> None:
     """How many bytes more than after the training a process has held while the result is written."""
     import gqa.uptrain.run as module
 
     ctypes.CDLL(None).mallopt(-3, 1 << 20)  # from a megabyte on what is free goes back to the system
-    train, uptrain, before = module.train, module.uptrain, [0]
-
-    def trained(*given: Any, **options: Any) -> Any:
-        result = train(*given, **options)
-        before[0] = resident()
-        return result
-
-    def ended(*given: Any, **options: Any) -> Any:
-        result = uptrain(*given, **options)
-        note(file, resident("VmHWM") - before[0])
-        return result
-
-    module.train, module.uptrain = trained, ended
+    before: list[int] = []
+    after(module, "train", lambda setup: before.append(resident()))
+    after(module, "uptrain", lambda setup: note(file, resident("VmHWM") - before[0]))
