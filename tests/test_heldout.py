@@ -63,23 +63,15 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 STREAM = {"streaming": True}
 CASES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    (("a.jsonl",), {}),
     (("twice.jsonl",), {}),
-    (("a.jsonl", "more.jsonl"), {}),
     (("a.jsonl@1", "more.jsonl@2"), {}),
     (("a.jsonl@1", "more.jsonl@2"), {"heldout_fraction": 0.1}),
     (("one.txt",), {}),
-    (("copies",), {}),
     (("a.jsonl",), {"heldout": "some.jsonl"}),
     (("more.jsonl",), {"heldout": "a.jsonl"}),
     (("a.jsonl",), {"heldout": "lines.jsonl"}),
-    (("files",), {"heldout": "some.jsonl"}),
-    (("a.jsonl@1", "files@2"), {}),
     (("a.jsonl@1", "files@2"), STREAM),
-    (("a.jsonl",), STREAM),
     (("twice.jsonl",), STREAM),
-    (("one.txt",), STREAM),
-    (("copies",), STREAM),
     (("a.jsonl@1", "more.jsonl@2"), STREAM),
     (("a.jsonl@1", "more.jsonl@2"), STREAM | {"heldout_fraction": 0.1}),
     (("a.jsonl",), STREAM | {"heldout": "some.jsonl"}),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import check_refused, run
-from embedded import SOURCE, bring_class, tokenizer
+from embedded import SOURCE, tokenizer
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
@@ -25,9 +25,8 @@ from gqa.convert import plan_conversion
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.options import CalibrationText, MapsOptions
-from gqa.convert.merge.watcher import SILENT, Watcher
+from gqa.convert.merge.watcher import SILENT
 from gqa.corpus.pairs import PairEncoder, corrupted
-from gqa.corpus.sources import parse_source
 
 START, END = 1, 2  # of the tiny models
 ROWS = [{"said": f"{n} in words is " + "one " * (n % 7 + 1), "meant": f"the number {n}"} for n in range(40)]
@@ -116,15 +115,6 @@ def test_the_decoder_writes(place: Path, name: str) -> None:
     assert all(END not in row for row in rows(given, "decoder_"))
 
 
-def test_a_model_that_is_code_writes_where_that_is_asked_for(place: Path, tmp_path: Path) -> None:
-    """Its own class, of which every text is one token long; not trusted, it is read by transformers' class."""
-    bart = Path(shutil.copytree(place / "bart", tmp_path / "bart"))
-    bring_class(bart, "AutoModelForSeq2SeqLM", "BartForConditionalGeneration", END, model_type="bart")
-    for trusted in (True, False):
-        given = inputs(tmp_path, "bart", "self", 4, trust_remote_code=trusted)
-        assert (rows(given, "decoder_") == [[START]] * 4) is trusted
-
-
 def test_whatever_is_written_has_random_numbers_of_its_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources and targets, and what stands twice; the first source is what it is alone."""
     seeds, plain = list[int](), pairs_module.samples
@@ -140,15 +130,6 @@ def test_whatever_is_written_has_random_numbers_of_its_own(place: Path, monkeypa
     assert seeds[:2] == seeds[2:4]
     assert len(set(seeds)) == 4
     assert rows(both)[:4] == rows(alone)
-
-
-def test_fewer_rows_than_asked_for_are_told_of(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for asked in (41, 40):
-        text = CalibrationText((str(place / "pairs.jsonl"),), 48 * asked, 48, field="said", target_field="meant")
-        with Watcher(quiet=True) as bar:
-            assert len(text.inputs(read_checkpoint(place / "t5"), "cpu", bar)["decoder_input_ids"]) == 40
-    said = "pairs.jsonl: 40 of the 41 pairs of 48 tokens that are asked for; give more text"
-    assert capsys.readouterr().err.count(said) == 1
 
 
 def test_the_command(place: Path, tmp_path: Path) -> None:
@@ -191,14 +172,6 @@ def test_padding_in_some_batches_only(place: Path, name: str) -> None:
         calibrator = Calibrator(plan, inputs, MapsOptions(batch=8, device="cpu"))
         errors.append([result.error for layer in range(calibrator.layers) for result in calibrator.run(layer)])
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
-
-
-def test_rows_of_two_columns(tmp_path: Path) -> None:
-    """A row without a source or a target is left out, wherever it stands; the others keep what belongs to them."""
-    rows = [{"said": s, "meant": m} for s, m in (("a", None), ("b", "B"), (" ", "C"), ("d", "D"), (None, "E"))]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs = parse_source(str(tmp_path / "rows.jsonl"), field="said", target_field="meant")
-    assert list(pairs.rows()) == [("b", "B"), ("d", "D")]
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])

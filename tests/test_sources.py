@@ -171,6 +171,13 @@ def test_names_of_fields_are_printed_harmlessly(tmp_path: Path) -> None:
     assert len(message) < 1100
 
 
+def test_rows_of_two_columns(tmp_path: Path) -> None:
+    """A row without a source or a target is left out, wherever it stands; the others keep what belongs to them."""
+    rows = [{"a": a, "b": b} for a, b in (("a", None), ("b", "B"), (" ", "C"), ("d", "D"), (None, "E"))]
+    pairs = parse_source(str(lines(tmp_path / "rows.jsonl", *rows)), field="a", target_field="b")
+    assert list(pairs.rows()) == [("b", "B"), ("d", "D")]
+
+
 def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
     one, other = lines(tmp_path / "a.jsonl", {"text": "a"}), lines(tmp_path / "b.jsonl", {"text": "a"})
     assert parse_source(str(one)).identify() == parse_source(str(other)).identify()
