@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from evaluations import done, few_questions, refused, results, told, words
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
+from gqa.eval import evaluate
 from gqa.eval.recall import Questions, make_questions
 
 STREAM = np.random.default_rng(1).integers(300, 4000, 8192)
@@ -107,3 +110,13 @@ def test_recall_that_cannot_be_measured_costs_nothing_else(tmp_path: Path, monke
     monkeypatch.setattr("gqa.eval.evaluate.time_decoding", samples)  # nor is anything else measured
     assert "it writes nothing" in refused("SRC --decode --decode-contexts 8 --decode-steps 2", "-o", tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_recall_that_one_model_cannot_have_is_left_out_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_questions(monkeypatch)
+    outcomes = iter([evaluate.continued, Mock(side_effect=RefusedError("it writes nothing"))])
+    monkeypatch.setattr(evaluate, "continued", lambda *args: next(outcomes)(*args))
+    result = run(*words("SRC G2 --recall --context 128 --memory 1GB --json -q"), program="gqa-eval")
+    record = json.loads(result.out)
+    assert (result.code, record["recall"]["refused"]) == (1, "it writes nothing")
+    assert not {"recall", "greedy", "samples"} & (record["models"][0].keys() | record["models"][1].keys())
