@@ -20,10 +20,10 @@ from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model, ranks
 from gqa.checkpoint.provenance import request, versions
-from gqa.convert.merge.cache_bits import layers_with_cache, quantise_cache
 from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
+from gqa.eval.cache_bits import layers_with_cache, quantise_cache
 from gqa.eval.decode import REPEATS, decode_contexts, measure_decode
 from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
 from gqa.eval.memory import fit

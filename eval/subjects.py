@@ -17,9 +17,9 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.kv_cache import KVCache
-from gqa.convert.merge.cache_bits import layers_with_cache
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.pairs import PairEncoder
+from gqa.eval.cache_bits import layers_with_cache
 
 
 @dataclass(frozen=True)

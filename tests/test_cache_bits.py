@@ -17,7 +17,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name, load_model
 from gqa.convert import convert_checkpoint
 from gqa.convert.heads.kv_cache import CachedLayer, KVCache, parts_of
-from gqa.convert.merge.cache_bits import quantise_cache, rounded
+from gqa.eval.cache_bits import quantise_cache, rounded
 
 IDS = torch.arange(10, 40)[None]
 
