@@ -16,10 +16,9 @@ from matplotlib.figure import Figure
 from studies import rows, study
 
 from gqa.convert.methods import METHODS
-from gqa.eval.plots import look
 from gqa.eval.study import plots
 from gqa.eval.study.options import Cell
-from gqa.eval.study.plots import draw_study, method_look
+from gqa.eval.study.plots import COLOURS, MARKERS, draw_study, method_look
 from gqa.eval.study.recommendation import recommend
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -85,8 +84,8 @@ def test_a_registered_method_has_a_look_of_its_own(monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(METHODS, name, METHODS.get(name, METHODS["mean"]))
     looks = {name: method_look(name) for name in names}
     assert len({(one["color"], one["marker"]) for one in looks.values()}) == len(names)
-    assert look(0)["color"] not in {one["color"] for one in looks.values()}
-    assert looks["mean"].items() >= look(1).items()
+    assert COLOURS[0] not in {one["color"] for one in looks.values()}
+    assert looks["mean"].items() >= {"color": COLOURS[1], "marker": MARKERS[1]}.items()
 
 
 def test_a_lossy_control_leaves_room_for_the_rest() -> None:

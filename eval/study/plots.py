@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from gqa.convert.methods import METHODS
-from gqa.eval.plots import COLOURS, MARKERS, panels, powers_of_two
 from gqa.eval.study.directory import Row
 from gqa.eval.study.options import UNMERGED
 from gqa.eval.study.recommendation import BASE, cache_bytes, loss, measured
 
-# Their colours, from the second on; what else is registered comes after them. The last is yellow.
+# Okabe and Ito's palette; a marker repeats the information of each colour.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+STYLE: dict[Any, Any] = {
+    "font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
+    "lines.linewidth": 2, "lines.markersize": 7, "legend.frameon": False, "svg.hashsalt": "gqa", "savefig.dpi": 120,
+    "text.parse_math": False,  # names of models may have a $
+}  # fmt: skip
+# Colours of the methods, from the second on; what else is registered comes after them. The last is yellow.
 _METHODS = ("mean", "first", "random", "aligned", "calibrated", "refined", "procrustes")
 _BLACK = "#000000"
 _TICKS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10)  # nats per token above the base model
@@ -124,3 +134,31 @@ def method_look(method: str) -> Row:
         "color": COLOURS[1 + index % (len(COLOURS) - 1)], "marker": MARKERS[(index + 1) % len(MARKERS)],
         "markeredgecolor": "#333333", "markeredgewidth": 0.8,
     }  # fmt: skip
+
+
+@contextmanager
+def panels(
+    directory: Path, name: str, columns: int = 1, *, width: float = 8, height: float = 5, sharey: bool = False
+) -> Iterator[Any]:
+    """Yield (1, columns) axes and save them as NAME.svg and NAME.png, with the legend of the first below, in as few
+    lines as the width allows.
+    """
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield (axes := figure.subplots(1, columns, squeeze=False, sharey=sharey))
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        for lines in range(1, 1 + len(handles)):
+            legend = figure.legend(handles, labels, loc="outside lower center", ncols=math.ceil(len(handles) / lines))
+            if lines == len(handles) or legend.get_window_extent().width <= figure.bbox.width:
+                break
+            legend.remove()
+        figure.savefig(directory / f"{name}.svg", metadata={"Date": None})
+        figure.savefig(directory / f"{name}.png")
+
+
+def powers_of_two(axes: Axes, ticks: Iterable[float]) -> None:
+    """Make x logarithmic, with exactly these ticks."""
+    shown = sorted(set(ticks))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(shown, [f"{tick:,.10g}" for tick in shown])
+    axes.xaxis.set_minor_locator(NullLocator())
