@@ -56,7 +56,7 @@ def test_every_block_runs(tmp_path: Path) -> None:
             exec(compile("\n" * (lines[0] + 1) + code, PAGE, "exec"), names)  # so that a traceback has the page's lines
     assert set(left_out) <= {"trl", "peft"}
     assert lacks("import os\nfrom nowhere_to_be_found import x\n") == ["nowhere_to_be_found"]  # the control
-    assert {"small", "two_heads", "refined", "plan", "trained", "found", "trainer"} <= names.keys()
+    assert {"small", "two_heads", "refined", "plan", "trained", "comparison", "trainer"} <= names.keys()
     assert (tmp_path / "continued/model.safetensors").is_file()
 
 
