@@ -24,8 +24,7 @@ from gqa.convert import api as convert_api
 from gqa.convert import convert_checkpoint, rewrite
 
 INTERRUPTED = (
-    "gqa-convert: interrupted; nothing half-written is left, "
-    "finished layers of procrustes, aligned, calibrated and refined are kept"
+    "gqa-convert: interrupted; nothing half-written is left, finished layers of calibrated and refined are kept"
 )
 
 
