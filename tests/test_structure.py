@@ -161,10 +161,6 @@ def test_models_page_shows_every_model_type() -> None:
     shown = {name for row in cells for name in re.split(r"[,:] ", row[1])}
     stated = {model_type for family in FAMILIES for model_type in family.model_types}
     assert stated | set(NESTED) | set(REFUSED) | {"gpt2", "gpt_neox", "opt"} <= shown
-    assert {family.name for family in FAMILIES} <= {row[0] for row in cells}
-    reasons = {found for family in FAMILIES for found in family.symmetries.values() if isinstance(found, str)}
-    reasons |= {found for family in FAMILIES for found in family.not_layerwise.values()}
-    assert all(any(reason in row[2] for row in cells) for reason in reasons)
 
 
 if __name__ == "__main__":
