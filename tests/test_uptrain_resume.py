@@ -47,7 +47,13 @@ def test_killed_and_continued_is_bit_identical(runs: Runs, tmp_path: Path, name:
     assert runs.run(*killed, ranks=ranks, before="kill_at(3)").code == -signal.SIGKILL
     assert not other.exists()
     assert [record["step"] for record in metrics(state(other, 2).parent / "metrics.jsonl")] == [1, 2, 3]
-    runs.finish(*killed, "--resume", ranks=ranks)
+    notes = str(tmp_path / "notes")
+    before = f"""
+from gqa.corpus.streamed import StreamedBlocks
+after(StreamedBlocks, "seek", lambda blocks, positions: note({notes!r}, len(positions)))
+"""
+    runs.finish(*killed, "--resume", ranks=ranks, before=before)
+    assert Path(f"{notes}-0").exists() == (name == "streaming"), "a stream is read from where it was"
     files, again = (state_files(state(out, STEPS)) for out in (one, other))
     for rank in range(ranks):
         assert {f"random_states_{rank}.pkl", f"shards/__{rank}_0.distcp"} <= set(files)
