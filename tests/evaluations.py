@@ -22,8 +22,8 @@ from gqa.checkpoint.loading import cache_name
 
 
 @cache
-def place() -> Path:
-    """Made once and left as it is: stdlib-mha, gqa4 and gqa2, t5gemma (tiny, random), text.jsonl and text.txt.
+def model_directory() -> Path:
+    """Created once and not changed: stdlib-mha, gqa4 and gqa2, t5gemma (tiny, random), text.jsonl and text.txt.
 
     The embedded checkpoint and its conversions say that they have 512 positions, half of what they have: windows are
     as long as that where nothing else is asked for.
@@ -84,21 +84,24 @@ def with_tokenizer(model: Any, path: Path) -> Path:
 
 def words(line: str) -> list[str]:
     """SRC is the embedded checkpoint, G4 and G2 its conversions, T5 the encoder-decoder, TEXT text.jsonl."""
-    known = {"SRC": place() / SOURCE.name, "G4": place() / "gqa4", "G2": place() / "gqa2", "T5": place() / "t5gemma"}
-    known["TEXT"] = place() / "text.jsonl"
-    return [str(known.get(word, word)).replace("PLACE", str(place())) for word in line.split()]
+    directory = model_directory()
+    names = {"SRC": SOURCE.name, "G4": "gqa4", "G2": "gqa2", "T5": "t5gemma", "TEXT": "text.jsonl"}
+    return [
+        str(directory / names[word]) if word in names else word.replace("PLACE", str(directory))
+        for word in line.split()
+    ]  # fmt: skip
 
 
-def done(line: str, *more: object) -> Result:
+def evaluate_models(line: str, *more: object) -> Result:
     """What `gqa-eval LINE` prints, with nothing on stderr."""
     result = run(*words(line), *more, program="gqa-eval")
     assert (result.code, result.err) == (0, ""), result
     return result
 
 
-def told(line: str, *more: object) -> str:
+def flat_output(line: str, *more: object) -> str:
     """What `gqa-eval LINE` prints, wherever its lines end."""
-    return " ".join(done(line, *more).out.split())
+    return " ".join(evaluate_models(line, *more).out.split())
 
 
 def results(line: str, *more: object) -> dict[str, Any]:
@@ -106,13 +109,13 @@ def results(line: str, *more: object) -> dict[str, Any]:
     result = run(*words(line), *more, "--json", "-q", program="gqa-eval")
     assert (result.code, result.err) == (0, ""), result
     assert result.out.count("\n") == 1
-    found = json.loads(result.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert isinstance(found, dict)
-    return found
+    record = json.loads(result.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert isinstance(record, dict)
+    return record
 
 
 def refused(line: str, *more: object, code: int = 2) -> str:
-    """The one line that a failing command says."""
-    said = check_refused(run(*words(line), *more, program="gqa-eval"), code=code, program="gqa-eval", advice="")
-    assert "please report" not in said
-    return said
+    """The one line of a command that fails."""
+    message = check_refused(run(*words(line), *more, program="gqa-eval"), code=code, program="gqa-eval", advice="")
+    assert "please report" not in message
+    return message

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from embedded import SOURCE, load, texts, tokenizer
-from evaluations import place
+from evaluations import model_directory
 from tiny_models import TINY, build
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,7 +27,7 @@ Calls = dict[str, list[tuple[Tensor, int]]]
 @pytest.fixture(scope="module")
 def pair() -> dict[str, PreTrainedModel]:
     """stdlib-mha and its conversion to 2 heads, in float32."""
-    return {"mha": load(SOURCE), "gqa2": load(place() / "gqa2")}
+    return {"mha": load(SOURCE), "gqa2": load(model_directory() / "gqa2")}
 
 
 @pytest.fixture

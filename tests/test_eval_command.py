@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import edit_json, run
 from embedded import SOURCE, copy_source
-from evaluations import done, place, refused, results, told, words
+from evaluations import evaluate_models, flat_output, model_directory, refused, results, words
 from hub_server import Hub
 from training import Runs
 
@@ -23,11 +23,13 @@ LOAD = evaluate.load
 
 
 def test_the_tables() -> None:
-    verdicts, quality, memory = (part.splitlines() for part in done("SRC G4 G2 --data TEXT").out.split("\n\n"))
+    verdicts, quality, memory = (
+        part.splitlines() for part in evaluate_models("SRC G4 G2 --data TEXT").out.split("\n\n")
+    )
     assert [line[:43] for line in verdicts] == [
         "gqa4: 4 of 8 heads: KV cache 2x smaller, pe", "gqa2: 2 of 8 heads: KV cache 4x smaller, pe"
     ]  # fmt: skip
-    assert quality[0] == f"Quality on {place() / 'text.jsonl'}"
+    assert quality[0] == f"Quality on {model_directory() / 'text.jsonl'}"
     assert quality[1].split()[:4] == ["model", "KV", "heads", "perplexity"]
     assert [line.split()[0] for line in quality[2:5]] == ["stdlib-mha", "gqa4", "gqa2"]
     perplexities = [float(line.split()[2]) for line in quality[2:5]]
@@ -44,10 +46,10 @@ def test_the_tables() -> None:
 
 def test_lines_fit_a_terminal(tmp_path: Path) -> None:
     """Of 80 columns, though a name is longer than that; with all columns and without."""
-    long = shutil.copytree(place() / "gqa2", tmp_path / ("conversion-" * 9))
+    long = shutil.copytree(model_directory() / "gqa2", tmp_path / ("conversion-" * 9))
     line = f"SRC {long} --data TEXT --context 64 --tokens 300 --kl --memory 1GB --decode --decode-contexts 8"
     for option in ("", "-v"):
-        shown = done(f"{line} --decode-batches 1 --decode-steps 2 {option}").out
+        shown = evaluate_models(f"{line} --decode-batches 1 --decode-steps 2 {option}").out
         assert "\nDecoding\n" in shown
         assert max(map(len, shown.splitlines())) <= 80
         assert ("word perplexity" in shown) == bool(option)
@@ -55,9 +57,9 @@ def test_lines_fit_a_terminal(tmp_path: Path) -> None:
 
 def test_printed_numbers_do_not_depend_on_the_batch_size() -> None:
     line = "SRC G2 --data TEXT --tokens 300 --kl -v"
-    printed = {done(f"{line} --context 128 --batch-size {size}").out for size in (1, 64)}
+    printed = {evaluate_models(f"{line} --context 128 --batch-size {size}").out for size in (1, 64)}
     assert len(printed) == 1
-    assert done(f"{line} --context 127").out not in printed
+    assert evaluate_models(f"{line} --context 127").out not in printed
 
 
 def test_the_default_context_is_that_of_the_model(tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_memory() -> None:
     assert [model["kv_cache"]["fits"]["longest"] for model in (stored, float32)] == [
         (80 * 10**9 - stored["weight_bytes"] * n) // (2 * 6 * 8 * 32 * 2 * n) for n in (1, 2)
     ]
-    assert "hold weights and KV cache in float32 (act" in told("SRC --memory 80GB --precision float32")
+    assert "hold weights and KV cache in float32 (act" in flat_output("SRC --memory 80GB --precision float32")
 
 
 def test_one_model_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +148,7 @@ def test_hub_ids(tmp_path: Path, hub: Hub, runs: Runs) -> None:
     """Of models, and of a data set's configuration, whose test split is the default."""
     data = tmp_path / "data"
     data.mkdir()
-    shutil.copyfile(place() / "text.jsonl", data / "test.jsonl")
+    shutil.copyfile(model_directory() / "text.jsonl", data / "test.jsonl")
     (data / "train.jsonl").write_text(json.dumps({"text": "import os\n" * 99, "other": ""}) + "\n")
     (data / "README.md").write_text(
         "---\nconfigs:\n- config_name: a\n  data_files:\n  - {split: train, path: train.jsonl}\n"
@@ -154,7 +156,7 @@ def test_hub_ids(tmp_path: Path, hub: Hub, runs: Runs) -> None:
     )
     hub.repo("lab/mha", SOURCE)
     hub.repo("lab/data", data)
-    commit = hub.repo("lab/gqa", place() / "gqa2").refs["main"]
+    commit = hub.repo("lab/gqa", model_directory() / "gqa2").refs["main"]
     line = words("lab/mha lab/gqa --data lab/data:a --context 64 --json -q --revision main")
     at = f"at_hub({hub.endpoint!r}, {str(tmp_path / 'home')!r}, 'one')"
     result = runs.finish(*line, program="eval", before=at)

@@ -17,7 +17,7 @@ import torch
 import transformers
 from checkpoints import edit_json, run
 from embedded import copy_source
-from evaluations import done, place, refused, words
+from evaluations import evaluate_models, model_directory, refused, words
 from safetensors.torch import load_file, save_file
 
 from gqa.checkpoint.errors import RefusedError
@@ -58,7 +58,7 @@ LOAD = evaluate.load
     ],
 )
 def test_refusals(line: str, message: str) -> None:
-    (place() / "short.txt").write_text("import os\n")
+    (model_directory() / "short.txt").write_text("import os\n")
     assert message in refused(line)
 
 
@@ -69,7 +69,7 @@ def test_models_that_predict_no_tokens(tmp_path: Path, name: str) -> None:
     edit_json(path / "config.json", lambda config: config.update(architectures=[name]))
     for line in (f"{path} --data TEXT", f"SRC {path} --decode", f"SRC {path} --recall"):
         assert f"headless is a {name}, which does not predict the next token" in refused(line)
-    assert "KV/token" in done(f"{path} --memory 1GB -o {tmp_path / 'report'}").out
+    assert "KV/token" in evaluate_models(f"{path} --memory 1GB -o {tmp_path / 'report'}").out
 
 
 Damage = Callable[[Path, dict[str, torch.Tensor]], Any]
@@ -203,7 +203,17 @@ def test_decoding_that_does_not_fit_costs_nothing_else(tmp_path: Path, monkeypat
     monkeypatch.setattr(evaluate, "measure_decode", Mock(side_effect=NO_MEMORY[0]))
     line = "SRC G2 --decode --decode-contexts 8 --decode-batches 1 --decode-steps 1"
     why = "stdlib-mha, gqa2: the memory of cpu is too small for batches of 1 sequences of 8 tokens; give smaller"
-    more = ["--data", place() / "text.jsonl", "--context", 64, "--tokens", 300, "-o", tmp_path / "report", "--json"]
+    more = [
+        "--data",
+        model_directory() / "text.jsonl",
+        "--context",
+        64,
+        "--tokens",
+        300,
+        "-o",
+        tmp_path / "report",
+        "--json",
+    ]
     result = run(*words(line), *more, program="gqa-eval")
     *_, last = result.err.strip().splitlines()
     assert (result.code, last.startswith(f"gqa-eval: {why}")) == (1, True), result

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from checkpoints import Result, run
 from embedded import copy_source
-from evaluations import done, few_questions, place, refused, results, words
+from evaluations import evaluate_models, few_questions, model_directory, refused, results, words
 from safetensors.torch import load_file, save_file
 
 from gqa.eval import report
@@ -114,7 +114,7 @@ def test_text_of_a_page_stays_text(tmp_path: Path) -> None:
 def test_json_has_the_records_of_conversion_and_training(tmp_path: Path) -> None:
     """Under names that distinguish the checkpoints."""
     for parent, training in (("a", '{"tokens": 512}'), ("b", "{")):
-        copy = shutil.copytree(place() / "gqa2", tmp_path / parent / "m")
+        copy = shutil.copytree(model_directory() / "gqa2", tmp_path / parent / "m")
         (copy / "gqa_uptraining.json").write_text(training)
     models = results(f"SRC G2 {tmp_path}/a/m {tmp_path}/b/m SRC --memory 1GB")["models"]
     assert [model["name"] for model in models] == ["stdlib-mha", "gqa2", "a/m", "b/m", "stdlib-mha (2)"]
@@ -144,7 +144,7 @@ def test_a_report_replaces_another_only_if_asked(tmp_path: Path, name: str) -> N
     message = refused("SRC --data TEXT", "-o", tmp_path)
     assert f"{tmp_path} holds {name}; give --overwrite to replace them, or another directory" in message
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine", "notes.md": "mine"}
-    done("SRC --memory 1GB --no-recall --overwrite", "-o", tmp_path)
+    evaluate_models("SRC --memory 1GB --no-recall --overwrite", "-o", tmp_path)
     assert (tmp_path / "notes.md").read_text() == "mine"
     assert "mine" not in (tmp_path / name).read_text()
 
@@ -156,7 +156,7 @@ def test_two_runs_do_not_write_the_same_report(tmp_path: Path) -> None:
         assert "another run writes a report to" in refused("SRC --memory 1GB", "-o", out)
     assert list(tmp_path.iterdir()) == []
     with report.reserved(tmp_path / "other", overwrite=False):
-        done("SRC --memory 1GB --no-recall", "-o", out)
+        evaluate_models("SRC --memory 1GB --no-recall", "-o", out)
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
     (tmp_path / "file").touch()
     assert "no report can be written to" in refused("SRC --memory 1GB", "-o", tmp_path / "file", code=1)
@@ -168,7 +168,7 @@ def test_a_full_disk_leaves_the_last_report_as_it_was(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     out = tmp_path / "report"
-    done("SRC --memory 1GB --no-recall", "-o", out)
+    evaluate_models("SRC --memory 1GB --no-recall", "-o", out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     monkeypatch.setattr(report, "write_text", full)
     for target in (out, tmp_path / "other"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from embedded import SOURCE
-from evaluations import cache_bytes, refused, results, told, with_tokenizer
+from evaluations import cache_bytes, flat_output, refused, results, with_tokenizer
 from tiny_models import TINY, build
 from transformers import AutoTokenizer
 
@@ -76,7 +76,7 @@ def test_pairs_that_are_longer_than_the_context(place: Path) -> None:
     cut = results(line(place, "t5"), "--context", 10)
     assert 0 < cut["text"]["cut"] < len(ROWS)
     assert cut["models"][0]["quality"]["bits_per_byte"] is None
-    shown = told(line(place, "t5", "t5"), "--context", 10, "--kl", "-v")
+    shown = flat_output(line(place, "t5", "t5"), "--context", 10, "--kl", "-v")
     assert f"source and target texts of 10 tokens ({cut['text']['cut']} are longer and cut)" in shown
 
 
@@ -124,7 +124,7 @@ def test_decoding_and_memory(place: Path) -> None:
     first, second = results(models)["models"]
     assert [len(model["decode"]["points"]) for model in (first, second)] == [1, 1]
     assert first["kv_cache"]["cross_bytes_per_token"] == 2 * second["kv_cache"]["cross_bytes_per_token"]
-    shown = told(models)
+    shown = flat_output(models)
     assert "2 of 4 heads: KV cache 2x smaller" in shown
     assert "KV/token of source of baseline" in shown
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from embedded import SOURCE
-from evaluations import place
+from evaluations import model_directory
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gqa.corpus.likelihood import ChunkedHead
@@ -48,7 +48,7 @@ def test_the_baseline_writes_greedily_whatever_the_lengths(windows: list[Window]
 
 
 def test_reading_along_finds_where_a_model_writes_something_else(windows: list[Window]) -> None:
-    other = load(place() / "gqa4")
+    other = load(model_directory() / "gqa4")
     expected = []
     for window, opening in zip(windows, OPENINGS, strict=True):
         texts = zip(window.ids[len(opening) :], written(other, opening)[len(opening) :], strict=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from embedded import SOURCE
-from evaluations import cache_bytes, place
+from evaluations import cache_bytes, model_directory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import TINY, build
@@ -31,7 +31,7 @@ GB = 10**9
 
 def converted(groups: int) -> Path:
     """stdlib-mha with G heads."""
-    return SOURCE if groups == 8 else place() / f"gqa{groups}"
+    return SOURCE if groups == 8 else model_directory() / f"gqa{groups}"
 
 
 def stored(directory: Path) -> KVCache:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import run
 from embedded import SOURCE
-from evaluations import done, few_questions, refused, results, told, words
+from evaluations import evaluate_models, few_questions, flat_output, refused, results, words
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import read_checkpoint
@@ -88,10 +88,10 @@ def test_recall_needs_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_report_has_recall_unless_it_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few_questions(monkeypatch)
     text = "SRC --data TEXT --context 128 --tokens 300"
-    assert "Recall from the context" in done(text, "-o", tmp_path / "with").out
-    shown = done(text, "--no-recall", "-o", tmp_path / "without").out + done(text).out
+    assert "Recall from the context" in evaluate_models(text, "-o", tmp_path / "with").out
+    shown = evaluate_models(text, "--no-recall", "-o", tmp_path / "without").out + evaluate_models(text).out
     assert "Recall" not in shown
-    assert "needs a context of at least 128 tokens" in told(
+    assert "needs a context of at least 128 tokens" in flat_output(
         "SRC --data TEXT --context 64 --tokens 300", "-o", tmp_path / "short"
     )
 
@@ -102,7 +102,7 @@ def test_recall_that_cannot_be_measured_costs_nothing_else(tmp_path: Path, monke
 
     monkeypatch.setattr("gqa.eval.evaluate.sampled_blocks", samples)
     text = "SRC --data TEXT --context 128 --tokens 300"
-    assert "not measured it writes nothing" in told(text, "-o", tmp_path / "report")
+    assert "not measured it writes nothing" in flat_output(text, "-o", tmp_path / "report")
     assert "it writes nothing" in (tmp_path / "report" / "report.html").read_text()
     explicit = run(*words(text), "--recall", program="gqa-eval")
     assert (explicit.code, explicit.err) == (1, "gqa-eval: it writes nothing; the rest is measured\n")

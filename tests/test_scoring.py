@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from embedded import SOURCE, UNIFORM_VOCABULARY, load, texts, tokenizer
-from evaluations import place
+from evaluations import model_directory
 from tiny_models import TINY, build, inputs
 from tokenizers.processors import TemplateProcessing
 
@@ -92,7 +92,7 @@ def test_uniform_predictions_have_the_vocabulary_as_perplexity(part):
 
 @torch.no_grad()
 def test_comparison_with_torch_on_whole_logits(source, part, scores):
-    grouped, expected = load(place() / "gqa2"), {}
+    grouped, expected = load(model_directory() / "gqa2"), {}
     compared = score(ChunkedHead(grouped), part.windows, batch_size=2, baseline=ChunkedHead(source))
     for window in part.windows:
         ids = torch.tensor([window.ids])

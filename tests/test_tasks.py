@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from embedded import SOURCE, texts
-from evaluations import place, results
+from evaluations import model_directory, results
 
 TASK = """task: local_perplexity
 dataset_path: json
@@ -45,7 +45,7 @@ def test_rolling_perplexity_is_that_of_the_harness(model: str, count: int, conte
     differs."""
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(count, 1800)))
-    path, other = (SOURCE, "G4") if model == "SRC" else (place() / "gqa4", "SRC")
+    path, other = (SOURCE, "G4") if model == "SRC" else (model_directory() / "gqa4", "SRC")
     line = f"{path} {other} --data {data} --precision float32 --context {min(context, 512)}"
     ours, others = (each["quality"] for each in results(line)["models"])
     theirs = harness(path, data, tmp_path, max_length=min(context, 512))
