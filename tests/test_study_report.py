@@ -18,7 +18,7 @@ from studies import rows, study
 from gqa.convert.methods import METHODS
 from gqa.eval.study import plots
 from gqa.eval.study.options import Cell
-from gqa.eval.study.plots import COLOURS, MARKERS, draw_study, method_look
+from gqa.eval.study.plots import draw_study, method_look
 from gqa.eval.study.recommendation import recommend
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -84,8 +84,6 @@ def test_a_registered_method_has_a_look_of_its_own(monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(METHODS, name, METHODS.get(name, METHODS["mean"]))
     looks = {name: method_look(name) for name in names}
     assert len({(one["color"], one["marker"]) for one in looks.values()}) == len(names)
-    assert COLOURS[0] not in {one["color"] for one in looks.values()}
-    assert looks["mean"].items() >= {"color": COLOURS[1], "marker": MARKERS[1]}.items()
 
 
 def test_a_lossy_control_leaves_room_for_the_rest() -> None:
@@ -114,7 +112,6 @@ def test_the_page_of_a_study() -> None:
     assert positions == sorted(positions)
     for name in ("tradeoff", "alphas"):
         assert ElementTree.parse(study() / f"{name}.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
-        assert (study() / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert html.count("data:image/svg+xml;base64,") == 2
     assert "http:" not in html.replace("http://www.w3.org", "")
     assert "https:" not in html

@@ -22,8 +22,7 @@ from gqa.eval.study.options import Cell
 Row = dict[str, Any]
 
 ROWS, WORK = "results.jsonl", ".work"
-PICTURES = ("tradeoff", "alphas")
-FILES = (ROWS, PAGE, *(f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")))
+FILES = (ROWS, PAGE, "tradeoff.svg", "alphas.svg")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,16 @@ from gqa.eval.study.directory import Row
 from gqa.eval.study.options import UNMERGED
 from gqa.eval.study.recommendation import BASE, cache_bytes, loss, measured
 
-# Okabe and Ito's palette; a marker repeats the information of each colour.
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-STYLE: dict[Any, Any] = {
-    "font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
-    "lines.linewidth": 2, "lines.markersize": 7, "legend.frameon": False, "svg.hashsalt": "gqa", "savefig.dpi": 120,
-    "text.parse_math": False,  # names of models may have a $
-}  # fmt: skip
-# Colours of the methods, from the second on; what else is registered comes after them. The last is yellow.
+# Their colours, from the second on; what else is registered comes after them. The last is yellow.
 _METHODS = ("mean", "first", "random", "aligned", "calibrated", "refined", "procrustes")
 _BLACK = "#000000"
+# Okabe and Ito's palette without black, which colour-blind readers can distinguish; markers repeat the information.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
+_MARKERS = ("s", "^", "D", "v", "P", "X", "*", "o")
+_STYLE: dict[Any, Any] = {
+    "font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
+    "lines.linewidth": 2, "lines.markersize": 7, "legend.frameon": False, "svg.hashsalt": "gqa",
+}  # fmt: skip
 _TICKS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10)  # nats per token above the base model
 
 
@@ -37,6 +36,17 @@ def draw_study(rows: Sequence[Row], directory: Path) -> list[tuple[str, str]]:
     """Draw all pictures that the rows have numbers for; (name, caption) of each."""
     pictures = {"tradeoff": draw_tradeoff, "alphas": draw_alphas}
     return [(name, caption) for name, draw in pictures.items() if (caption := draw(measured(rows), directory))]
+
+
+@contextmanager
+def _panels(path: Path, columns: int, width: float, height: float, sharey: bool = False) -> Iterator[Any]:
+    """Yield axes (columns,) and save them as SVG, with the legend of the first below."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield (axes := figure.subplots(1, columns, squeeze=False, sharey=sharey)[0])
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), int(width / 1.8)))
+        figure.savefig(path, metadata={"Date": None})
 
 
 def draw_tradeoff(points: list[Row], directory: Path) -> str:
@@ -49,17 +59,20 @@ def draw_tradeoff(points: list[Row], directory: Path) -> str:
     if not best:
         return ""
     recalled, base_kib = "recall_text" in base, _kib(base)
-    with panels(directory, "tradeoff", 1 + recalled, width=6.5 * (1 + recalled), height=6) as axes:
-        for axis, column, unit in zip(axes[0], ("loss_increase", "recall_text"), (1, 100), strict=False):
+    with _panels(directory / "tradeoff.svg", 1 + recalled, 6.5 * (1 + recalled), 6) as axes:
+        for axis, column, unit in zip(axes, ("loss_increase", "recall_text"), (1, 100), strict=False):
             for method in _methods(best.values()):
                 line = [point for point in best.values() if point["method"] == method]
                 sizes, values = [_kib(point) for point in line], [unit * point[column] for point in line]
                 axis.plot(sizes, values, label=method, **method_look(method))
             axis.plot(base_kib, unit * base[column], "*", color=_BLACK, markersize=14, clip_on=False, label=BASE)
-            powers_of_two(axis, [x for n in range(12) if (x := base_kib / 2**n) >= min(map(_kib, best.values()))])
+            axis.set_xscale("log", base=2)
+            ticks = [x for n in range(12) if (x := base_kib / 2**n) >= min(map(_kib, best.values()))]
+            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axis.xaxis.set_minor_locator(NullLocator())
             axis.set_xlabel("KV cache per token (KiB)")
-        _above_base(axes[0, :1], [point["loss_increase"] for point in best.values()])
-        for axis in axes[0, 1:]:
+        _above_base(axes[:1], [point["loss_increase"] for point in best.values()])
+        for axis in axes[1:]:
             axis.set(ylabel="second copies of the text recalled (%)", ylim=(0, 102))
     return "Quality against the KV cache (figure 3 of the GQA paper), each method as it is trained best"
 
@@ -71,8 +84,8 @@ def draw_alphas(points: list[Row], directory: Path) -> str:
         return ""
     alphas, counts = sorted({p["alpha"] for p in points}), sorted({p["groups"] for p in merged})
     control = [point for point in points if point["method"] == UNMERGED]
-    with panels(directory, "alphas", len(counts), width=max(6, 3.6 * len(counts) + 1), sharey=True) as axes:
-        for axis, count in zip(axes[0], counts, strict=True):
+    with _panels(directory / "alphas.svg", len(counts), max(6, 3.6 * len(counts) + 1), 5, sharey=True) as axes:
+        for axis, count in zip(axes, counts, strict=True):
             for method in _methods(merged):
                 line = [point for point in merged if (point["method"], point["groups"]) == (method, count)]
                 _plot_alphas(axis, line, label=method, **method_look(method))
@@ -85,7 +98,7 @@ def draw_alphas(points: list[Row], directory: Path) -> str:
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{100 * value:g} %"))
             axis.set_xlim(-alphas[-1] / 300, alphas[-1] * 1.2)
             axis.set(title=f"{count} KV heads" if count > 1 else "1 KV head", xlabel="of the text trained on (alpha)")
-        _above_base(axes[0], [point["loss_increase"] for point in points])
+        _above_base(axes, [point["loss_increase"] for point in points])
     return "Loss by length of training (figures 4 and 5)"
 
 
@@ -131,34 +144,6 @@ def method_look(method: str) -> Row:
     """
     index = list(dict.fromkeys([*_METHODS, *METHODS])).index(method)
     return {
-        "color": COLOURS[1 + index % (len(COLOURS) - 1)], "marker": MARKERS[(index + 1) % len(MARKERS)],
+        "color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)],
         "markeredgecolor": "#333333", "markeredgewidth": 0.8,
     }  # fmt: skip
-
-
-@contextmanager
-def panels(
-    directory: Path, name: str, columns: int = 1, *, width: float = 8, height: float = 5, sharey: bool = False
-) -> Iterator[Any]:
-    """Yield (1, columns) axes and save them as NAME.svg and NAME.png, with the legend of the first below, in as few
-    lines as the width allows.
-    """
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        yield (axes := figure.subplots(1, columns, squeeze=False, sharey=sharey))
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        for lines in range(1, 1 + len(handles)):
-            legend = figure.legend(handles, labels, loc="outside lower center", ncols=math.ceil(len(handles) / lines))
-            if lines == len(handles) or legend.get_window_extent().width <= figure.bbox.width:
-                break
-            legend.remove()
-        figure.savefig(directory / f"{name}.svg", metadata={"Date": None})
-        figure.savefig(directory / f"{name}.png")
-
-
-def powers_of_two(axes: Axes, ticks: Iterable[float]) -> None:
-    """Make x logarithmic, with exactly these ticks."""
-    shown = sorted(set(ticks))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(shown, [f"{tick:,.10g}" for tick in shown])
-    axes.xaxis.set_minor_locator(NullLocator())
