@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, islice
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,16 +29,6 @@ Ints = NDArray[np.int64]
 Block = dict[str, Ints]
 
 _BATCH = 64  # documents tokenised at a time
-# Settings of a tokenizer that do not change the tokens of a text.
-_IRRELEVANT = (
-    "name_or_path",
-    "model_max_length",
-    "padding_side",
-    "truncation_side",
-    "pad_token",
-    "is_local",
-    "local_files_only",
-)
 
 
 @dataclass(frozen=True)
@@ -165,19 +153,14 @@ class Encoder:
             content.pop("truncation", None)
             content.pop("padding", None)
         else:
-            content = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items()), *self._saved()]
+            settings = {name: value for name, value in self.tokenizer.init_kwargs.items() if isinstance(value, bool)}
+            settings = {name: settings[name] for name in settings.keys() - {"is_local", "local_files_only"}}
+            content = [
+                type(self.tokenizer).__name__,
+                sorted(self.tokenizer.get_vocab().items()),
+                sorted(settings.items()),
+            ]
         return hashlib.sha256(json.dumps([content, self.bos, self.eos]).encode()).hexdigest()
-
-    def _saved(self) -> Iterator[Any]:
-        """The files and settings that a tokenizer without a backend saves."""
-        with TemporaryDirectory() as directory:
-            self.tokenizer.save_pretrained(directory)
-            for file in sorted(Path(directory).rglob("*")):
-                if file.name == "tokenizer_config.json":
-                    config = json.loads(file.read_text(encoding="utf-8"))
-                    yield {name: value for name, value in sorted(config.items()) if name not in _IRRELEVANT}
-                elif file.is_file():
-                    yield file.name, hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
