@@ -18,7 +18,7 @@ from gqa.checkpoint.provenance import command_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
 from gqa.eval.page import PAGE, Page, made_aside, nearest
-from gqa.eval.tables import Column, Table, not_measured, number, table, wrapped
+from gqa.eval.tables import Column, Table, number, table, wrapped
 
 Record = dict[str, Any]
 
@@ -106,7 +106,7 @@ def tables(results: Record, every: bool = False) -> list[Table]:
         built.append(_decode(models))
     for part, title in (("recall", _RECALL), ("decode", "Decoding")):
         if "refused" in results.get(part, {}):
-            built.append(not_measured(title, results[part]["refused"]))
+            built.append(Table(title, ("not measured",), ((results[part]["refused"],),)))
     return built if every else [each.brief() for each in built]
 
 

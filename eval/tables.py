@@ -50,11 +50,6 @@ class Table:
         return "\n".join([_cut(self.title, WIDTH), *lines, *filter(None, [wrapped(self.note)])])
 
 
-def not_measured(title: str, why: str) -> Table:
-    """A table with the reason in place of numbers."""
-    return Table(title, ("not measured",), ((why,),))
-
-
 def wrapped(text: str, indent: str = "") -> str:
     """Wrap at the terminal's width, indenting all lines but the first; "95 %" is not split."""
     lines = textwrap.wrap(text.replace(" %", "\xa0%"), WIDTH, subsequent_indent=indent, break_on_hyphens=False)
