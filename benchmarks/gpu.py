@@ -1,7 +1,8 @@
-"""What decoding, conversion and training cost on one GPU.
+"""What conversion, sampling, training and decoding cost on one GPU: one command of nine minutes at most.
 
     python benchmarks/gpu.py --out DIR                          # all parts, in order
-    python benchmarks/gpu.py --out DIR --part decode            # one part
+    python benchmarks/gpu.py --out DIR --part distill           # one part, with all of the time
+    python benchmarks/gpu.py --out DIR --smollm2 SMOLLM2 --text stories.txt --text wikitext.txt
     python benchmarks/gpu.py --out DIR --tiny                   # every part on a CPU, with tiny models
 
 decode: tokens per second of a random bfloat16 model of Llama-2-7B's shape by KV heads, context and batch, as one CUDA
@@ -9,11 +10,15 @@ decode: tokens per second of a random bfloat16 model of Llama-2-7B's shape by KV
     the weights and of the cache take: 1 is the limit. `largest` is the largest batch whose cache fits.
 convert: a model of 1.3 billion parameters with 4 of 16 KV heads by `calibrated` and `refined`, on text that it writes
     itself: seconds and peak memory of each stage (the first samples the text: its tokens per second are the sampler's).
-uptrain: tokens per second of gqa-uptrain on a model of that size, with and without
-    --compile and --checkpointing, with NCCL on one rank and with FSDP2 on one rank.
+uptrain: tokens per second of gqa-uptrain on a model of that size, with and without --compile and --checkpointing, with
+    NCCL on one rank and with FSDP2 on one rank. `mfu` is 6 operations per parameter and token, of the rate of a matrix
+    product on the device.
+distill: the embedded model with 2 and 1 heads, distilled on 1, 10 and 100 million tokens that it writes itself.
+smollm2: SmolLM2 (a directory, --smollm2) with 1 head, distilled on 20 million: perplexity and recall on each --text.
 
-Each measurement is written to DIR/PART.json at once, and the same command continues after a failure or a kill. Models
-are written to --work. Nothing needs a network. gqa need not be installed.
+Each part is a process with a time limit. Each measurement is written to DIR/PART.json at once; what is there is not
+measured again, so the same command continues after a limit or a failure. DIR/gpu.svg shows all that is there, if
+matplotlib is installed. Models are written to --work. Nothing needs a network. gqa need not be installed.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -33,14 +39,16 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from harness import ROOT, SHAPES, Shape, random_llama, run_command, write_random
+from harness import EMBEDDED, ROOT, SHAPES, Shape, random_llama, run_command, write_random
 
+LIMITS = {"decode": 110, "convert": 150, "uptrain": 110, "distill": 110, "smollm2": 60}  # seconds, if several parts run
+LEAST = 5.0  # seconds that must be left for another measurement
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 FREE = 0.85  # share of the free memory that a cache may take
@@ -57,6 +65,7 @@ class Scale:
     largest: int = 4096
     steps: int = 10
     copy_bytes: int = 1 << 32
+    product: int = 8192
     converted: Shape = SHAPES["1.3b"]
     convert_heads: int = 4
     convert: tuple[str, ...] = ("--tokens", "65536")
@@ -67,50 +76,89 @@ class Scale:
     train: tuple[str, ...] = (
         "--steps", "12", "--batch-size", "8", "--micro-batch", "4", "--context", "2048", "--precision", "bfloat16",
     )  # fmt: skip
+    tokens: tuple[int, ...] = (1_000_000, 10_000_000, 100_000_000)
+    distil: tuple[str, ...] = ("--context", "512", "--batch-size", "64", "--precision", "bfloat16")
+    heads: tuple[int, ...] = (2, 1)
+    method: tuple[str, ...] = ("--method", "refined")
+    smollm2_tokens: int = 20_000_000
+    evaluate: tuple[str, ...] = ("--tokens", "100000", "--context", "512")
+    recall: tuple[str, ...] = ("--recall",)
 
 
+_LITTLE = ("--method", "calibrated", "--tokens", "512", "--context", "32")
 TINY = Scale(
     shape=Shape(64, 128, 2, 8, 8, 4096), kv_heads=(8, 2), contexts=(32,), batches=(1, None), largest=4, steps=2,
-    copy_bytes=1 << 20, converted=Shape(64, 128, 2, 8, 8, 4096), convert_heads=2,
+    copy_bytes=1 << 20, product=64, converted=Shape(64, 128, 2, 8, 8, 4096), convert_heads=2,
     convert=("--tokens", "512", "--context", "32"), refine=("--refine-steps", "4"), compile=False,
     trained=Shape(64, 128, 2, 8, 8, 4096),
     train=("--steps", "4", "--batch-size", "2", "--micro-batch", "1", "--context", "32", "--heldout-tokens", "128"),
+    tokens=(256, 512), distil=("--context", "32", "--batch-size", "2", "--heldout-tokens", "512"),
+    heads=(1,), method=_LITTLE, smollm2_tokens=256, evaluate=("--tokens", "500", "--context", "64"), recall=(),
 )  # fmt: skip
 
 
+@dataclass
 class Results:
-    """The measurements of one part by name, in a file that is written after each."""
+    """The measurements of one part by name, in a file that is written after each. `deadline` is by time.monotonic."""
 
-    def __init__(self, file: Path, work: Path, scale: Scale) -> None:
-        self.file, self.work, self.scale = file, work, scale
-        self.rows: dict[str, dict[str, Any]] = json.loads(file.read_text())["rows"] if file.exists() else {}
+    file: Path
+    work: Path
+    scale: Scale
+    deadline: float = float("inf")
+    smollm2: Path | None = None
+    texts: Sequence[str] = ()
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rows = read_rows(self.file)
 
     def missing(self, *names: str) -> bool:
         """Whether one of them was not measured, or failed."""
         return any("error" in self.rows.get(name, {"error": ""}) for name in names)
 
     def measure(self, name: str, function: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-        """Store what `function` returns, or why it failed, unless `name` was measured."""
+        """Store what `function` returns, or why it failed, unless `name` was measured. Raises TimeoutError."""
         if not self.missing(name):
             return
+        if time.monotonic() > self.deadline - LEAST:
+            raise TimeoutError(f"no time left for {name}")
         started = time.monotonic()
         try:
             row = function(*arguments)
         except Exception as error:  # one measurement that fails must not cost the others
             row = {"error": f"{type(error).__name__}: {error}"[:2000]}
         self.rows[name] = row | {"took": round(time.monotonic() - started, 2)}
-        device = f"{torch.cuda.get_device_name() if CUDA else 'cpu'}, torch {torch.__version__}"
-        temporary = self.file.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"device": device, "rows": self.rows}, indent=1) + "\n")
-        temporary.replace(self.file)
+        self.write(False)
         print(f"{self.file.stem:8} {name}: {json.dumps(self.rows[name])[:160]}", flush=True)
         free_memory()
 
+    def write(self, complete: bool) -> None:
+        """`complete`: all of the part was measured, without an error."""
+        complete = complete and not any("error" in row for row in self.rows.values())
+        text = json.dumps({"complete": complete, "device": device_name(), "rows": self.rows}, indent=1)
+        temporary = self.file.with_suffix(".tmp")
+        temporary.write_text(text + "\n")
+        temporary.replace(self.file)
+
+
+def read_rows(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text())["rows"]) if file.exists() else {}
+
+
+def is_complete(file: Path) -> bool:
+    return file.exists() and bool(json.loads(file.read_text())["complete"])
+
 
 def free_memory() -> None:
+
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
+
+
+def device_name() -> str:
+
+    return f"{torch.cuda.get_device_name() if CUDA else 'cpu'}, torch {torch.__version__}"
 
 
 # ------------------------------------------------------------------------------------------------- commands
@@ -129,8 +177,8 @@ class Stages(io.StringIO):
         return True
 
     def write(self, text: str) -> int:
-        title = re.search(r"^\s*([^:\r\n|]+?):? +\d+%\|?", text) or re.search(r"\r([^:\r\n|]+):", text)
-        self.next(title[1] if title else self._name)
+        found = re.search(r"^\s*([^:\r\n|]+?):? +\d+%\|?", text) or re.search(r"\r([^:\r\n|]+):", text)
+        self.next(found[1] if found else self._name)
         return super().write(text)
 
     def next(self, name: str) -> None:
@@ -143,15 +191,17 @@ class Stages(io.StringIO):
 
 
 def command(module: str, *words: str) -> dict[str, Any]:
-    """Run `python -m gqa.MODULE` in this process. Returns seconds and peak bytes by stage."""
-    stages = Stages()
+    """Run `python -m gqa.MODULE` in this process. Returns seconds and peak bytes by stage, and its JSON as `record`."""
+    stages, output = Stages(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(stages), contextlib.redirect_stdout(io.StringIO()):
-            run_command(module, *words)
-    except RuntimeError as error:
+        with contextlib.redirect_stderr(stages), contextlib.redirect_stdout(output):
+            run_command(module, *words, "--json")
+    except (RuntimeError, TimeoutError) as error:
         raise RuntimeError(f"{error} after {stages.seconds}: {stages.getvalue()[-1500:]}") from error
     stages.next("end")
-    return {"seconds": {name: round(value, 2) for name, value in stages.seconds.items()}, "peak_bytes": stages.peaks}
+    seconds = {name: round(value, 2) for name, value in stages.seconds.items()}
+    record = json.loads(output.getvalue().splitlines()[-1])
+    return {"seconds": seconds, "peak_bytes": stages.peaks, "record": record}
 
 
 # ------------------------------------------------------------------------------------------------- decode
@@ -159,9 +209,16 @@ def command(module: str, *words: str) -> dict[str, Any]:
 
 def bandwidth(size: int) -> dict[str, Any]:
     """Bytes read and written per second by copies on the device."""
+
     source = torch.ones(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return {"bytes_per_second": 2 * size / seconds_of(lambda: target.copy_(source), 5)}
+
+
+def product_rate(size: int) -> dict[str, Any]:
+    """Operations per second of a product of two bfloat16 matrices (size, size)."""
+    one, other = (torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    return {"flops_per_second": 2 * size**3 / seconds_of(lambda: one @ other, 20)}
 
 
 def seconds_of(run: Callable[[], object], repeats: int) -> float:
@@ -211,11 +268,12 @@ class Decoder:
     def step(self) -> None:
         from gqa.checkpoint.loading import cache_name
 
-        inputs = {cache_name(self.model): self.cache, "position_ids": self.positions}
-        self.ids.copy_(self.model(input_ids=self.ids, use_cache=True, **inputs).logits[:, -1:].argmax(-1))
+        given = {cache_name(self.model): self.cache, "position_ids": self.positions}
+        self.ids.copy_(self.model(input_ids=self.ids, use_cache=True, **given).logits[:, -1:].argmax(-1))
 
     def graph(self) -> Callable[[], None]:
         """The step as a CUDA graph, without what Python takes between kernels."""
+
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())  # which still fills the cache
         with torch.cuda.stream(stream):
@@ -229,6 +287,7 @@ class Decoder:
 
 def decode_point(model: Any, batch: int | None, context: int, scale: Scale, copied: float) -> dict[str, Any]:
     """Tokens per second of all sequences together, and the share of the roofline."""
+
     config = model.config
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * context * model.dtype.itemsize
     cache *= config.hidden_size // config.num_attention_heads
@@ -246,6 +305,7 @@ def decode_point(model: Any, batch: int | None, context: int, scale: Scale, copi
 
 def timed(model: Any, batch: int, context: int, steps: int, copied: float) -> dict[str, Any]:
     """One row of `decode_point`, by a CUDA graph, if there are some, and by transformers' own calls."""
+
     with torch.inference_mode():
         decoder = Decoder(model, batch, context)
         row = {"fits": True, "batch": batch, "bytes": decoder.bytes}
@@ -262,22 +322,26 @@ def timed(model: Any, batch: int, context: int, steps: int, copied: float) -> di
 
 
 def decode(results: Results) -> None:
+    from transformers.utils import is_flash_attn_2_available
+
     scale = results.scale
     results.measure("bandwidth", bandwidth, scale.copy_bytes)
     copied = float(results.rows["bandwidth"]["bytes_per_second"])
-    for heads in scale.kv_heads:
-        names = {
-            f"sdpa {heads} heads {context} context {batch or 'largest'} batch": (batch, context)
-            for context in scale.contexts for batch in scale.batches
-        }  # fmt: skip
-        if not results.missing(*names):
-            continue
-        shape = scale.shape._replace(kv_heads=heads, positions=max(scale.contexts))
-        model = random_llama(shape, "bfloat16", DEVICE, attn_implementation="sdpa").eval()
-        for name, (batch, context) in names.items():
-            results.measure(name, decode_point, model, batch, context, scale, copied)
-        del model
-        free_memory()
+    attentions = ["sdpa", *(["flash_attention_2"] if CUDA and is_flash_attn_2_available() else [])]
+    for attention in attentions:
+        for heads in scale.kv_heads:
+            names = {
+                f"{attention} {heads} heads {context} context {batch or 'largest'} batch": (batch, context)
+                for context in scale.contexts for batch in scale.batches
+            }  # fmt: skip
+            if not results.missing(*names):
+                continue
+            shape = scale.shape._replace(kv_heads=heads, positions=max(scale.contexts))
+            model = random_llama(shape, "bfloat16", DEVICE, attn_implementation=attention).eval()
+            for name, (batch, context) in names.items():
+                results.measure(name, decode_point, model, batch, context, scale, copied)
+            del model
+            free_memory()
 
 
 # ------------------------------------------------------------------------------------------------- convert, train
@@ -298,9 +362,13 @@ def convert(results: Results) -> None:
         return
     model = random_model(results, "large", scale.converted, "bfloat16")
 
-    for method, words in more.items():
-        words = ("--groups", str(scale.convert_heads), "--method", method, *scale.convert, *words)
-        results.measure(method, command, "convert", model, *words, "-o", f"{results.work}/{method}", "--overwrite")
+    def run(method: str) -> dict[str, Any]:
+        words = ["--groups", str(scale.convert_heads), "--method", method, *scale.convert, *more[method]]
+        row = command("convert", model, *words, "-o", str(results.work / f"large-{method}"), "--overwrite")
+        return {name: row[name] for name in ("seconds", "peak_bytes")}
+
+    for method in more:
+        results.measure(method, run, method)
 
 
 def metrics(state: Path) -> dict[str, Any]:
@@ -349,11 +417,105 @@ def uptrain(results: Results) -> None:
         runs = {name: (launcher, more) for name, (launcher, more) in runs.items() if not launcher}
     if results.scale.compile:
         runs |= {f"compile {name}": ([], ["--compile", *runs[name][1]]) for name in ("plain", "checkpointing")}
-    for name, (launcher, more) in runs.items():
-        results.measure(name, trained, results, model, launcher, more)
+    results.measure("matrix product", product_rate, results.scale.product)
+    parameters = random_llama(shape, "bfloat16", "meta").num_parameters()
+    needed = 6 * parameters / float(results.rows["matrix product"]["flops_per_second"])
+
+    def run(launcher: Sequence[str], more: Sequence[str]) -> dict[str, Any]:
+        row = trained(results, model, launcher, more)
+        return row | {"mfu": needed * row["tokens_per_second"]}
+
+    for name, words in runs.items():
+        results.measure(name, run, *words)
 
 
-PARTS: dict[str, Callable[[Results], None]] = {"decode": decode, "convert": convert, "uptrain": uptrain}
+def distilled(
+    results: Results, base: Path, heads: int, tokens: int, texts: Sequence[str], *more: str
+) -> dict[str, Any]:
+    """A converted model distilled on so much of its base model's own text, and how both predict `texts`."""
+    start, out = results.work / f"{base.name}-{heads}", results.work / f"{base.name}-{heads}-{tokens}"
+    if not (start / "config.json").exists():
+        command("convert", str(base), "--groups", str(heads), *results.scale.method, "-o", str(start), "--overwrite")
+    state = out.with_name(f"{out.name}-state")
+    if out.exists():
+        shutil.rmtree(state, ignore_errors=True)
+    words = ["--data", f"self:{tokens}", "--tokens", str(tokens), *results.scale.distil, "--teacher", str(base)]
+    words += ["--resume"] if state.exists() else []
+    run = command("uptrain", str(start), *words, "-o", str(out), "--keep-state", "--overwrite")
+    row = {"tokens": tokens, "losses": run["record"]["losses"], "seconds": run["seconds"], **{
+        name: value for name, value in metrics(state).items()
+        if name in ("tokens_per_second", "memory_bytes")
+    }}  # fmt: skip
+    for text in texts:
+        words = [str(base), str(start), str(out), "--data", text, "--kl", *results.scale.evaluate, *more]
+        found = command("eval", *words)["record"]["models"]
+        row[Path(text).name] = [{key: model.get(key) for key in ("name", "quality", "recall")} for model in found]
+    return row
+
+
+def distill(results: Results) -> None:
+    for tokens in results.scale.tokens:
+        for heads in results.scale.heads:
+            results.measure(
+                f"{heads} heads {tokens} tokens", distilled, results, EMBEDDED, heads, tokens, results.texts[:1]
+            )
+
+
+def smollm2(results: Results) -> None:
+    if not results.smollm2:
+        raise click.UsageError("the part smollm2 needs --smollm2")
+    tokens = results.scale.smollm2_tokens
+    results.measure("1 head", distilled, results, results.smollm2, 1, tokens, results.texts, *results.scale.recall)
+
+
+PARTS: dict[str, Callable[[Results], None]] = {
+    "decode": decode, "convert": convert, "uptrain": uptrain, "distill": distill, "smollm2": smollm2,
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- pictures
+
+
+def draw(out: Path) -> None:
+    """gpu.svg of the parts that are there."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        print("no picture: matplotlib is not installed")
+        return
+    figure, ((speed, roofline), (training, learning)) = pyplot.subplots(2, 2, figsize=(12, 8))
+    kind = "graph" if any("graph_roofline" in row for row in read_rows(out / "decode.json").values()) else "eager"
+    lines: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
+    for name, row in read_rows(out / "decode.json").items():
+        if (found := re.fullmatch(r"sdpa (\d+) heads (\d+) context (\w+) batch", name)) and row.get("fits"):
+            values = row.get(f"{kind}_tokens_per_second", float("nan")), row.get(f"{kind}_roofline", float("nan"))
+            lines.setdefault((found[1], found[3]), []).append((int(found[2]), *values))
+    styles = {"1": ":", "16": "-.", "64": "--", "largest": "-"}
+    colors = {heads: f"C{number}" for number, heads in enumerate(dict.fromkeys(heads for heads, _ in lines))}
+    for (heads, batch), points in lines.items():
+        contexts, *values = zip(*points, strict=True)
+        for axes, measured in zip((speed, roofline), values, strict=True):
+            label = f"{heads} KV heads, batch {batch}"
+            axes.plot(contexts, measured, styles[batch], marker=".", color=colors[heads], label=label)
+    speed.set(title="Decoding", xlabel="context", ylabel="tokens/s", xscale="log", yscale="log")
+    roofline.set(title="Share of the roofline", xlabel="context", xscale="log", ylim=(0, 1.1))
+    runs = {name: row for name, row in read_rows(out / "uptrain.json").items() if "tokens_per_second" in row}
+    training.barh([*runs], [row["tokens_per_second"] for row in runs.values()])
+    training.set(title="gqa-uptrain", xlabel="tokens/s")
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for name, row in read_rows(out / "distill.json").items():
+        if "error" not in row:
+            curves.setdefault(name.split()[0], []).append((row["tokens"], row["losses"]["distillation_after"]))
+    for heads, curve in curves.items():
+        learning.plot(*zip(*curve, strict=True), marker="o", label=f"{heads} KV heads")
+    learning.set(title="Distillation", xlabel="tokens", ylabel="KL, nats", xscale="log", yscale="log")
+    for axes in (speed, roofline, training, learning):
+        axes.set_visible(axes.has_data())  # of a part that did not run
+    for axes in filter(lambda axes: axes.get_visible(), (speed, learning)):
+        axes.legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(out / "gpu.svg")
+    pyplot.close(figure)
 
 
 # ------------------------------------------------------------------------------------------------- command
@@ -375,22 +537,67 @@ def importable() -> Iterator[str]:
         yield scratch
 
 
+def stop(number: int, frame: object) -> None:
+    """The limit of a part: what is under way is recorded as failed, with the progress that it showed last."""
+    raise TimeoutError("stopped at the time limit")
+
+
+def run_part(name: str, seconds: float, words: Sequence[str], environment: dict[str, str]) -> None:
+    """The part in a process of its own for so many seconds at most."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--alone", name, "--minutes", str(seconds / 60), *words],
+        env=environment, start_new_session=True,
+    )  # fmt: skip
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        print(f"{name}: stopped after {seconds:.0f} seconds; the same command continues it", flush=True)
+    for number in (signal.SIGTERM, signal.SIGKILL):  # launchers end their workers, which are not of the group
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(LEAST)
+
+
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option(
     "--out", type=click.Path(path_type=Path), default=os.environ.get("OUT"), required=True, help="For results."
 )
 @click.option("--work", type=click.Path(path_type=Path), default=f"{tempfile.gettempdir()}/gqa-gpu", help="For models.")
 @click.option("--part", "parts", multiple=True, type=click.Choice([*PARTS]), help="Several times for several.")
+@click.option("--minutes", default=9.0, help="For all parts together.")
+@click.option("--smollm2", type=click.Path(exists=True, path_type=Path), help="SmolLM2's checkpoint.")
+@click.option("--text", "texts", multiple=True, default=("stdlib:heldout",), help="For perplexity; several times.")
 @click.option("--tiny", is_flag=True, help="Tiny models, for a CPU.")
-def main(out: Path, work: Path, parts: tuple[str, ...], tiny: bool) -> None:
+@click.option("--alone", hidden=True, type=click.Choice([*PARTS]), help="Run this part in this process.")
+def main(
+    out: Path, work: Path, parts: tuple[str, ...], minutes: float, smollm2: Path | None, texts: tuple[str, ...],
+    tiny: bool, alone: str | None,
+) -> None:  # fmt: skip
+    deadline = time.monotonic() + 60 * minutes
     for directory in (out, work):
         directory.mkdir(parents=True, exist_ok=True)
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "TOKENIZERS_PARALLELISM": "false"}
+    if alone:
+        signal.signal(signal.SIGTERM, stop)
+        scale = TINY if tiny else Scale()
+        results = Results(out / f"{alone}.json", work, scale, deadline, smollm2, texts)
+        with contextlib.suppress(TimeoutError):
+            PARTS[alone](results)
+            results.write(True)
+        return
+    words = ["--out", str(out), "--work", str(work), *(["--tiny"] if tiny else [])]
+    words += [*(["--smollm2", str(smollm2)] if smollm2 else []), *(word for text in texts for word in ("--text", text))]
     with importable() as path:
-        sys.path.insert(0, path)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))  # for launchers
-        for name in parts or PARTS:
-            PARTS[name](Results(out / f"{name}.json", work, TINY if tiny else Scale()))
+        known = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        beside = {"PYTHONPATH": f"{path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)}
+        offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "TOKENIZERS_PARALLELISM": "false"}
+        for name in parts or [name for name in PARTS if name != "smollm2" or smollm2]:
+            left = deadline - time.monotonic() - LEAST
+            if is_complete(out / f"{name}.json"):
+                print(f"{name}: complete in {out}", flush=True)
+            elif left > LEAST:
+                limit = left if len(parts) == 1 else min(left, LIMITS[name])
+                run_part(name, limit, words, known | beside | offline)
+    draw(out)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from gqa.uptrain.cli import command
 
@@ -27,26 +30,29 @@ import gqa.corpus.sources as sources
 stdlib_texts = sources.stdlib_texts
 sources.stdlib_texts = lambda split: islice(stdlib_texts(split), 40)
 out, launchers = Path(sys.argv[1]), sys.argv[2] == "launchers"
-gpu.TINY = replace(gpu.TINY, launchers=launchers)
-parts = ["--part", "uptrain"] if launchers else []
-gpu.main(["--tiny", "--out", str(out), "--work", str(out / "work"), *parts])
+for name in [*gpu.PARTS] if not launchers else ["uptrain"]:
+    scale = replace(gpu.TINY, launchers=launchers)
+    results = gpu.Results(out / f"{name}.json", out / "work", scale, 1e12, gpu.EMBEDDED, ("stdlib:heldout",))
+    gpu.PARTS[name](results)
+    results.write(True)
+gpu.draw(out)
 """
 
 
-def run(out: Path, parts: str) -> None:
+def run(out: Path, what: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
-    environment |= {"PYTHONPATH": str(ROOT / "benchmarks")}
+    environment |= {"PYTHONPATH": str(ROOT / "benchmarks"), "HF_HUB_OFFLINE": "1", "HF_HOME": str(out / "hf")}
+    (out / "work").mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", PARTS, str(out), parts], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", PARTS, str(out), what], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def rows(out: Path, part: str) -> dict[str, dict[str, Any]]:
-    """The measurements of a part, none of which failed."""
-    measured = dict(json.loads((out / f"{part}.json").read_text())["rows"])
-    assert not any("error" in row for row in measured.values()), measured
-    return measured
+    written = json.loads((out / f"{part}.json").read_text())
+    assert written["complete"], written
+    return dict(written["rows"])
 
 
 def test_every_part(tmp_path: Path) -> None:
@@ -58,7 +64,12 @@ def test_every_part(tmp_path: Path) -> None:
     convert = rows(tmp_path, "convert")
     assert [*convert] == ["calibrated", "refined"]
     assert len(convert["calibrated"]["seconds"]) > 2  # stages
-    assert {*rows(tmp_path, "uptrain")} == {"plain", "checkpointing"}
+    assert [*rows(tmp_path, "uptrain")] == ["matrix product", "plain", "checkpointing"]
+    for part, name in (("distill", "1 heads 512 tokens"), ("smollm2", "1 head")):
+        row = rows(tmp_path, part)[name]
+        assert row["losses"]["distillation_after"] < row["losses"]["distillation_before"]
+        assert [model["quality"]["tokens"] > 0 for model in row["stdlib:heldout"]] == [True] * 3
+    assert (tmp_path / "gpu.svg").stat().st_size > 1000
 
 
 @pytest.mark.scale  # launchers
@@ -85,7 +96,11 @@ def test_training_is_timed_with_and_without_a_compiler(
         assert program == "uptrain"
         runs.append(command.make_context("gqa-uptrain", [*words]).params)
 
-    for name, stub in {"random_model": lambda *_: "model", "command": parse, "metrics": lambda state: {}}.items():
+    for name, stub in {
+        "random_model": lambda *_: "model",
+        "command": parse,
+        "metrics": lambda state: {"tokens_per_second": 1.0},
+    }.items():
         monkeypatch.setattr(gpu, name, stub)
     gpu.uptrain(gpu.Results(tmp_path / "part.json", tmp_path, replace(gpu.TINY, compile=True, launchers=False)))
     assert [(bool(run["checkpointing"]), bool(run["compile"])) for run in runs] == [
@@ -94,7 +109,7 @@ def test_training_is_timed_with_and_without_a_compiler(
 
 
 def test_what_is_measured_is_not_measured_again(gpu: ModuleType, tmp_path: Path) -> None:
-    """A row that failed is measured again; the others of its part do not fail with it."""
+    """A row that failed is, and the others of its part do not fail with it; without time nothing begins."""
 
     def fail() -> dict[str, Any]:
         raise ValueError("no")
@@ -103,8 +118,47 @@ def test_what_is_measured_is_not_measured_again(gpu: ModuleType, tmp_path: Path)
     first = gpu.Results(file, tmp_path, gpu.TINY)
     first.measure("a", lambda: {"value": 1})
     first.measure("b", fail)
+    first.write(True)
     assert "no" in first.rows["b"]["error"]
+    assert not gpu.is_complete(file)
+    with pytest.raises(TimeoutError):
+        gpu.Results(file, tmp_path, gpu.TINY, deadline=0.0).measure("b", fail)
     second = gpu.Results(file, tmp_path, gpu.TINY)
     for name in ("a", "b"):
         second.measure(name, lambda: calls.append("called") or {"value": 2})
+    second.write(True)
     assert (calls, second.rows["a"]["value"], second.rows["b"]["value"]) == (["called"], 1, 2)
+    assert gpu.is_complete(file)
+
+
+def test_parts_have_limits_and_complete_ones_are_skipped(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[str, float] = {}
+
+    def part(name: str, seconds: float, words: list[str], environment: Mapping[str, str]) -> None:
+        limits[name] = seconds
+        assert environment["HF_HUB_OFFLINE"] == "1"
+        path = environment["PYTHONPATH"].split(os.pathsep)[:1]
+        assert [found.name for found in distributions(name="gqa", path=path)] == ["gqa"]
+        assert (Path(path[0]) / "gqa" / "convert" / "__main__.py").exists()
+
+    monkeypatch.setattr(gpu, "run_part", part)
+    gpu.Results(tmp_path / "decode.json", tmp_path, gpu.TINY).write(True)
+    words = ["--out", str(tmp_path), "--work", str(tmp_path / "work")]
+    for more in ([], ["--part", "distill"]):
+        done = CliRunner().invoke(gpu.main, [*words, *more], catch_exceptions=False)
+        assert "decode: complete" in done.output or more
+    assert [*limits] == ["convert", "uptrain", "distill"]
+    assert limits["convert"] == gpu.LIMITS["convert"]
+    assert 500 < limits["distill"] < 540  # alone it has all of the time
+
+
+def test_a_part_that_takes_too_long_is_stopped(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "sleep.py"
+    script.write_text("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
+    monkeypatch.setattr(gpu, "__file__", str(script))
+    monkeypatch.setattr(gpu, "LEAST", 0.1)
+    gpu.run_part("decode", 0.2, [], dict(os.environ))  # returns
