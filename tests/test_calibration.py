@@ -254,7 +254,7 @@ def test_a_text_that_is_too_short_is_warned_of(source: Path, tmp_path: Path) -> 
     told = Told(), Told()
     find_maps(plan_of(source), tmp_path / "0", on_ids(), told[0])
     find_maps(plan_of(source), tmp_path / "1", on_ids(text=Ids(count=1)), told[1])
-    said = "W_O reads 32 dimensions and is fitted to 16 positions, the ridge decides the rest; give more"
+    said = "W_O has 32 inputs but only 16 calibration positions; the fit relies on regularisation; give more"
     said += " calibration tokens (--tokens; of gqa-ablate --calibration-tokens)"
     assert [one.warnings for one in told] == [[], [f"layer {layer}: {said}" for layer in (0, 1)]]
 
@@ -270,12 +270,12 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
         streams = task.streams
         inputs = torch.cat([capture.head_outputs for capture in task.layer.capture(streams.source, "head_outputs")])
         drift = torch.randn(streams.source.hidden.shape) * inputs.std()  # streams are equal before the first layer
-        task = replace(task, missed=drift, counts=torch.rand(task.counts.shape))
+        task = replace(task, missing_output=drift, position_weights=torch.rand(task.position_weights.shape))
         result = closed_form(task)
         w_o = task.w_o().double().flatten(0, 1)
-        merged = task.merged(replace(result.maps, output=None))
+        merged = task.converted_layer(replace(result.maps, output=None))
         given = [capture.head_outputs for capture in merged.capture(streams.converted, "head_outputs")]
-        root = task.counts.double().sqrt().flatten()[:, None]
+        root = task.position_weights.double().sqrt().flatten()[:, None]
         rows = torch.cat(given).double().flatten(0, 1) * root
         target = (inputs.double() + drift.double() @ torch.linalg.pinv(w_o)).flatten(0, 1) * root
         best = torch.linalg.lstsq(rows, target, driver="gelsd").solution

@@ -61,30 +61,30 @@ class Calibrator:
                 check_finite(layer, stream.hidden)
             pair.source.release(layer)
             return []
-        scale, counts = self._observe(source, modules)
-        refines, missed = pair.plan.merging.how.refines, None
-        fitted = without_heldout(counts, pair.options.refinement) if refines else counts
+        scale, weights = self._observe(source, modules)
+        refines, missing = pair.plan.merging.how.refines, None
+        fitted = without_heldout(weights, pair.options.refinement) if refines else weights
         results, converted = list[LayerResult](), dict[str, Tensor]()
         for module in modules:
             source = pair.with_attention(module, pair.original(layer, converted) if converted else source)
-            task, last = Task(pair, module, source, streams, scale, fitted, converted, missed), module == modules[-1]
+            task, last = Task(pair, module, source, streams, scale, fitted, converted, missing), module == modules[-1]
             result = closed_form(task) if pair.symmetry else LayerResult(module, pair.mean(module), float("nan"))
             if refines:
-                result = self._refine(result, replace(task, counts=counts), last)
+                result = self._refine(result, replace(task, position_weights=weights), last)
             elif last:
                 task.source_layer().pass_through(streams.source)
                 check_finite(layer, streams.source.hidden)
             converted = converted | pair.mapped(module, result.maps) | result.weights
             results.append(result)
             if scale is not None and not last:
-                missed = self._missing_output(task, converted)
+                missing = self._missing_output(task, converted)
         pair.merged(layer, modules[-1], converted).pass_through(streams.converted)
         pair.source.release(layer)
         pair.target.release(layer)
         return results
 
     def _observe(self, layer: Layer, modules: list[AttentionModule]) -> tuple[float | None, Tensor]:
-        """The residual scale of a layer, and how much an error at each position counts, (N, T)."""
+        """The residual scale of a layer, and the weight of an error at each position, (N, T)."""
         converted = self.streams.converted
         scale = self._residual_scale([self.pair.with_attention(module, layer) for module in modules])
         return scale, position_weights(converted.hidden, converted.is_text)
@@ -142,14 +142,16 @@ class Calibrator:
                 if last:
                     check_finite(task.layer.index, capture.layer_output)
                     write_tensor(file, capture.layer_output.cpu())
-            merged = task.merged(result.maps)
+            merged = task.converted_layer(result.maps)
             attention = merged.attention
             assert attention
             names = self.pair.trainable(result.module, attention)
             start = {name: attention.get_parameter(name).detach() for name in names}
             arguments = partial(merged.attention_arguments, task.streams.converted)
             with torch.enable_grad():
-                best, _, error = refine(attention, start, arguments, targets, task.counts, self.pair.options.refinement)
+                best, _, error = refine(
+                    attention, start, arguments, targets, task.position_weights, self.pair.options.refinement
+                )
             if last:
                 file.seek(0)
                 file.readinto(memoryview(source.hidden.view(torch.uint8).numpy()).cast("B"))  # type: ignore[arg-type]

@@ -20,22 +20,22 @@ from gqa.convert.merge.moments import Moments, head_maps, stack_groups
 from gqa.convert.merge.pair import Pair, Streams, check_finite
 from gqa.convert.plan import searches
 
-_LEAST = 1e-2  # attention to all keys but one: below it float32 leaves nothing of v - o
-SCORES = 1 << 25  # numbers, of one head's queries at a time
-WHOLE = 1 << 28  # scores of all heads, above which none are held: kernels that hold none take values of a key's width
+_MIN_REMAINDER = 1e-2  # floor of 1 - a: below it v - o is lost in float32 rounding
+SCORES = 1 << 25  # of one head, computed at a time
+MAX_SCORES = 1 << 28  # of all heads: above it values are cut to a key's width, for which kernels store no scores
 
 
 def significance_of(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, roots: Tensor, bias: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:  # fmt: skip
-    """(B, H, T) how far the loss of one key moves the layer's output for a query, squared and summed over its keys.
+    """Sensitivity of each query, (B, H, T): sum over keys s of (a_s / (1 - a_s))^2 |W_O (v_s - o)|^2.
 
-    Without a key the output is off by W_O (v - o) a / (1 - a), a the attention paid to the key, v its value and o what
-    the query sees. To first order a wrong score moves it by W_O (v - o) a, which is next to nothing where one key takes
-    all: there it is the look-up itself that can be lost. Caps and sinks are left out: it is a weight. Shapes as in
-    `Moments.add`; `roots` (H, e, e) are `output_roots`; `mask` and `bias` (1 or B, 1 or H, T, S). Without a mask a
-    query sees the keys up to its own position, or all where attention is not `causal`.
+    This is the squared change of the output W_O o if key s is dropped; a is the attention, v the values. The change for
+    a wrong score, W_O (v - o) a to first order, is no such weight: it vanishes where one key takes all attention, and
+    there the look-up itself can be lost. Caps and sinks are ignored. Shapes as in `Moments.add`; `roots` (H, e, e) are
+    `output_roots`; `mask` and `bias` (1 or B, 1 or H, T, S). Without a mask a query sees the keys up to its position,
+    or all if attention is not `causal`.
     """
     repeat, rows = q.shape[1] // k.shape[1], max(1, SCORES // (len(q) * k.shape[2]))
     significance = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -46,7 +46,7 @@ def significance_of(
         moved = torch.cat([values, sizes, torch.ones_like(sizes)], -1)
         for first in range(0, q.shape[2], rows):
             part = slice(first, min(first + rows, q.shape[2]))
-            reach = part.stop if mask is None and causal else k.shape[2]  # keys beyond it are seen by none of these
+            reach = part.stop if mask is None and causal else k.shape[2]  # none of these queries sees keys beyond it
             scores = (q[:, head, part].float() * scaling) @ k[:, kv_head, :reach].float().mT  # (B, t, S)
             if bias is not None:
                 scores += _of(bias, head, part)[..., :reach]
@@ -57,12 +57,13 @@ def significance_of(
                 scores.masked_fill_(~_of(mask, head, part), -torch.inf)
             else:
                 scores += _of(mask, head, part)
-            paid = scores.softmax(-1).nan_to_num_()
-            outputs = paid @ values[:, :reach]
-            odds = paid.div_((1 - paid).clamp_min_(_LEAST)).square_()
-            sums = odds @ moved[:, :reach]  # (B, t, e + 2)
-            away = sums[..., -2] + sums[..., -1] * outputs.square().sum(-1) - 2 * (outputs * sums[..., :-2]).sum(-1)
-            significance[:, head, part] = away.clamp_min(0)
+            attention = scores.softmax(-1).nan_to_num_()
+            outputs = attention @ values[:, :reach]
+            squared_odds = attention.div_((1 - attention).clamp_min_(_MIN_REMAINDER)).square_()
+            sums = squared_odds @ moved[:, :reach]  # (B, t, e + 2)
+            output_change = sums[..., -2] + sums[..., -1] * outputs.square().sum(-1)
+            output_change -= 2 * (outputs * sums[..., :-2]).sum(-1)
+            significance[:, head, part] = output_change.clamp_min(0)
     return significance
 
 
@@ -80,16 +81,15 @@ def visible_keys(mask: Tensor | None, keys: Tensor) -> Tensor:
 
 
 def output_roots(w_o: Tensor) -> Tensor:
-    """(H, e, D) -> (H, e, e): R with |R x| = |W_O x| for each head, in fewer numbers."""
+    """(H, e, D) -> (H, e, e): a factor R R^T = W W^T for each head's W, so |x R| = |x W| in fewer numbers."""
     values, vectors = torch.linalg.eigh(w_o.double() @ w_o.double().mT)
     roots: Tensor = vectors * values.clamp_min(0).sqrt()[:, None, :]
     return roots.float()
 
 
 def position_weights(stream: Tensor, real: Tensor | None = None) -> Tensor:
-    """(N, T, D) -> (N, T) what an error at a position counts, one on average: the norm that reads the stream next
-    divides by its size, and a few positions (the first, for one) are hundreds of times as large as the others. Nothing
-    where they are not `real` (N, T).
+    """(N, T) weight of an error at each position, mean 1: 1 / mean(h^2), as the next norm divides by the RMS; 0 for
+    padding, where `real` (N, T) is False. h is hundreds of times as large at a few positions (the first).
     """
     weights = 1 / mean_squares(stream).clamp_min(1e-30)
     weights = weights if real is None else weights * real
@@ -124,9 +124,9 @@ class Task:
     merged heads will read the converted one), and what attention should compute.
 
     scale: Scale s in h + s * attention(h), or None if the output of attention is transformed further.
-    counts: (N, T) how much an error counts, see `position_weights`.
+    position_weights: (N, T) weight of an error at each position, see the function of that name.
     converted: Tensors of the converted model's modules that precede this one in the layer.
-    missed: (N, T, D) attention output of the source's modules before this one that these lack.
+    missing_output: (N, T, D) source minus converted output of earlier modules in this layer.
     """
 
     pair: Pair
@@ -134,9 +134,9 @@ class Task:
     layer: Layer
     streams: Streams
     scale: float | None
-    counts: Tensor
+    position_weights: Tensor
     converted: Mapping[str, Tensor] = field(default_factory=dict)
-    missed: Tensor | None = None
+    missing_output: Tensor | None = None
 
     def source_layer(self) -> Layer:
         """The source's layer with its original weights in all modules, which `layer` then has, too."""
@@ -145,14 +145,14 @@ class Task:
         return self.pair.with_attention(self.module, self.pair.original(self.layer.index))
 
     def drift(self, rows: slice) -> Tensor | None:
-        """(B, T, D) that attention would have to add to its output to correct the converted stream."""
+        """Correction (h_source - h_converted) / scale + missing output, (B, T, D). None without a scale."""
         if self.scale is None:
             return None
         drift = (self.streams.source.hidden[rows] - self.streams.converted.hidden[rows]) / self.scale
-        return drift if self.missed is None else drift + self.missed[rows]
+        return drift if self.missing_output is None else drift + self.missing_output[rows]
 
-    def merged(self, maps: HeadMaps) -> Layer:
-        """The converted model's layer, with the module that the maps make."""
+    def converted_layer(self, maps: HeadMaps) -> Layer:
+        """The converted model's layer, with these maps of the module."""
         return self.pair.merged(
             self.layer.index, self.module, {**self.converted, **self.pair.mapped(self.module, maps)}
         )
@@ -164,7 +164,7 @@ class Task:
 
 
 def closed_form(task: Task) -> LayerResult:
-    """Keys, then values as the merged attention sees them, then the refit of W_O.
+    """Fit key maps, then value maps under the merged attention, then refit W_O.
 
     Where groups are searched for, heads are moved together with all that belongs to them.
     """
@@ -172,9 +172,9 @@ def closed_form(task: Task) -> LayerResult:
     text, symmetry, search = pair.plan.config.text, pair.symmetry, searches(pair.plan, pair.options.grouping)
     assert symmetry is not None
     check_finite(task.layer.index, w_o)
-    # On texts of this length, by which some embeddings choose their speeds.
+    # Dynamic RoPE depends on the length.
     rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.streams.converted.hidden.shape[1])
-    rotary = replace(rotary, slow=()) if task.module.kind == "cross" else rotary  # nothing is turned there
+    rotary = replace(rotary, slow=()) if task.module.kind == "cross" else rotary  # cross-attention has no RoPE
     free_keys, device = symmetry.free_keys(text), float64_device(pair.source.device)
     moments = _watch_source(task, Moments.zeros(heads, 1 if search else groups, device), rotary, w_o)
     if search:
@@ -196,43 +196,43 @@ def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> 
         q, k, v = capture.heads
         check_finite(task.layer.index, q, k, v)
         causal = getattr(task.layer.attention, "is_causal", True)
-        options, counts = capture.options, task.counts[capture.rows].to(q.device)
+        options, weights = capture.options, task.position_weights[capture.rows].to(q.device)
         scaling = options.get("scaling") or q.shape[-1] ** -0.5
         significance = significance_of(q, k, v, capture.mask, scaling, roots, options.get("position_bias"), causal)
-        visible = visible_keys(capture.mask, k) * counts.any(1, keepdim=True)
-        moments.add(unturned(q, rotary), unturned(k, rotary), v, significance * counts[:, None], visible)
-    return moments.averaged(task.counts.numel())
+        visible = visible_keys(capture.mask, k) * weights.any(1, keepdim=True)
+        moments.add(unturned(q, rotary), unturned(k, rotary), v, significance * weights[:, None], visible)
+    return moments.averaged(task.position_weights.numel())
 
 
 def _seen_values(task: Task, maps: HeadMaps) -> Tensor:
-    """(H, m e, m e) second moments of what every query head sees of the stacked values under the merged attention."""
+    """(H, m e, m e) second moments of the attention-weighted stacked values per query head."""
     heads, groups = task.pair.heads(task.module)
     width = heads.kv // groups * heads.value_dim
     device = float64_device(task.pair.source.device)
     seen_by = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
-    merged, stream = task.merged(maps), task.streams.converted
+    merged, stream = task.converted_layer(maps), task.streams.converted
     assert merged.attention
     for source, capture in zip(task.layer.capture(stream, "heads"), merged.capture(stream, "heads"), strict=True):
         q, k, _ = capture.heads
         values = source.heads[2] if maps.order is None else source.heads[2][:, maps.order]
         stacked = stack_groups(values, groups).transpose(0, 1)  # (B, G, T, m e)
-        width_at_once = width if q[..., 0].numel() * k.shape[2] <= WHOLE else heads.value_dim
+        width_at_once = width if q[..., 0].numel() * k.shape[2] <= MAX_SCORES else heads.value_dim
         parts = [
             task.pair.target.attend(merged.attention, q, k, part, capture.mask, **capture.options)
             for part in stacked.split(width_at_once, -1)
         ]
         rows = torch.cat(parts, -1) if parts[1:] else parts[0]  # (B, T, H, m e)
-        rows = rows * task.counts[capture.rows].sqrt()[..., None, None].to(rows)
-        for head in range(heads.query):  # one by one: m times as wide as what W_O is given
+        rows = rows * task.position_weights[capture.rows].sqrt()[..., None, None].to(rows)
+        for head in range(heads.query):  # one by one: m times as wide as the inputs of W_O
             head_rows = as_float64(rows[:, :, head]).flatten(0, 1)
             seen_by[head] += head_rows.T @ head_rows
-    return seen_by.div_(task.counts.numel())
+    return seen_by.div_(task.position_weights.numel())
 
 
 def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
-    """W_O (H e, D) once more, in least squares over all heads, from what the merged heads really give."""
+    """Refit W_O (H e, D) by weighted ridge regression on the merged heads' outputs."""
     assert maps.output is not None
-    merged, streams = task.merged(replace(maps, output=None)), task.streams
+    merged, streams = task.converted_layer(replace(maps, output=None)), task.streams
     width, device, query = len(maps.output), task.pair.target.device, task.pair.heads(task.module)[0].query
     weight = w_o.float().to(device)
     inverse = pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T  # of the targets: what W_O turns into the drift
@@ -242,12 +242,13 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
     sources = task.source_layer().capture(streams.source, "head_outputs")
     for source, capture in zip(sources, merged.capture(streams.converted, "head_outputs"), strict=True):
         check_finite(task.layer.index, source.head_outputs)
-        inputs, counts = (
-            part.flatten(0, 1).to(device, torch.float32) for part in (source.head_outputs, task.counts[capture.rows])
+        inputs, weights = (
+            part.flatten(0, 1).to(device, torch.float32)
+            for part in (source.head_outputs, task.position_weights[capture.rows])
         )
         if maps.order is not None:
             inputs = inputs.unflatten(1, (query, -1))[:, query_order(maps.order, query)].flatten(1)
-        root = counts.sqrt()[:, None]
+        root = weights.sqrt()[:, None]
         if (drift := task.drift(capture.rows)) is not None:
             inputs = inputs + drift.flatten(0, 1).to(device, torch.float32) @ inverse
         target = inputs * root
@@ -255,7 +256,7 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
         rows = as_float64(capture.head_outputs.flatten(0, 1).float() * root)
         gram.add_(rows.T @ rows)
         cross.add_(rows.T @ target.to(rows))
-    count = int(task.counts.count_nonzero())
+    count = int(task.position_weights.count_nonzero())
     start = maps.output.to(w_o)
     solution = ridge(gram / count, cross / count, start, task.pair.options.ridge)
     fitted = solution.T @ w_o  # the new W_O
@@ -264,7 +265,7 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
         ""
         if count >= width
         else (
-            f"W_O reads {width} dimensions and is fitted to {count} positions, the ridge decides the rest; "
+            f"W_O has {width} inputs but only {count} calibration positions; the fit relies on regularisation; "
             "give more calibration tokens (--tokens; of gqa-ablate --calibration-tokens)"
         )
     )
