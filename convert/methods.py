@@ -74,7 +74,7 @@ class Method:
 
 
 METHODS: dict[str, Method] = {}
-AUTO = "auto"  # the best of those that need nothing but weights (`gqa.convert.choose`)
+AUTO = "auto"  # the best of those that need nothing but weights (`gqa.convert.plan._choose`)
 GROUPINGS = ("auto", "contiguous", "search")
 
 
