@@ -31,7 +31,7 @@ def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Te
     class Noted(InputMoments):
         def inputs(self, module):
             inputs = super().inputs(module)
-            rows = inputs.through(torch.eye(inputs.width)).double()
+            rows = inputs.project(torch.eye(inputs.width)).double()
             found.append(rows @ rows.mT)
             return inputs
 

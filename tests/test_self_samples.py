@@ -21,7 +21,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.merge.options import CalibrationText
-from gqa.convert.merge.sampling import Draw, Room, attend_one, samples
+from gqa.convert.merge.sampling import Draw, PreallocatedLayer, attend_one, samples
 from gqa.convert.merge.self_samples import SampledBlocks, sampled_blocks
 from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.corpus.sources import SelfText, is_self, parse_self
@@ -311,15 +311,15 @@ def test_one_query_attends_as_in_torch(groups: int, mask: str) -> None:
 
 
 def test_sampling_does_not_copy_what_it_has(teacher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers have room, which grows; the samples are those of transformers' own cache, which other models get."""
-    made = list[Room]()
+    """All layers have spare capacity, which grows; transformers' own cache, as other models get, samples the same."""
+    made = list[PreallocatedLayer]()
 
-    class Counted(Room):
+    class Counted(PreallocatedLayer):
         def __init__(self) -> None:
             super().__init__()
             made.append(self)
 
-    monkeypatch.setattr(sampling, "Room", Counted)
+    monkeypatch.setattr(sampling, "PreallocatedLayer", Counted)
     monkeypatch.setattr(sampling, "_MORE", 16)
     ours = samples(teacher, 40, seed=1, batch=3)
     assert [layer.get_seq_length() for layer in made] == [39] * teacher.config.num_hidden_layers

@@ -55,7 +55,7 @@ def _attend_recorded(
 
 
 def _mask_always(mask: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Make a mask also where `is_causal` or none at all would do."""
+    """Always build a mask, even where transformers would skip it."""
     return mask(*args, **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 

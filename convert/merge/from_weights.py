@@ -1,9 +1,8 @@
 """Maps from the weights alone: second moments of keys, queries and values are estimated, not measured on a text.
 
-Nothing runs: the moments are those of the layer's projections applied to inputs like those that the layers before it
-write. These are guessed by a mean field: the stream begins as the vocabulary's embeddings, attention adds the average
-of two tokens' values, an MLP what it makes of Gaussian inputs (docs/methods.md). So the few directions that are written
-hundreds of times as large as all others are known.
+No forward pass: moments are W E[x x^T] W^T with E[x x^T] estimated layer by layer (mean field). The residual stream
+starts as the vocabulary's embeddings, attention adds the average of two tokens' values, an MLP its output for Gaussian
+inputs (docs/methods.md). This finds the few directions that are hundreds of times as large as all others.
 """
 
 from __future__ import annotations
@@ -29,21 +28,20 @@ from gqa.convert.merge.linear_algebra import procrustes_key, procrustes_value
 from gqa.convert.merge.moments import Moments, head_maps
 from gqa.convert.plan import Plan
 
-Reads = Literal["normed", "stream", "attention's"]
-_TOKENS = 2  # whose values attention averages
-_SHARE = 0.01  # of independent inputs in the guess, for what it does not see; the moments are positive by it
+MlpInput = Literal["normed", "residual", "attention_input"]
+_ATTENDED_TOKENS = 2  # whose values attention averages
+_SHRINKAGE = 0.01  # weight of the identity, keeps the estimate positive definite
 _NODES = 241  # of an integral over a Gaussian
 _ROWS = 16_384  # of a table in float64 at a time
-_PROBES = 512  # by which what a wide MLP's units are given is estimated: variances to 6 %, sqrt(2 / n)
+_PROBES = 512  # random projections for pre-activation variances of wide MLPs: off by 6 %, sqrt(2 / n)
 _BLOCKS = 8  # columns of a triangle are multiplied in so many parts: 9/16 of the work of a square
 
 
 def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Iterator[tuple[str, HeadMaps]]:
-    """Yield path and maps of one attention module after another. A method that estimates the inputs of layers uses the
-    closed form on them; another rotates heads onto each other, for independent inputs, and averages them. Raises
-    RefusedError where weights are NaN or Inf.
+    """Yield path and maps of one attention module after another. Raises RefusedError if weights are NaN or Inf.
 
-    search: For the groups that lose least. device: Of large products.
+    `aligned`: closed form on estimated inputs; `procrustes`: rotate and average.
+    search: Find the grouping with the least loss. device: Of large products.
     """
     checkpoint, text, symmetry = plan.checkpoint, plan.config.text, plan.config.symmetry
     assert isinstance(symmetry, Symmetry)
@@ -59,7 +57,7 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
         stream = stream or InputMoments(checkpoint, text, symmetry, width, guess, device)
         gain, inputs = norm_gain(checkpoint, module, symmetry, width).float(), stream.inputs(module)
         for role in ("query", "key", "value") if changes[0].merges else ("value",):
-            rows = inputs.through((stored[role] * gain).flatten(0, 1))
+            rows = inputs.project((stored[role] * gain).flatten(0, 1))
             stored[role] = rows.unflatten(0, stored[role].shape[:2])
         if number < last:
             stream.add(module, gain, stored["output"], stored["value"])
@@ -94,7 +92,7 @@ def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]
 
 
 def _estimated(rows: dict[str, Tensor], heads: LayerHeads, groups: int) -> Moments:
-    """Moments of the heads of each group, from factors of them: `rows` (n, w, K) by role (`Inputs.through`)."""
+    """Moments of each group from factors R, E[h h^T] = R R^T: `rows` (n, w, K) by role (`Inputs.project`)."""
 
     def moments_of(role: str, parts: int) -> tuple[Tensor, Tensor]:
         """(parts, w, w) second moments and (parts, w) means of the heads of `role`, w rows of each part of them."""
@@ -109,25 +107,25 @@ def _estimated(rows: dict[str, Tensor], heads: LayerHeads, groups: int) -> Momen
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a layer is given: E[x x^T] = `factor` `factor`^T with a lower triangle (D, D), float32 where products are
-    made; None where inputs are independent. Of a guess `_SHARE` is independent.
+    """Second moments of a layer's inputs, L L^T with a lower triangle L = `factor` (D, D) in float32 on the device of
+    large products; None: identity.
     """
 
     factor: Tensor | None
     width: int
 
-    def through(self, weights: Tensor) -> Tensor:
-        """(n, D) rows of weights -> (n, D) float32 rows on the CPU, whose products with each other are the moments of
-        what the weights make of these inputs. Rows that depend on each other still do, to a rounding error.
+    def project(self, weights: Tensor) -> Tensor:
+        """(n, D) W -> W L, float32 on the CPU, so (W L)(W L)^T are the moments of W x. Linearly dependent rows stay so,
+        to a rounding error.
         """
         return weights.float() if self.factor is None else by_lower(weights.to(self.factor), self.factor).cpu()
 
 
 class InputMoments:
-    """E[x x^T] of what attention layers are given, one layer after another: (D, D), with a trace of D.
+    """E[x x^T] of the inputs of attention, one layer after another: (D, D), with a trace of D.
 
-    Known where every layer is attention and MLP, both added to the stream, with norms before, after or both; from a
-    layer on that is something else (experts, other mixers) inputs are taken to be independent.
+    Known while every layer is attention and MLP, both added to the residual stream, with norms before, after or both.
+    From the first layer with other parts (experts, other mixers) inputs are assumed to be independent.
     """
 
     def __init__(
@@ -135,7 +133,7 @@ class InputMoments:
         device: str = "cpu",
     ) -> None:  # fmt: skip
         """`config` is that of the text part, D = `width`; without `guess` inputs are independent everywhere. Large
-        products are made on `device`, in float32; what is factored and added up stays in float64.
+        products run on `device` in float32; factorisations and sums stay in float64.
         """
         self._checkpoint, self._config, self._symmetry, self._width = checkpoint, config, symmetry, width
         self._layer, self._device = 0, device
@@ -143,7 +141,7 @@ class InputMoments:
         self._factor: Tensor | None = None  # of the normed stream that the present layer reads
 
     def inputs(self, module: AttentionModule) -> Inputs:
-        """Of the normed stream that `module` reads, before its norm's gain."""
+        """Moments of the normed stream that `module` reads, before its norm's gain."""
         if module.layer != self._layer:  # layers without heads are between
             self._sum = None
         self._factor = self._factored()
@@ -151,40 +149,38 @@ class InputMoments:
 
     @torch.no_grad()  # some activations have weights
     def add(self, module: AttentionModule, gain: Tensor, output: Tensor, value: Tensor) -> None:
-        """Go through the layer of `module`, which was given last: its norm has `gain` (D,), its heads are `output`
-        (H, e, D) and `value` (Hk, e, D), those of values `through` what it was given.
+        """Advance the estimate through this layer, that of the last `inputs`; `value` (Hk, e, D): heads already
+        projected. `gain` (D,) is that of the norm before attention, `output` (H, e, D) are the heads of W_O.
         """
         mlp = None if self._factor is None else self._find_mlp(module, gain)
         if self._sum is None or self._factor is None or mlp is None:
             self._sum = None
             return
         values = value.repeat_interleave(len(output) // len(value), 0).flatten(0, 1).to(self._factor)
-        added = self._normed(output.flatten(0, 1).to(self._factor).mT @ values / _TOKENS**0.5, mlp.after[:1])
+        added = self._normed(output.flatten(0, 1).to(self._factor).mT @ values / _ATTENDED_TOKENS**0.5, mlp.after[:1])
         before = float(self._sum.trace())
         self._sum.add_(gram(added).cpu())
         root, size = self._factor, float(self._sum.trace())
-        if mlp.reads != "attention's":
-            root = torch.cat([root * (before / self._width) ** 0.5, added], 1)  # of the stream as it is
-            root *= 1.0 if mlp.reads == "stream" else (self._width / size) ** 0.5
+        if mlp.input != "attention_input":
+            root = torch.cat([root * (before / self._width) ** 0.5, added], 1)  # of the residual stream
+            root *= 1.0 if mlp.input == "residual" else (self._width / size) ** 0.5
         self._sum.add_(gram(self._normed(mlp.root(root), mlp.after[1:])).cpu())
         self._layer += 1
 
     def _normed(self, root: Tensor, norm: tuple[Tensor, ...]) -> Tensor:
-        """The root (D, n) of the moments of what attention or the MLP computes -> of what is added to the stream: a
-        `norm` after it makes it as large as its gain (D,), and some configs multiply it.
-        """
+        """Scale R (D, n) as the layer does before the residual add: post-norm gain (D,), residual multiplier."""
         for gain in norm:
             root = root * (gain * (self._width / root.square().sum().clamp_min(1e-30)).sqrt())[:, None].to(root)
         scale = getattr(self._config, "residual_multiplier", None) or 1.0
         return root if scale == 1 else root * float(scale)
 
     def _factored(self) -> Tensor | None:
-        """The lower triangle of the normed stream's moments; None where they are no numbers, or not known."""
+        """Cholesky factor of the normed stream's moments, None if unknown or not finite."""
         if self._sum is None:
             return None
-        # A norm makes the trace `_width`.
-        moments = self._sum * ((1 - _SHARE) * self._width / self._sum.trace().clamp_min(1e-30))
-        moments.diagonal().add_(_SHARE)
+        # After a norm the trace is `_width`.
+        moments = self._sum * ((1 - _SHRINKAGE) * self._width / self._sum.trace().clamp_min(1e-30))
+        moments.diagonal().add_(_SHRINKAGE)
         factor, failed = torch.linalg.cholesky_ex(moments)
         if bool(failed) or not bool(factor.sum().isfinite()):
             return None
@@ -192,7 +188,7 @@ class InputMoments:
         return lower
 
     def _embedded(self) -> Tensor | None:
-        """Of the vocabulary, each token once, and of learned positions. None where there is no such table."""
+        """Moments of token embeddings, each token once, and of learned positions; None without such a table."""
         moments = torch.zeros(self._width, self._width, dtype=torch.float64)
         tables = find_embeddings(self._checkpoint, self._config, self._width)
         for spec in tables:
@@ -202,7 +198,7 @@ class InputMoments:
         return moments * self._symmetry.embedded(self._config) ** 2 if tables else None
 
     def _find_mlp(self, module: AttentionModule, gain: Tensor) -> Mlp | None:
-        """Of the layer of `module`, if that is all there is beside attention and norms."""
+        """The layer's MLP, or None if the layer has other parts."""
         tensors = find_mlp(self._checkpoint, self._config, self._symmetry, module, self._width)
         if tensors is None:
             return None
@@ -217,32 +213,32 @@ class InputMoments:
         gate = read(tensors.gate) if tensors.gate and tensors.gate != tensors.up else None
         if tensors.gate == tensors.up:
             gate, up = up.chunk(2)
-        reads: Reads = "normed" if tensors.norm else "stream" if tensors.after else "attention's"
+        mlp_input: MlpInput = "normed" if tensors.norm else "residual" if tensors.after else "attention_input"
         after = tuple(_gain(self._checkpoint, spec, self._symmetry) for spec in tensors.after)
-        return Mlp(gate, up, down, ACT2FN[tensors.act], reads, after, gain)
+        return Mlp(gate, up, down, ACT2FN[tensors.act], mlp_input, after, gain)
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(act(up x)), or down(act(gate x) * up x): `gate` and `up` (F, D), `down` (D, F). `reads`: the normed stream,
-    the stream as it is, or what attention reads. `after`: the gains (D,) of norms of what attention and it add, if they
-    are there. `gain` (D,): what its own norm multiplies its input with.
+    """down(act(up x)), or down(act(gate x) * up x): `gate` and `up` (F, D), `down` (D, F). `input`: the normed stream,
+    the residual stream itself, or the input of attention. `after`: gains (D,) of the norms after attention and after
+    the MLP, if any. `gain` (D,): that of the norm before it.
     """
 
     gate: Tensor | None
     up: Tensor
     down: Tensor
     act: Callable[[Tensor], Tensor]
-    reads: Reads = "normed"
+    input: MlpInput = "normed"
     after: tuple[Tensor, ...] = ()
     gain: Tensor | None = None
 
     def root(self, root: Tensor) -> Tensor:
-        """R (D, F + 1) with E[y y^T] = R R^T of its output for Gaussian inputs of no mean and E[x x^T] = `root`
-        `root`^T, (D, n), if units depended on each other only by their means.
+        """Factor R (D, F + 1) of the output moments for x ~ N(0, root root^T), ignoring correlations between units
+        beyond their means. `root` is (D, n).
 
-        Of many inputs n is made `_PROBES` by random signs: products of what one row and another of `gate` and `up` are
-        given are off by chance and right on average (Johnson and Lindenstrauss).
+        Wide layers: project the n columns on `_PROBES` random signs; inner products stay unbiased (Johnson and
+        Lindenstrauss).
         """
         root = root.to(self.up)
         if len(root) > 2 * _PROBES:
@@ -257,7 +253,7 @@ class Mlp:
         weights = torch.exp(-nodes.square() / 2)
         weights, nodes = weights / weights.sum(), variance.sqrt() * nodes  # (F, nodes)
         acted = self.act(nodes)
-        if self.gate is not None:  # up = slope * gate + what does not depend on the gate
+        if self.gate is not None:  # up = slope * gate + a part independent of the gate
             slope = (first * up).sum(1, keepdim=True) / variance
             beside = up.square().sum(1, keepdim=True) - slope.square() * variance
             mean = (acted * slope * nodes) @ weights
@@ -287,7 +283,7 @@ def gram(rows: Tensor) -> Tensor:
 
 
 def norm_gain(checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetry, width: int) -> Tensor:
-    """What the norm before attention multiplies each component with, (D,): of what another sequence is, nothing."""
+    """(D,) gain of the norm before attention; ones for cross-attention."""
     for norm in symmetry.norms if module.kind != "cross" else ():
         spec = checkpoint.tensors.get(f"{module.layer_path}.{norm}.weight")
         if spec is not None and spec.shape == (width,):

@@ -143,8 +143,8 @@ class PairMaker:
             ids, mask = self._padded(part := sources[first : first + WRITTEN])
             encoder_inputs = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device)}
             written = samples(
-                self._model, self.length + 1, seed=seed + first, batch=len(part), given=encoder_inputs, banned=banned,
-                progress=self._watcher.update,
+                self._model, self.length + 1, seed=seed + first, batch=len(part), encoder_inputs=encoder_inputs,
+                banned=banned, progress=self._watcher.update,
             )  # fmt: skip
             for row in written[:, 1:].tolist():
                 texts.append(row[: row.index(self._encoder.end) + 1] if self._encoder.end in row else row)

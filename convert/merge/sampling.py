@@ -28,13 +28,13 @@ _MORE = 128  # tokens by which a cache grows
 def samples(
     model: Any, length: int, *, seed: int | Sequence[int], batch: int,
     progress: Callable[[int], object] = lambda tokens: None,
-    given: Mapping[str, Tensor] | None = None, banned: Sequence[int] = (),
+    encoder_inputs: Mapping[str, Tensor] | None = None, banned: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
     """(batch, length) token ids, the same for the same seed, batch and machine, none of those that are `banned`; of
     several seeds one batch below the other. Raises RefusedError.
 
-    Nothing stops a sequence: after EOS the model starts another text, as it does in training. `given` is what an
-    encoder reads, by the names of its arguments.
+    Nothing stops a sequence: after EOS the model starts another text, as it does in training. `encoder_inputs`
+    are keyword arguments of an encoder-decoder.
     """
     if not hasattr(model, "generate"):
         raise RefusedError(
@@ -44,17 +44,17 @@ def samples(
     start = first_token(model.config, model.name_or_path)
     settings = GenerationConfig(do_sample=False, max_new_tokens=length - 1, pad_token_id=start)  # Draw samples
     settings.eos_token_id, settings.decoder_start_token_id, settings.suppress_tokens = None, start, list(banned) or None
-    model.generation_config = settings  # else the checkpoint's own habits (top-p, penalties) fill in what is not set
+    model.generation_config = settings  # else generate() takes unset fields from the checkpoint's
     seeds = [seed] if isinstance(seed, int) else seed
     draw = LogitsProcessorList([Draw(*(torch.Generator().manual_seed(one) for one in seeds), progress=progress)])
     batch *= len(seeds)
     prompt = torch.full((batch, 1), start, device=model.device)
     try:
         with _quick_steps(model):
-            read = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} if given is None else {
-                **given, "decoder_input_ids": prompt
+            read = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} if encoder_inputs is None else {
+                **encoder_inputs, "decoder_input_ids": prompt
             }  # fmt: skip
-            # Not the class' own, which may add tokens and other searches.
+            # Not the class's override, which may add tokens or search differently.
             ids: Tensor = GenerationMixin.generate(
                 model, **read, generation_config=settings, logits_processor=draw, **_cache(model)
             )
@@ -75,59 +75,56 @@ class Draw:
     """
 
     def __init__(self, *generators: torch.Generator, progress: Callable[[int], object] = lambda tokens: None) -> None:
-        """Each of `generators` is of as many rows."""
+        """Each generator samples an equal share of the rows."""
         self._generators, self._progress = generators, progress
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(B, V) logits -> the same shape, 0 for the token that is drawn and -inf for all others."""
         precise = torch.float32 if scores.device.type == "mps" else torch.float64
-        reached = scores.float().softmax(-1).cumsum(-1, dtype=precise)
-        each = len(scores) // len(self._generators)
-        drawn = torch.cat([torch.rand(each, 1, generator=one, dtype=precise) for one in self._generators])
+        cdf = scores.float().softmax(-1).cumsum(-1, dtype=precise)
+        rows_per_seed = len(scores) // len(self._generators)
+        drawn = torch.cat([torch.rand(rows_per_seed, 1, generator=one, dtype=precise) for one in self._generators])
         drawn = drawn.to(scores.device)
-        tokens = torch.searchsorted(reached, drawn * reached[:, -1:], right=True).clamp_max(scores.shape[1] - 1)
+        tokens = torch.searchsorted(cdf, drawn * cdf[:, -1:], right=True).clamp_max(scores.shape[1] - 1)
         self._progress(len(scores))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
 
-class Room(DynamicLayer):  # type: ignore[misc]
-    """A layer's cache with room to grow: transformers' own is copied whole for every token that it takes, which is two
-    thirds of the time of a small model.
-    """
+class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
+    """KV cache with spare capacity; DynamicLayer copies everything at every token."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """(B, G, t, d) keys and (B, G, t, e) values of t more tokens -> those of all that have been taken."""
+        """Append (B, G, t, d) keys and (B, G, t, e) values; those of all tokens."""
         first = self.get_seq_length()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self._rooms = [x[:, :, :0] for x in (key_states, value_states)]
+            self._buffers = [x[:, :, :0] for x in (key_states, value_states)]
         end = first + key_states.shape[2]
         for number, new in enumerate((key_states, value_states)):
-            if end > (old := self._rooms[number]).shape[2]:
-                self._rooms[number] = new.new_zeros(*new.shape[:2], -(-end // _MORE) * _MORE, new.shape[3])
-                self._rooms[number][:, :, :first] = old[:, :, :first]
-            self._rooms[number][:, :, first:end] = new
-        self.keys, self.values = (room[:, :, :end] for room in self._rooms)
-        for part, room in zip((self.keys, self.values), self._rooms, strict=True):
-            part.room = room  # type: ignore[attr-defined]
+            if end > (old := self._buffers[number]).shape[2]:
+                self._buffers[number] = new.new_zeros(*new.shape[:2], -(-end // _MORE) * _MORE, new.shape[3])
+                self._buffers[number][:, :, :first] = old[:, :, :first]
+            self._buffers[number][:, :, first:end] = new
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        for part, buffer in zip((self.keys, self.values), self._buffers, strict=True):
+            part.buffer = buffer  # type: ignore[attr-defined]
         return self.keys, self.values
 
 
 def _cache(model: Any) -> dict[str, Any]:
-    """The cache to generate into, where all layers have transformers' usual one. Sliding layers stay as they are."""
+    """Cache argument for generate(), or {} if a layer is neither DynamicLayer nor sliding, or there is an encoder."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     usual = {DynamicLayer, DynamicSlidingWindowLayer}.issuperset(map(type, cache.layers))
     if model.config.is_encoder_decoder or not usual:
         return {}
-    cache.layers = [Room() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return {cache_name(model): cache}
 
 
 @contextmanager
 def _quick_steps(model: Any) -> Iterator[None]:
-    """Meanwhile attention of single queries of this model is two plain products on a CPU: torch's kernel takes them one
-    by one, which is four times slower in bfloat16. On a GPU no kernel of cuDNN is taken: it is compiled for each
-    length, which is most of the time of a step.
+    """Within the block: on CPU, two matmuls per single-query step (torch's kernel is four times slower in bfloat16); on
+    CUDA, no cuDNN kernels, which are compiled for each length.
     """
     if model.device.type == "cuda":
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
@@ -155,8 +152,8 @@ def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     """(B, H, 1, d) queries, (B, G, T, d) keys, (B, G, T, e) values, a mask of (B, 1 or H, 1, T) -> (B, 1, H, e)."""
     groups, scaling = key.shape[1], query.shape[-1] ** -0.5 if scaling is None else scaling
     length = key.shape[2]
-    # Products of what is not contiguous copy it first; the rest of the room is zeros.
-    key, value = (getattr(part, "room", part) for part in (key, value))
+    # matmul would copy the slice, so multiply the whole buffer; its rest is zero.
+    key, value = (getattr(part, "buffer", part) for part in (key, value))
     scores = ((query.unflatten(1, (groups, -1)).squeeze(3) * scaling) @ key.mT)[..., :length]  # (B, G, H / G, T)
     if mask is not None:
         shared = mask if mask.shape[1] == 1 else mask.unflatten(1, (groups, -1)).squeeze(3)
