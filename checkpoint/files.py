@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -67,12 +69,17 @@ def _shards(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def side_files(names: Collection[str]) -> tuple[list[str], list[str]]:
+def side_files(names: Collection[str], modules: bytes = b"[]") -> tuple[list[str], list[str]]:
     """Of the names that are neither config nor weights, those that travel along, and those that are left out: the old
-    model in other forms, or a description of it.
+    model in other forms, or a description of it. `modules` is the content of modules.json (Sentence Transformers),
+    which names directories of further modules with weights of their own.
     """
     visible = sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
-    weights = {name for name in visible if holds_weights(name)}
+    directories: tuple[str, ...] = ()
+    with suppress(ValueError, KeyError, TypeError, AttributeError):  # a file of that name with something else
+        paths = [module["path"] for module in json.loads(modules)]
+        directories = tuple(f"{path.rstrip('/')}/" for path in paths if path)
+    weights = {name for name in visible if holds_weights(name) and not name.startswith(directories)}
     other_models = tuple({name.rpartition("/")[0] + "/" for name in weights if "/" in name})
     left_out = [
         name

@@ -105,7 +105,8 @@ def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: 
         raise unreachable or RefusedError(
             f"{model} has an index that names {min(missing)}, which is not there; tell its owner"
         )
-    side, _ = side_files(names.difference(files))
+    modules = fetch("modules.json").joinpath("modules.json").read_bytes() if "modules.json" in names else b"[]"
+    side, _ = side_files(names.difference(files), modules)
     fetch(*side)
     if headers_only and not all((directory / file).exists() for file in files):
         if not files[0].endswith(".bin"):

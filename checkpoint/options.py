@@ -56,7 +56,7 @@ class Number(click.ParamType[Any]):
             with suppress(ValueError):
                 number = self._kind(value)
         is_number = isinstance(number, int if self._kind is int else int | float) and not isinstance(number, bool)
-        if not is_number or not math.isfinite(number) or not all(holds(number, b) for holds, b in self._bounds):
+        if not is_number or not abs(number) < math.inf or not all(holds(number, b) for holds, b in self._bounds):
             self.fail(f"{value!r} is not a {self._allowed}", param, ctx)
         return self._kind(number)
 

@@ -313,7 +313,8 @@ def _side_files(directory: Path, rewritten: AbstractSet[str | None]) -> tuple[tu
             "its place, or remove it"
         )
     names = [name for name, path in paths.items() if name not in rewritten and not path.is_dir()]
-    side, left_out = side_files(names)
+    modules = member_path(directory, "modules.json").read_bytes() if "modules.json" in names else b"[]"
+    side, left_out = side_files(names, modules)
     for name in side:
         member_path(directory, name)
     return tuple(side), tuple(left_out)

@@ -315,3 +315,17 @@ def test_dead_heads_are_merged(name: str, projection: str, dim: int, share: int,
         out = convert_checkpoint(source, 2, tmp_path / method, method=method, dtype="float16", calibration=how).out
         lost[method] = relative(logits(tiny, load_tiny(tiny, out, "sdpa"), inputs(tiny)), expected)
     assert max(lost.values()) == lost["mean"], "no number is NaN, and none is worse"
+
+
+@pytest.mark.parametrize(("name", "causal"), [("paligemma", False), ("gemma", True)])
+def test_paligemma_sees_what_follows(tmp_path: Path, name: str, causal: bool) -> None:
+    plan = plan_of(write_checkpoint(build(TINY[name], 4), tmp_path))
+
+    def first_states(last: int) -> Tensor:
+        ids = Ids().ids()
+        ids[:, -1] = last
+        calibrator = Calibrator(plan, ids, on_ids())
+        calibrator.run(0)
+        return calibrator.streams.source.hidden[:, 0]
+
+    assert torch.equal(first_states(3), first_states(4)) == causal

@@ -287,6 +287,21 @@ def test_what_the_command_says_of_a_stop_is_true(
     assert method in done.err
 
 
+def test_damaged_state_is_named(small: Path, tmp_path: Path) -> None:
+    work = tmp_path / ".out.gqa-work"
+    work.mkdir()
+    (work / "state.safetensors").write_text("garbage")
+    done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", "calibrated", "--overwrite")
+    assert done.code != 0
+    assert f"{work / 'state.safetensors'} is damaged; remove {work} to start over" in done.err
+
+
+def test_maps_of_weights_do_not_stay_behind(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gqa.convert.api.write", fails(KeyboardInterrupt()))
+    assert checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", "procrustes").code == 130
+    assert not [*tmp_path.glob(".*gqa-work")]
+
+
 def fails(error: BaseException) -> Callable[..., None]:
     def forward(*given: object, **named: object) -> None:
         raise error

@@ -246,20 +246,25 @@ OLD_MODEL = (
 
 
 def test_what_belongs_to_the_old_model_stays_with_it(tmp_path: Path) -> None:
-    """Other forms of the old weights do not travel along, nor what describes them."""
+    """Further modules travel with their weights; other forms of the old weights do not, nor what describes them."""
     model = llama(tmp_path / "m")
-    for name in (*OLD_MODEL, "1_Pooling/config.json"):
+    modules = ("1_Pooling/config.json", "2_Dense/model.safetensors", "2_Dense/config.json")
+    for name in (*OLD_MODEL, *modules):
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         (model / name).write_text(f"of {name}")
     (model / "README.md").write_text("a card without metadata")
+    (model / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]))
     result = run(*MERGED, "-o", tmp_path / "out", model)
     assert result.code == 0, result
     assert all(line.startswith("warning: ") for line in result.err.splitlines())  # nothing of huggingface_hub
     (warning,) = (line for line in result.err.splitlines() if line.startswith("warning: left out"))
     assert set(warning.partition("weights: ")[2].split(", ")) == set(OLD_MODEL)
     names = {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file()}
-    assert names >= {"1_Pooling/config.json", *SIDE_FILES}
+    assert names >= {*modules, "modules.json", *SIDE_FILES}
     assert not names.intersection(OLD_MODEL)
+    for other in ("[1]", '[{"path": 1}]', '{"path": "4_Dense"}', "no JSON"):  # of something else
+        (model / "modules.json").write_text(other)
+        assert run(*MERGED, "--dry-run", model).code == 0
 
 
 def pairs(path: Path) -> list[tuple[str, Any]]:

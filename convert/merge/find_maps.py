@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from gqa.checkpoint.devices import out_of_memory
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.errors import CorruptError, RefusedError
 from gqa.checkpoint.identity import checkpoint_digest
 from gqa.checkpoint.provenance import versions
 from gqa.convert.heads.modules import attention_modules
@@ -35,15 +35,17 @@ def with_maps(
     Layers that text runs through are kept beside `out` until the block succeeds; the same call then goes on after the
     last of them.
     """
-    search = searches(plan, options.grouping)
+    search, reads_text = searches(plan, options.grouping), plan.merging.how.reads_text
     layers = FinishedLayers(out, describe(plan, options), overwrite)
+    unfinished = reads_text and layers.count != layers.total
+    inputs = options.text.inputs(plan.checkpoint, options.device, watcher) if unfinished else None
     try:
-        if not plan.merging.how.reads_text:
+        if inputs is not None:
+            _calibrate(plan, layers, inputs, options, watcher)
+        elif not reads_text:
             _look_at_weights(plan, layers, search, options, watcher)
-        elif layers.count != layers.total:
-            _calibrate(plan, layers, options, watcher)
     except BaseException as error:
-        if isinstance(error, RefusedError) or not plan.merging.how.reads_text:
+        if isinstance(error, RefusedError) or not reads_text:
             layers.remove()
         if not out_of_memory(error):
             raise
@@ -52,7 +54,12 @@ def with_maps(
             f"a layer at a time ({options.refinement.batch} to refine it); lower --context, give --precision "
             "bfloat16, or another --device"
         ) from error
-    yield layers.maps()
+    try:
+        yield layers.maps()
+    except BaseException:
+        if not reads_text:
+            layers.remove()
+        raise
     layers.remove()
 
 
@@ -64,9 +71,10 @@ def _look_at_weights(plan: Plan, layers: FinishedLayers, search: bool, options: 
         watcher.update(1)
 
 
-def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher) -> None:
+def _calibrate(
+    plan: Plan, layers: FinishedLayers, inputs: Mapping[str, Tensor], options: MapsOptions, watcher: Watcher
+) -> None:
     """Layer after layer, from the first that is not finished on."""
-    inputs = options.text.inputs(plan.checkpoint, options.device, watcher)
     calibrator = Calibrator(plan, inputs, options, layers.state(), layers.directory.parent)
     layers.total = calibrator.layers
     watcher.stage("calibrating", layers.total - layers.count, "layer")
@@ -113,9 +121,12 @@ class FinishedLayers:
         self._state, self._description = self.directory / "state.safetensors", description
         self.count, self.total = 0, -1
         if self._state.exists():
-            with safe_open(self._state, framework="pt") as file:
-                progress = json.loads(file.metadata()["progress"])
-            before = progress["description"]
+            try:
+                with safe_open(self._state, framework="pt") as file:
+                    progress = json.loads(file.metadata()["progress"])
+                before = dict(progress["description"])
+            except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+                raise CorruptError(f"{self._state} is damaged; remove {self.directory} to start over") from error
             if before == description:
                 self.count, self.total = progress["layers"], progress["of"]
             elif not overwrite:
