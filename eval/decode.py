@@ -147,12 +147,14 @@ def _encoded(model: PreTrainedModel, sources: Tensor) -> dict[str, Any]:
 
 
 def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **encoder_inputs: Any) -> tuple[Tensor, Any]:
-    """Greedy tokens (batch, 1) after `ids` (batch, T), and the cache."""
+    """Greedy tokens (batch, 1) after `ids` (batch, T), and the cache. Raises RefusedError if there is none."""
     can_skip = ids.shape[1] > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters
     encoder_inputs["decoder_input_ids" if encoder_inputs else "input_ids"] = ids
     last_only_option = {"logits_to_keep": 1} if can_skip else {}
     name = cache_name(model)
     output = model(**{name: cache}, use_cache=True, **encoder_inputs, **last_only_option)
+    if output.get(name) is None:
+        raise RefusedError(f"--decode is for models that return their key/value cache, and {model.name_or_path} does not")
     return output.logits[:, -1:].argmax(-1), output[name]
 
 

@@ -16,6 +16,7 @@ from tiny_models import TINY, build
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name
 from gqa.convert import convert_checkpoint
 from gqa.eval import decode
@@ -90,6 +91,11 @@ def test_each_step_reads_one_token_and_the_cache(pair: dict[str, PreTrainedModel
     shapes = [(tuple(ids.shape), cached) for ids, cached in calls["gqa2"]]
     assert shapes == [((3, 20), 0), ((3, 1), 20), ((3, 1), 21), ((3, 1), 22), ((3, 1), 23)]
     assert torch.equal(torch.cat([ids for ids, _ in calls["gqa2"][1:]], dim=1), run.tokens[:, :-1])
+
+
+def test_a_model_that_returns_no_cache() -> None:
+    with pytest.raises(RefusedError, match="^--decode is for models that return their key/value cache"):
+        greedy_decode(build(TINY["recurrent_gemma"], 2), torch.full((1, 8), 7), steps=2)
 
 
 def test_points_of_two_models(pair: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
