@@ -25,8 +25,8 @@ def checkpoint_digest(checkpoint: Checkpoint) -> str:
 
 
 def file_digests(paths: Iterable[Path]) -> list[str]:
-    """SHA-256 of the contents of each file. A file is read once: its hash is kept in the cache, by its path, size and
-    modification time.
+    """SHA-256 of the contents of each file. A file is read once: its hash is kept in the cache, by its path, size,
+    times and inode.
     """
     with ThreadPoolExecutor(max_workers=DEFAULT_JOBS) as pool:
         return list(pool.map(_file_digest, paths))
@@ -38,7 +38,9 @@ def _file_digest(path: Path) -> str:
     path = path.resolve()
     stat = path.stat()
     cache = Path(HF_HOME) / "gqa-digests"
-    known = cache / hashlib.sha256(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
+    # Tools such as rsync and tar set modification times; nothing sets the time of the last change.
+    version = f"{path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+    known = cache / hashlib.sha256(version.encode()).hexdigest()
     with suppress(OSError):
         if len(text := known.read_text()) == 64:
             return text
