@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.floating[Any]]
 
-BOOTSTRAP_SAMPLES, BOOTSTRAP_AT_ONCE = 2000, 50
+BOOTSTRAP_SAMPLES = 2000
+BOOTSTRAP_NUMBERS = 1 << 20  # of the samples' weights, held at a time
 
 
 def mean_and_error(values: NDArray[Any]) -> tuple[float, float]:
@@ -74,7 +75,9 @@ def _interval(
     generator, n, means = np.random.default_rng(0), len(sums), []
     if n < 2:
         return math.nan, math.nan
-    for size in [BOOTSTRAP_AT_ONCE] * (BOOTSTRAP_SAMPLES // BOOTSTRAP_AT_ONCE):
+    at_once = max(1, BOOTSTRAP_NUMBERS // n)
+    for start in range(0, BOOTSTRAP_SAMPLES, at_once):
+        size = min(at_once, BOOTSTRAP_SAMPLES - start)
         weights = generator.multinomial(n, np.full(n, 1 / n), size=size)
         means.append(weights @ sums / (weights @ counts))
     low, high = np.percentile(function(np.concatenate(means)), (2.5, 97.5))
