@@ -79,9 +79,9 @@ class StreamedBlocks:
             self._open[lane] = self._lane(lane, number, states)
 
     def _lane(self, lane: int, number: int, states: Sequence[State] | None) -> _Lane:
-        return _Lane(self._blocks(lane, number, states), number, states or (), self._worker)
+        return _Lane(self._blocks(lane, states), number, states or (), self._worker)
 
-    def _blocks(self, lane: int, number: int, states: Sequence[State] | None) -> Iterator[tuple[Block, list[State]]]:
+    def _blocks(self, lane: int, states: Sequence[State] | None) -> Iterator[tuple[Block, list[State]]]:
         """The blocks of a lane, each with the states after it; the source furthest behind its share comes next."""
         current = list(states or [{"blocks": 0, "rest": (), "data": None}] * len(self.sources))
         streams = [self._blocks_of(source, lane, state) for source, state in zip(self.sources, current, strict=True)]
