@@ -154,7 +154,7 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **encoder_inpu
     name = cache_name(model)
     output = model(**{name: cache}, use_cache=True, **encoder_inputs, **last_only_option)
     if output.get(name) is None:
-        raise RefusedError(f"--decode is for models that return their key/value cache, and {model.name_or_path} does not")
+        raise RefusedError(f"--decode is for models that return a key/value cache, and {model.name_or_path} does not")
     return output.logits[:, -1:].argmax(-1), output[name]
 
 
