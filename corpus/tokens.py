@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gqa.checkpoint.errors import CorpusError, RefusedError
+from gqa.checkpoint.errors import CorpusError, RefusedError, explain
 from gqa.checkpoint.hub_errors import quiet
 from gqa.corpus.sources import Source, row_digest
 
@@ -108,6 +109,11 @@ def tokenise_columns(
             if isinstance(error.__cause__, CorpusError | OSError):
                 raise error.__cause__ from error.__cause__.__cause__
             raise
+        except (OSError, ValueError) as error:  # pyarrow's have no errno
+            if isinstance(error, OSError) and error.errno:
+                raise
+            directory = Path(datasets.config.HF_DATASETS_CACHE) / "generator" / f"default-fingerprint={keys[-1]}"
+            raise CorpusError(f"stored tokens cannot be read: {explain(error)}; delete {directory}") from error
         parts.append(part)
     fingerprint = hashlib.sha256(" ".join(keys).encode()).hexdigest()[:32]
     return Documents(datasets.concatenate_datasets(parts), tuple(map(len, parts)), fingerprint)

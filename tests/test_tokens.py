@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,14 @@ def test_what_fails_is_not_kept(
     with pytest.raises(CorpusError, match="holds no text: it is empty or blank"):
         tokenise([read(path)], tokenizer)
     assert len(tokenised(path, ["a", "b"], tokenizer)) == 2
-    assert len(list((tmp_path / "cache").rglob("*.arrow"))) == 1
+    (stored,) = (tmp_path / "cache").rglob("*.arrow")
+    for rest in (b"", stored.read_bytes()[:-300]):
+        stored.unlink()  # it is mapped
+        stored.write_bytes(rest)
+        with pytest.raises(CorpusError, match=r"stored tokens cannot be read: .*; delete ") as damaged:
+            tokenise([read(path)], tokenizer)
+    shutil.rmtree(str(damaged.value).partition("; delete ")[2])
+    assert len(tokenise([read(path)], tokenizer)) == 2
     assert capfd.readouterr() == ("", "")
 
 
