@@ -37,6 +37,7 @@ from gqa.uptrain.dataloader import heldout_sources, open_dataloader, open_pairs
 from gqa.uptrain.options import TrainOptions, differences
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import find_block_size, prepare
+from gqa.uptrain.state import States
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ class _Runner:
         if cell.alpha:
             training = options.training_of(cell, converted, self._work / cell.conversion)
             path = training.output or converted
-            training = replace(training, resume=any(path.with_name(f"{path.name}-state").glob("step-*")))
+            training = replace(training, resume=bool(States(path.with_name(f"{path.name}-state")).complete()))
             shares_teacher = options.teacher == "source" and self._precision == "auto"
             setup = prepare(training, self._comparison.live if shares_teacher else None)
             progress, _ = uptrain(setup)
