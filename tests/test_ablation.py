@@ -217,6 +217,9 @@ def test_a_stopped_study_continues_to_identical_rows(
     stopped = runs.run(*words(out, methods="mean"), program="ablate", before=_TORN + f"kill_at(3, {int(number)})")
     assert stopped.code == code
     assert number == signal.SIGKILL or stopped.err == "gqa-ablate: stopped; the same command continues\n"
+    if number == signal.SIGKILL:  # as where it hits while the first state is saved
+        (states,) = out.glob(".work/*/*-state")
+        (states / "step-00000003.partial").mkdir()
     *before, torn = (out / "results.jsonl").read_text().splitlines()
     assert torn.startswith('{"method": "first", "gro')
 
@@ -340,7 +343,13 @@ def test_a_directory_with_something_else(tmp_path: Path) -> None:
     refused(tmp_path / "thesis", "holds no study", overwrite=True)
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "results.jsonl").write_text('{"name": "not a cell"}\n')
-    for name, says in (("rows", "holds no rows of a study"), ("none", "holds no study")):
+    twice = [json.dumps(row | {"bits": bits}) for row in rows(out)[:2] for bits in (None, 4)]
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "results.jsonl").write_text("\n".join([*twice, ""]))
+    cases = (
+        ("rows", "holds no rows of a study"), ("none", "holds no study"), ("older", "holds several measurements of one")
+    )  # fmt: skip
+    for name, says in cases:
         check_refused(gqa_ablate("-o", tmp_path / name), says, program="gqa-ablate", advice="")
     said = check_refused(gqa_ablate("-o", tmp_path, "--groups", 2), program="gqa-ablate", advice="")
     assert "--groups means nothing without MODEL" in said

@@ -45,10 +45,17 @@ def read_rows(directory: Path) -> dict[Cell, Row]:
         # A killed run may have left half a line.
         rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         latest = {Cell.of(row): row for row in rows}
-        _ = [(row["error"], row["options"]) for row in rows]
-        return dict(sorted(latest.items(), key=lambda item: item[0].order))
+        measured = [Cell.of(row) for row in rows if not row["error"]]
+        _ = [row["options"] for row in rows]
+        ordered = dict(sorted(latest.items(), key=lambda item: item[0].order))
     except (ValueError, KeyError, TypeError) as error:
         raise RefusedError(f"{path} holds no rows of a study; give another directory") from error
+    if len({*measured}) < len(measured):
+        raise RefusedError(
+            f"{path} holds several measurements of one method, number of heads and alpha, as studies of other versions "
+            "do; give another directory"
+        )
+    return ordered
 
 
 def append_row(directory: Path, row: Row) -> None:
