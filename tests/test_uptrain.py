@@ -229,7 +229,7 @@ def bad_models(place: Path, root: Path) -> Refusals:
         ({"teacher": narrow}, "the teacher narrow predicts 512 tokens, the model 4,104; give"),
         ({"teacher": other}, "the teacher other has other tokens than the model's"),
         ({"model": headless}, "headless is a Qwen3VLTextModel, which does not predict the next token of a text"),
-        ({"model": spoilt}, "spoilt or its teacher gives losses that are not numbers; give intact checkpoints"),
+        ({"model": spoilt}, "spoilt has weights that are NaN or infinite: "),
         ({"model": bare}, "bare has no tokenizer; copy its base model's tokenizer files into"),
         ({"model": root / "nothing"}, "there is no directory"),
         ({"output": packed}, "packed exists; choose another output with -o"),
@@ -276,6 +276,10 @@ def test_lacks_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "peft", None)
     needs = "--train lora needs peft; install it with: pip install 'gqa[lora]'"
     check_refused(command(tmp_path / "out", steps=1, train="lora"), needs)
+    with monkeypatch.context() as compiler:
+        compiler.setattr(torch, "compile", lambda function: lambda x: 1 / 0)
+        done = command(tmp_path / "out", steps=1, compile=True)
+    check_refused(done, "--compile: torch.compile does not work here")
     with monkeypatch.context() as disk:
         disk.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         done = command(tmp_path / "deep" / "out", steps=1)

@@ -82,6 +82,13 @@ def test_places_of_the_base_model(converted: Path, tmp_path: Path) -> None:
     assert settled(moved, teacher=base)[0].teacher == base
 
 
+@pytest.mark.parametrize("record", ["[1]", '"x"', '{"options": null}', '{"source": "x"}', '{"source": {"model": 1}}'])
+def test_a_record_that_says_nothing(converted: Path, record: str) -> None:
+    (converted / "gqa_conversion.json").write_text(record)
+    assert settled(converted, data=("text",))[0].teacher == "none"
+    assert settled(converted, teacher="none", data=("text",))[0].train == "all"
+
+
 def test_a_base_model_that_is_not_there(converted: Path, tmp_path: Path) -> None:
     """Text is then needed; with it the run goes on without a teacher and says so."""
     shutil.move(tmp_path / "base", tmp_path / "elsewhere")

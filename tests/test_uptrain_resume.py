@@ -6,15 +6,17 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import load
+from torch.distributed.checkpoint.api import CheckpointException
 from training import Runs, difference, losses, metrics, shared_runs, state_files, state_weights
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.uptrain.state import States
+from gqa.uptrain.state import States, _readable
 
 STEPS = 4
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -97,7 +99,14 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
         assert not all(torch.equal(tensor, last[key]) for key, tensor in first.items())
 
 
-@pytest.mark.parametrize(("before", "after", "given"), [(1, 2, {}), (3, 1, {"batch_size": 6, "micro_batch": 2})])
+@pytest.mark.parametrize(
+    ("before", "after", "given"),
+    [
+        (1, 2, {}),
+        (3, 1, {"batch_size": 6, "micro_batch": 2}),
+        (2, 1, {"batch_size": None, "steps": None, "tokens": 512}),
+    ],
+)
 def test_more_or_fewer_ranks_may_continue(
     runs: Runs, tmp_path: Path, before: int, after: int, given: dict[str, Any]
 ) -> None:
@@ -106,7 +115,7 @@ def test_more_or_fewer_ranks_may_continue(
     words = saving(runs, out, **given)
     runs.run(*words, ranks=before, before="kill_at(3)")
     runs.finish(*words, "--resume", ranks=after)
-    runs.finish(*saving(runs, tmp_path / "straight", **given))
+    runs.finish(*saving(runs, tmp_path / "straight", **given), ranks=before)
     assert losses(out) == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
 
 
@@ -266,3 +275,9 @@ def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:
         message = refused(runs, *runs.words(tmp_path / "out", steps=1))
     assert f"another run is using {tmp_path}/out-state; wait for it or give another output" in message
     assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_runs_out_while_a_state_is_read_is_an_ordinary_error(tmp_path: Path) -> None:
+    failures = {0: (torch.OutOfMemoryError("out of memory"), StackSummary())}
+    with pytest.raises(torch.OutOfMemoryError), _readable(tmp_path):
+        raise CheckpointException("load", failures)  # no Exception

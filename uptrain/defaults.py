@@ -25,8 +25,10 @@ def settle(
     """The options with teacher, data, length, repeats and scope decided; the teacher's checkpoint; and its name, or
     why there is none. Raises RefusedError if there is neither text nor a teacher to write it.
     """
-    conversion = read_record(checkpoint, PROVENANCE) or {}
-    source = conversion.get("source") or {}
+    record = read_record(checkpoint, PROVENANCE)
+    conversion = record if isinstance(record, dict) else {}  # users edit such files
+    parts = (conversion.get("source"), conversion.get("options"))
+    source, conversion_options = (part if isinstance(part, dict) else {} for part in parts)
     teacher, name, teacher_text = None, NO_TEACHER, "--teacher none"
     if options.teacher == AUTO_TEACHER:
         teacher, teacher_text = find_base(checkpoint, source, headers_only)
@@ -44,7 +46,7 @@ def settle(
     data = options.data or ("self",)
     sampled = is_self(data[0])
     tokens = options.tokens if options.lengths or (sampled and parse_self(data[0]).tokens) else TOKENS
-    method = METHODS.get(conversion.get("options", {}).get("method"))
+    method = METHODS.get(str(conversion_options.get("method")))
     train = options.train or ("attention" if method and method.aligns else "all")
     repeats = options.repeats
     if repeats is None and not sampled:
@@ -61,11 +63,11 @@ def find_base(
 
     A local base model is looked up by its path relative to the result, then beside the result.
     """
-    if not (name := source.get("model")):
+    if not (name := source.get("model")) or not isinstance(name, str):
         return None, f"{checkpoint.name} has no {PROVENANCE} that names its base model"
     assert checkpoint.directory is not None
     directory = checkpoint.directory.resolve()
-    candidates = [directory / source["path"]] if source.get("path") else []
+    candidates = [directory / str(source["path"])] if source.get("path") else []
     candidates += [directory.with_name(name)] if Path(name).name == name else []
     local = next((str(path.resolve()) for path in candidates if path.is_dir()), None)
     if local is None and "path" in source:  # it was local at the conversion

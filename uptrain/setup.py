@@ -15,10 +15,12 @@ from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    gather_object,
     parse_flag_from_env,
     set_seed,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.devices import find_device, out_of_memory
@@ -109,9 +111,14 @@ def prepare(
     if not dry:  # a dry run may be for another machine
         require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options)
+    if options.compile and not dry:
+        _check_compiler()
     states = States(out.with_name(f"{out.name}-state"))
-    if options.resume:
-        states.latest()  # refused if there is none
+    if options.resume:  # defaults of the run before: they may depend on the number of processes
+        saved = states.latest()[1].get("options", {})
+        undecided = [name for name in ("context", "batch_size") if getattr(options, name) is None]
+        options = replace(options, **{name: saved.get(name) for name in undecided})
+        options.check(processes)
     elif states.complete():
         raise RefusedError(
             f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"
@@ -126,6 +133,9 @@ def prepare(
         if accelerator.is_fsdp2:
             share_model(training, checkpoint, accelerator)
         check_exportable(model, checkpoint)  # weights are read: it is known which of several tied names are stored
+        check_finite(model, checkpoint.name)
+        if base is not None:
+            check_finite(teacher, base.name)
     dataloader = build_data(options, checkpoint, base, model, tokenizer, accelerator.device, watcher, dry)
     options = dataloader.options
     share = options.blocks_per_step // processes
@@ -279,6 +289,28 @@ def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
         raise RefusedError(
             f"{type(model).__name__} would store {listing(wrong or stored)} otherwise than {source.name} does; load it "
             "with transformers, save it again and train that"
+        )
+
+
+def _check_compiler() -> None:
+    """Raise RefusedError where torch.compile does not work: it needs a C++ compiler, or Triton on a GPU."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(2))
+    except Exception as error:  # of any of the layers below
+        if out_of_memory(error):
+            raise
+        reason = explain(error, 200)
+        raise RefusedError(f"--compile: torch.compile does not work here ({reason}); do without") from error
+
+
+def check_finite(model: PreTrainedModel, name: str) -> None:
+    """Raise RefusedError if weights are NaN or infinite: training would blame the learning rate."""
+    weights = {key: weight.detach() for key, weight in model.named_parameters() if weight.is_floating_point()}
+    local = {key: weight.to_local() if isinstance(weight, DTensor) else weight for key, weight in weights.items()}
+    bad = [key for key, weight in local.items() if weight.element_size() > 1 and not bool(weight.isfinite().all())]
+    if bad := gather_object(bad):
+        raise RefusedError(
+            f"{name} has weights that are NaN or infinite: {listing(set(bad))}; give an intact checkpoint"
         )
 
 

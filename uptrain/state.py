@@ -142,7 +142,7 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:  # of json, pickle, zip files, torch
         if out_of_memory(cause := _cause(error)):
-            raise
+            raise cause from error
         raise RefusedError(
             f"the state {path} cannot be read ({explain(cause)}); delete it to continue from the one before"
         ) from error
