@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
@@ -226,8 +227,10 @@ def ablate(model: str | os.PathLike[str] | AblateOptions, **options: Any) -> Stu
 
 def _build(kind: type[T], first: Any, fields: dict[str, Any], **models: Any) -> T:
     """The options of a call: `first` if it is a `kind`, else one of `fields` and the names of `models`. Raises
-    TypeError if both are given.
+    TypeError if both are given, RefusedError for a dry run, which returns nothing.
     """
+    if getattr(first, "dry_run", False) or fields.get("dry_run"):
+        raise RefusedError("dry_run is for the commands; leave it out")
     if not isinstance(first, kind):
         names = {name: tuple(map(name_of, m)) if isinstance(m, tuple) else name_of(m) for name, m in models.items()}
         return kind(**names, **fields)

@@ -168,6 +168,9 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     "fraction": (lambda at, m: gqa.uptrain_model(at, data="x", steps=2.5), "steps: 2.5 is not a whole number"),
     "choice": (lambda at, m: gqa.uptrain_model(at, data="x", train="heads"), "train: 'heads' is not one of"),
     "two lengths": (lambda at, m: gqa.uptrain_model(at, data="x", steps=2, alpha=0.5), "by alpha and steps; give one"),
+    "dry run": (lambda at, m: gqa.uptrain_model(at, data="x", steps=2, dry_run=True), "dry_run is for the commands"),
+    "dry study": (lambda at, m: gqa.ablate(gqa.AblateOptions(output="s", model=at, dry_run=True)), "dry_run is for"),
+    "no base model": (lambda at, m: gqa.ablate(gqa.AblateOptions(output="s")), "no model is named"),
     "nothing at all": (lambda at, m: gqa.evaluate(), "no model is named"),
     "study": (
         lambda at, m: gqa.ablate(at, data="x", output="s", methods=["mean"], refine_steps=3),

@@ -65,7 +65,8 @@ class Study:
 def open_study(options: AblateOptions) -> Study:
     """Check all options before anything is written. Raises RefusedError and CorpusError."""
     options.check()
-    assert options.model
+    if not options.model:
+        raise RefusedError("no model is named; give a directory or a hub id")
     subject = open_subjects([options.model], options.trust_remote_code)[0]
     options = replace(options, model=subject.path)
     training, maps = options.training, options.maps
