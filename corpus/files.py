@@ -22,6 +22,7 @@ FORMATS = {
     "arrow": (".arrow",),
 }
 _COMPRESSED = (".gz", ".zst")  # of text, JSON and CSV; the others compress inside
+_SKIPPED = re.compile(r"(readme|license)\.txt|cache-.*\.arrow", re.I)  # of directories and patterns
 _SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(?![a-z])", re.I)
 _SUFFIXES = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
 ALLOWED = f"{_SUFFIXES} (text, JSON and CSV also with .gz, or with .zst where zstandard is installed)"
@@ -45,8 +46,8 @@ def is_local(spec: str) -> bool:
 def find_files(spec: str) -> tuple[Path, ...]:
     """The files of one format that a file, a directory or a glob names, sorted by path.
 
-    Directories are searched recursively, without hidden files. Raises CorpusError if there is no file, or files of
-    several formats, or a directory holds several splits.
+    Directories are searched recursively, without hidden files, cards, and caches of `datasets`. Raises CorpusError if
+    there is no file, or files of several formats, or a directory holds several splits.
     """
     path = Path(os.path.expanduser(spec))  # pathlib raises where there is no such user
     if os.path.isfile(path):  # pathlib raises where a name is too long
@@ -60,6 +61,7 @@ def find_files(spec: str) -> tuple[Path, ...]:
     else:
         raise CorpusError(f"there is no file or directory {spec}")
     files = sorted(file for file in map(Path, names) if file_format(file) and file.is_file())
+    files = [file for file in files if not _SKIPPED.fullmatch(file.name)]
     if not files:
         raise CorpusError(
             f"the directory {spec} has no file with text; allowed are {ALLOWED}"

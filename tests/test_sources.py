@@ -59,7 +59,8 @@ def test_directories_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name in ("b.jsonl", "a.jsonl", "deep/er/c.jsonl", ".hidden.jsonl", ".cache/d.jsonl", "deep/.git/e.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         lines(tmp_path / name, {"text": name})
-    (tmp_path / "README.md").write_text("a card")
+    for name in ("README.md", "README.txt", "deep/LICENSE.txt", "cache-1f2e.arrow"):
+        (tmp_path / name).write_text("no data")
     (tmp_path / "photo.png").write_bytes(b"\x89PNG")
     (tmp_path / "b[1].txt").write_text("by name")
     monkeypatch.chdir(tmp_path)
@@ -67,7 +68,7 @@ def test_directories_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     whole, deep = ["a.jsonl", "b.jsonl", "deep/er/c.jsonl"], ["deep/er/c.jsonl"]
     expected = {
         "**/*.jsonl": whole, "[ab].jsonl": whole[:2], "d*/**": deep, "deep": deep, "./deep/": deep, "~/deep": deep,
-        "b[1].txt": ["by name"],
+        "b[1].txt": ["by name"], "*.txt": ["by name"], "README.txt": ["no data"],
     }  # fmt: skip
     assert {spec: texts_of(spec) for spec in expected} == expected
     Path("b[1].txt").unlink()
