@@ -121,11 +121,11 @@ def _say_next(plan: Plan, result: Conversion, options: ConvertOptions) -> None:
     a head that predicts tokens.
     """
     from gqa.checkpoint.loading import predicts_tokens
-    from gqa.convert.estimate import allowed
+    from gqa.convert.estimate import available_methods
     from gqa.convert.heads.config import transformers_config
 
     if predicts_tokens(transformers_config(plan.new_config)):
-        *_, best = allowed(plan)
+        *_, best = available_methods(plan)
         advice = f"--method {best.name} ({best.cost}): {best.result}"
         if best.name == plan.method:
             advice = f"distil from the base model:\n            {shlex.join(['gqa-uptrain', str(result.out)])}"

@@ -20,12 +20,11 @@ _BENCHMARK_SECONDS = 0.5
 _BYTES_A_SECOND = 1e9  # that are read, copied and read again
 _PASSES = 7.0  # of the whole model over the text: both streams twice, its attention once more, and what samples it
 TRAINING = 3.0  # forward passes that a step of training takes
-_ALWAYS = 8 << 20  # bytes, of small things
-# Numbers held for each token of the text, of the width: both streams, and a part of one while they are made.
-_HELD = 2.5
-_TRAINED = 5  # times those of its attention, to refine it: weights, the start, the best, gradients and moments
-_GUESSED = 4  # times the numbers of a layer
-_TURNED = 4  # times those of its attention, in float64
+_OVERHEAD_BYTES = 8 << 20
+_STREAM_COPIES = 2.5  # hidden states of the text: both streams, and part of one while they are computed
+_REFINE_COPIES = 5  # of attention's parameters: weights, start, best, gradients and moments
+_ESTIMATE_COPIES = 4  # of a layer's parameters
+_PROCRUSTES_COPIES = 4  # of attention's parameters, in float64
 _MUON = 5  # iterations for each matrix and step
 
 
@@ -36,14 +35,14 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def allowed(plan: Plan) -> Iterator[Method]:
+def available_methods(plan: Plan) -> Iterator[Method]:
     """The methods that merge heads of this model, controls left out, from the quickest on."""
     alignable = isinstance(plan.config.symmetry, Symmetry)
     guessing = can_guess_inputs(plan.checkpoint, plan.config, attention_modules(plan.checkpoint, plan.config))
     for method in METHODS.values():
-        known = alignable or method.refines or not method.aligns
+        mergeable = alignable or method.refines or not method.aligns
         possible = (not plan.config.not_layerwise or not method.reads_text) and (guessing or not method.guesses)
-        if known and possible and not method.redraws:
+        if mergeable and possible and not method.redraws:
             yield method
 
 
@@ -51,15 +50,15 @@ def estimates(plan: Plan, options: MapsOptions) -> Iterator[tuple[Method, float,
     """Seconds of every method that the model allows, and the bytes that it holds at the most above what imports take.
     Half a second goes into timing the device.
     """
-    speed = products_a_second(options.device, int(plan.config.text.hidden_size))
+    speed = measure_flops(options.device, int(plan.config.text.hidden_size))
     writing = plan.total_bytes / _BYTES_A_SECOND
-    for method in allowed(plan):
+    for method in available_methods(plan):
         yield method, operations(plan, method, options) / speed + writing, memory(plan, method, options)
 
 
 @cache
-def products_a_second(device: str, width: int) -> float:
-    """Operations a second of float32 products like those of a layer of `width`, two for each pair of numbers."""
+def measure_flops(device: str, width: int) -> float:
+    """float32 matmul FLOP/s at this width."""
     import torch
 
     rows, one = torch.randn(2048, width, device=device), torch.randn(width, width, device=device)
@@ -87,7 +86,7 @@ def operations(plan: Plan, method: Method, options: MapsOptions) -> float:
 
 def memory(plan: Plan, method: Method, options: MapsOptions) -> int:
     """Bytes held at the most, on whatever device, above what imports take: numbers are float32 unless said."""
-    writing = _ALWAYS + 4 * DEFAULT_JOBS * 4 * max(
+    writing = _OVERHEAD_BYTES + 4 * DEFAULT_JOBS * 4 * max(
         (spec.numel for tensor in plan.changed for spec in tensor.sources), default=0
     )
     if not method.aligns:
@@ -97,9 +96,11 @@ def memory(plan: Plan, method: Method, options: MapsOptions) -> int:
     layer = sum(spec.numel for name, spec in plan.checkpoint.tensors.items() if name.startswith(inside))
     if not method.reads_text:
         stored = sum(spec.numel for spec in module.tensors.values())
-        return writing + (4 * (vocabulary * width + _GUESSED * layer) if method.guesses else 8 * _TURNED * stored)
-    trained = _TRAINED * sum(spec.numel for spec in module.tensors.values()) if method.refines else 0
-    held = 4 * int(_HELD * options.text.taken * width + 2 * (layer + vocabulary * width) + trained)
+        return writing + (
+            4 * (vocabulary * width + _ESTIMATE_COPIES * layer) if method.guesses else 8 * _PROCRUSTES_COPIES * stored
+        )
+    trained = _REFINE_COPIES * sum(spec.numel for spec in module.tensors.values()) if method.refines else 0
+    held = 4 * int(_STREAM_COPIES * options.text.taken * width + 2 * (layer + vocabulary * width) + trained)
     if any(map(is_self, options.text.sources)):  # the whole model in 16 bits
         from gqa.convert.merge.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
 
@@ -109,7 +110,7 @@ def memory(plan: Plan, method: Method, options: MapsOptions) -> int:
 
 
 def _vocabulary(plan: Plan) -> int:
-    """Of the text stack; BLT's, whose tokens other stacks embed, has none."""
+    """Vocabulary size; 0 for BLT, whose tokens other stacks embed."""
     return int(getattr(plan.config.text, "vocab_size", 0))
 
 

@@ -62,7 +62,7 @@ def write(
 ) -> tuple[list[str], dict[str, dict[str, str]] | None]:
     """Fill the directory `work` and verify it; warnings, and the checksums. Raises OutputError.
 
-    Merging waits for memory, not for arithmetic: several threads on one tensor would only wait for each other.
+    Merging is memory-bound: one torch thread per job.
     """
     import torch
 
@@ -163,13 +163,13 @@ def _pieces(checkpoint: Checkpoint, spec: TensorSpec, buffer: NDArray[np.uint8])
 def _merge(job: _Job, change: Change, buffer: NDArray[np.uint8]) -> dict[str, Tensor]:
     """Merge in float32 (float64 for F64) and round once: to the stored dtype, or to that of --dtype.
 
-    `HeadMaps` multiplies so and gives heads in the dtype that they had. What is rounded later is wide before: to the
-    dtype of --dtype, or after sums in `join` (`ReadsValues`).
+    `HeadMaps` returns heads in the dtype of its inputs. Inputs are cast up first if rounding comes later: with --dtype,
+    or after the sums in `join` (`ReadsValues`).
     """
     import torch
 
     read, sources = job.plan.checkpoint.read, change.sources
-    # What is computed is written before the next tensor is read, so that nothing can still lie in the buffer.
+    # The buffer can be reused: results are written before the next tensor is read.
     tensors = [read(sources[0], buffer)] + [read(spec) for spec in sources[1:]]
     precise = torch.float64 if sources[0].dtype == "F64" else torch.float32
     if job.plan.dtype or not change.rule.projection:

@@ -115,7 +115,7 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without reading a weight: there is none in the file."""
-    monkeypatch.setattr(estimate, "products_a_second", lambda device, width: 1e6)
+    monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 1e6)
     model = llama(tmp_path / "m", shards=1)
     done = run("--groups", 2, "--dry-run", "--json", model)
     told = json.loads(done.out)["estimates"]
@@ -133,6 +133,6 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     assert json.loads(own.out)["estimates"]["calibrated"]["memory_bytes"] > 1.5 * memory["calibrated"]
     unaligned = run("--groups", 2, "--dry-run", "--json", tiny("doge", tmp_path / "d"))
     assert list(json.loads(unaligned.out)["estimates"]) == ["mean", "first", "refined"]
-    monkeypatch.setattr(estimate, "products_a_second", lambda device, width: 2e6)
+    monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 2e6)
     quiet = json.loads(run("--groups", 2, "--dry-run", "--json", "--quiet", model).out)["estimates"]
     assert quiet["refined"]["seconds"] == pytest.approx(found["refined"] / 2, rel=0.01)
