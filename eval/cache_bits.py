@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.heads.kv_cache import parts_of
+from gqa.convert.heads.kv_cache import groups_per_head
 from gqa.convert.merge.attention import PLAIN, register
 from gqa.convert.recast.targets import checkpoint_cache
 
 
 def rounded(heads: Tensor, bits: int) -> Tensor:
     """(..., d) keys or values -> the same as a cache of `bits` for each number gives them back."""
-    grouped = heads.float().unflatten(-1, (parts_of(heads.shape[-1]), -1))
+    grouped = heads.float().unflatten(-1, (groups_per_head(heads.shape[-1]), -1))
     least, most = (edge.half().float() for edge in (grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)))
     step = ((most - least) / (2**bits - 1)).half().float().clamp_min(2.0**-24)  # the smallest number of 16 bits
     codes = ((grouped - least) / step).round().clamp(0, 2**bits - 1)

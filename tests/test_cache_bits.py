@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name, load_model
 from gqa.convert import convert_checkpoint
-from gqa.convert.heads.kv_cache import CachedLayer, KVCache, parts_of
+from gqa.convert.heads.kv_cache import CachedLayer, KVCache, groups_per_head
 from gqa.eval.cache_bits import quantise_cache, rounded
 
 IDS = torch.arange(10, 40)[None]
@@ -26,7 +26,7 @@ IDS = torch.arange(10, 40)[None]
 @pytest.mark.parametrize("dim", [8, 64, 80, 128])
 def test_numbers_on_the_grid_stay_and_others_move_by_half_a_step(bits: int, dim: int) -> None:
     generator = torch.Generator().manual_seed(bits)
-    parts = parts_of(dim)
+    parts = groups_per_head(dim)
     codes = torch.randint(0, 2**bits, (3, 5, parts, dim // parts), generator=generator).float()
     codes[..., 0], codes[..., 1] = 0, 2**bits - 1
     heads = (codes * 0.25 - 3).flatten(-2)

@@ -15,13 +15,13 @@ from gqa.checkpoint.headers import BITS
 from gqa.convert.heads.config import ModelConfig, transformers_config
 from gqa.convert.heads.modules import AttentionModule
 
-PART = 64  # numbers at the most that share a scale where a cache is quantised
-SCALES = 4  # bytes of the smallest number and the step of a part
+QUANTISATION_GROUP = 64  # numbers that share a scale, at most
+SCALE_BYTES = 4  # minimum and step of a group
 
 
-def parts_of(dim: int) -> int:
-    """Into how many equal parts a head's key or value of `dim` numbers is cut."""
-    return next(parts for parts in range(-(-dim // PART), dim + 1) if dim % parts == 0)
+def groups_per_head(dim: int) -> int:
+    """Number of equal quantisation groups in a head's key or value of `dim` numbers."""
+    return next(count for count in range(-(-dim // QUANTISATION_GROUP), dim + 1) if dim % count == 0)
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class CachedLayer:
     window: int | None
 
     def bytes_per_token(self, number: int, bits: int | None) -> int:
-        """Of all heads, with `number` bytes each, or quantised to `bits`."""
+        """Bytes of all heads for one token, with `number` bytes per number or quantised to `bits`."""
         dims = self.key_dim, self.value_dim
         if bits is None:
             return self.heads * sum(dims) * number
-        return self.heads * sum(-(-dim * bits // 8) + SCALES * parts_of(dim) for dim in dims)
+        return self.heads * sum(-(-dim * bits // 8) + SCALE_BYTES * groups_per_head(dim) for dim in dims)
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """`cross` are what the layers of an encoder-decoder hold of its source."""
+    """`cross`: cross-attention layers, which cache the keys and values of the source."""
 
     layers: tuple[CachedLayer, ...]
     bytes_per_number: int
@@ -67,7 +67,7 @@ class KVCache:
         return sum(layer.bytes_per_token(self.bytes_per_number, self.bits) for layer in self.cross)
 
     def bytes_at(self, tokens: int, source: int | None = None) -> int:
-        """Bytes of one sequence of `tokens`, and of a source of as many, or of `source`, where there is an encoder."""
+        """Bytes for a sequence of `tokens`; an encoder-decoder also caches `source` tokens (default: as many)."""
         sizes = ((layer.bytes_per_token(self.bytes_per_number, self.bits), layer.window) for layer in self.layers)
         written = sum(size * min(tokens, window or tokens) for size, window in sizes)
         return written + self.cross_bytes_per_token * (tokens if source is None else source)
