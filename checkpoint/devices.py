@@ -4,7 +4,7 @@ import torch
 
 from gqa.checkpoint.errors import RefusedError, explain
 
-# Of torch's allocators of the machine's memory (Linux and macOS, Windows), of its maps of files, of MPS and of cuBLAS.
+# Messages of torch's CPU allocators (Linux and macOS, Windows), memory-mapped files, MPS and cuBLAS.
 _NO_MEMORY = (
     "can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -18,7 +18,7 @@ def default_device() -> str:
 
 
 def find_device(name: str | None) -> str:
-    """The device of that name, or the default. Raises RefusedError where it is not there or cannot hold numbers."""
+    """The device of that name, or the default. Raises RefusedError if it does not exist or cannot hold tensors."""
     if name is None:
         return default_device()
     try:

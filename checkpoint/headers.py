@@ -1,5 +1,5 @@
-"""The safetensors header: 8 bytes of length, JSON, then the tensors' bytes. Read by the format's own library, which
-holds all of it against the file, and once more as JSON: a converter that copies byte ranges must know every range.
+"""The safetensors header: 8 bytes of length, JSON, then the tensors' bytes. The safetensors library
+checks it against the file; then it is read as JSON, for the byte range of every tensor.
 """
 
 import json
@@ -56,8 +56,8 @@ def byte_size(dtype: str, shape: Iterable[int]) -> int:
 
 
 def read_header(path: Path, file: str) -> list[TensorSpec]:
-    """The tensors of `file`, which is at `path`, in the order of their bytes. Raises CorruptError where the format's
-    own library does not take it, and for a name that is there twice, of which the library takes the last.
+    """The tensors of `file`, which is at `path`, in the order of their bytes. Raises CorruptError if safetensors
+    rejects it or a name occurs twice (safetensors takes the last).
     """
     from safetensors import SafetensorError, safe_open
 

@@ -39,9 +39,9 @@ def load_model(
 
     Args:
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
-        device: A device; `meta`, where what is stored is only looked at; or `auto`: layer by layer all devices of this
-            machine, each to `FILLED`, then its memory, then its disk, as accelerate does it.
-        weights: Whether it has any; without, its parameters are on `meta` and what is stored is not looked at.
+        device: A device; `meta`: checks names and shapes; `auto`: accelerate's device_map, each accelerator filled to
+            `FILLED`, then memory, then disk.
+        weights: Whether to load any; if not, parameters are on `meta` and nothing stored is checked.
         attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
 
     Raises:
@@ -101,10 +101,10 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _spread() -> dict[str, Any]:
-    """transformers' options for a model on all that this machine has."""
+    """from_pretrained options for offloading."""
     from accelerate.utils import get_max_memory
 
-    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # that some of it is not in memory
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of offloading
     limits = {place: int(size * FILLED) if isinstance(place, int) else size for place, size in get_max_memory().items()}
     return {"device_map": "auto", "max_memory": limits, "offload_folder": tempfile.mkdtemp(prefix="gqa-offload-")}
 
@@ -222,8 +222,8 @@ def check_predicts_tokens(config: Any, name: str, trust_remote_code: bool = Fals
 
 
 def concrete_class(config: Any) -> tuple[Any, str]:
-    """The class that loads a config without code of others, and the name that the config has for it, which may be
-    another's; None where transformers has no class of its model type that predicts tokens.
+    """The class that loads a config without remote code, or None if transformers has no language-model class of its
+    model type; and the class name in the config, which may differ.
     """
     from transformers.models.auto import modeling_auto
 
@@ -248,8 +248,8 @@ def cache_name(model: PreTrainedModel) -> str:
 def ranks() -> PartialState:
     """accelerate's view of the processes that work together; one where nothing launched several.
 
-    accelerate takes processes on a CPU for unrelated ones unless it is told that CPUs are meant. They wait up to 6
-    hours for what one of them does alone, such as tokenising or writing the result.
+    Without cpu=True accelerate treats CPU processes as independent. They wait up to 6 hours for what one of them does
+    alone, such as tokenising or writing the result.
     """
     import torch
     from accelerate import PartialState
