@@ -41,12 +41,12 @@ def test_no_process_holds_a_model(runs: Runs, tmp_path: Path) -> None:
 
 WHOLE = """
 import gqa.uptrain.run as module
-gathered = module.gathered
+gather_on_lookup = module.gather_on_lookup
 @contextmanager
 def at_once(weights):
-    with gathered(weights) as found:
+    with gather_on_lookup(weights) as found:
         yield dict(found) if os.environ["RANK"] == "0" else {}
-module.gathered = at_once
+module.gather_on_lookup = at_once
 """
 
 

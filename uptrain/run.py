@@ -33,7 +33,7 @@ from gqa.uptrain.loop import TrainingProgress, train
 from gqa.uptrain.lora import adapter_parts, merge_adapters
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.summary import card, record_of
-from gqa.uptrain.weights import gathered
+from gqa.uptrain.weights import gather_on_lookup
 
 METRICS = "gqa_uptraining.jsonl"
 _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
@@ -48,7 +48,7 @@ def uptrain(setup: Setup, *, quiet: bool = True, argv: Sequence[str] = ()) -> tu
         with setup.explain_memory():
             progress, weights = train(setup, quiet=quiet)
         record = finite(record_of(setup, progress, argv))
-        with gathered(weights) as full_weights:
+        with gather_on_lookup(weights) as full_weights:
             if setup.accelerator.is_main_process:
                 _export(setup, full_weights, record)
     return progress, record

@@ -42,7 +42,7 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.scope import choose
 from gqa.uptrain.state import States
 from gqa.uptrain.training_model import TrainingModel
-from gqa.uptrain.weights import share_model, share_teacher
+from gqa.uptrain.weights import shard_model, shard_teacher
 
 _ACCELERATE = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens of a block; of a source or target with relative positions, as for T5
@@ -131,7 +131,7 @@ def prepare(
     training = TrainingModel(model, teacher, options)
     if not dry:
         if accelerator.is_fsdp2:
-            share_model(training, checkpoint, accelerator)
+            shard_model(training, checkpoint, accelerator)
         check_exportable(model, checkpoint)  # weights are read: it is known which of several tied names are stored
         check_finite(model, checkpoint.name)
         if base is not None:
@@ -177,7 +177,7 @@ def build_teacher(
     teacher = loaded or _load(base, options, str(accelerator.device), "auto", weights=not (dry or sharded))
     teacher.requires_grad_(False)
     if sharded:
-        share_teacher(teacher, base, accelerator)
+        shard_teacher(teacher, base, accelerator)
     return teacher
 
 

@@ -26,7 +26,7 @@ from gqa.uptrain.lora import adapter_parts, merge_adapter
 from gqa.uptrain.training_model import TrainingModel
 
 
-def share_model(training: TrainingModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
+def shard_model(training: TrainingModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
     """Shard an empty model as accelerate does, and read the checkpoint into it. Raises the errors of `read_shards`."""
     plugin = accelerator.state.fsdp_plugin
     plugin.cpu_ram_efficient_loading = False  # it broadcasts whole weights from the first process
@@ -35,7 +35,7 @@ def share_model(training: TrainingModel, checkpoint: Checkpoint, accelerator: Ac
     _read(training.model, checkpoint, "cpu" if offloaded else str(accelerator.device))
 
 
-def share_teacher(teacher: PreTrainedModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
+def shard_teacher(teacher: PreTrainedModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
     """Shard a frozen model, which is gathered a layer at a time, and read the checkpoint into it."""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     classes = layer_classes(teacher)
@@ -61,22 +61,22 @@ def prepare_model(accelerator: Accelerator, training: Any, optimizer: Any) -> tu
 
 
 @contextmanager
-def gathered(weights: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-    """In the main process looking up a weight all-gathers it; the other processes serve these gathers until the main
-    process leaves the block, also by an error, and enter the block then.
+def gather_on_lookup(weights: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+    """Rank 0 all-gathers a DTensor on lookup; other ranks serve these gathers until it is done (or failed), and enter
+    the block then.
     """
     main = ranks().is_main_process
     while not main and (name := broadcast_object_list([""])[0]):
         _whole(weights[name])
     try:
-        yield _Gathered(weights)
+        yield _GatherOnLookup(weights)
     finally:
         if main:
             broadcast_object_list([""])
         ranks().wait_for_everyone()
 
 
-class _Gathered(UserDict[str, Tensor]):
+class _GatherOnLookup(UserDict[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self.data[name]
         if isinstance(tensor, DTensor):
