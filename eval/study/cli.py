@@ -24,8 +24,7 @@ Examples:
 def command(options: AblateOptions) -> None:
     """Which method, how many groups, how much further training? Measures every combination for MODEL.
 
-    Each cell is converted, trained, evaluated and written to DIR at once; the end is a report with pictures. Without
-    MODEL the report of what is in DIR is written anew.
+    Each cell is saved to DIR at once; a report with pictures follows. Without MODEL the report of DIR is rewritten.
     """
     import transformers
 

@@ -19,7 +19,7 @@ from gqa.eval.study.directory import Row
 from gqa.eval.study.options import UNMERGED
 from gqa.eval.study.recommendation import BASE, cache_bytes, loss, measured
 
-# Their colours, from the second on; what else is registered comes after them. The last is yellow.
+# In the order of the colours; methods registered elsewhere follow.
 _METHODS = ("mean", "first", "random", "aligned", "calibrated", "refined", "procrustes")
 _BLACK = "#000000"
 # Okabe and Ito's palette without black, which colour-blind readers can distinguish; markers repeat the information.

@@ -48,10 +48,10 @@ _COLUMNS: list[Column] = [
 
 
 def open_rows(directory: Path) -> list[Row]:
-    """The rows of a study, the base model's first. Raises RefusedError if there is none, or that is not measured."""
+    """The rows of a study, the base model's first. Raises RefusedError if it is missing or not measured."""
     rows = [*read_rows(directory).values()]
     if not rows or not Cell.of(rows[0]).is_base_model or rows[0]["error"]:
-        raise RefusedError(f"{directory} holds no study of which anything is measured: name a MODEL to make one")
+        raise RefusedError(f"{directory} has no measured study; pass MODEL to start one")
     return rows
 
 
