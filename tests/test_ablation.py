@@ -339,16 +339,18 @@ def test_a_directory_with_something_else(tmp_path: Path) -> None:
     refused(out, "fingerprint: ", model=other, groups="1")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.md").write_text("one")
-    refused(tmp_path / "thesis", "has no measured study")
-    refused(tmp_path / "thesis", "has no measured study", overwrite=True)
+    refused(tmp_path / "thesis", "holds no study")
+    refused(tmp_path / "thesis", "holds no study", overwrite=True)
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "results.jsonl").write_text('{"name": "not a cell"}\n')
     twice = [json.dumps(row | {"bits": bits}) for row in rows(out)[:2] for bits in (None, 4)]
     (tmp_path / "older").mkdir()
     (tmp_path / "older" / "results.jsonl").write_text("\n".join([*twice, ""]))
     cases = (
-        ("rows", "holds no rows of a study"), ("none", "has no measured study"), ("older", "holds several measurements of one")
-    )  # fmt: skip
+        ("rows", "holds no rows of a study"),
+        ("none", "has no measured study"),
+        ("older", "holds several measurements of one"),
+    )
     for name, says in cases:
         check_refused(gqa_ablate("-o", tmp_path / name), says, program="gqa-ablate", advice="")
     said = check_refused(gqa_ablate("-o", tmp_path, "--groups", 2), program="gqa-ablate", advice="")
