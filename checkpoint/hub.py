@@ -12,8 +12,15 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import HfApi, HfFileSystem, snapshot_download
 
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.files import SINGLE, TORCH_SINGLE, side_files, weight_files
-from gqa.checkpoint.headers import MAX_HEADER_BYTES, TensorSpec, read_header
+from gqa.checkpoint.files import (
+    MAX_HEADER_BYTES,
+    SINGLE,
+    TORCH_SINGLE,
+    TensorSpec,
+    read_header,
+    side_files,
+    weight_files,
+)
 from gqa.checkpoint.hub_errors import hub_reason, is_unreachable, quiet
 from gqa.checkpoint.read import Checkpoint, cached_revision, read_checkpoint, read_json
 

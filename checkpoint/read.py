@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
 from gqa.checkpoint.files import (
+    BITS,
     INDEX,
     SINGLE,
     TORCH_INDEX,
     TORCH_SINGLE,
     WEIGHT_SUFFIXES,
+    TensorSpec,
+    parse_json,
+    read_header,
     side_files,
     weight_files,
 )
-from gqa.checkpoint.headers import BITS, TensorSpec, parse_json, read_header
 
 if TYPE_CHECKING:
     import numpy as np

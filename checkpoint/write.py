@@ -18,8 +18,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from filelock import FileLock, Timeout
+
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
-from gqa.checkpoint.locks import locked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,6 +144,22 @@ def _unlisted_files(directory: Path) -> list[str]:
             listed |= set(json.loads(record.read_bytes())["files"])
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return [name for path in paths if (name := path.relative_to(directory).as_posix()) not in listed]
+
+
+@contextmanager
+def locked(path: Path, refusal: str) -> Iterator[None]:
+    """Hold a lock file, which the system releases when the process dies. Raises RefusedError if another holds it."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise RefusedError(refusal) from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it is removed while it is held (a waiting run notices), where that is possible
+            path.unlink()
+        lock.release()
 
 
 def require_space(needed: int, out: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.headers import BITS, format_header
+from gqa.checkpoint.files import BITS, format_header
 from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.checkpoint.write import DEFAULT_JOBS, replacing, write_bytes, write_tensor
 from gqa.convert.maps import HeadMaps

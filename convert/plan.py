@@ -7,9 +7,8 @@ from typing import Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES
 from gqa.checkpoint.errors import RefusedError, alternatives
-from gqa.checkpoint.headers import TensorSpec, byte_size
+from gqa.checkpoint.files import TensorSpec, byte_size, shard_names
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
-from gqa.checkpoint.shards import shard_names
 from gqa.convert.heads.blocks import can_guess_inputs
 from gqa.convert.heads.config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
 from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from gqa.checkpoint.errors import OutputError
-from gqa.checkpoint.headers import TensorSpec
+from gqa.checkpoint.files import TensorSpec, new_shard, write_index
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint, stored_as
-from gqa.checkpoint.shards import new_shard, write_index
 from gqa.checkpoint.write import (
     Progress,
     copy_file,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
-from gqa.checkpoint.headers import read_header
+from gqa.checkpoint.files import read_header
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import drop_written
 from gqa.convert.heads.config import read_config, target_heads

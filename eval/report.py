@@ -13,9 +13,8 @@ from typing import Any
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
 from gqa.checkpoint.loading import ranks
-from gqa.checkpoint.locks import locked
 from gqa.checkpoint.provenance import command_line
-from gqa.checkpoint.write import finite, write_text
+from gqa.checkpoint.write import finite, locked, write_text
 from gqa.convert.summary import size
 from gqa.eval.page import PAGE, Page, made_aside, nearest
 from gqa.eval.tables import Column, Table, number, table, wrapped

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from gqa.checkpoint.headers import byte_size, format_header
+from gqa.checkpoint.files import byte_size, format_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -21,8 +21,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, one_line
-from gqa.checkpoint.files import weight_files
-from gqa.checkpoint.headers import TensorSpec, read_header
+from gqa.checkpoint.files import TensorSpec, read_header, weight_files
 from gqa.checkpoint.read import Checkpoint, merge_tables, read_checkpoint
 from gqa.convert.plan import make_plan
 

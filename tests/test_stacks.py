@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.timm_wrapper import modeling_timm_wrapper
 
-from gqa.checkpoint.headers import byte_size, format_header
+from gqa.checkpoint.files import byte_size, format_header
 from gqa.checkpoint.names import saved_tensors
 from gqa.convert import CorruptError, OutputError, RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.heads.config import read_config

@@ -238,7 +238,7 @@ def test_what_may_change(runs: Runs, out: Path) -> None:
 def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_path: Path) -> None:
     """The disk is full at the very end; the last state is there, and continuing only writes. No other process waits."""
     out = tmp_path / "out"
-    full = "import gqa.checkpoint.shards as m; m.write_bytes = lambda *_: (_ for _ in ()).throw(OSError(28, 'full'))"
+    full = "import gqa.checkpoint.files as m; m.write_bytes = lambda *_: (_ for _ in ()).throw(OSError(28, 'full'))"
     message = refused(runs, *saving(runs, out), code=1, before=full)
     assert f"no space left for {out}: nothing was kept" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out-state"]

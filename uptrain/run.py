@@ -14,12 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
-from gqa.checkpoint.headers import TensorSpec
+from gqa.checkpoint.files import TensorSpec, new_shard, shard_names, write_index
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.names import saved_tensors, sources
 from gqa.checkpoint.provenance import UPTRAINING
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
-from gqa.checkpoint.shards import new_shard, shard_names, write_index
 from gqa.checkpoint.write import (
     OutputDirectory,
     copy_file,

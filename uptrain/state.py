@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import ranks
-from gqa.checkpoint.locks import locked
-from gqa.checkpoint.write import fsync_directory, write_text
+from gqa.checkpoint.write import fsync_directory, locked, write_text
 from gqa.uptrain.options import differences
 
 RECORD = "trainer_state.json"

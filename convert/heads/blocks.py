@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gqa.checkpoint.headers import TensorSpec
+from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.modules import AttentionModule

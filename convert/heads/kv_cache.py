@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gqa.checkpoint.headers import BITS
+from gqa.checkpoint.files import BITS
 from gqa.convert.heads.config import ModelConfig, transformers_config
 from gqa.convert.heads.modules import AttentionModule
 

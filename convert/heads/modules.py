@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gqa.checkpoint.custom_code import listed_as
 from gqa.checkpoint.errors import CorruptError, RefusedError, listing
-from gqa.checkpoint.headers import TensorSpec
+from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig, target_heads
 from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE

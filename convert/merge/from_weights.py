@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.headers import TensorSpec
+from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.blocks import find_embeddings, find_mlp
 from gqa.convert.heads.layout import LayerHeads

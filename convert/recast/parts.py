@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, listing
-from gqa.checkpoint.headers import TensorSpec, byte_size
+from gqa.checkpoint.files import TensorSpec, byte_size
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.layout import LayerHeads
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import OutputError, RefusedError
-from gqa.checkpoint.locks import locked
-from gqa.checkpoint.write import finite
+from gqa.checkpoint.write import finite, locked
 from gqa.eval.page import PAGE
 from gqa.eval.study.options import Cell
 
