@@ -14,14 +14,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from gqa.convert.heads.layout import QUERY_ROLES
-from gqa.convert.maps import HeadMaps
+from gqa.convert.maps import HeadMaps, StoredMaps
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
     from gqa.convert.heads.layout import Role
     from gqa.convert.heads.modules import Change
-    from gqa.convert.maps_file import StoredMaps
 
 Pooling = Callable[[int, int], HeadMaps]
 Finder = Callable[..., "Iterator[tuple[str, HeadMaps]]"]

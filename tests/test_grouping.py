@@ -16,9 +16,8 @@ from tiny_models import TINY, build, inputs, logits
 
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.heads.symmetries import Rotary
-from gqa.convert.merge.grouping import Group, best_partition, find_order
 from gqa.convert.merge.linear_algebra import procrustes_key, procrustes_value
-from gqa.convert.merge.moments import Moments
+from gqa.convert.merge.moments import Group, Moments, best_partition, find_order
 from gqa.convert.plan import searches
 
 

@@ -18,7 +18,7 @@ from tiny_models import TINY, build
 from torch import Tensor
 from transformers import AutoTokenizer
 
-import gqa.convert.merge.pairs as pairs_module
+import gqa.convert.merge.text_pairs as pairs_module
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert import plan_conversion

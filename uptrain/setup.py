@@ -31,8 +31,8 @@ from gqa.checkpoint.names import follow_prefix, sources, tied_names
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import OutputDirectory, require_space
-from gqa.convert.merge.pairs import PairMaker
 from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_blocks
+from gqa.convert.merge.text_pairs import PairMaker
 from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import is_self, parse_self

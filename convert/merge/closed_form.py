@@ -12,11 +12,9 @@ from gqa.checkpoint.devices import as_float64, float64_device
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.maps import HeadMaps, query_order
-from gqa.convert.merge.from_weights import heads_of
-from gqa.convert.merge.grouping import find_order
 from gqa.convert.merge.layerwise import Layer
 from gqa.convert.merge.linear_algebra import CUT, pseudo_inverse, ridge, unturned
-from gqa.convert.merge.moments import Moments, head_maps, stack_groups
+from gqa.convert.merge.moments import Moments, find_order, head_maps, heads_of, stack_groups
 from gqa.convert.merge.pair import Pair, Streams, check_finite
 from gqa.convert.plan import searches
 

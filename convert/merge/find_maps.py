@@ -19,7 +19,7 @@ from gqa.checkpoint.errors import CorruptError, RefusedError
 from gqa.checkpoint.identity import checkpoint_digest
 from gqa.checkpoint.provenance import versions
 from gqa.convert.heads.modules import attention_modules
-from gqa.convert.maps_file import StoredMaps, maps_tensors, save_tensors
+from gqa.convert.maps import StoredMaps, maps_tensors, save_tensors
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.watcher import SILENT, Watcher

@@ -20,12 +20,11 @@ from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.blocks import find_embeddings, find_mlp
 from gqa.convert.heads.layout import LayerHeads
-from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
+from gqa.convert.heads.modules import AttentionModule, attention_modules, module_changes
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps import HeadMaps, query_order
-from gqa.convert.merge.grouping import find_order
 from gqa.convert.merge.linear_algebra import procrustes_key, procrustes_value
-from gqa.convert.merge.moments import Moments, head_maps
+from gqa.convert.merge.moments import Moments, find_order, head_maps, heads_of
 from gqa.convert.plan import Plan
 
 MlpInput = Literal["normed", "residual", "attention_input"]
@@ -78,17 +77,6 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
             keys = [procrustes_key(of, rotary, m) for of in moments.keys]
             values = [procrustes_value(of, m, heads.query // heads.kv) for of in moments.values]
         yield module.path, head_maps(heads, groups, keys if free_keys else (), values, order)
-
-
-def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:
-    """The stored heads of a module by role, (n, rows, D) float32, and biases (n, rows) as `role.bias`."""
-    by_role: dict[str, Tensor] = {}
-    for change in changes:
-        if change.rule.projection:
-            suffix = ".bias" if change.sources[0].name.endswith(".bias") else ""
-            parts = change.split([checkpoint.read(spec) for spec in change.sources])
-            by_role |= {part + suffix: heads.float() for part, heads in parts.items() if part != "whole"}
-    return by_role
 
 
 def _estimated(rows: dict[str, Tensor], heads: LayerHeads, groups: int) -> Moments:

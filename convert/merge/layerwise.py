@@ -2,7 +2,8 @@
 
 What a layer is called with beside hidden states (masks, position embeddings, the encoder's output) is recorded from the
 model's own forward, in which every layer only records its arguments, so nothing here depends on the architecture.
-`Layer.capture` is the one way to look into a layer.
+`Layer.capture` is the one way to look into a layer. Models are built with attention functions of our own, which
+transformers knows by name.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import torch
 from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.compat import build_model, initialize, supports_sdpa, tree_map_only, unsaved_names
 from gqa.checkpoint.devices import out_of_memory
@@ -28,10 +31,59 @@ from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.loading import concrete_class
 from gqa.checkpoint.names import Loading
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
-from gqa.convert.merge.attention import attend_eager, attend_sdpa
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and by keyword, beside hidden states
 Part = Literal["arguments", "heads", "head_outputs", "attention_output", "layer_output"]
+# (module, query, key, value, mask, options of transformers) -> (B, T, H, e)
+Attend = Callable[..., Tensor]
+
+
+def attend_sdpa(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+    """(B, H, T, d) queries, (B, G, T, d) keys and (B, G, T, e) values -> (B, T, H, e)."""
+    output: Tensor = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **options)[0]
+    return output
+
+
+def attend_eager(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+    """The same by the module's own eager function, which also applies its caps and sinks."""
+    output: Tensor = sys.modules[type(module).__module__].eager_attention_forward(module, q, k, v, mask, **options)[0]
+    return output
+
+
+# By name in transformers: the function, and the function that makes its masks.
+PLAIN: dict[str, tuple[Attend, Any]] = {"sdpa": (attend_sdpa, sdpa_mask), "eager": (attend_eager, eager_mask)}
+
+
+def register(name: str, attend: Attend, mask: Callable[..., Any]) -> None:
+    """Let models be built and run whose attention implementation has that name."""
+    AttentionInterface.register(name, partial(_attention, attend))
+    AttentionMaskInterface.register(name, mask)
+
+
+def _attention(
+    attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    return attend(module, query, key, value, attention_mask, **options), None
+
+
+def _attend_recorded(
+    attend: Attend, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
+) -> Tensor:
+    """Call `module.gqa_record`, where there is one, with queries, keys, values, mask and options first."""
+    if record := getattr(module, "gqa_record", None):
+        record(q, k, v, mask, options)
+    return attend(module, q, k, v, mask, **options)
+
+
+def _mask_always(mask: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Always build a mask, even where transformers would skip it."""
+    return mask(*args, **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+for _name, (_attend, _mask) in PLAIN.items():
+    register(f"gqa_{_name}", partial(_attend_recorded, _attend), _mask)
+    register(f"gqa_{_name}_masked", partial(_attend_recorded, _attend), partial(_mask_always, _mask))
 
 
 class _Captured(Exception):  # noqa: N818 - it is no error

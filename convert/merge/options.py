@@ -80,7 +80,7 @@ class CalibrationText:
 
     def _pairs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
         from gqa.convert.merge.calibration_text import read_blocks
-        from gqa.convert.merge.pairs import PairMaker
+        from gqa.convert.merge.text_pairs import PairMaker
 
         trusted = self.trust_remote_code
         maker, pairs = PairMaker(checkpoint, device, self.length, self.seed, watcher, trusted), []

@@ -18,7 +18,7 @@ from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import cache_name
-from gqa.convert.merge.attention import attend_sdpa, register
+from gqa.convert.merge.layerwise import attend_sdpa, register
 from gqa.corpus.tokens import first_token
 
 _MORE = 128  # tokens by which a cache grows
