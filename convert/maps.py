@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from gqa.checkpoint.files import BITS, format_header
 from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.checkpoint.write import DEFAULT_JOBS, replacing, write_bytes, write_tensor
-from gqa.convert.heads.layout import QUERY_ROLES
+from gqa.convert.heads.family import QUERY_ROLES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gqa.convert.heads.layout import Role
+    from gqa.convert.heads.family import Role
 
 _PARTS = ("key", "value", "query", "output")
 _STORED = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {"int64": "I64"}

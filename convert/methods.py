@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
-from gqa.convert.heads.layout import QUERY_ROLES
+from gqa.convert.heads.family import QUERY_ROLES
 from gqa.convert.maps import HeadMaps, StoredMaps
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from gqa.convert.heads.layout import Role
+    from gqa.convert.heads.family import Role
     from gqa.convert.heads.modules import Change
 
 Pooling = Callable[[int, int], HeadMaps]

@@ -10,11 +10,9 @@ from gqa.checkpoint.errors import RefusedError, alternatives
 from gqa.checkpoint.files import TensorSpec, byte_size, shard_names
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.blocks import can_guess_inputs
-from gqa.convert.heads.config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
-from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
-from gqa.convert.heads.layout import Groups, Layout, Rule
-from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
-from gqa.convert.heads.symmetries import Symmetry
+from gqa.convert.heads.config import ConfigEdit, KVCache, ModelConfig, edit_config, kv_cache, read_config, valid_groups
+from gqa.convert.heads.family import Groups, Layout, Rule, Symmetry
+from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, cached_layers, module_changes
 from gqa.convert.load_check import check_loads
 from gqa.convert.methods import ALIGNING, AUTO, METHODS, Merging, best, instead
 from gqa.convert.recast.parts import View

@@ -20,7 +20,7 @@ from gqa.checkpoint.provenance import (
     versions,
     without_place,
 )
-from gqa.convert.heads.layout import groups_text
+from gqa.convert.heads.family import groups_text
 from gqa.convert.maps import StoredMaps
 from gqa.convert.plan import Plan
 from gqa.convert.recast.parts import CUSTOM_CODE

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.heads.kv_cache import groups_per_head
+from gqa.convert.heads.config import groups_per_head
 from gqa.convert.merge.layerwise import PLAIN, register
 from gqa.convert.recast.targets import checkpoint_cache
 

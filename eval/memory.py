@@ -1,6 +1,6 @@
 """The batch and the context that fit into the memory of a device.
 
-Memory counts weights and KV cache (`gqa.convert.heads.kv_cache`). Activations, an engine's blocks and fragmentation are
+Memory counts weights and KV cache (`gqa.convert.heads.config`). Activations, an engine's blocks and fragmentation are
 not modelled: the result is an upper bound.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.convert.heads.kv_cache import KVCache
+from gqa.convert.heads.config import KVCache
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import Subject
 

@@ -15,8 +15,7 @@ from gqa.checkpoint.loading import check_predicts_tokens, positions, read_auto_c
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
-from gqa.convert.heads.config import read_config
-from gqa.convert.heads.kv_cache import KVCache
+from gqa.convert.heads.config import KVCache, read_config
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.pairs import PairEncoder
 from gqa.eval.cache_bits import layers_with_cache

@@ -1,6 +1,6 @@
 """Heads moved by random members of their symmetry group, written on stored tensors, without the code that undoes it.
 
-What may be done is what `gqa.convert.heads.symmetries` says of a model type; how it is done is written here once more.
+What may be done is what `gqa.convert.heads.family` says of a model type; how it is done is written here once more.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch import Tensor
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import ModelConfig, read_config
-from gqa.convert.heads.layout import LayerHeads
+from gqa.convert.heads.family import LayerHeads, Rotary, Symmetry
 from gqa.convert.heads.modules import attention_modules
-from gqa.convert.heads.symmetries import Rotary, Symmetry
 from gqa.convert.merge.find_maps import with_maps
 from gqa.convert.merge.options import CalibrationText, MapsOptions
 from gqa.convert.merge.watcher import SILENT, Watcher

@@ -14,8 +14,8 @@ from training import tiny_checkpoint
 from gqa.checkpoint.errors import RefusedError
 from gqa.convert import convert_checkpoint, estimate, plan_conversion
 from gqa.convert.heads.blocks import can_guess_inputs
+from gqa.convert.heads.family import Symmetry
 from gqa.convert.heads.modules import attention_modules
-from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.methods import AUTOMATIC, METHODS
 
 # Of tiny models: what layers are given can be guessed, or not, or heads cannot be aligned at all.

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name, load_model
 from gqa.convert import convert_checkpoint
-from gqa.convert.heads.kv_cache import CachedLayer, KVCache, groups_per_head
+from gqa.convert.heads.config import CachedLayer, KVCache, groups_per_head
 from gqa.eval.cache_bits import quantise_cache, rounded
 
 IDS = torch.arange(10, 40)[None]

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gqa.convert.heads.layout import LayerHeads
-from gqa.convert.heads.symmetries import Rotary
+from gqa.convert.heads.family import LayerHeads, Rotary
 from gqa.convert.merge import closed_form, linear_algebra
 from gqa.convert.merge.closed_form import output_roots, significance_of, visible_keys
 from gqa.convert.merge.linear_algebra import ridge, shared_key, shared_value

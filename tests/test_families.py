@@ -23,11 +23,9 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.loading import cache_name
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.heads.config import read_config, valid_groups
-from gqa.convert.heads.families.refused import REFUSED
-from gqa.convert.heads.families.table import FAMILIES, NESTED
-from gqa.convert.heads.kv_cache import KVCache
-from gqa.convert.heads.layout import QUERY_ROLES, Role
+from gqa.convert.heads.config import KVCache, read_config, valid_groups
+from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
+from gqa.convert.heads.family import QUERY_ROLES, Role
 from gqa.convert.heads.modules import Change
 from gqa.convert.methods import Merging
 

@@ -16,8 +16,7 @@ from transformers import LlamaConfig
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import Checkpoint, read_checkpoint
-from gqa.convert.heads.config import read_config
-from gqa.convert.heads.kv_cache import CachedLayer, KVCache, kv_cache
+from gqa.convert.heads.config import CachedLayer, KVCache, kv_cache, read_config
 from gqa.convert.recast.targets import checkpoint_cache
 from gqa.eval.memory import rank_cache, what_fits
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gqa.checkpoint.errors import CorruptError
 from gqa.convert import convert_checkpoint, methods, plan
-from gqa.convert.heads.layout import Conv1D, Fused, LayerHeads, Layout, ReadsValues, Rule, Separate
+from gqa.convert.heads.family import Conv1D, Fused, LayerHeads, Layout, ReadsValues, Rule, Separate
 from gqa.convert.heads.modules import Change
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import METHODS, Merging

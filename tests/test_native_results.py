@@ -21,8 +21,7 @@ from transformers import GPT2ForSequenceClassification
 
 from gqa.checkpoint.hub import open_model
 from gqa.convert import convert_checkpoint
-from gqa.convert.heads.families.refused import REFUSED
-from gqa.convert.heads.families.table import FAMILIES
+from gqa.convert.heads.families.table import FAMILIES, REFUSED
 from gqa.convert.recast import targets
 from gqa.convert.recast.native import NATIVE
 from gqa.convert.recast.targets import RECASTINGS, checkpoint_cache

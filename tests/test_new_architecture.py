@@ -15,9 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from gqa.convert import RefusedError, convert_checkpoint
 from gqa.convert.heads.families import table
-from gqa.convert.heads.family import Family
-from gqa.convert.heads.layout import Rule, Separate
-from gqa.convert.heads.symmetries import Symmetry
+from gqa.convert.heads.family import Family, Rule, Separate, Symmetry
 
 ENTRY = Family(
     "wk and wv",

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
-from gqa.convert.heads.families.refused import REFUSED
-from gqa.convert.heads.families.table import FAMILIES, NESTED
+from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
 from gqa.convert.recast.targets import RECASTINGS
 
 ROOT = Path(__file__).parent.parent

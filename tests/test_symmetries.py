@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.names import parameter_names
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.heads.families.table import FAMILIES
+from gqa.convert.heads.family import Rotary, Symmetry
 from gqa.convert.heads.modules import AttentionModule, attention_modules
-from gqa.convert.heads.symmetries import Rotary, Symmetry
 from gqa.convert.maps import HeadMaps
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.from_weights import norm_gain

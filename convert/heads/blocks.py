@@ -12,8 +12,8 @@ from typing import Any
 from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig
+from gqa.convert.heads.family import Symmetry
 from gqa.convert.heads.modules import AttentionModule
-from gqa.convert.heads.symmetries import Symmetry
 
 # What the matrices of an MLP are called: gate (or none), up, down. The same name twice: the halves of one matrix.
 _MLPS = (

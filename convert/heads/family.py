@@ -1,17 +1,358 @@
-"""What is said of an architecture: how its attention heads are stored, counted, and free to change.
+"""How an architecture stores and counts its attention heads, and how they can be changed without changing the model.
+
+      MHA  G = H            GQA  1 < G < H          MQA  G = 1
+    q q q q q q q q       q q q q q q q q       q q q q q q q q      query head i reads KV head
+    | | | | | | | |        \\| |/   \\| |/         \\ \\ \\| |/ / /       i // (H // G): contiguous
+    k k k k k k k k         k       k                 k              groups, in every runtime
+
+A layout splits a stored tensor into its heads and joins heads to a tensor: `join` is the inverse of `split`, also for
+heads that were merged to fewer, or repeated, in between. Run on a meta tensor the same code yields the new shape, so
+the plan cannot differ from the rewrite. Shape letters: H query heads, Hk key/value heads before, G after, d head
+dimension, D hidden size.
+
+Heads of a trained model live in bases of their own. Where nothing but the rotary embedding stands between the
+projections and the scores, keys may be multiplied by a complex number per head and frequency and queries by the inverse
+of its conjugate; dimensions that are not rotated, and values with the columns of W_O, by any invertible matrix
+(docs/methods.md). What stands in between (norms, gates) takes some of that away. Every entry is held against its
+transformers class by the tests: scrambled within the symmetry the logits stay, and aligning undoes it.
 
 One entry (`Family`, in `families/`) says which modules are attention, which stored tensors below them hold key/value
 heads and how they lie, where the config counts heads, and of every model type its symmetry, or why it has none. What it
 does not name inside an attention module is an error, not a guess.
 """
 
-from collections.abc import Callable, Mapping
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Literal
 
 from gqa.checkpoint.custom_code import listed_as
-from gqa.convert.heads.layout import LayerHeads, Rule, Separate
-from gqa.convert.heads.symmetries import Symmetry
+from gqa.checkpoint.errors import CorruptError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Role = Literal["query", "key", "value", "output"]
+# What a tensor is split into: heads (n, rows, *rest) by role, or `whole`: a tensor without heads, as it is.
+Part = Literal["query", "key", "value", "output", "whole"]
+Parts = dict[Part, "Tensor"]
+QUERY_ROLES = ("query", "output")
+# G of a result: of all layers (where types of layers differ, of the main one; the others in proportion), or of each.
+Groups = int | tuple[int, ...]
+
+
+def groups_text(groups: Groups) -> str:
+    """`2`, or `1 to 3 (1.67 on average)`."""
+    if isinstance(groups, int):
+        return str(groups)
+    return f"{min(groups)} to {max(groups)} ({sum(groups) / len(groups):.3g} on average)"
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """The heads of one attention layer: `query` H, `kv` Hk, and the rows of one key and one value head.
+
+    `keys_only` where its values are its keys and none are stored.
+    """
+
+    query: int
+    kv: int
+    key_dim: int
+    value_dim: int
+    keys_only: bool = False
+
+    def count(self, role: Role) -> int:
+        return self.query if role in QUERY_ROLES else self.kv
+
+    def dim(self, role: Role) -> int:
+        return self.value_dim if role in ("value", "output") else self.key_dim
+
+
+class Layout:
+    """Where the heads lie in one stored tensor. This one knows of none: the tensor stays, or is replaced as a whole."""
+
+    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
+        """The heads (n, rows, *rest) of each role. Raises CorruptError when the shape contradicts `heads`."""
+        return {"whole": tensor}
+
+    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
+        """The tensor of these heads, of which those of keys and values may be fewer or more than the `heads` split."""
+        return parts["whole"]
+
+
+def _require(actual: int, expected: int, meaning: str) -> None:
+    if actual != expected:
+        raise CorruptError(f"has {actual} rows where the config asks for {expected} ({meaning})")
+
+
+@dataclass(frozen=True)
+class Separate(Layout):
+    """All heads of one role, one after another on `axis`: (Hk * d, *rest), a bias (Hk * d,) (none on axis 1).
+
+    `width` is what one head takes: its `dim`, `one` row (a norm (Hk, d), a scalar), or `any` equal share.
+    """
+
+    role: Role
+    width: Literal["dim", "one", "any"] = "dim"
+    axis: Literal[0, 1] = 0
+
+    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
+        if tensor.ndim <= self.axis:
+            return {"whole": tensor}
+        tensor = tensor.transpose(0, self.axis)
+        count = heads.count(self.role)
+        rows = {"dim": heads.dim(self.role), "one": 1, "any": tensor.shape[0] // count}[self.width]
+        _require(tensor.shape[0], count * rows, f"{count} {self.role} heads x {rows}")
+        return {self.role: tensor.reshape(count, rows, *tensor.shape[1:])}
+
+    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
+        if "whole" in parts:
+            return parts["whole"]
+        return parts[self.role].flatten(0, 1).transpose(0, self.axis)
+
+
+@dataclass(frozen=True)
+class Fused(Layout):
+    """Queries, keys and values in one tensor, in one of two orders of rows.
+
+    `stacked`: all of Q, then all of K, then all of V (Phi-3, DBRX).
+    `grouped`: for each KV head its queries, its key, its value (Falcon, GPTBigCode): with Hk = H one [q, k, v] after
+    the other, with Hk = 1 the same as `stacked`.
+    """
+
+    order: Literal["stacked", "grouped"]
+
+    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
+        dim, rest = heads.key_dim, tensor.shape[1:]
+        rows = (heads.query + 2 * heads.kv) * dim
+        _require(tensor.shape[0], rows, f"({heads.query} query + 2 x {heads.kv} key/value heads) x {dim}")
+        if self.order == "stacked":
+            per_head = tensor.reshape(heads.query + 2 * heads.kv, dim, *rest)
+            q, k, v = per_head.split([heads.query, heads.kv, heads.kv])
+            return {"query": q, "key": k, "value": v}
+        repeat = heads.query // heads.kv
+        per_group = tensor.reshape(heads.kv, repeat + 2, dim, *rest)  # (Hk, r + 2, d, *rest)
+        q = per_group[:, :repeat].flatten(0, 1)
+        return {"query": q, "key": per_group[:, repeat], "value": per_group[:, repeat + 1]}
+
+    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
+        import torch
+
+        q, k, v = parts["query"], parts["key"], parts["value"]
+        if self.order == "stacked":
+            return torch.cat([q, k, v]).flatten(0, 1)
+        per_group = q.unflatten(0, (len(k), -1))  # (G, r, d, *rest)
+        return torch.cat([per_group, k[:, None], v[:, None]], dim=1).flatten(0, 2)
+
+
+@dataclass(frozen=True)
+class ReadsValues(Layout):
+    """Doge's `dt_proj` (Hk, Hk * d): row per KV head, columns read the concatenated values.
+
+    Rows merge as keys do; every column block that read a value head now reads the group's one, so the blocks of a
+    group are summed. Upwards each copy carries its share.
+    """
+
+    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
+        _require(tensor.shape[0], heads.kv, f"{heads.kv} key/value heads")
+        if tensor.ndim > 1:  # the bias has rows only
+            _require(tensor.shape[1], heads.kv * heads.value_dim, f"{heads.kv} value heads x {heads.value_dim}")
+        return {"key": tensor.unsqueeze(1)}
+
+    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
+        rows = parts["key"].squeeze(1)  # (G, Hk * d)
+        if rows.ndim == 1:
+            return rows
+        groups = rows.shape[0]
+        columns: Tensor = rows.unflatten(1, (heads.kv, heads.value_dim))  # (G, Hk, d)
+        if groups <= heads.kv:
+            columns = columns.unflatten(1, (groups, -1)).sum(2)  # (G, G, d)
+        else:
+            repeat = groups // heads.kv
+            columns = (columns / repeat).repeat_interleave(repeat, dim=1)
+        return columns.flatten(1)
+
+
+@dataclass(frozen=True)
+class Conv1D(Layout):
+    """The weight of transformers' Conv1D, stored (in, out): `layout` with its axes swapped. A bias is as it is."""
+
+    layout: Layout
+
+    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
+        return self.layout.split(tensor.T if tensor.ndim == 2 else tensor, heads)
+
+    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
+        joined = self.layout.join(parts, heads)
+        return joined.T if joined.ndim == 2 else joined
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of tensor below an attention module: its name (without `.weight`/`.bias`) and its layout.
+
+    With `{head}` in the name there is one tensor per head (StableLM's `k_layernorm.norms.7.weight`): the layout is that
+    of their stack (Hk, d).
+    `projection` tells keys and values themselves from what belongs to their heads (norms, convolutions, gates).
+    `when` is a config field and the value it must have for the rule to hold.
+    """
+
+    tensor: str
+    layout: Layout
+    projection: bool = True
+    when: tuple[str, Any] | None = None
+
+    @property
+    def numbered(self) -> bool:
+        return "{head}" in self.tensor
+
+    def matches(self, tail: str, text: Any) -> bool:
+        """Whether it is about a tensor, by its name below the module, of a model with this config."""
+        name = re.escape(self.tensor).replace(r"\{head\}", r"\d+")
+        holds = self.when is None or getattr(text, self.when[0], None) == self.when[1]
+        return holds and re.fullmatch(rf"{name}(?:\.weight|\.bias)?", tail) is not None
+
+
+Pairing = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Which of a head's dimensions are rotated: the first `dims` = n, in pairs (f, f + n / 2) (`half`) or
+    (2 f, 2 f + 1) (`interleaved`). `slow`: radians a position of the last pairs, those that turn by less than half a
+    circle over the longest text.
+    """
+
+    dims: int
+    pairing: Pairing = "half"
+    slow: tuple[float, ...] = ()
+
+
+def _at(listed: Sequence[Any], layer: int) -> Any:
+    """What a config lists for a layer; layers beyond its own, which predict further tokens, are like the last."""
+    return listed[min(layer, len(listed) - 1)]
+
+
+def _parameters(config: Any, layer: int) -> dict[str, Any] | None:
+    """The layer's `rope_parameters`; None where its type of layers has none."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds = getattr(config, "layer_types", None)
+    return parameters[_at(kinds, layer)] if kinds and _at(kinds, layer) in parameters else parameters
+
+
+def _speeds(config: Any, layer: int, dims: int, length: int) -> list[float]:
+    """Radians a position of every pair, the fastest first; none where they are not known."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = _parameters(config, layer) or {}
+    base, kind = parameters.get("rope_theta"), parameters.get("rope_type")
+    if kind in ROPE_INIT_FUNCTIONS:
+        kind_of_layer = _at(config.layer_types, layer) if parameters is not config.rope_parameters else None
+        speeds: list[float] = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length, layer_type=kind_of_layer)[0].tolist()
+        return speeds if 2 * len(speeds) == dims else []
+    return [base ** (-2 * pair / dims) for pair in range(dims // 2)] if base else []
+
+
+def all_layers(config: Any, layer: int, dim: int) -> int:
+    """What `rope_parameters` says: all dimensions, or the first part of them; none where a type of layers has none."""
+    parameters = _parameters(config, layer)
+    if parameters is None:
+        return 0
+    if parameters.get("rope_type") == "proportional":  # frequencies beyond the fraction are zero, the pairs stay
+        return dim
+    return int(dim * (parameters.get("partial_rotary_factor") or 1.0))
+
+
+def listed_layers(config: Any, layer: int, dim: int) -> int:
+    """`no_rope_layers` is 1 where a layer rotates."""
+    listed = getattr(config, "no_rope_layers", None)
+    return all_layers(config, layer, dim) if not listed or _at(listed, layer) else 0
+
+
+def sliding_layers(config: Any, layer: int, dim: int) -> int:
+    """Only layers with a sliding window rotate."""
+    return all_layers(config, layer, dim) if _at(config.layer_types, layer) == "sliding_attention" else 0
+
+
+def if_rope(config: Any, layer: int, dim: int) -> int:
+    """What kind of positions there are is a field."""
+    return all_layers(config, layer, dim) if config.position_embedding_type == "rope" else 0
+
+
+def unless_alibi(config: Any, layer: int, dim: int) -> int:
+    return 0 if config.alibi else dim
+
+
+def no_layer(config: Any, layer: int, dim: int) -> int:
+    return 0
+
+
+def listed_scale(config: Any) -> float:
+    """What a config says that embeddings are multiplied by; 1 where it says nothing."""
+    return float(getattr(config, "embedding_multiplier", None) or 1.0)
+
+
+def root_of_width(config: Any) -> float:
+    return math.sqrt(config.hidden_size)
+
+
+@dataclass(frozen=True)
+class Symmetry:
+    """One way in which heads can be changed, and the tensors that a change of them touches.
+
+    rotated: Of (config of the text part, layer, d), how many dimensions of a head are rotated.
+    query, output: Names of W_Q (None where it is fused with keys and values) and W_O, which absorb what is done to
+        those. `transposed` where they are stored (in, out).
+    norms: Names below the layer, one of which is the norm whose output attention reads; none where it reads the
+        residual stream as it is. `one_plus` where the norm's gain is 1 + the weight.
+    embedded: Of the config of the text part, what embeddings are multiplied by at the beginning of the stream.
+    keys: Whether keys can be aligned, or the config field which, where it is set, forbids it: a norm between the
+        projections and the scores.
+    places: Whether heads can change places, or the field which forbids it: ALiBi and relative positions go by number.
+    per_query: Further tensors that belong to query heads, and so move with them when heads are regrouped.
+    unless: Why none of this is true (what clips values or gates each of their dimensions), and of which configs.
+    """
+
+    rotated: Callable[[Any, int, int], int] = all_layers
+    pairing: Pairing = "half"
+    query: str | None = "q_proj"
+    output: str = "o_proj"
+    transposed: bool = False
+    norms: tuple[str, ...] = ("input_layernorm",)
+    one_plus: bool = False
+    embedded: Callable[[Any], float] = listed_scale
+    keys: bool | str = True
+    places: bool | str = True
+    per_query: tuple[Rule, ...] = ()
+    unless: tuple[str, Callable[[Any], bool]] | None = None
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """Of the tensors beside keys and values that a change of heads touches."""
+        columns: Layout = Separate("output", axis=1)
+        output = Rule(self.output, Conv1D(columns) if self.transposed else columns)
+        return (*([Rule(self.query, Separate("query"))] if self.query else []), output, *self.per_query)
+
+    def free_keys(self, config: Any) -> bool:
+        return self.keys if isinstance(self.keys, bool) else not getattr(config, self.keys, None)
+
+    def regroups(self, config: Any) -> bool:
+        return self.places if isinstance(self.places, bool) else not getattr(config, self.places, None)
+
+    def rotary(self, config: Any, layer: int, dim: int, length: int = 1) -> Rotary:
+        """Of heads (dim) on a text of `length` tokens, by which some embeddings choose their speeds."""
+        dims = self.rotated(config, layer, dim)
+        longest = getattr(config, "max_position_embeddings", None)
+        if not longest or not self.free_keys(config):
+            return Rotary(dims, self.pairing)
+        speeds = _speeds(config, layer, dims, length)
+        slow = [*takewhile(lambda speed: speed * longest < math.pi, reversed(speeds))]
+        return Rotary(dims, self.pairing, tuple(reversed(slow)))
+
 
 Edits = dict[str, Any]
 

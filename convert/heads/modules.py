@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
@@ -17,9 +17,21 @@ from gqa.checkpoint.errors import CorruptError, RefusedError, listing
 from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig, target_heads
-from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE
-from gqa.convert.heads.layout import QUERY_ROLES, Groups, LayerHeads, Layout, Part, Parts, Role, Rule, Separate
-from gqa.convert.heads.symmetries import Symmetry
+from gqa.convert.heads.family import (
+    BUFFERS,
+    QUERY_ROLES,
+    QUERY_SIDE,
+    SHARED_KEY_SIDE,
+    Groups,
+    LayerHeads,
+    Layout,
+    Part,
+    Parts,
+    Role,
+    Rule,
+    Separate,
+    Symmetry,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,6 +159,11 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
             "not known which of them the config counts; nothing was written"
         )
     return modules
+
+
+def cached_layers(modules: Iterable[AttentionModule], config: ModelConfig) -> set[int]:
+    """Layers whose keys and values grow with the tokens written, and that are no extra prediction layers."""
+    return {m.layer for m in modules if m.kind == "decoder-self" and m.layer < config.layers}
 
 
 def rule_of(tail: str, config: ModelConfig, extra: Sequence[Rule] = ()) -> Rule | None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gqa.checkpoint.devices import as_float64, float64_device
+from gqa.convert.heads.family import Rotary
 from gqa.convert.heads.modules import AttentionModule
-from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.maps import HeadMaps, query_order
 from gqa.convert.merge.layerwise import Layer
 from gqa.convert.merge.linear_algebra import CUT, pseudo_inverse, ridge, unturned

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gqa.convert.heads.symmetries import Rotary
+from gqa.convert.heads.family import Rotary
 
 CUT = 1e-6  # of the largest eigenvalue: what is below is rounding, and its inverse would be too
 _TURNS = 50  # of heads onto each other

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from gqa.checkpoint.devices import as_float64
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.heads.layout import LayerHeads
+from gqa.convert.heads.family import LayerHeads, Rotary
 from gqa.convert.heads.modules import Change
-from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.maps import HeadMaps
 from gqa.convert.merge.linear_algebra import (
     GroupMaps,

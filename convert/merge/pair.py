@@ -18,9 +18,8 @@ from gqa.checkpoint.compat import tree_leaves, tree_map
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.names import stored_tensors
 from gqa.convert.heads.config import target_heads, transformers_config
-from gqa.convert.heads.layout import LayerHeads
+from gqa.convert.heads.family import LayerHeads, Symmetry
 from gqa.convert.heads.modules import AttentionModule, attention_modules
-from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps import HeadMaps
 from gqa.convert.merge.layerwise import Arguments, Layer, Layerwise, Stream
 from gqa.convert.merge.options import MapsOptions

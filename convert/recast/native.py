@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.convert.heads.layout import Fused
+from gqa.convert.heads.family import Fused
 from gqa.convert.recast.parts import Module, Place, Recasting, Rows
 
 if TYPE_CHECKING:

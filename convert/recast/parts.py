@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gqa.checkpoint.errors import CorruptError, RefusedError, listing
 from gqa.checkpoint.files import TensorSpec, byte_size
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
-from gqa.convert.heads.layout import LayerHeads
+from gqa.convert.heads.family import LayerHeads
 
 if TYPE_CHECKING:
     import numpy as np

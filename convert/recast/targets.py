@@ -12,12 +12,10 @@ from gqa.checkpoint.custom_code import BY_LAYER, PREFIX, auto_map, file_of, load
 from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
 from gqa.checkpoint.read import Checkpoint, read_json
 from gqa.checkpoint.tokenizers import load_tokenizer
-from gqa.convert.heads.config import read_config, read_top, transformers_config, valid_groups
+from gqa.convert.heads.config import KVCache, kv_cache, read_config, read_top, transformers_config, valid_groups
 from gqa.convert.heads.families import custom
-from gqa.convert.heads.family import query_heads
-from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
-from gqa.convert.heads.layout import Groups
-from gqa.convert.heads.modules import attention_modules
+from gqa.convert.heads.family import Groups, query_heads
+from gqa.convert.heads.modules import attention_modules, cached_layers
 from gqa.convert.recast.native import NATIVE
 from gqa.convert.recast.parts import CUSTOM_CODE, Recasting, View
 

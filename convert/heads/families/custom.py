@@ -4,9 +4,7 @@ extend.
 
 from dataclasses import replace
 
-from gqa.convert.heads.family import Family
-from gqa.convert.heads.layout import Conv1D, Fused, Rule, Separate
-from gqa.convert.heads.symmetries import Symmetry, no_layer
+from gqa.convert.heads.family import Conv1D, Family, Fused, Rule, Separate, Symmetry, no_layer
 
 _BART = Symmetry(no_layer, output="out_proj", norms=())
 _OPT = Symmetry(

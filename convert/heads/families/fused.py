@@ -2,9 +2,18 @@
 
 from typing import Any
 
-from gqa.convert.heads.family import Edits, Family, uniform_heads
-from gqa.convert.heads.layout import Fused, LayerHeads, Rule, Separate
-from gqa.convert.heads.symmetries import Symmetry, no_layer, unless_alibi
+from gqa.convert.heads.family import (
+    Edits,
+    Family,
+    Fused,
+    LayerHeads,
+    Rule,
+    Separate,
+    Symmetry,
+    no_layer,
+    uniform_heads,
+    unless_alibi,
+)
 
 FALCON = Symmetry(unless_alibi, query=None, output="dense", norms=("ln_attn", "input_layernorm"), places="alibi")
 _OWN_ATTENTION = {"falcon": "its class computes attention itself, and on keys and values repeated for all query heads"}
