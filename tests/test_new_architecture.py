@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from gqa.convert import RefusedError, convert_checkpoint
-from gqa.convert.heads.families import table
+from gqa.convert.heads import config
 from gqa.convert.heads.family import Family, Rule, Separate, Symmetry
 
 ENTRY = Family(
@@ -93,7 +93,7 @@ def test_one_entry_in_one_file_is_enough(
     source, expected = write_checkpoint(model, tmp_path / "source"), output(model)
     with pytest.raises(RefusedError, match="new_llama, which is not supported"):
         convert_checkpoint(source, 4, tmp_path / "four", method="mean")
-    monkeypatch.setattr(table, "FAMILIES", (*table.FAMILIES, ENTRY))
+    monkeypatch.setattr(config, "FAMILIES", (*config.FAMILIES, ENTRY))
     four = convert_checkpoint(source, 4, tmp_path / "four", method="mean").out
     scramble(four)
     assert relative(output(NewForCausalLM.from_pretrained(four)), expected) < 1e-5
