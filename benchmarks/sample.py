@@ -19,8 +19,7 @@ import click
 import torch
 from harness import EMBEDDED, JSON_OPTION, SHAPES, write_json, write_random
 
-from gqa.checkpoint.devices import default_device, native_bfloat16
-from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.loading import default_device, load_model, native_bfloat16
 from gqa.convert.merge.sampling import samples
 
 

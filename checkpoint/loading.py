@@ -1,4 +1,7 @@
-"""Load a checkpoint with transformers, strictly: what transformers only warns of is refused here."""
+"""Load a checkpoint's model and tokenizer with transformers, strictly: what transformers only warns of is refused here.
+
+At the end: devices, and the memory and precision that they have.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class, custom_class
-from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
+from gqa.checkpoint.files import TOKENIZER_FILES
+from gqa.checkpoint.read import Checkpoint, read_json
 
 FILLED = 7 / 8  # of an accelerator's free memory, by weights alone
 _ADAPTED = ".base_layer.weight"  # of a layer that peft has put an adapter on
+# Messages of torch's CPU allocators (Linux and macOS, Windows), memory-mapped files, MPS and cuBLAS.
+_NO_MEMORY = (
+    "can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -154,8 +165,6 @@ def _check_keys(name: str, info: dict[str, Any]) -> None:
 
 
 def _empty(cls: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
-    import torch
-
     from gqa.checkpoint.compat import build_model
 
     options["dtype"] = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
@@ -251,7 +260,91 @@ def ranks() -> PartialState:
     Without cpu=True accelerate treats CPU processes as independent. They wait up to 6 hours for what one of them does
     alone, such as tokenising or writing the result.
     """
-    import torch
     from accelerate import PartialState
 
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(hours=6))
+
+
+def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, instead: str = "") -> Any:
+    """The checkpoint's tokenizer; `instead` is what else the user may do where it has none.
+
+    Raises RefusedError where there is none, or none that transformers can load. Of some classes it makes an empty one
+    where there are no files, or none but those of the special tokens.
+    """
+    from transformers import AutoTokenizer
+
+    directory, advice = checkpoint.directory, f", or {instead}" if instead else ""
+    none = RefusedError(
+        f"{checkpoint.name} has no tokenizer; copy its base model's tokenizer files into {directory}{advice}"
+    )
+    if not any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise none
+    try:
+        model_type = read_json(directory, "config.json").get("model_type")  # a view's is another
+        ours = {"config": config_class(model_type).from_pretrained(directory)} if model_type in MODEL_TYPES else {}
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, **ours)
+        words = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)
+    except Exception as error:  # whatever a library raises about files that it cannot read
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise RefusedError(
+                f"the tokenizer of {checkpoint.name} is code that it brings; look at it, and give "
+                f"--trust-remote-code to run it{advice}"
+            ) from error
+        raise RefusedError(
+            f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}; repair its files{advice}"
+        ) from error
+    if len(words) < 2:
+        raise none
+    return tokenizer
+
+
+def default_device() -> str:
+    """A GPU where there is one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator else "cpu"
+
+
+def find_device(name: str | None) -> str:
+    """The device of that name, or the default. Raises RefusedError if it does not exist or cannot hold tensors."""
+    if name is None:
+        return default_device()
+    try:
+        torch.zeros(1, device=name).item()
+    except Exception as error:  # each backend has its own
+        raise RefusedError(f"--device {name} cannot be used: {explain(error)}; {default_device()} can") from error
+    return name
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the machine, has no memory left: torch has a class for the first only."""
+    message = str(error) if isinstance(error, RuntimeError) else ""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in message for words in _NO_MEMORY)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that tensors can still take on an accelerator; None for a processor, and where torch does not tell.
+
+    What torch's allocator holds and does not use is free to tensors, though the driver counts it as taken.
+    """
+    if device.type != "cuda":
+        return None
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
+
+
+def as_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in float64: on the CPU where the device has none (MPS)."""
+    return tensor.cpu().double() if tensor.device.type == "mps" else tensor.double()
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Where `as_float64` puts what is on that device."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def native_bfloat16(device: str) -> bool:
+    """Whether the device multiplies bfloat16 by itself, not by way of float32."""
+    if device.startswith("cpu"):  # one of several processes has `cpu:0`
+        able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        return bool(able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16"))
+    return device.startswith("cuda") and torch.cuda.is_bf16_supported()

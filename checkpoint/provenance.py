@@ -1,18 +1,22 @@
-"""Records and model cards beside weights, which say where these come from."""
+"""Records and model cards beside weights, which say where these come from; hashes of what a checkpoint computes."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from gqa.checkpoint.write import DEFAULT_JOBS, replacing
 
 if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
@@ -21,6 +25,7 @@ PROVENANCE = "gqa_conversion.json"
 UPTRAINING = "gqa_uptraining.json"
 TAG = "gqa"  # of models at the hub
 SOURCE_CARD = "# The source model's card"
+_BESIDE = re.compile(r"\.py$|\.model$|\.tiktoken$|^(tokenizer|vocab|merges|special_tokens|added_tokens)[^/]*$")
 
 
 @cache
@@ -111,3 +116,40 @@ def format_card(metadata: Mapping[str, Any], lines: Sequence[str], command: str,
     text = "\n".join([*lines, *fenced, *below])
     data = ModelCardData(**{**metadata, "tags": list(dict.fromkeys([*metadata["tags"], TAG]))})
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))
+
+
+def checkpoint_digest(checkpoint: Checkpoint) -> str:
+    """SHA-256 of the config and of the contents of all files that hold weights, code or the tokenizer."""
+    origin = checkpoint.source or checkpoint
+    files = [*origin.files, *filter(_BESIDE.search, origin.side_files)]
+    config = hashlib.sha256(json.dumps(origin.config, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256("\n".join([config, *file_digests(map(origin.path, files))]).encode()).hexdigest()
+
+
+def file_digests(paths: Iterable[Path]) -> list[str]:
+    """SHA-256 of the contents of each file. A file is read once: its hash is kept in the cache, by its path, size,
+    times and inode.
+    """
+    with ThreadPoolExecutor(max_workers=DEFAULT_JOBS) as pool:
+        return list(pool.map(_file_digest, paths))
+
+
+def _file_digest(path: Path) -> str:
+    from huggingface_hub.constants import HF_HOME
+
+    path = path.resolve()
+    stat = path.stat()
+    cache = Path(HF_HOME) / "gqa-digests"
+    # Tools such as rsync and tar set modification times; nothing sets the time of the last change.
+    version = f"{path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+    known = cache / hashlib.sha256(version.encode()).hexdigest()
+    with suppress(OSError):
+        if len(text := known.read_text()) == 64:
+            return text
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    with suppress(OSError):  # a cache that cannot be written to
+        cache.mkdir(parents=True, exist_ok=True)
+        with replacing(known) as temporary:
+            temporary.write_text(digest)
+    return digest

@@ -11,12 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.hub import beside, fetch_weights, open_model
 from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, require_space, write_text
 from gqa.convert.heads.family import Groups
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.convert.methods import AUTO, MEASURING, METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan, make_plan, searches

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gqa.checkpoint import console
+from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.options import command as command_of
-from gqa.convert.merge.watcher import Watcher
 from gqa.convert.methods import AUTO, METHODS
 from gqa.convert.options import ConvertOptions
 

@@ -103,7 +103,7 @@ class ConvertOptions(Options):
 
     def maps(self) -> MapsOptions:
         """How maps are found. Raises RefusedError for a device that cannot be used."""
-        from gqa.checkpoint.devices import find_device
+        from gqa.checkpoint.loading import find_device
 
         text = CalibrationText(
             self.data, self.tokens, self.context, self.seed, self.field, self.target_field, self.repeats,

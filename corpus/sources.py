@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from gqa.checkpoint.errors import CorpusError, listing
-from gqa.checkpoint.identity import file_digests
 from gqa.checkpoint.options import read_count
+from gqa.checkpoint.provenance import file_digests
 from gqa.corpus.files import file_error, file_format, find_files, is_local, load_files
 from gqa.corpus.hub import hub_error, load_hub
 from gqa.corpus.stdlib import Split, stdlib_texts

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.console import progress_bar, say_device
-from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import load_model, ranks
+from gqa.checkpoint.loading import find_device, load_model, out_of_memory, ranks
 from gqa.checkpoint.provenance import request, versions
 from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 from torch.nn.utils.rnn import pad_sequence
 
-from gqa.checkpoint.devices import free_memory
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import ranks
+from gqa.checkpoint.loading import free_memory, ranks
 from gqa.checkpoint.write import Progress, no_progress
 from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence, nats
 from gqa.corpus.windows import Window, batches

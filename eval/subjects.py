@@ -11,10 +11,9 @@ from typing import Any
 
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 from gqa.checkpoint.hub import open_model
-from gqa.checkpoint.loading import check_predicts_tokens, positions, read_auto_config
+from gqa.checkpoint.loading import check_predicts_tokens, load_tokenizer, positions, read_auto_config
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import KVCache, read_config
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.pairs import PairEncoder

@@ -110,8 +110,8 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
         TypeError: There is no option of that name.
         OutputError: The result could not be written or did not verify; nothing is left at `output`.
     """
+    from gqa.checkpoint.console import Watcher
     from gqa.convert.api import convert_as, plan_for
-    from gqa.convert.merge.watcher import Watcher
 
     with called_from_python(bool(options.get("quiet"))), ExitStack() as stack:
         settings, directory = _build(ConvertOptions, model, options, model=model), None
@@ -146,7 +146,7 @@ def uptrain_model(
         OutputError: The result could not be written or did not verify.
     """
     from gqa.checkpoint.compat import fresh_accelerator
-    from gqa.convert.merge.watcher import Watcher
+    from gqa.checkpoint.console import Watcher
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import ModelConfig, read_config
@@ -23,7 +24,6 @@ from gqa.convert.heads.family import LayerHeads, Rotary, Symmetry
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.merge.find_maps import with_maps
 from gqa.convert.merge.options import CalibrationText, MapsOptions
-from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.convert.plan import Plan
 
 Stored = dict[str, dict[str, Tensor]]  # by name: the tensors of the file that holds it

@@ -260,7 +260,7 @@ def test_a_layer_loses_what_it_loses(uneven: Path) -> None:
 
 
 def watcher() -> Any:
-    from gqa.convert.merge.watcher import SILENT
+    from gqa.checkpoint.console import SILENT
 
     return SILENT
 

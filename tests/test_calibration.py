@@ -14,11 +14,11 @@ from test_families import load as load_tiny
 from tiny_models import TINY, build, inputs, logits
 from torch import Tensor
 
+from gqa.checkpoint.console import Watcher
 from gqa.convert import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.merge.calibrate import Calibrator, refine
 from gqa.convert.merge.closed_form import LayerResult, Task, closed_form
 from gqa.convert.merge.options import Refinement
-from gqa.convert.merge.watcher import Watcher
 
 SHORT = Refinement(steps=8, batch=8, heldout=0.25)
 

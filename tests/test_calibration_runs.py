@@ -26,9 +26,9 @@ from tiny_models import TINY, build
 from training import Runs, difference
 from transformers.utils import logging
 
+from gqa.checkpoint import console
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.merge import watcher
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.closed_form import LayerResult
 from gqa.convert.merge.find_maps import with_maps
@@ -176,13 +176,13 @@ def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_a_job_logs_its_progress(quiet: bool, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """Lines on stderr where there is no terminal, not more often than every _LOG_SECONDS."""
-    monkeypatch.setattr(watcher, "_LOG_SECONDS", 0.0)
-    with watcher.Watcher(quiet) as shown:
+    monkeypatch.setattr(console, "_LOG_SECONDS", 0.0)
+    with console.Watcher(quiet) as shown:
         shown.stage("model writes", 64)
         shown.update(64)
         shown.stage("calibrating", 2, "layer")
         shown.layer(0, 0.25)
-        monkeypatch.setattr(watcher, "_LOG_SECONDS", 60.0)
+        monkeypatch.setattr(console, "_LOG_SECONDS", 60.0)
         shown.layer(1, float("nan"))
     lines = [line.rpartition(" | ")[0] for line in capsys.readouterr().err.splitlines()]
     assert lines == ([] if quiet else ["model writes | 64 of 64 tok", "calibrating | 1 of 2 layer"])
@@ -277,7 +277,7 @@ def test_what_the_command_says_of_a_stop_is_true(
     small: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the first layer: it is kept."""
-    monkeypatch.setattr(watcher.Watcher, "layer", fails(KeyboardInterrupt()))
+    monkeypatch.setattr(console.Watcher, "layer", fails(KeyboardInterrupt()))
     (tmp_path / "text.txt").write_text("words " * 99)
     text = ("--data", tmp_path / "text.txt", "--context", 16, "--tokens", 64)
     steps = ("--refine-steps", 2) if METHODS[method].refines else ()

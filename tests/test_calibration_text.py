@@ -15,11 +15,11 @@ from test_calibration import Told
 from torch import Tensor
 
 import gqa.convert.merge.calibration_text as module
+from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.budget import FITTED, MEASURED, _text
 from gqa.convert.merge.options import CalibrationText, MapsOptions
-from gqa.convert.merge.watcher import SILENT
 from gqa.corpus.alpha import permutation
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Blocks, Encoder, tokenise

@@ -11,8 +11,7 @@ from torch._subclasses import FakeTensorMode
 from training import tiny_checkpoint
 
 from gqa.checkpoint.console import run
-from gqa.checkpoint.devices import as_float64, find_device, out_of_memory
-from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.loading import as_float64, find_device, load_model, out_of_memory
 from gqa.convert import RefusedError
 
 

@@ -11,9 +11,9 @@ import pytest
 from documents import lines, write
 from embedded import SOURCE
 
+from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.errors import CorpusError
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.merge.watcher import SILENT
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.tokens import Encoder, pack
 from gqa.eval.study.options import AblateOptions

@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import gqa.convert.merge.text_pairs as pairs_module
+from gqa.checkpoint.console import SILENT
+from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
-from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert import plan_conversion
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.options import CalibrationText, MapsOptions
-from gqa.convert.merge.watcher import SILENT
 from gqa.corpus.pairs import PairEncoder, corrupted
 
 START, END = 1, 2  # of the tiny models

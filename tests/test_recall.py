@@ -14,8 +14,8 @@ from embedded import SOURCE
 from evaluations import evaluate_models, few_questions, flat_output, refused, results, words
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
-from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.eval import evaluate
 from gqa.eval.recall import Questions, make_questions
 

@@ -14,8 +14,8 @@ from induction import HEAD, HEADS, induction_model
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
-from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.eval.greedy import agreement, continued
 from gqa.eval.recall import Questions, make_questions, recall

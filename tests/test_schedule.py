@@ -14,8 +14,8 @@ from torch import nn
 from training import Runs, material, options_for, training_model
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
-from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.uptrain.dataloader import Dataloader, open_dataloader
 from gqa.uptrain.loop import rate_factor, warmup_steps
 from gqa.uptrain.options import Schedule, TrainOptions, differences

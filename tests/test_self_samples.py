@@ -16,14 +16,13 @@ from transformers import LlamaConfig
 
 import gqa.convert.merge.sampling as sampling
 import gqa.convert.merge.self_samples as module
+from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import CorpusError, RefusedError
-from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.loading import load_model, load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
-from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.merge.options import CalibrationText
 from gqa.convert.merge.sampling import Draw, PreallocatedLayer, attend_one, samples
 from gqa.convert.merge.self_samples import SampledBlocks, sampled_blocks
-from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.corpus.sources import SelfText, is_self, parse_self
 from gqa.eval.evaluate import SAMPLES, _samples
 from gqa.eval.options import EvaluateOptions

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from gqa.checkpoint.errors import CorpusError, RefusedError
+from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.tokens import Blocks, Documents, Encoder, adds_bos, pack, tokenise
 

@@ -49,7 +49,7 @@ def uptrain(*words: object) -> Result:
 def test_no_options(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But how much: the base model teaches, on what it writes, and the result is beside the model."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path.with_name("cache")))  # nothing is written yet
-    monkeypatch.setattr("gqa.convert.merge.watcher._LOG_SECONDS", 0.0)
+    monkeypatch.setattr("gqa.checkpoint.console._LOG_SECONDS", 0.0)
     done = uptrain(converted, "--steps", 2, "--batch-size", 2, "--heldout-tokens", 128)
     assert done.code == 0, done.err
     assert "base writes | 64 of " in done.err

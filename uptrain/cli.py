@@ -34,8 +34,8 @@ def command(options: TrainOptions) -> None:
     """
     import transformers
 
+    from gqa.checkpoint.console import Watcher
     from gqa.checkpoint.loading import ranks
-    from gqa.convert.merge.watcher import Watcher
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
     from gqa.uptrain.summary import plan_record, plan_text, result_text

@@ -17,8 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.identity import file_digests
-from gqa.checkpoint.provenance import without_place
+from gqa.checkpoint.provenance import file_digests, without_place
 from gqa.convert.merge.self_samples import SampledBlocks
 from gqa.convert.merge.text_pairs import PairMaker
 from gqa.corpus.alpha import Heldout, hold_back, hold_back_of_each, n_blocks_for, reading_order, shares_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from gqa.checkpoint.errors import DivergedError, RefusedError, StoppedError
-from gqa.checkpoint.identity import checkpoint_digest
+from gqa.checkpoint.provenance import checkpoint_digest
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.log import Log
 from gqa.uptrain.options import Schedule

@@ -23,17 +23,24 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.devices import find_device, out_of_memory
+from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import beside, open_model
-from gqa.checkpoint.loading import check_predicts_tokens, load_model, positions, ranks, read_auto_config
+from gqa.checkpoint.loading import (
+    check_predicts_tokens,
+    find_device,
+    load_model,
+    load_tokenizer,
+    out_of_memory,
+    positions,
+    ranks,
+    read_auto_config,
+)
 from gqa.checkpoint.names import follow_prefix, sources, tied_names
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import OutputDirectory, require_space
 from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_blocks
 from gqa.convert.merge.text_pairs import PairMaker
-from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import is_self, parse_self
 from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_pairs, open_sampled

@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
-from gqa.checkpoint.loading import ranks
+from gqa.checkpoint.loading import out_of_memory, ranks
 from gqa.checkpoint.write import fsync_directory, locked, write_text
 from gqa.uptrain.options import differences
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import ModelConfig, read_config, valid_groups
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.layerwise import Stream
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.convert.methods import MEASURING
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.targets import as_it_is

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gqa.checkpoint.devices import native_bfloat16
+from gqa.checkpoint.loading import native_bfloat16
 from gqa.checkpoint.write import write_tensor
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.merge.closed_form import LayerResult, Task, closed_form, mean_squares, position_weights

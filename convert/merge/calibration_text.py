@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import read_config
 from gqa.corpus.alpha import permutation
 from gqa.corpus.repeats import mixed

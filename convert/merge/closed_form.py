@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from gqa.checkpoint.devices import as_float64, float64_device
+from gqa.checkpoint.loading import as_float64, float64_device
 from gqa.convert.heads.family import Rotary
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.maps import HeadMaps, query_order

@@ -14,15 +14,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gqa.checkpoint.devices import out_of_memory
+from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import CorruptError, RefusedError
-from gqa.checkpoint.identity import checkpoint_digest
-from gqa.checkpoint.provenance import versions
+from gqa.checkpoint.loading import out_of_memory
+from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps import StoredMaps, maps_tensors, save_tensors
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.convert.plan import Plan, searches
 
 

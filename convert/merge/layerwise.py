@@ -26,9 +26,8 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.compat import build_model, initialize, supports_sdpa, tree_map_only, unsaved_names
-from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
-from gqa.checkpoint.loading import concrete_class
+from gqa.checkpoint.loading import concrete_class, out_of_memory
 from gqa.checkpoint.names import Loading
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 

@@ -15,7 +15,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from gqa.checkpoint.devices import as_float64
+from gqa.checkpoint.loading import as_float64
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.family import LayerHeads, Rotary
 from gqa.convert.heads.modules import Change

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import RefusedError
-from gqa.convert.merge.watcher import Watcher
 from gqa.corpus.sources import (
     Source,
     hash_threshold,
@@ -171,7 +171,7 @@ class CalibrationText:
 
 
 def _default_device() -> str:
-    from gqa.checkpoint.devices import default_device
+    from gqa.checkpoint.loading import default_device
 
     return default_device()
 

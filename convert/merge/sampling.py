@@ -15,9 +15,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import sdpa_mask
 
 from gqa.checkpoint.compat import attention_name
-from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.loading import cache_name
+from gqa.checkpoint.loading import cache_name, out_of_memory
 from gqa.convert.merge.layerwise import attend_sdpa, register
 from gqa.corpus.tokens import first_token
 

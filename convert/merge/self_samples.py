@@ -21,17 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.devices import free_memory, native_bfloat16
+from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.identity import checkpoint_digest
-from gqa.checkpoint.loading import FILLED
-from gqa.checkpoint.provenance import versions
+from gqa.checkpoint.loading import FILLED, free_memory, load_tokenizer, native_bfloat16
+from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import replacing
 from gqa.convert.heads.config import read_config
 from gqa.convert.merge.sampling import samples
-from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.repeats import MIX, mixed
 from gqa.corpus.tokens import Block, first_token

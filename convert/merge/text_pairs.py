@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gqa.checkpoint.devices import native_bfloat16
+from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.loading import load_model, load_tokenizer, native_bfloat16
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.sampling import samples
 from gqa.convert.merge.self_samples import (
@@ -27,7 +26,6 @@ from gqa.convert.merge.self_samples import (
     samples_identity,
     store_batches,
 )
-from gqa.convert.merge.watcher import Watcher
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import Source, row_digest
 from gqa.corpus.tokens import Ints, check_ids

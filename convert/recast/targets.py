@@ -10,8 +10,8 @@ from typing import Any
 
 from gqa.checkpoint.custom_code import BY_LAYER, PREFIX, auto_map, file_of, loads_as_decilm, stand_in
 from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
+from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import Checkpoint, read_json
-from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import KVCache, kv_cache, read_config, read_top, transformers_config, valid_groups
 from gqa.convert.heads.families import custom
 from gqa.convert.heads.family import Groups, query_heads

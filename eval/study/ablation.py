@@ -16,10 +16,9 @@ from typing import Any
 import click
 
 from gqa.checkpoint.console import progress_bar
-from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain, one_line
-from gqa.checkpoint.identity import checkpoint_digest
-from gqa.checkpoint.provenance import portable, without_place
+from gqa.checkpoint.loading import out_of_memory
+from gqa.checkpoint.provenance import checkpoint_digest, portable, without_place
 from gqa.convert import convert_checkpoint
 from gqa.convert.methods import METHODS
 from gqa.convert.plan import make_plan
