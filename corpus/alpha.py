@@ -7,7 +7,6 @@ documents are identified by a hash of their text, so no seed, alpha or other sou
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError
 from gqa.corpus.sources import hash_threshold, is_below
-from gqa.corpus.tokens import Documents, Ints
+from gqa.corpus.tokens import Documents, Ints, permutation
 
 
 @dataclass(frozen=True)
@@ -95,20 +94,6 @@ def n_blocks_for(
         length = f"tokens is {tokens}" if alpha is None else f"alpha {alpha:g} is {tokens} tokens"
         raise CorpusError(f"{length}, less than one block of {block_size}; give more, or use smaller blocks")
     return tokens // block_size
-
-
-def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
-    """(D,) order of documents with these text digests (D, 32).
-
-    The key is SHA-256(digest, seed, epoch, number of earlier copies of the text), which spreads copies out.
-    """
-    import pandas
-
-    raw = digests.tobytes()
-    copies = pandas.DataFrame(np.frombuffer(raw, np.uint64).reshape(-1, 4)).groupby([0, 1, 2, 3]).cumcount()
-    salts = (f"{seed}:{epoch}:{copy}".encode() for copy in copies)
-    keys = [hashlib.sha256(raw[32 * i : 32 * i + 32] + salt).digest()[:8] for i, salt in enumerate(salts)]
-    return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
 
 
 def reading_order(

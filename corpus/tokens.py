@@ -3,12 +3,17 @@
 A document gets BOS before it (if the tokenizer adds one) and EOS after it. Text that spells a special token stays text.
 Consecutive documents are cut into blocks without padding, so a block depends on the list of documents and its number,
 not on batches or ranks.
+
+Some blocks are made to repeat themselves, which trains recall from the context: the second copy of a passage can be
+predicted from the first, whatever it says. Self-generated text hardly exercises the heads that look things up; a model
+that is calibrated or trained on plain text alone has a low perplexity but loses recall.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -30,6 +35,11 @@ Ints = NDArray[np.int64]
 Block = dict[str, Ints]
 
 _BATCH = 64  # documents tokenised at a time
+SHORTEST = 16  # tokens of a repeated passage: shorter ones are predicted without the first copy
+# Shares of the kinds of blocks; docs/results.md compares others.
+MIX = {"plain": 0.5, "tiled": 0.25, "random": 0.25}
+BEFORE = 7  # earlier blocks from which a random block draws tokens too
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -197,6 +207,20 @@ def check_ids(largest: int, vocabulary: int, name: str) -> None:
         )
 
 
+def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
+    """(D,) order of documents with these text digests (D, 32).
+
+    The key is SHA-256(digest, seed, epoch, number of earlier copies of the text), which spreads copies out.
+    """
+    import pandas
+
+    raw = digests.tobytes()
+    copies = pandas.DataFrame(np.frombuffer(raw, np.uint64).reshape(-1, 4)).groupby([0, 1, 2, 3]).cumcount()
+    salts = (f"{seed}:{epoch}:{copy}".encode() for copy in copies)
+    keys = [hashlib.sha256(raw[32 * i : 32 * i + 32] + salt).digest()[:8] for i, salt in enumerate(salts)]
+    return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
+
+
 class Blocks:
     """Documents in an order, cut into blocks: a map-style data set for a DataLoader without shuffling.
 
@@ -239,3 +263,33 @@ def pack(documents: Iterable[Any], size: int, rest: Any = ()) -> Iterator[tuple[
         for begin in range(0, len(rest) - size + 1, size):
             yield {"input_ids": rest[begin : begin + size]}, rest[begin + size :]
         rest = rest[len(rest) // size * size :]
+
+
+def tiled(block: Ints, random: np.random.Generator) -> Ints:
+    """Repeat the first `lag` tokens of a block (T,) to its end, `lag` uniform in T/8 ... T/2."""
+    length = len(block)
+    lag = random.integers(max(length // 8, 1), max(length // 2, 1), endpoint=True)
+    return np.resize(block[:lag], length)
+
+
+def mixed(blocks: Callable[[int], Ints], index: int, seed: int, lead: int, *, first: int = 0) -> Ints:
+    """Block `index` (T,), plain or repeating itself, with the shares of `MIX`.
+
+    It depends on the index, the seed and the `BEFORE` earlier blocks, not on the number of blocks.
+
+    Args:
+        blocks: Index -> plain block.
+        lead: Tokens at the start of each block that do not change: BOS.
+        first: The first block that exists.
+    """
+    plain = blocks(index)
+    head, block = plain[:lead], plain[lead:]
+    # Multiples of the golden ratio are spread evenly, so each kind has its share in any run of blocks.
+    kind = list(MIX)[int(np.searchsorted(np.cumsum(list(MIX.values())), index * _GOLDEN % 1.0, side="right"))]
+    if kind == "plain" or len(block) < 2 * SHORTEST:
+        return plain
+    random = np.random.default_rng([seed, index])
+    if kind == "random":
+        before = [blocks(number)[lead:] for number in range(max(first, index - BEFORE), index)]
+        block = random.choice(np.concatenate([*before, block]), len(block))
+    return np.concatenate([head, tiled(block, random)])

@@ -21,14 +21,13 @@ from gqa.checkpoint.loading import find_device, load_model, out_of_memory, ranks
 from gqa.checkpoint.provenance import request, versions
 from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.corpus.windows import Window
 from gqa.eval.cache_bits import layers_with_cache, quantise_cache
 from gqa.eval.decode import REPEATS, decode_contexts, measure_decode
 from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
 from gqa.eval.memory import fit
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
-from gqa.eval.scoring import Scores, score
+from gqa.eval.scoring import Scores, Window, score
 from gqa.eval.statistics import Floats, kl_statistics, paired_ratio
 from gqa.eval.subjects import Subject, open_subjects, with_bits
 from gqa.eval.text import Text, choose_context, perplexity, read_text

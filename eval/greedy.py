@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.corpus.windows import Window
+from gqa.eval.scoring import Window
 from gqa.eval.statistics import mean_interval
 
 STEPS = 64

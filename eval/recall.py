@@ -1,7 +1,7 @@
 """Recall of the context, which perplexity hardly shows: repeated passages, values by their keys, passkeys. No data is
 needed: passages are from text, from self-generated text, or random tokens.
 
-A question is a window (`gqa.corpus.windows`). Its answers are the predictions that the context determines; an answer is
+A question is a window (`gqa.eval.scoring`). Its answers are the predictions that the context determines; an answer is
 right if it is the most probable token.
 """
 
@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gqa.corpus.windows import Window
-from gqa.eval.scoring import Scores
+from gqa.eval.scoring import Scores, Window
 from gqa.eval.statistics import mean_interval
 
 Ints = NDArray[np.integer[Any]]

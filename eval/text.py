@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import parse_source
-from gqa.corpus.windows import Window, rolling_windows
 from gqa.eval.options import EvaluateOptions
+from gqa.eval.scoring import Window, rolling_windows
 from gqa.eval.statistics import Floats
 from gqa.eval.subjects import Subject
 

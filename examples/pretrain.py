@@ -30,8 +30,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gqa.corpus.repeats import tiled
 from gqa.corpus.stdlib import stdlib_texts
+from gqa.corpus.tokens import tiled
 
 BOS, EOS = 1, 2
 LOG = "training_log.jsonl"

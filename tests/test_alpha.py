@@ -13,9 +13,9 @@ import pytest
 from documents import documents_of, texts_of, tokenised, write
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.alpha import Heldout, hold_back_of_each, n_blocks_for, permutation, reading_order
+from gqa.corpus.alpha import Heldout, hold_back_of_each, n_blocks_for, reading_order
 from gqa.corpus.sources import parse_source, row_digest
-from gqa.corpus.tokens import Blocks, Documents, tokenise
+from gqa.corpus.tokens import Blocks, Documents, permutation, tokenise
 
 ALPHAS = (0.01, 0.05, 0.3, 1.0)
 SIZE = 64

@@ -14,15 +14,14 @@ from embedded import SOURCE, bring_class, bring_tokenizer, copy_source, tokenize
 from test_calibration import Told
 from torch import Tensor
 
-import gqa.convert.merge.calibration_text as module
+import gqa.convert.merge.options as module
 from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.budget import FITTED, MEASURED, _text
 from gqa.convert.merge.options import CalibrationText, MapsOptions
-from gqa.corpus.alpha import permutation
 from gqa.corpus.sources import parse_source
-from gqa.corpus.tokens import Blocks, Encoder, tokenise
+from gqa.corpus.tokens import Blocks, Encoder, permutation, tokenise
 
 LENGTH = 16
 
@@ -49,7 +48,7 @@ def test_no_more_is_tokenised_than_is_needed(tmp_path: Path, monkeypatch: pytest
             read.extend(texts)
             return super().tokens(texts)
 
-    for place in ("convert.merge.calibration_text", "corpus.tokens"):
+    for place in ("convert.merge.options", "corpus.tokens"):
         monkeypatch.setattr(f"gqa.{place}.Encoder", Counted)
     found = blocks(source, 4)
     assert found.shape == (4, LENGTH)

@@ -11,9 +11,8 @@ from evaluations import model_directory
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.corpus.windows import Window
 from gqa.eval.greedy import agreement, continued, prompts
-from gqa.eval.scoring import score
+from gqa.eval.scoring import Window, score
 
 STEPS = 16
 OPENINGS = [[1, 300 + n, 40 * n + 700, *range(900, 900 + n)] for n in range(4)]  # of four lengths

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gqa.corpus.repeats import mixed, tiled
+from gqa.corpus.tokens import mixed, tiled
 
 LENGTH = 256
 BLOCK = np.arange(1000, 1000 + LENGTH)  # no token twice: what stands twice was copied

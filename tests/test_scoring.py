@@ -16,9 +16,8 @@ from tokenizers.processors import TemplateProcessing
 
 import gqa.corpus.likelihood
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.corpus.windows import Window
 from gqa.eval import scoring
-from gqa.eval.scoring import score
+from gqa.eval.scoring import Window, score
 from gqa.eval.text import encode, make_text, perplexity
 
 TEXTS = texts(4, 1500)

@@ -12,8 +12,7 @@ import pytest
 from documents import lines, write
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.files import ALLOWED
-from gqa.corpus.sources import parse_source, parse_sources
+from gqa.corpus.sources import ALLOWED, parse_source, parse_sources
 
 # Whatever a loader that guesses types would turn into something else, and whatever could be cut in two.
 TEXTS = [

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from gqa.corpus.windows import Window, batches, rolling_windows
+from gqa.eval.scoring import Window, batches, rolling_windows
 
 P = 99  # the prefix
 

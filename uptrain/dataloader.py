@@ -22,10 +22,9 @@ from gqa.convert.merge.self_samples import SampledBlocks
 from gqa.convert.merge.text_pairs import PairMaker
 from gqa.corpus.alpha import Heldout, hold_back, hold_back_of_each, n_blocks_for, reading_order, shares_of
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenise_pairs
-from gqa.corpus.repeats import mixed
 from gqa.corpus.sources import Source, is_self, parse_self, parse_source, parse_sources, row_digest
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Block, Blocks, Documents, Encoder, pack, tokenise
+from gqa.corpus.tokens import Block, Blocks, Documents, Encoder, mixed, pack, tokenise
 from gqa.uptrain.defaults import settle_steps
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.training_model import Batch
@@ -38,7 +37,7 @@ MakePairs = Callable[[int], PairMaker]  # tokens of a side -> the teacher, which
 @dataclass(frozen=True)
 class Dataloader:
     """Step s trains on blocks s * B to (s + 1) * B after the `first` ones, in order, B being the batch. With
-    `options.repeats` half of the blocks repeat themselves (`gqa.corpus.repeats`).
+    `options.repeats` half of the blocks repeat themselves (`mixed` in corpus/tokens.py).
 
     `options`: with block and batch decided. `fingerprint`: equal if the data is equal. `summary`: the data in words.
     `heldout`: held-out blocks. `make`: makes pairs of blocks for an encoder-decoder. `mean`: tokens of a block on

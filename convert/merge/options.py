@@ -1,4 +1,4 @@
-"""How maps are found, and who is told of it. Imports no torch."""
+"""How maps are found, and the text that they are calibrated on. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import RefusedError
@@ -20,12 +22,14 @@ from gqa.corpus.sources import (
     split_weight,
     weighted,
 )
+from gqa.corpus.tokens import Encoder, Ints, check_ids, mixed, permutation
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gqa.checkpoint.read import Checkpoint
 
+_CHARACTERS = 256  # of text that are looked at for every token that is taken, which is some four of them
 AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
 
 
@@ -34,7 +38,7 @@ class CalibrationText:
     """`sources` as `parse_sources` reads them, or `self[:plain][:TOKENS][@WEIGHT]`; `tokens` in all, in blocks of
     `length`; of an encoder-decoder, so many pairs of sources and targets of at most `length`. `field` is the column of
     text of files and data sets; `target_field` that of what its decoder writes.
-    `repeats`: half of the blocks repeat themselves (`gqa.corpus.repeats`), but those of `self:plain` and pairs.
+    `repeats`: half of the blocks repeat themselves (`mixed` in corpus/tokens.py), but those of `self:plain` and pairs.
     `trust_remote_code`: tokenizer and model may be code that comes along. Documents of the source `heldout`, or those
     below the hash of `heldout_fraction`, are left out of whatever is read.
     """
@@ -79,7 +83,6 @@ class CalibrationText:
         return inputs
 
     def _pairs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
-        from gqa.convert.merge.calibration_text import read_blocks
         from gqa.convert.merge.text_pairs import PairMaker
 
         trusted = self.trust_remote_code
@@ -106,7 +109,6 @@ class CalibrationText:
         import torch
 
         from gqa.checkpoint.loading import load_model
-        from gqa.convert.merge.calibration_text import read_blocks
         from gqa.convert.merge.self_samples import sampled_blocks
 
         if self.target_field:
@@ -168,6 +170,46 @@ class CalibrationText:
                 "of gqa-ablate --calibration-tokens)"
             )
         return shares
+
+
+def read_blocks(
+    checkpoint: Checkpoint, source: Source, tokens: int, length: int, seed: int, repeats: bool,
+    trust_remote_code: bool = False,
+) -> Ints:  # fmt: skip
+    """(N, length) pieces of many documents, which say more than a few whole ones; with `repeats` a part of them repeats
+    itself, in the shares of what a model writes. Raises RefusedError and CorpusError.
+
+    No more is tokenised than they come from: documents in an order that hashes of their texts and the seed decide, as
+    many as hold _CHARACTERS a token.
+    """
+    from gqa.checkpoint.loading import load_tokenizer
+    from gqa.convert.heads.config import read_config
+
+    encoder = Encoder(load_tokenizer(checkpoint, trust_remote_code, instead="use self"))
+    digests, characters = zip(*((row_digest(text), len(text)) for text in source.texts()), strict=True)
+    order = permutation(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32), seed)
+    reached, wanted = np.cumsum(np.array(characters)[order]), _CHARACTERS * tokens
+    stream = _encoded(source, order[: int(np.searchsorted(reached, wanted)) + 1], encoder)
+    if len(stream) < tokens:  # long words
+        stream = _encoded(source, order, encoder)
+    if len(stream) < length:
+        raise RefusedError(f"{source.spec} has {len(stream)} tokens, fewer than one block of {length}; give more text")
+    pieces = stream[: len(stream) // length * length].reshape(-1, length)
+    blocks: Ints = pieces[np.linspace(0, len(pieces) - 1, min(tokens // length, len(pieces))).astype(int)]
+    vocabulary = read_config(checkpoint.config, checkpoint.name).text.vocab_size
+    check_ids(int(blocks.max()), vocabulary, checkpoint.name)
+    if not repeats:
+        return blocks
+    lead = int((blocks[:, 0] == blocks[0, 0]).all())
+    return np.stack([mixed(blocks.__getitem__, index, seed, lead) for index in range(len(blocks))])
+
+
+def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
+    """The tokens of the documents of these numbers, one after the other in their order."""
+    numbers = set(chosen.tolist())
+    read = (text for number, text in enumerate(source.texts()) if number in numbers)
+    parts = dict(zip(sorted(numbers), (np.array(tokens, np.int64) for _, tokens in encoder.encode(read)), strict=True))
+    return np.concatenate([parts[number] for number in chosen.tolist()])
 
 
 def _default_device() -> str:

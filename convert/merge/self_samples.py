@@ -30,8 +30,7 @@ from gqa.checkpoint.write import replacing
 from gqa.convert.heads.config import read_config
 from gqa.convert.merge.sampling import samples
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
-from gqa.corpus.repeats import MIX, mixed
-from gqa.corpus.tokens import Block, first_token
+from gqa.corpus.tokens import MIX, Block, first_token, mixed
 
 SAMPLED = 64  # sequences sampled together at most
 SAMPLED_BYTES = 1 << 30  # that their caches may fill
@@ -44,7 +43,7 @@ class SampledBlocks:
     """Blocks of `size` tokens that a model wrote: {"input_ids": (size,) int64}. Files of `directory` have `batch` each.
 
     lead: tokens at the beginning of each block that belong there (BOS); plain: they are as the model wrote them, else a
-    part of them repeats itself (`gqa.corpus.repeats`).
+    part of them repeats itself (`mixed` in corpus/tokens.py).
     """
 
     directory: Path
