@@ -1,20 +1,23 @@
-"""How the heads of a group become one: every method is one entry, registered here.
+"""The methods, and their arithmetic: how the heads of a group become one.
 
 `mean` and `first` are the pooling of arXiv 2305.13245, section 2.1 and figure 4; `random` is that figure's control. The
-others look at the model: their maps are found first (`gqa.convert.merge.find_maps`) and then applied, and their
-function pools the modules that have none (those of layers that predict further tokens).
+others look at the model: their maps are computed first (`gqa.convert.merge.find_maps`) and then applied; modules that
+have none (those of layers that predict further tokens) are pooled.
+
+Letters: H query heads, Hk key/value heads, G groups of m = Hk / G, d and e the dimensions of a key and a value head.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.heads.family import QUERY_ROLES
-from gqa.convert.maps import HeadMaps, StoredMaps
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -22,8 +25,153 @@ if TYPE_CHECKING:
     from gqa.convert.heads.family import Role
     from gqa.convert.heads.modules import Change
 
-Pooling = Callable[[int, int], HeadMaps]
-Finder = Callable[..., "Iterator[tuple[str, HeadMaps]]"]
+
+@dataclass(frozen=True)
+class HeadMaps:
+    """What becomes of the heads of one attention layer.
+
+    key: (G, d, m * d), `W_K'[j] = key[j] @ stack(W_K of the group)`; or (G, m) weights, short for blocks key[j, a] * I.
+    value: (G, e, m * e) or (G, m), the same for values. Both hold for biases too.
+    query: (H, d, d), `W_Q'[i] = query[i] @ W_Q[i]`; None for the identity.
+    output: (H * e, H * e), `W_O' = W_O @ output` with W_O (D, H * e); None for the identity.
+    order: (Hk,) which source head stands where before neighbours are merged; its query heads go with it.
+    """
+
+    key: Tensor
+    value: Tensor
+    query: Tensor | None = None
+    output: Tensor | None = None
+    order: tuple[int, ...] | None = None
+
+    def merge(self, role: Role, heads: Tensor) -> Tensor:
+        """Keys or values (Hk, rows, *rest) -> (G, rows, *rest); queries and outputs (H, rows, *rest) -> the same.
+
+        Summed in float32 (float64 for F64) and rounded once.
+        """
+        if self.order is not None:
+            heads = heads[query_order(self.order, len(heads))]
+        if role in QUERY_ROLES:
+            return self._reshape(role, heads)
+        weights = self.value if role == "value" else self.key
+        if weights.ndim == 2:
+            return _pooled(heads, weights)
+        groups, rows, width = weights.shape
+        if heads.shape[1] * (heads.shape[0] // groups) != width:  # a row or so of each head: a norm, a gate
+            return _pooled(heads, weights.new_full((groups, heads.shape[0] // groups), groups / heads.shape[0]))
+        merged = heads.new_empty(groups, rows, *heads.shape[2:])
+        if not heads.is_meta:
+            members = heads.unflatten(0, (groups, -1)).flatten(1, 2)  # (G, m * d, *rest)
+            for j in range(groups):
+                merged[j] = _product(weights[j], members[j])
+        return merged
+
+    def _reshape(self, role: Role, heads: Tensor) -> Tensor:
+        maps = self.query if role == "query" else self.output
+        if maps is None or heads.is_meta:
+            return heads
+        if role == "output":  # heads are W_O's transposed: (W_O C)^T = C^T W_O^T
+            return _product(maps.T, heads.flatten(0, 1)).to(heads.dtype).view_as(heads)
+        if heads.shape[1] != maps.shape[1]:  # one number of each head: a sink
+            return heads
+        changed = heads.clone()
+        for head, matrix in enumerate(maps):
+            changed[head] = _product(matrix, heads[head])
+        return changed
+
+
+def query_order(order: tuple[int, ...], heads: int) -> list[int]:
+    """The same order for `heads` = r Hk query heads, r of which read each key/value head."""
+    per_head = heads // len(order)
+    return [head * per_head + i for head in order for i in range(per_head)]
+
+
+def _product(matrix: Tensor, rows: Tensor) -> Tensor:
+    """(n, k) @ (k, *rest) in float32, in float64 for rows of float64."""
+    import torch
+
+    precise = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    product = matrix.to(precise) @ rows.to(precise).reshape(len(rows), -1)
+    return product.view(len(matrix), *rows.shape[1:])
+
+
+def _pooled(heads: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums (G, rows, *rest) of the heads (Hk, rows, *rest) of each group, (G, m) weights."""
+    import torch
+
+    groups, per_group = weights.shape
+    merged = heads.new_empty(groups, *heads.shape[1:])
+    if heads.is_meta:
+        return merged
+    precise = torch.float64 if heads.dtype == torch.float64 else torch.float32
+    members = heads.unflatten(0, (groups, per_group))  # (G, m, rows, *rest)
+    for j, row in enumerate(weights.tolist()):
+        total: Tensor | None = None
+        for head, weight in zip(members[j], row, strict=True):  # one at a time: the wide numbers stay in the cache
+            if weight:  # times zero, an Inf of an unused head would become a NaN of the group
+                wide = head.to(precise)
+                total = wide * weight if total is None else total.add_(wide, alpha=weight)
+        merged[j] = 0 if total is None else total
+    return merged
+
+
+MAPS = ("key", "value", "query", "output")
+
+
+@dataclass(frozen=True)
+class StoredMaps:
+    """The maps of a model in safetensors `files`, one for each finished layer (of methods that read weights: module).
+
+    Of every attention module `MODULE/key`, `/value`, `/query`, `/output`, `/order` (see HeadMaps); whole tensors that
+    replace those of the result, in its layout, have its names.
+    description: how they were made, as JSON: the method, its options, the text.
+    """
+
+    files: tuple[Path, ...]
+    description: Mapping[str, Any]
+
+    @cached_property
+    def names(self) -> Mapping[str, Any]:
+        """The open file of each tensor, by the tensor's name."""
+        from safetensors import safe_open
+
+        opened: list[Any] = [safe_open(file, framework="pt") for file in self.files]
+        return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
+
+    @cached_property
+    def of(self) -> Callable[[str], HeadMaps | None]:
+        """From the path of an attention module to its maps; None where there are none.
+
+        The last ones are kept, since the four projections of a module are merged one after another.
+        """
+        return lru_cache(maxsize=2 * DEFAULT_JOBS)(self._read)
+
+    def _read(self, module: str) -> HeadMaps | None:
+        parts = {part: self.tensor(f"{module}/{part}") for part in MAPS if f"{module}/{part}" in self.names}
+        if not parts:
+            return None
+        order = f"{module}/order"
+        return HeadMaps(**parts, order=tuple(self.tensor(order).tolist()) if order in self.names else None)
+
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self.names[name].get_tensor(name)
+        return tensor
+
+
+def mean(kv: int, groups: int) -> HeadMaps:
+    """Every head of a group counts alike: weights 1 / m, m = Hk / G."""
+    import torch
+
+    weights = torch.full((groups, kv // groups), groups / kv, dtype=torch.float64)
+    return HeadMaps(key=weights, value=weights)
+
+
+def first(kv: int, groups: int) -> HeadMaps:
+    """The first head of each group stands for it."""
+    import torch
+
+    weights = torch.zeros(groups, kv // groups, dtype=torch.float64)
+    weights[:, 0] = 1.0
+    return HeadMaps(key=weights, value=weights)
 
 
 @dataclass(frozen=True)
@@ -32,26 +180,24 @@ class Method:
 
     needs: What it looks at besides the number of heads: nothing, the `weights`, or `text` that runs through the model.
     cost: What it takes, in words. result: What the heads of the result are, in words.
-    pool: From (Hk, G) to maps; of a method that looks at the model, for what its maps do not cover.
+    pool: From (Hk, G) to maps; of a method that looks at the model, for modules without maps.
     redraws: Whether projections are drawn at random instead.
-    guesses: Whether it supposes that what layers are given can be guessed (`heads/blocks.py`).
+    guesses: Whether it estimates the inputs of layers from the weights (`heads/blocks.py`).
     refines: Whether layers are trained after the closed form, so that whole tensors replace those of the model.
-    finder: `module:function` that finds the maps of what looks at `weights`, loaded when it is called for: see `find`.
     """
 
     name: str
     needs: Literal["nothing", "weights", "text"]
     cost: str
     result: str
-    pool: Pooling
+    pool: Callable[[int, int], HeadMaps] = mean
     redraws: bool = False
     guesses: bool = False
     refines: bool = False
-    finder: str = ""
 
     @property
     def aligns(self) -> bool:
-        """Whether it looks at the model: its maps are found first and then applied."""
+        """Whether it looks at the model: its maps are computed first and then applied."""
         return self.needs != "nothing"
 
     @property
@@ -64,82 +210,35 @@ class Method:
         """Whether a seed decides the result: that of random heads, or of text."""
         return self.redraws or self.reads_text
 
-    @property
-    def find(self) -> Finder:
-        """A plan, whether to search for the best groups, a device -> path and maps of each attention module."""
-        module, _, function = self.finder.partition(":")
-        finder: Finder = getattr(import_module(module), function)
-        return finder
 
-
-METHODS: dict[str, Method] = {}
-AUTO = "auto"  # the best of those that need nothing but weights (`gqa.convert.plan._choose`)
+# From the quickest on to the one that loses least.
+_METHODS = (
+    Method("mean", "nothing", "seconds", "the mean of each group"),
+    Method("first", "nothing", "seconds", "the first of each group", first),
+    Method("random", "nothing", "seconds", "drawn at random, a control of no use untrained", redraws=True),
+    Method("procrustes", "weights", "seconds", "rotated to agree, then the mean"),
+    Method("aligned", "weights", "minutes", "the closed form on inputs guessed from weights", guesses=True),
+    Method("calibrated", "text", "three forward passes", "the closed form on inputs from text"),
+    Method("refined", "text", "minutes a layer", "calibrated, then trained layer by layer", refines=True),
+)
+METHODS = {method.name: method for method in _METHODS}
+AUTO = "auto"  # the best of those that need nothing but weights (`gqa.convert.plan`)
+AUTOMATIC = tuple(method.name for method in _METHODS if not method.draws)  # what AUTO may turn out to be
+MEASURING = "calibrated"  # by which layers are measured that shall have different numbers of heads
 GROUPINGS = ("auto", "contiguous", "search")
 
 
-def register(
-    name: str, needs: Literal["nothing", "weights", "text"], cost: str, result: str, **told: Any
-) -> Callable[[Pooling], Pooling]:
-    """A decorator that makes a function from (Hk, G) to HeadMaps a method of that name."""
-
-    def add(pool: Pooling) -> Pooling:
-        METHODS[name] = Method(name, needs, cost, result, pool, **told)
-        return pool
-
-    return add
-
-
-@register("mean", "nothing", "seconds", "the mean of each group")
-def mean(kv: int, groups: int) -> HeadMaps:
-    """Every head of a group counts alike: weights 1 / m, m = Hk / G."""
-    import torch
-
-    weights = torch.full((groups, kv // groups), groups / kv, dtype=torch.float64)
-    return HeadMaps(key=weights, value=weights)
-
-
-@register("first", "nothing", "seconds", "the first of each group")
-def first(kv: int, groups: int) -> HeadMaps:
-    """The first head of each group stands for it."""
-    import torch
-
-    weights = torch.zeros(groups, kv // groups, dtype=torch.float64)
-    weights[:, 0] = 1.0
-    return HeadMaps(key=weights, value=weights)
-
-
-_FROM_WEIGHTS = "gqa.convert.merge.from_weights:from_weights"
-register("random", "nothing", "seconds", "drawn at random, a control of no use untrained", redraws=True)(mean)
-register("procrustes", "weights", "seconds", "rotated to agree, then the mean", finder=_FROM_WEIGHTS)(mean)
-_EXPECTED = "the closed form on inputs guessed from weights"
-register("aligned", "weights", "minutes", _EXPECTED, guesses=True, finder=_FROM_WEIGHTS)(mean)
-_FITTED = "the closed form on inputs from text"
-register("calibrated", "text", "three forward passes", _FITTED)(mean)
-_TRAINED = "calibrated, then trained layer by layer"
-register("refined", "text", "minutes a layer", _TRAINED, refines=True)(mean)
-
-MEASURING = "calibrated"  # by which layers are measured that shall have different numbers of heads
-AUTOMATIC = tuple(method.name for method in METHODS.values() if not method.draws)  # what AUTO may turn out to be
-ALIGNING = tuple(method.name for method in METHODS.values() if method.aligns)
-
-
-def best(fits: Callable[[Method], bool]) -> list[str]:
-    """The method to advise of those that look at the model and fit: they are registered from the quickest on to the
-    one that loses least. Empty where none fits.
-    """
-    return [method.name for method in METHODS.values() if method.aligns and fits(method)][-1:]
-
-
 def instead(fits: Callable[[Method], bool]) -> str:
-    """`aligned, mean or first`: what to use where a method cannot be used, without the control."""
-    plain = [method.name for method in METHODS.values() if not (method.aligns or method.redraws)]
-    *others, last = [*best(fits), *plain]
-    return f"{', '.join(others)} or {last}"
+    """`aligned, mean or first`: what to use where a method cannot be used. Of the methods that look at the model and
+    fit it is the one that loses least.
+    """
+    best = [name for name, method in METHODS.items() if method.aligns and fits(method)][-1:]
+    return f"{', '.join([*best, 'mean'])} or first"
 
 
 @dataclass(frozen=True)
 class Merging:
-    """A method with its options, and the maps that it found where it looks at the model."""
+    """A method with its options, and its maps where it looks at the model."""
 
     method: str = "mean"
     seed: int = 0

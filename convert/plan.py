@@ -1,23 +1,45 @@
 """Checkpoint + family + options -> Plan: every output tensor and byte, every reason to refuse, before any writing."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES
-from gqa.checkpoint.errors import RefusedError, alternatives
+from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
 from gqa.checkpoint.files import TensorSpec, byte_size, shard_names
+from gqa.checkpoint.loading import concrete_class, quiet_transformers
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.blocks import can_guess_inputs
-from gqa.convert.heads.config import ConfigEdit, KVCache, ModelConfig, edit_config, kv_cache, read_config, valid_groups
+from gqa.convert.heads.config import (
+    ConfigEdit,
+    KVCache,
+    ModelConfig,
+    edit_config,
+    kv_cache,
+    read_config,
+    transformers_config,
+    valid_groups,
+    without_quantisation,
+)
 from gqa.convert.heads.family import Groups, Layout, Rule, Symmetry
-from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, cached_layers, module_changes
-from gqa.convert.load_check import check_loads
-from gqa.convert.methods import ALIGNING, AUTO, METHODS, Merging, best, instead
-from gqa.convert.recast.parts import View
-from gqa.convert.recast.targets import recast
+from gqa.convert.heads.modules import (
+    ZERO_3,
+    AttentionModule,
+    Change,
+    attention_modules,
+    cached_layers,
+    module_changes,
+)
+from gqa.convert.methods import AUTO, METHODS, Merging, instead
+from gqa.convert.recast.targets import RECAST_TYPES, recast
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LISTED = 3  # names listed in a message
 _MOST_GROUPS = 100  # that heads can form, of a size: what one of them loses takes milliseconds
 _MOST_PARTITIONS = 20_000  # of all heads into groups
 _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
@@ -126,7 +148,8 @@ def make_plan(
     if dtype is not None and dtype not in _STORED:
         raise RefusedError(f"dtype {dtype!r} is not known; choose {', '.join(_STORED)}")
     given, groups = groups, groups[0] if isinstance(groups, tuple) and len(set(groups)) == 1 else groups
-    checkpoint = recast(checkpoint, groups)
+    if isinstance(groups, tuple) or checkpoint.config.get("model_type") in RECAST_TYPES:
+        checkpoint = recast(checkpoint, groups)
     config = read_config(checkpoint.config, checkpoint.name)
     check_groups(config, given, checkpoint.name)
     modules = attention_modules(checkpoint, config)
@@ -169,10 +192,10 @@ def make_plan(
 def _choose(checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]) -> tuple[str, str]:
     """The best method of those that look at weights alone, and why it is, in words."""
     if isinstance(config.symmetry, str):
-        return next(iter(METHODS)), f"heads of {config.text.model_type} cannot be aligned: {config.symmetry}"
-    guessable = can_guess_inputs(checkpoint, config, modules)
-    (method,) = best(lambda method: method.needs == "weights" and (guessable or not method.guesses))
-    return method, f"what its layers are given can{'' if guessable else 'not'} be guessed from the weights"
+        return "mean", f"heads of {config.text.model_type} cannot be aligned: {config.symmetry}"
+    if can_guess_inputs(checkpoint, config, modules):
+        return "aligned", "what its layers are given can be guessed from the weights"
+    return "procrustes", "what its layers are given cannot be guessed from the weights"
 
 
 def _rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ...]:
@@ -200,7 +223,7 @@ def searches(plan: Plan, grouping: str) -> bool:
         if grouping == "search":
             raise RefusedError(
                 f"--grouping search does not go with --method {plan.merging.method}, which merges neighbours; "
-                f"use --method {', '.join(ALIGNING)}"
+                f"use --method {', '.join(name for name, method in METHODS.items() if method.aligns)}"
             )
         return False
     movable = isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)
@@ -287,7 +310,78 @@ def _warnings(checkpoint: Checkpoint, resort: str) -> Iterable[str]:
         yield "the result brings custom modelling code: other programs load it with trust_remote_code=True"
     elif "auto_map" in checkpoint.config:
         yield "config.json names remote code (auto_map): it is copied, not run; check that it reads the KV-head count"
-    if isinstance(checkpoint, View):
-        yield from checkpoint.warnings
+    yield from checkpoint.warnings
     if checkpoint.left_out:
         yield f"left out, as they are of the old weights: {', '.join(checkpoint.left_out)}"
+
+
+def check_loads(
+    raw: dict[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]], packed: Collection[str], name: str
+) -> Iterator[str]:
+    """Load tensors, name -> (dtype, shape), into the class of a config.json, without any weights. Yields warnings: what
+    transformers does not read, or why this could not be checked.
+
+    Modules with `packed` tensors are left out. Raises RefusedError where transformers would initialise parameters at
+    random, or where a shape is another.
+    """
+    import transformers
+
+    config = transformers_config(without_quantisation(raw))
+    model_class, class_name = concrete_class(config)
+    if model_class is None:
+        yield f"not checked that transformers loads the result: it has no class {class_name or raw['model_type']}"
+        return
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        with quiet_transformers():
+            # Not what a class has in its place, which may ask the hub for more files.
+            _, info = transformers.PreTrainedModel.from_pretrained.__func__(
+                model_class, None, config=config, state_dict=_meta_tensors(tensors, packed), device_map="meta",
+                attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+    except ImportError as error:  # a part of the model needs a library that is not installed
+        yield f"not checked that transformers loads the result: {explain(error)}"
+        return
+    except Exception as error:  # whatever a class raises on nonsense is the config's fault
+        raise CorruptError(
+            f"{name}: transformers cannot build {model_class.__name__} from config.json: {explain(error)}; correct it"
+        ) from error
+    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
+    if problem := _problem(model_class.__name__, set() if packed else missing, unexpected, info["mismatched_keys"]):
+        if (class_name == model_class.__name__ and "auto_map" not in raw) or model_class.__module__.startswith("gqa."):
+            raise RefusedError(f"{name}: {problem}")
+        yield f"transformers' {model_class.__name__} does not load the result, other classes were not tried: {problem}"
+    elif unexpected:
+        yield f"transformers' {model_class.__name__} does not read what is copied as {listing(unexpected, _LISTED)}"
+
+
+def _meta_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]], packed: Collection[str]) -> dict[str, Tensor]:
+    import torch
+
+    modules = {name.rpartition(".")[0] for name in packed}
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, TORCH_DTYPES.get(dtype, "uint8")), device="meta")
+        for name, (dtype, shape) in tensors.items()
+        if name.rpartition(".")[0] not in modules
+    }
+
+
+def _problem(
+    class_name: str, missing: set[str], unexpected: set[str], mismatched: set[tuple[str, Any, Any]]
+) -> str | None:
+    """Why a class does not load tensors, and what to do; None where it does."""
+    for name in sorted(unexpected):
+        if known := next((known for known in sorted(missing) if name.endswith(f".{known}")), None):
+            prefix = name.removesuffix(known)
+            return f"transformers knows {known}, which is stored as {name}; rename its tensors without {prefix!r}"
+    if mismatched:
+        key, stored, expected = min(mismatched, key=lambda one: one[0])
+        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+        advice = ZERO_3 if 0 in stored else "correct config.json, or give the checkpoint that it belongs to"
+        return f"{key} is stored as {list(stored)}, by config.json it is {list(expected)}{more}; {advice}"
+    if missing:
+        return (
+            f"{listing(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} not stored, and {class_name} would "
+            "initialise what is missing at random; correct config.json, or give a checkpoint of the whole model"
+        )
+    return None

@@ -21,7 +21,7 @@ from gqa.checkpoint.provenance import (
     without_place,
 )
 from gqa.convert.heads.family import groups_text
-from gqa.convert.maps import StoredMaps
+from gqa.convert.methods import StoredMaps
 from gqa.convert.plan import Plan
 from gqa.convert.recast.parts import CUSTOM_CODE
 

@@ -1,6 +1,5 @@
 """The arithmetic of merging: what each method yields, in which precision, rounded how often."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from tiny_models import TINY, build
 from torch import Tensor
 
 from gqa.checkpoint.errors import CorruptError
-from gqa.convert import convert_checkpoint, methods, plan
+from gqa.convert import convert_checkpoint, methods
 from gqa.convert.heads.family import Conv1D, Fused, LayerHeads, Layout, ReadsValues, Rule, Separate
 from gqa.convert.heads.modules import Change
-from gqa.convert.maps import HeadMaps
-from gqa.convert.methods import METHODS, Merging
+from gqa.convert.methods import METHODS, HeadMaps, Merging
 
 DIM = 8
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -182,23 +180,17 @@ def test_join_is_the_inverse_of_split(name: str) -> None:
         layout.split(torch.randn([size + 1 for size in shape]), heads)
 
 
-def test_methods_are_registered_by_one_function(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`last`, added here, converts, is refused nothing, and is told of in the card; `turned` finds maps by the function
-    that its entry names, `second`, and no other file is told of it.
-    """
-    monkeypatch.setattr(methods, "METHODS", dict(METHODS))
-    monkeypatch.setattr(plan, "METHODS", methods.METHODS)
+def test_a_method_is_one_entry(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`last`, added here, converts, is refused nothing, and the card names it."""
 
-    @methods.register("last", "nothing", "seconds", "the last of each group")
     def last(kv: int, groups: int) -> HeadMaps:
         weights = torch.zeros(groups, kv // groups, dtype=torch.float64)
         weights[:, -1] = 1.0
         return HeadMaps(key=weights, value=weights)
 
-    methods.register("turned", "weights", "seconds", "the second", finder=f"{__name__}:second")(methods.mean)
-    for method in ("turned", "last"):
-        found = converted(source, 2, tmp_path, method)
-        assert torch.equal(found[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
+    monkeypatch.setitem(METHODS, "last", methods.Method("last", "nothing", "seconds", "the last of each group", last))
+    tensors = converted(source, 2, tmp_path, "last")
+    assert torch.equal(tensors[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
     assert "the last of each group (method last)" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -207,9 +199,3 @@ def test_what_to_use_instead_is_read_off_the_methods() -> None:
     assert methods.instead(lambda method: method.refines) == "refined, mean or first"
     assert methods.instead(lambda method: method.needs == "weights") == "aligned, mean or first"
     assert methods.instead(lambda method: False) == "mean or first"
-
-
-def second(plan: Any, search: bool, device: str) -> Iterator[tuple[str, HeadMaps]]:
-    weights = torch.tensor([[0.0, 1.0]] * 2)
-    for layer in range(plan.config.layers):
-        yield f"model.layers.{layer}.self_attn", HeadMaps(weights, weights.clone())

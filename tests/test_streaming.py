@@ -16,7 +16,7 @@ from training import Runs
 
 from gqa.checkpoint import write as writer
 from gqa.convert import convert_checkpoint, plan_conversion, rewrite
-from gqa.convert.maps import HeadMaps
+from gqa.convert.methods import HeadMaps
 
 MIB = 1 << 20
 

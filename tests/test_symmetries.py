@@ -25,11 +25,11 @@ from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.heads.families.table import FAMILIES
 from gqa.convert.heads.family import Rotary, Symmetry
 from gqa.convert.heads.modules import AttentionModule, attention_modules
-from gqa.convert.maps import HeadMaps
 from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.from_weights import norm_gain
+from gqa.convert.merge.from_weights import from_weights, norm_gain
 from gqa.convert.merge.linear_algebra import slow_dims, unturned
 from gqa.convert.merge.pair import Pair
+from gqa.convert.methods import HeadMaps
 
 SAME = 1e-5  # of the logits' range: the symmetry holds
 RECOVERED = 1e-4
@@ -177,7 +177,7 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
 
 
 def aligned(plan: Plan, search: bool = False) -> dict[str, HeadMaps]:
-    return dict(plan.merging.how.find(plan, search))
+    return dict(from_weights(plan, search))
 
 
 def calibrated(given: dict[str, Tensor], plan: Plan, **options: Any) -> tuple[Calibrator, dict[str, HeadMaps]]:

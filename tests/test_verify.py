@@ -13,7 +13,7 @@ from test_edges import save_bin
 from torch import Tensor
 
 from gqa.checkpoint.write import write_tensor
-from gqa.convert import OutputError, RefusedError, convert_checkpoint, plan_conversion, rewrite, verify
+from gqa.convert import OutputError, RefusedError, convert_checkpoint, plan_conversion, rewrite
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_damaged_copy_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, checksums: bool, says: str | None
 ) -> None:
     """After the shard is written and before it is verified, one bit of it is changed."""
-    monkeypatch.setattr(verify, "BLOCK", 1 << 10)
+    monkeypatch.setattr(rewrite, "BLOCK", 1 << 10)
     source = llama(tmp_path / "m", tensors=weights() | {"z.weight": torch.randn(4096, 64)}, shards=1)
     original = rewrite._write_shard
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from gqa.checkpoint.loading import as_float64, float64_device
 from gqa.convert.heads.family import Rotary
 from gqa.convert.heads.modules import AttentionModule
-from gqa.convert.maps import HeadMaps, query_order
 from gqa.convert.merge.layerwise import Layer
 from gqa.convert.merge.linear_algebra import CUT, pseudo_inverse, ridge, unturned
 from gqa.convert.merge.moments import Moments, find_order, head_maps, heads_of, stack_groups
 from gqa.convert.merge.pair import Pair, Streams, check_finite
+from gqa.convert.methods import HeadMaps, query_order
 from gqa.convert.plan import searches
 
 _MIN_REMAINDER = 1e-2  # floor of 1 - a: below it v - o is lost in float32 rounding

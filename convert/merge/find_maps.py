@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import CorruptError, RefusedError
 from gqa.checkpoint.loading import out_of_memory
 from gqa.checkpoint.provenance import checkpoint_digest, versions
+from gqa.checkpoint.write import replacing
 from gqa.convert.heads.modules import attention_modules
-from gqa.convert.maps import StoredMaps, maps_tensors, save_tensors
 from gqa.convert.merge.calibrate import Calibrator
+from gqa.convert.merge.from_weights import from_weights
 from gqa.convert.merge.options import MapsOptions
+from gqa.convert.methods import MAPS, HeadMaps, StoredMaps
 from gqa.convert.plan import Plan, searches
 
 
@@ -65,7 +68,7 @@ def with_maps(
 def _look_at_weights(plan: Plan, layers: FinishedLayers, search: bool, options: MapsOptions, watcher: Watcher) -> None:
     count = sum(bool(plan.changes_of(module)) for module in attention_modules(plan.checkpoint, plan.config))
     watcher.stage(plan.merging.method, count, "module")
-    for module, maps in plan.merging.how.find(plan, search, options.device):
+    for module, maps in from_weights(plan, search, options.device):
         layers.add(maps_tensors([(module, maps)]))
         watcher.update(1)
 
@@ -107,6 +110,23 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
     return dict(json.loads(json.dumps(description)))
 
 
+def maps_tensors(maps: Iterable[tuple[str, HeadMaps]]) -> dict[str, Tensor]:
+    """The maps of attention modules by their paths -> tensors by the names that `StoredMaps` reads."""
+    tensors: dict[str, Tensor] = {}
+    for module, head_maps in maps:
+        parts = {part: getattr(head_maps, part) for part in MAPS}
+        tensors |= {f"{module}/{part}": tensor.float() for part, tensor in parts.items() if tensor is not None}
+        if head_maps.order is not None:
+            tensors[f"{module}/order"] = torch.tensor(head_maps.order)
+    return tensors
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file whole and durable or not at all."""
+    with replacing(path) as temporary:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+
+
 class FinishedLayers:
     """The layers of one conversion that are finished, in a hidden directory beside `out`: a file for each, and
     `state.safetensors` with what the next one needs, their number and that of all layers.
@@ -140,11 +160,11 @@ class FinishedLayers:
     def add(self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor] | None = None) -> None:
         """Store one more layer, and the state after it; without one it is not kept for another run."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        save_tensors(self.directory / f"{self.count:05d}.safetensors", tensors)
+        _save(self.directory / f"{self.count:05d}.safetensors", tensors)
         self.count += 1
         if state is not None:
             progress = {"description": self._description, "layers": self.count, "of": self.total}
-            save_tensors(self._state, state, {"progress": json.dumps(progress)})
+            _save(self._state, state, {"progress": json.dumps(progress)})
 
     def state(self) -> dict[str, Tensor]:
         """The state after the last finished layer."""

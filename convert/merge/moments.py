@@ -19,7 +19,6 @@ from gqa.checkpoint.loading import as_float64
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.family import LayerHeads, Rotary
 from gqa.convert.heads.modules import Change
-from gqa.convert.maps import HeadMaps
 from gqa.convert.merge.linear_algebra import (
     GroupMaps,
     complex_moments,
@@ -30,7 +29,7 @@ from gqa.convert.merge.linear_algebra import (
     shared_value,
     without_means,
 )  # fmt: skip
-from gqa.convert.methods import first, mean
+from gqa.convert.methods import HeadMaps, first, mean
 
 Group = tuple[int, ...]
 Cost = Callable[[Group], float]

@@ -20,10 +20,9 @@ from gqa.checkpoint.names import stored_tensors
 from gqa.convert.heads.config import target_heads, transformers_config
 from gqa.convert.heads.family import LayerHeads, Symmetry
 from gqa.convert.heads.modules import AttentionModule, attention_modules
-from gqa.convert.maps import HeadMaps
 from gqa.convert.merge.layerwise import Arguments, Layer, Layerwise, Stream
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.methods import mean
+from gqa.convert.methods import HeadMaps, mean
 from gqa.convert.plan import Plan
 
 # (N, T) token ids and masks by the names of the arguments of the model's forward.

@@ -66,7 +66,6 @@ class View(Checkpoint):
 
     source: Checkpoint = field(kw_only=True)
     recipes: Mapping[str, Recipe] = field(kw_only=True)
-    warnings: tuple[str, ...] = ()
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
         """One tensor; what is computed comes in float32 (float64 for F64) and is rounded when it is written."""

@@ -33,6 +33,7 @@ _CUSTOM = tuple(
     for made in family.model_types
 )
 RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *_CUSTOM)
+RECAST_TYPES = tuple(entry.source for entry in RECASTINGS)
 # Where layers shall have different numbers of heads, which no class of transformers builds.
 _BY_LAYER = tuple(Recasting(source, f"{PREFIX}{source}") for source in BY_LAYER)
 # What llama.cpp's converter must find in config.json, as it knows no defaults of our class.
@@ -40,7 +41,8 @@ _READ_FROM_THE_FILE = ("max_position_embeddings", "rms_norm_eps")
 
 
 def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
-    """The checkpoint itself, or a view of it as one of a class that holds `groups` KV heads; of several the first.
+    """A view of the checkpoint as one of a class that holds `groups` KV heads, of several the first; the checkpoint
+    itself if its class does.
 
     Raises RefusedError where no class does, or none expresses what the config says.
     """
@@ -89,7 +91,7 @@ def _candidates(checkpoint: Checkpoint, by_layer: bool) -> list[Recasting]:
 
 def as_it_is(checkpoint: Checkpoint) -> Checkpoint:
     """The same for as many KV heads as the model has: what tells them of any model. Raises RefusedError."""
-    if not any(r.source == checkpoint.config.get("model_type") for r in RECASTINGS):
+    if checkpoint.config.get("model_type") not in RECAST_TYPES:
         return checkpoint
     return recast(checkpoint, query_heads(read_top(checkpoint.config, checkpoint.name)))
 
@@ -161,7 +163,7 @@ def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[s
     ordered = sorted(recipes, key=lambda name: position[recipes[name].sources[0].name])
     tensors = {name: recipes[name].spec(name) for name in ordered}
     fields = {"config": raw | edits, "tensors": tensors, "source": checkpoint, "way": recasting.way, "added": files}
-    return View(**vars(checkpoint) | fields, recipes=recipes, warnings=warnings)
+    return View(**vars(checkpoint) | fields | {"warnings": warnings}, recipes=recipes)
 
 
 # A tokenizer stays what it was when the model type, by which transformers chooses tokenizers, becomes another: files
