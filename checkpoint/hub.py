@@ -1,15 +1,21 @@
-"""Where a model comes from: a local directory, or the hub through huggingface_hub."""
+"""Where a model comes from: a local directory, or the hub through huggingface_hub (which --help does not import)."""
 
+import importlib
+import logging
 import os
 import re
+import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from huggingface_hub import HfApi, HfFileSystem, snapshot_download
+import click
 
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.files import (
@@ -21,7 +27,6 @@ from gqa.checkpoint.files import (
     side_files,
     weight_files,
 )
-from gqa.checkpoint.hub_errors import hub_reason, is_unreachable, quiet
 from gqa.checkpoint.read import Checkpoint, cached_revision, read_checkpoint, read_json
 
 FIRST_BYTES = 2**16  # of a shard at the hub: nearly always its whole header
@@ -30,6 +35,8 @@ _ADVICE = (
     "give a repository with config.json and safetensors or .bin weights "
     "(GGUF and ONNX are made from one, an adapter is merged into one)"
 )
+# Whether a caller from Python wants no progress bars.
+without_bars: ContextVar[bool] = ContextVar("without_bars", default=False)
 
 
 def open_model(
@@ -75,7 +82,7 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
     except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
         if isinstance(error, OSError) and error.errno is not None:  # of this machine: no space, no permission
             raise
-        reason = hub_reason(error, model, revision) or f"{model} at the hub: {type(error).__name__}: {explain(error)}"
+        reason = hub_reason(error) or f"{model} at the hub: {type(error).__name__}: {explain(error)}"
         raise RefusedError(f"there is no directory {model}, and {reason}") from error
 
 
@@ -91,14 +98,17 @@ def beside(model: str, suffix: str) -> Path:
 
 
 def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: bool) -> Checkpoint:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
     directory = _fetch(model, revision, False, "config.json")
     commit, unreachable = directory.name, None
     try:
         names = set(HfApi().list_repo_files(model, revision=commit))
-    except Exception as error:
-        if not is_unreachable(error):
-            raise
-        unreachable = error  # then the cache is all that there is
+    except HfHubHTTPError:
+        raise
+    except Exception as error:  # offline, or there was no answer: then the cache is all that there is
+        unreachable = error
         names = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
     fetch = partial(_fetch, model, commit, unreachable is not None)
     if "config.json" not in names:
@@ -125,6 +135,8 @@ def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: 
 
 def _fetch(model: str, revision: str | None, cached: bool, *names: str) -> Path:
     """The directory in the hub's cache with these files of a repository, as far as it has them."""
+    from huggingface_hub import snapshot_download
+
     patterns = [escape(name) for name in names]
     return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, local_files_only=cached))
 
@@ -136,6 +148,8 @@ def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
     HfApi.parse_safetensors_file_metadata would not do: it gives no size of the file and keeps the last of two tensors
     of one name.
     """
+    from huggingface_hub import HfFileSystem
+
     fs = HfFileSystem(skip_instance_cache=True)
     with (
         TemporaryDirectory() as place,
@@ -146,3 +160,50 @@ def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
         copy.write_bytes(length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES)))
         os.truncate(copy, stream.size)
         return read_header(copy, file)
+
+
+@contextmanager
+def quiet(library: str) -> Iterator[None]:
+    """Without the messages of `huggingface_hub` or `datasets` (what fails is raised) and, with --quiet, `without_bars`
+    or where nobody sits before it, without their progress bars; or as their environment variables say.
+    """
+    command = click.get_current_context(silent=True)
+    utils: Any = importlib.import_module(f"{library}.utils")
+    level, shown = utils.logging.get_verbosity(), not utils.are_progress_bars_disabled()
+    if level == logging.WARNING:  # nobody asked for another
+        utils.logging.set_verbosity(logging.CRITICAL)
+    if shown and (without_bars.get() or not sys.stderr.isatty() or (command and command.params.get("quiet"))):
+        with warnings.catch_warnings(action="ignore"):  # that a variable says otherwise, and goes first
+            utils.disable_progress_bars()
+    try:
+        with quiet("huggingface_hub") if library == "datasets" else nullcontext():  # by which it fetches
+            yield
+    finally:
+        utils.logging.set_verbosity(level)
+        if shown:
+            utils.enable_progress_bars()
+
+
+def error_chain(error: BaseException) -> list[BaseException]:
+    """An error and what it was raised from or while handling, as a traceback shows them."""
+    chain = [error]
+    while cause := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
+        if cause in chain:
+            break
+        chain.append(cause)
+    return chain
+
+
+def hub_reason(error: BaseException) -> str | None:
+    """What huggingface_hub says of an error, or that it had no answer; None if the hub is not the cause."""
+    from huggingface_hub import constants, errors
+
+    for cause in error_chain(error):
+        if isinstance(cause, errors.HfHubHTTPError | errors.OfflineModeIsEnabled | errors.HFValidationError):
+            return f"huggingface_hub says: {explain(cause, 400)}"
+        if type(cause).__module__.startswith("httpx"):  # httpx2 from huggingface_hub 2 on
+            return (
+                f"the hub at {constants.ENDPOINT} cannot be reached ({explain(cause)}); check the connection, "
+                "HF_ENDPOINT and the proxy, or set HF_HUB_OFFLINE=1 to use what is in the cache"
+            )
+    return None

@@ -82,7 +82,7 @@ def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any]
     """
     from huggingface_hub import ModelCard
 
-    from gqa.checkpoint.hub_errors import quiet
+    from gqa.checkpoint.hub import quiet
 
     if "README.md" not in source.side_files:
         return {}, ""

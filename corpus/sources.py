@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from gqa.checkpoint.errors import CorpusError, explain, listing
-from gqa.checkpoint.hub_errors import error_chain, hub_reason, quiet
+from gqa.checkpoint.hub import error_chain, hub_reason, quiet
 from gqa.checkpoint.options import read_count
 from gqa.checkpoint.provenance import file_digests
 from gqa.corpus.stdlib import Split, stdlib_texts
@@ -390,7 +390,7 @@ def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
 
 def hub_error(error: BaseException, name: str) -> Exception:
     """The error to raise for a data set that cannot be loaded: the cause, and what to do about it."""
-    if reason := hub_reason(error, name, None, data_set=True):
+    if reason := hub_reason(error):
         return CorpusError(f"there is no file or directory {name}, and {reason}")
     chain = error_chain(error)
     system_errors = (e for e in chain if isinstance(e, OSError) and e.errno is not None)

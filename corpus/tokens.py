@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError, RefusedError, explain
-from gqa.checkpoint.hub_errors import quiet
+from gqa.checkpoint.hub import quiet
 from gqa.corpus.sources import Source, row_digest
 
 if TYPE_CHECKING:

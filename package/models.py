@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.hub_errors import without_bars
+from gqa.checkpoint.hub import without_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

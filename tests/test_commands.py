@@ -20,7 +20,7 @@ from training import tiny_checkpoint, write_corpus
 from gqa.checkpoint import console
 from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import OutputError, RefusedError
-from gqa.checkpoint.hub_errors import quiet
+from gqa.checkpoint.hub import quiet
 from gqa.checkpoint.options import ByteSize, Number, Several, Text, Tokens, _types, read, read_count
 from gqa.convert import cli as convert_cli
 from gqa.convert.options import ConvertOptions

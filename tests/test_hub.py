@@ -137,7 +137,7 @@ def test_dry_run_fetches_headers_only(tmp_path: Path, hub: Hub, machine: Machine
         assert (source / name).stat().st_size > 10 * FIRST_BYTES
     assert not list(machine.home.rglob("snapshots/*/*.safetensors"))
     assert list(machine.work.iterdir()) == []
-    assert "is not completely in the cache" in machine.refused("--revision", commit, NAME, HF_HUB_OFFLINE="1")
+    assert "unset the `HF_HUB_OFFLINE`" in machine.refused("--revision", commit, NAME, HF_HUB_OFFLINE="1")
     refused = machine.refused("--kv-budget", "0.1", NAME, groups=None)  # before weights are fetched to measure layers
     assert "--kv-budget 0.1 is not possible" in refused
     assert not list(machine.home.rglob("snapshots/*/*.safetensors"))
@@ -159,15 +159,13 @@ def test_bin_weights(tmp_path: Path, hub: Hub, machine: Machine) -> None:
 
 # The rights of the repository (None: there is none), how the command is called, and what it says.
 ACCESS: list[tuple[dict[str, Any] | None, tuple[object, ...], dict[str, str], str]] = [
-    (None, (), {}, f"there is no directory {NAME}, and the hub shows no repository {NAME}: check the name; if it is "
-                   "private, log in with `hf auth login` or set HF_TOKEN of an account"),
-    ({"gated": True}, (), {"HF_TOKEN": "hf_other"}, f"{NAME} is gated: accept its terms at {{hub}}/{NAME}, then log"),
-    ({}, ("--revision", "no"), {}, f"{NAME} at the hub has no revision 'no'; give a branch, a tag or a whole"),
+    (None, (), {}, f"there is no directory {NAME}, and huggingface_hub says: 401 Client Error. Repository Not Found"),
+    ({"gated": True}, (), {"HF_TOKEN": "hf_other"}, "403 Client Error. Cannot access gated repo for url {hub}/"),
+    ({}, ("--revision", "no"), {}, "404 Client Error. Revision Not Found for url: "),
     ({}, (), {"HF_ENDPOINT": CLOSED}, "the hub at http://127.0.0.1:9 cannot be reached ("),
-    ({}, (), {"HF_HUB_OFFLINE": "1"},
-     f"{NAME} is not completely in the cache {{home}}/hub while HF_HUB_OFFLINE is set; unset it"),
-    ({"status": 403}, (), {}, f"the hub answered 403 for {NAME}; wait, or log in"),
-    ({"status": 501}, (), {}, f"the hub answered 501 for {NAME}; try again later"),
+    ({}, (), {"HF_HUB_OFFLINE": "1"}, "Cannot reach {hub}/"),
+    ({"status": 403}, (), {}, "403 Forbidden"),
+    ({"status": 501}, (), {}, "501 Not Implemented"),
     ({}, ("--groups", 3, "--method", "mean"), {}, "choose 1, 2, 4 or 8"),
 ]  # fmt: skip
 
@@ -182,7 +180,7 @@ def test_repository_that_cannot_be_used(
             hub.failing["/api/models"] = status
         hub.repo(NAME, model(tmp_path / "source"), **rights)
     said = machine.refused(*words, NAME, **environment)
-    assert says.format(hub=hub.endpoint, home=machine.home) in said, said
+    assert says.format(hub=hub.endpoint) in said, said
     assert (hub.requests == []) == bool(environment.keys() & {"HF_ENDPOINT", "HF_HUB_OFFLINE"})
     assert hub.sent(".safetensors") < 1 << 18  # of 2.4 MB: also wrong groups are refused before weights are fetched
 
@@ -231,7 +229,7 @@ def test_broken_repository(tmp_path: Path, hub: Hub, machine: Machine, case: str
     ("words", "said"),
     [
         (["a/b/c"], "there is no directory a/b/c, and it is no hub id (owner/name)"),
-        (["lab/bad--name"], "'lab/bad--name' is no hub id (owner/name of letters"),
+        (["lab/bad--name"], "Cannot have -- or .. in repo_id: 'lab/bad--name'"),
         (["--revision", "", NAME], "Invalid value for '--revision': '' is no name"),
         (["--revision", "../../x", NAME], "--revision '../../x' is not the name of"),
         (["lab/here"], "lab/here has no config.json"),
