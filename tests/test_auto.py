@@ -22,7 +22,7 @@ from gqa.convert.methods import AUTOMATIC, METHODS
 TAKEN = {
     "llama": "aligned", "qwen3": "aligned", "phi": "aligned", "starcoder2": "aligned", "gemma": "aligned",
     "gemma2": "aligned", "olmo2": "aligned", "mixtral": "procrustes", "falcon_h1": "procrustes",
-    "qwen3_next": "mean", "doge": "mean", "bitnet": "mean",
+    "qwen3_next": "mean", "bitnet": "mean",
 }  # fmt: skip
 
 
@@ -86,18 +86,18 @@ def test_nothing_is_advised_for_a_model_that_predicts_no_tokens(head: str, tmp_p
 
 
 def test_the_last_resort_warns_first(tmp_path: Path) -> None:
-    model = tiny("doge", tmp_path / "m")
+    model = tiny("bitnet", tmp_path / "m")
     for words in (["-q"], ["--dry-run"], []):
         done = run("--groups", 2, *words, model)
         first = done.err.splitlines()[0]
         assert first.startswith(
-            "warning: the result needs training before it is of use: heads of doge cannot be aligned"
+            "warning: the result needs training before it is of use: heads of bitnet cannot be aligned"
         )
     assert (tmp_path / "m-gqa2-mean").is_dir()
 
 
 def test_nothing_is_chosen_where_nothing_is_merged(tmp_path: Path) -> None:
-    plan = plan_conversion(tiny("doge", tmp_path / "m"), 4)
+    plan = plan_conversion(tiny("bitnet", tmp_path / "m"), 4)
     assert (plan.why, plan.method, plan.warnings) == ("", "none", ())
     assert "--method" not in run("--groups", 8, "--dry-run", llama(tmp_path / "l")).out
 
@@ -131,7 +131,7 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     assert json.loads(more.out)["estimates"]["refined"]["seconds"] > 1.5 * found["refined"]
     own = run("--groups", 2, "--dry-run", "--json", "--method", "calibrated", "--data", "self:128k", model)
     assert json.loads(own.out)["estimates"]["calibrated"]["memory_bytes"] > 1.5 * memory["calibrated"]
-    unaligned = run("--groups", 2, "--dry-run", "--json", tiny("doge", tmp_path / "d"))
+    unaligned = run("--groups", 2, "--dry-run", "--json", tiny("bitnet", tmp_path / "d"))
     assert list(json.loads(unaligned.out)["estimates"]) == ["mean", "first", "refined"]
     monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 2e6)
     quiet = json.loads(run("--groups", 2, "--dry-run", "--json", "--quiet", model).out)["estimates"]

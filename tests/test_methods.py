@@ -1,6 +1,5 @@
 """The arithmetic of merging: what each method yields, in which precision, rounded how often."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from gqa.checkpoint.errors import CorruptError
 from gqa.convert import convert_checkpoint, methods
-from gqa.convert.heads.family import Conv1D, Fused, LayerHeads, Layout, ReadsValues, Rule, Separate
+from gqa.convert.heads.family import Conv1D, Fused, LayerHeads, Layout, Rule, Separate
 from gqa.convert.heads.modules import Change
 from gqa.convert.methods import METHODS, HeadMaps, Merging
 
@@ -129,18 +128,6 @@ def merged(layout: Layout, tensor: Tensor, heads: LayerHeads, groups: int) -> Te
     return made
 
 
-def test_dt_proj_reads_the_same_sum_of_values() -> None:
-    """Doge: with equal value heads inside a group the merged columns give the same gate."""
-    heads = LayerHeads(query=4, kv=4, key_dim=DIM, value_dim=DIM)
-    weight, shared = torch.randn(4, 4 * DIM), torch.randn(2, DIM)
-    values = shared.repeat_interleave(2, dim=0)  # (4, d), equal in groups of two
-    fewer = merged(ReadsValues(), weight, heads, 2)
-    expected = (weight @ values.flatten()).view(2, 2).mean(1)
-    assert torch.allclose(fewer @ shared.flatten(), expected, atol=1e-6)
-    back = merged(ReadsValues(), fewer, replace(heads, kv=2), 4)
-    assert torch.allclose(back @ values.flatten(), expected.repeat_interleave(2), atol=1e-6)
-
-
 LAYOUTS: dict[str, tuple[Layout, tuple[int, ...]]] = {
     "separate": (Separate("value"), (4 * 5, 7)),
     "separate bias": (Separate("key"), (4 * DIM,)),
@@ -151,8 +138,6 @@ LAYOUTS: dict[str, tuple[Layout, tuple[int, ...]]] = {
     "stacked": (Fused("stacked"), (16 * DIM, 7)),
     "grouped": (Fused("grouped"), (16 * DIM, 7)),
     "grouped bias": (Fused("grouped"), (16 * DIM,)),
-    "reads values": (ReadsValues(), (4, 4 * 5)),
-    "reads values' bias": (ReadsValues(), (4,)),
     "conv1d": (Conv1D(Fused("stacked")), (7, 16 * DIM)),
     "conv1d columns": (Conv1D(Separate("output", axis=1)), (8 * 5, 7)),
     "conv1d bias": (Conv1D(Fused("stacked")), (16 * DIM,)),

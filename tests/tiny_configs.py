@@ -146,7 +146,7 @@ _INKLING: dict[str, Any] = {
 
 FAMILIES: tuple[Tiny, ...] = (
     *_alike(
-        "arcee", "aria_text", "beam", "bitnet", "deepseek_ocr2_text", "doge", "ernie4_5",
+        "arcee", "aria_text", "beam", "bitnet", "deepseek_ocr2_text", "ernie4_5",
         "ernie4_5_moe", "flex_olmo", "gemma", "glm", "glm4", "glm4_moe", "granitemoe",
         "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
         "iquestcoder", "jais2", "llama", "minimax_m2", "mistral", "mixtral", "muse_glimmer_text", "nanochat",
@@ -241,7 +241,7 @@ VARIANTS: tuple[Tiny, ...] = (
     *(
         _variant(base, "bias", **BIAS)
         for base in (
-            "cohere", "diffllama", "doge", "gemma4_text", "llama", "mimo_v2_flash", "nemotron", "olmo2",
+            "cohere", "diffllama", "gemma4_text", "llama", "mimo_v2_flash", "nemotron", "olmo2",
             "qwen3_5_text", "recurrent_gemma", "step3p5",
         )
     ),
@@ -249,7 +249,6 @@ VARIANTS: tuple[Tiny, ...] = (
     *(_variant(base, "wide", head_dim=16) for base in ("llama", "gpt_oss")),
     *(_variant(base, "tied", tie_word_embeddings=True) for base in ("llama", "qwen2")),
     _variant("cohere", "qk_norm", use_qk_norm=True),
-    _variant("doge", "moe", is_moe=True),
     _variant("falcon", "new_bias", bias=True, num_ln_in_parallel_attn=1),
     _variant("falcon", "old", **FALCON_OLD, parallel_attn=True),
     # Eager adds the alibi slopes twice (transformers 5.23), so it differs from sdpa.

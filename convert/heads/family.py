@@ -150,34 +150,6 @@ class Fused(Layout):
 
 
 @dataclass(frozen=True)
-class ReadsValues(Layout):
-    """Doge's `dt_proj` (Hk, Hk * d): row per KV head, columns read the concatenated values.
-
-    Rows merge as keys do; every column block that read a value head now reads the group's one, so the blocks of a
-    group are summed. Upwards each copy carries its share.
-    """
-
-    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
-        _require(tensor.shape[0], heads.kv, f"{heads.kv} key/value heads")
-        if tensor.ndim > 1:  # the bias has rows only
-            _require(tensor.shape[1], heads.kv * heads.value_dim, f"{heads.kv} value heads x {heads.value_dim}")
-        return {"key": tensor.unsqueeze(1)}
-
-    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
-        rows = parts["key"].squeeze(1)  # (G, Hk * d)
-        if rows.ndim == 1:
-            return rows
-        groups = rows.shape[0]
-        columns: Tensor = rows.unflatten(1, (heads.kv, heads.value_dim))  # (G, Hk, d)
-        if groups <= heads.kv:
-            columns = columns.unflatten(1, (groups, -1)).sum(2)  # (G, G, d)
-        else:
-            repeat = groups // heads.kv
-            columns = (columns / repeat).repeat_interleave(repeat, dim=1)
-        return columns.flatten(1)
-
-
-@dataclass(frozen=True)
 class Conv1D(Layout):
     """The weight of transformers' Conv1D, stored (in, out): `layout` with its axes swapped. A bias is as it is."""
 

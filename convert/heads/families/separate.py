@@ -7,7 +7,6 @@ from gqa.convert.heads.family import (
     SEPARATE,
     Family,
     LayerHeads,
-    ReadsValues,
     Rule,
     Separate,
     Symmetry,
@@ -173,16 +172,6 @@ FAMILIES: tuple[Family, ...] = (
         },
         note="k_layernorm.norms.0 ... H-1 become 0 ... G-1",
         rules=(*SEPARATE, Rule("k_layernorm.norms.{head}", Separate("key", width="one"), projection=False)),
-    ),
-    Family(
-        "dynamic mask per KV head",
-        {"doge": "its mask reads every dimension of the values (dt_proj)"},
-        note="A is merged, dt_proj's rows too, its columns are summed",
-        rules=(
-            *SEPARATE,
-            Rule("A", Separate("key", width="one"), projection=False),
-            Rule("dt_proj", ReadsValues(), projection=False),
-        ),
     ),
     Family(
         "differential heads",

@@ -60,6 +60,7 @@ REFUSED: dict[str, str] = {
          "whisper"),
         _NO_FIELD,
     ),
+    "doge": "its attention mask is computed from the values of all heads",
     "jetmoe": "it has H = G x top-k query heads by construction and repeats K and V in tiles, not in groups",
     "zaya": "its convolutions mix the channels of queries and keys, which do not merge head by head",
     "moonshine": "transformers reshapes its queries with the number of KV heads, so fewer of them fail in forward",
