@@ -204,79 +204,36 @@ class Rotary:
     slow: tuple[float, ...] = ()
 
 
-def _at(listed: Sequence[Any], layer: int) -> Any:
+def at_layer(listed: Sequence[Any], layer: int) -> Any:
     """What a config lists for a layer; layers beyond its own, which predict further tokens, are like the last."""
     return listed[min(layer, len(listed) - 1)]
 
 
-def _parameters(config: Any, layer: int) -> dict[str, Any] | None:
-    """The layer's `rope_parameters`; None where its type of layers has none."""
+def _rope_parameters(config: Any, layer: int) -> tuple[dict[str, Any] | None, str | None]:
+    """The layer's `rope_parameters`, and its type where they differ by type; None for a type that has none."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None)
-    return parameters[_at(kinds, layer)] if kinds and _at(kinds, layer) in parameters else parameters
+    kind = at_layer(kinds, layer) if kinds else None
+    return (parameters[kind], kind) if kind in parameters else (parameters, None)
 
 
 def _speeds(config: Any, layer: int, dims: int, length: int) -> list[float]:
     """Radians a position of every pair, the fastest first; none where they are not known."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = _parameters(config, layer) or {}
-    base, kind = parameters.get("rope_theta"), parameters.get("rope_type")
-    if kind in ROPE_INIT_FUNCTIONS:
-        kind_of_layer = _at(config.layer_types, layer) if parameters is not config.rope_parameters else None
-        speeds: list[float] = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length, layer_type=kind_of_layer)[0].tolist()
+    parameters, kind = _rope_parameters(config, layer)
+    if initialize := ROPE_INIT_FUNCTIONS.get((parameters or {}).get("rope_type")):
+        speeds: list[float] = initialize(config, seq_len=length, layer_type=kind)[0].tolist()
         return speeds if 2 * len(speeds) == dims else []
+    base = (parameters or {}).get("rope_theta")
     return [base ** (-2 * pair / dims) for pair in range(dims // 2)] if base else []
-
-
-def all_layers(config: Any, layer: int, dim: int) -> int:
-    """What `rope_parameters` says: all dimensions, or the first part of them; none where a type of layers has none."""
-    parameters = _parameters(config, layer)
-    if parameters is None:
-        return 0
-    if parameters.get("rope_type") == "proportional":  # frequencies beyond the fraction are zero, the pairs stay
-        return dim
-    return int(dim * (parameters.get("partial_rotary_factor") or 1.0))
-
-
-def listed_layers(config: Any, layer: int, dim: int) -> int:
-    """`no_rope_layers` is 1 where a layer rotates."""
-    listed = getattr(config, "no_rope_layers", None)
-    return all_layers(config, layer, dim) if not listed or _at(listed, layer) else 0
-
-
-def sliding_layers(config: Any, layer: int, dim: int) -> int:
-    """Only layers with a sliding window rotate."""
-    return all_layers(config, layer, dim) if _at(config.layer_types, layer) == "sliding_attention" else 0
-
-
-def if_rope(config: Any, layer: int, dim: int) -> int:
-    """What kind of positions there are is a field."""
-    return all_layers(config, layer, dim) if config.position_embedding_type == "rope" else 0
-
-
-def unless_alibi(config: Any, layer: int, dim: int) -> int:
-    return 0 if config.alibi else dim
-
-
-def no_layer(config: Any, layer: int, dim: int) -> int:
-    return 0
-
-
-def listed_scale(config: Any) -> float:
-    """What a config says that embeddings are multiplied by; 1 where it says nothing."""
-    return float(getattr(config, "embedding_multiplier", None) or 1.0)
-
-
-def root_of_width(config: Any) -> float:
-    return math.sqrt(config.hidden_size)
 
 
 @dataclass(frozen=True)
 class Symmetry:
     """One way in which heads can be changed, and the tensors that a change of them touches.
 
-    rotated: Of (config of the text part, layer, d), how many dimensions of a head are rotated.
+    rotates: Whether heads have rotary positions, or of (config of the text part, layer) whether that layer has them.
     query, output: Names of W_Q (None where it is fused with keys and values) and W_O, which absorb what is done to
         those. `transposed` where they are stored (in, out).
     norms: Names below the layer, one of which is the norm whose output attention reads; none where it reads the
@@ -289,14 +246,14 @@ class Symmetry:
     unless: Why none of this is true (what clips values or gates each of their dimensions), and of which configs.
     """
 
-    rotated: Callable[[Any, int, int], int] = all_layers
+    rotates: bool | Callable[[Any, int], bool] = True
     pairing: Pairing = "half"
     query: str | None = "q_proj"
     output: str = "o_proj"
     transposed: bool = False
     norms: tuple[str, ...] = ("input_layernorm",)
     one_plus: bool = False
-    embedded: Callable[[Any], float] = listed_scale
+    embedded: Callable[[Any], float] = lambda config: float(getattr(config, "embedding_multiplier", None) or 1.0)
     keys: bool | str = True
     places: bool | str = True
     per_query: tuple[Rule, ...] = ()
@@ -317,12 +274,17 @@ class Symmetry:
 
     def rotary(self, config: Any, layer: int, dim: int, length: int = 1) -> Rotary:
         """Of heads (dim) on a text of `length` tokens, by which some embeddings choose their speeds."""
-        dims = self.rotated(config, layer, dim)
+        parameters, _ = _rope_parameters(config, layer)
+        rotates = self.rotates if isinstance(self.rotates, bool) else self.rotates(config, layer)
+        if parameters is None or not rotates:
+            return Rotary(0, self.pairing)
+        # Frequencies beyond a proportional part are zero, the pairs stay.
+        all_pairs = parameters.get("rope_type") == "proportional"
+        dims = dim if all_pairs else int(dim * (parameters.get("partial_rotary_factor") or 1.0))
         longest = getattr(config, "max_position_embeddings", None)
         if not longest or not self.free_keys(config):
             return Rotary(dims, self.pairing)
-        speeds = _speeds(config, layer, dims, length)
-        slow = [*takewhile(lambda speed: speed * longest < math.pi, reversed(speeds))]
+        slow = [*takewhile(lambda speed: speed * longest < math.pi, reversed(_speeds(config, layer, dims, length)))]
         return Rotary(dims, self.pairing, tuple(reversed(slow)))
 
 

@@ -4,11 +4,11 @@ extend.
 
 from dataclasses import replace
 
-from gqa.convert.heads.family import Conv1D, Family, Fused, Rule, Separate, Symmetry, no_layer
+from gqa.convert.heads.family import Conv1D, Family, Fused, Rule, Separate, Symmetry
 
-_BART = Symmetry(no_layer, output="out_proj", norms=())
+_BART = Symmetry(rotates=False, output="out_proj", norms=())
 _OPT = Symmetry(
-    no_layer,
+    rotates=False,
     output="out_proj",
     norms=("self_attn_layer_norm",),
     unless=(
@@ -21,7 +21,7 @@ _OPT = Symmetry(
 FAMILIES: tuple[Family, ...] = (
     Family(
         "Conv1D [Q | K | V], custom modelling code",
-        {"gqa_gpt2": Symmetry(no_layer, query=None, output="c_proj", transposed=True, norms=("ln_1",))},
+        {"gqa_gpt2": Symmetry(rotates=False, query=None, output="c_proj", transposed=True, norms=("ln_1",))},
         attention=("attn",),
         rules=(Rule("c_attn", Conv1D(Fused("stacked"))),),
     ),
@@ -46,7 +46,7 @@ FAMILIES: tuple[Family, ...] = (
         "encoder-decoder with relative positions, custom modelling code",
         dict.fromkeys(
             ("gqa_mt5", "gqa_t5"),
-            Symmetry(no_layer, query="q", output="o", norms=("layer.0.layer_norm",), places=False),
+            Symmetry(rotates=False, query="q", output="o", norms=("layer.0.layer_norm",), places=False),
         ),
         note="self- and cross-attention of the decoder; positions stay with the query heads",
         attention=("layer.0.SelfAttention",),

@@ -2,20 +2,15 @@
 
 from typing import Any
 
-from gqa.convert.heads.family import (
-    Edits,
-    Family,
-    Fused,
-    LayerHeads,
-    Rule,
-    Separate,
-    Symmetry,
-    no_layer,
-    uniform_heads,
-    unless_alibi,
-)
+from gqa.convert.heads.family import Edits, Family, Fused, LayerHeads, Rule, Separate, Symmetry, uniform_heads
 
-FALCON = Symmetry(unless_alibi, query=None, output="dense", norms=("ln_attn", "input_layernorm"), places="alibi")
+FALCON = Symmetry(
+    lambda config, layer: not config.alibi,
+    query=None,
+    output="dense",
+    norms=("ln_attn", "input_layernorm"),
+    places="alibi",
+)
 _OWN_ATTENTION = {"falcon": "its class computes attention itself, and on keys and values repeated for all query heads"}
 
 
@@ -87,7 +82,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "GPTBigCode",
-        {"gpt_bigcode": Symmetry(no_layer, query=None, output="c_proj", norms=("ln_1",))},
+        {"gpt_bigcode": Symmetry(rotates=False, query=None, output="c_proj", norms=("ln_1",))},
         note="G = 1 or H",
         attention=("attn",),
         rules=(Rule("c_attn", Fused("grouped")),),

@@ -1,5 +1,6 @@
 """Keys and values in separate tensors: Llama's k_proj and v_proj with what stands beside them, and other names."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,19 +11,15 @@ from gqa.convert.heads.family import (
     Rule,
     Separate,
     Symmetry,
-    if_rope,
+    at_layer,
     layer_heads,
-    listed_layers,
-    no_layer,
-    root_of_width,
-    sliding_layers,
     uniform_heads,
 )
 
 LLAMA = Symmetry()
 QWEN3 = Symmetry(keys=False)  # norms of queries and keys leave the values
 ONE_PLUS = Symmetry(one_plus=True)
-GEMMA = replace(ONE_PLUS, embedded=root_of_width)
+GEMMA = replace(ONE_PLUS, embedded=lambda config: math.sqrt(config.hidden_size))
 GLM = Symmetry(pairing="interleaved")
 OLMO2 = Symmetry(norms=(), keys=False, per_query=(Rule("q_norm", Separate("query"), projection=False),))
 LFM2 = Symmetry(norms=("operator_norm",), keys=False, output="out_proj")
@@ -43,10 +40,19 @@ def per_head(*tensors: str) -> tuple[Rule, ...]:
     return tuple(Rule(tensor, Separate("query", width="one"), projection=False) for tensor in tensors)
 
 
+def _rotates_by_list(config: Any, layer: int) -> bool:
+    """`no_rope_layers` is 1 where a layer rotates."""
+    listed = getattr(config, "no_rope_layers", None)
+    return not listed or bool(at_layer(listed, layer))
+
+
+def _slides(config: Any, layer: int) -> bool:
+    return bool(at_layer(config.layer_types, layer) == "sliding_attention")
+
+
 def _mimo_heads(config: Any, layer: int) -> LayerHeads:
     heads = uniform_heads(config)
-    sliding = layer < len(config.layer_types) and config.layer_types[layer] == "sliding_attention"
-    return LayerHeads(heads.query, heads.kv * (2 if sliding else 1), heads.key_dim, config.v_head_dim)
+    return LayerHeads(heads.query, heads.kv * (2 if _slides(config, layer) else 1), heads.key_dim, config.v_head_dim)
 
 
 def _laguna_heads(config: Any, layer: int) -> LayerHeads:
@@ -113,14 +119,14 @@ FAMILIES: tuple[Family, ...] = (
             "gemma3_text": replace(GEMMA, keys=False),
             "gemma3n_text": VALUE_NORM,
             "glm4_moe": Symmetry(keys="use_qk_norm"),
-            "granitemoehybrid": Symmetry(if_rope),
-            "jamba": Symmetry(no_layer),
+            "granitemoehybrid": Symmetry(lambda config, layer: config.position_embedding_type == "rope"),
+            "jamba": Symmetry(rotates=False),
             "lfm3": Symmetry(norms=("operator_norm",), keys=False, per_query=per_head("gate_proj", "g_proj")),
-            "llama4_text": replace(GLM, rotated=listed_layers, keys="use_qk_norm"),
+            "llama4_text": replace(GLM, rotates=_rotates_by_list, keys="use_qk_norm"),
             "olmo": Symmetry(unless=CLIPPED),
             "openai_privacy_filter": replace(GLM, per_query=per_head("sinks")),
             "phi": Symmetry(output="dense", keys="qk_layernorm"),
-            "smollm3": Symmetry(listed_layers),
+            "smollm3": Symmetry(_rotates_by_list),
             "step3p5": replace(ONE_PLUS, keys=False, per_query=per_head("g_proj"), unless=GATED_IF),
         },
         kv_fields=("num_key_value_heads", "num_attention_groups"),
@@ -146,7 +152,7 @@ FAMILIES: tuple[Family, ...] = (
         "k norm per head",
         {
             "cohere": replace(GLM, keys="use_qk_norm", per_query=per_head("q_norm")),
-            **dict.fromkeys(("cohere2", "cohere2_moe"), replace(GLM, rotated=sliding_layers)),
+            **dict.fromkeys(("cohere2", "cohere2_moe"), replace(GLM, rotates=_slides)),
             "chameleon": replace(QWEN3, per_query=per_head("q_norm")),
         },
         note="k_norm (H, d) is merged with the heads",
@@ -232,7 +238,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "other names for self_attn",
         {
-            "nemotron_h": Symmetry(no_layer, norms=("norm",)),
+            "nemotron_h": Symmetry(rotates=False, norms=("norm",)),
             "recurrent_gemma": Symmetry(norms=("temporal_pre_norm",), one_plus=True),
             "zamba": _SHARED,
         },
@@ -257,7 +263,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "key_net and value_net",
-        {"cohere_asr": Symmetry(no_layer, query="query_net", output="out_projection", norms=("layer_norm_1",))},
+        {"cohere_asr": Symmetry(rotates=False, query="query_net", output="out_projection", norms=("layer_norm_1",))},
         note="self- and cross-attention of the decoder",
         attention=("first_sub_layer",),
         cross_attention=("second_sub_layer",),
@@ -274,11 +280,11 @@ FAMILIES: tuple[Family, ...] = (
         "self- and cross-attention",
         {
             "mllama_text_model": Symmetry(
-                lambda config, layer, dim: 0 if layer in config.cross_attention_layers else dim, keys=False
+                lambda config, layer: layer not in config.cross_attention_layers, keys=False
             ),
             "t5_gemma_module": Symmetry(norms=("pre_self_attn_layernorm",), one_plus=True),
             "t5gemma2_decoder": Symmetry(norms=("pre_self_attn_layernorm",), one_plus=True, keys=False),
-            "canary_decoder": Symmetry(no_layer),
+            "canary_decoder": Symmetry(rotates=False),
         },
         note="of the decoder; encoders stay as they are",
         cross_attention=("cross_attn", "encoder_attn"),
