@@ -18,8 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from filelock import FileLock, Timeout
-
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
 
 if TYPE_CHECKING:
@@ -149,6 +147,8 @@ def _unlisted_files(directory: Path) -> list[str]:
 @contextmanager
 def locked(path: Path, refusal: str) -> Iterator[None]:
     """Hold a lock file, which the system releases when the process dies. Raises RefusedError if another holds it."""
+    from filelock import FileLock, Timeout  # here: it imports asyncio, which --help does not need
+
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
