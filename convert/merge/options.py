@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.sources import (
@@ -22,12 +20,12 @@ from gqa.corpus.sources import (
     split_weight,
     weighted,
 )
-from gqa.corpus.tokens import Encoder, Ints, check_ids, mixed, permutation
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gqa.checkpoint.read import Checkpoint
+    from gqa.corpus.tokens import Encoder, Ints
 
 _CHARACTERS = 256  # of text that are looked at for every token that is taken, which is some four of them
 AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
@@ -182,8 +180,11 @@ def read_blocks(
     No more is tokenised than they come from: documents in an order that hashes of their texts and the seed decide, as
     many as hold _CHARACTERS a token.
     """
+    import numpy as np
+
     from gqa.checkpoint.loading import load_tokenizer
     from gqa.convert.heads.config import read_config
+    from gqa.corpus.tokens import Encoder, check_ids, mixed, permutation
 
     encoder = Encoder(load_tokenizer(checkpoint, trust_remote_code, instead="use self"))
     digests, characters = zip(*((row_digest(text), len(text)) for text in source.texts()), strict=True)
@@ -206,6 +207,8 @@ def read_blocks(
 
 def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
     """The tokens of the documents of these numbers, one after the other in their order."""
+    import numpy as np
+
     numbers = set(chosen.tolist())
     read = (text for number, text in enumerate(source.texts()) if number in numbers)
     parts = dict(zip(sorted(numbers), (np.array(tokens, np.int64) for _, tokens in encoder.encode(read)), strict=True))
