@@ -19,7 +19,6 @@ import click
 
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.files import (
-    MAX_HEADER_BYTES,
     SINGLE,
     TORCH_SINGLE,
     TensorSpec,
@@ -30,6 +29,7 @@ from gqa.checkpoint.files import (
 from gqa.checkpoint.read import Checkpoint, cached_revision, read_checkpoint, read_json
 
 FIRST_BYTES = 2**16  # of a shard at the hub: nearly always its whole header
+MAX_HEADER_BYTES = 100_000_000  # safetensors allows no more
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ADVICE = (
     "give a repository with config.json and safetensors or .bin weights "
@@ -142,11 +142,9 @@ def _fetch(model: str, revision: str | None, cached: bool, *names: str) -> Path:
 
 
 def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
-    """The tensors of a file at the hub, as strictly read as those of a local one: a file of its size, in which nothing
-    follows the header.
+    """The tensors of a file at the hub: `read_header` of a file of its size, in which nothing follows the header.
 
-    HfApi.parse_safetensors_file_metadata would not do: it gives no size of the file and keeps the last of two tensors
-    of one name.
+    HfApi.parse_safetensors_file_metadata would not do: it does not say where in the file the tensors begin.
     """
     from huggingface_hub import HfFileSystem
 

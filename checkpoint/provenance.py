@@ -72,7 +72,7 @@ def read_record(checkpoint: Checkpoint, name: str) -> Any:
     """The record that a conversion or a training wrote beside the weights; None if there is none to read."""
     try:
         return json.loads(checkpoint.path(name).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

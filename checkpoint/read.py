@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +22,6 @@ from gqa.checkpoint.files import (
     TORCH_SINGLE,
     WEIGHT_SUFFIXES,
     TensorSpec,
-    parse_json,
     read_header,
     side_files,
     weight_files,
@@ -165,15 +167,24 @@ def member_path(directory: Path, name: str) -> Path:
         )
     if not real.is_file():
         raise CorruptError(f"{name} in {directory} is not a regular file; download it again")
+    if not os.access(real, os.R_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(real))
     return real
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
-    """A JSON object of bounded size."""
+    """A JSON object in UTF-8, of bounded size, that can be written again. Raises CorruptError."""
     path = member_path(directory, name)
     if path.stat().st_size > MAX_JSON_BYTES:
         raise CorruptError(f"{name} has {path.stat().st_size} bytes, at most {MAX_JSON_BYTES} are allowed; is it one?")
-    return parse_json(path.read_bytes(), name)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # not so with half of a surrogate pair
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{name} is not JSON in UTF-8 ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise CorruptError(f"{name} holds a JSON {type(value).__name__}, not an object; download it again")
+    return value
 
 
 def read_checkpoint(

@@ -138,7 +138,7 @@ def _unlisted_files(directory: Path) -> list[str]:
     """Files in a directory that the records in it do not list as parts of a result."""
     listed: set[str] = set()
     for record in directory.glob("gqa_*.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # a record of another tool
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # a record of another tool
             listed |= set(json.loads(record.read_bytes())["files"])
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return [name for path in paths if (name := path.relative_to(directory).as_posix()) not in listed]

@@ -120,13 +120,6 @@ def setting(name: str, key: str, value: object) -> Callable[[dict[str, Any]], No
     return lambda made: made[name].__setitem__(key, value)
 
 
-def duplicates(model: Path) -> None:
-    """The same name twice in one header: the format's own reader takes the last."""
-    made, data = read_header(model / SINGLE)
-    entry = json.dumps({K0: made[K0]})[1:-1]
-    write_raw(model / SINGLE, (json.dumps(made)[:-1] + "," + entry + "}").encode(), data)
-
-
 def cast(made: Tensors, names: tuple[str, ...], to: torch.dtype) -> None:
     for name in names:
         made[name] = made[name].to(to)
@@ -151,7 +144,8 @@ REFUSED_TYPES = {
 # What the format's own library does not take; test_fuzz.py compares many more files with it.
 UNSOUND: dict[str, Break] = {
     "empty file": text(SINGLE, b""),
-    "a length just below the limit in a small file must not allocate it": raw(b"{}", length=19_999_999),
+    "a length just below the limit in a small file must not allocate it": raw(b"{}", length=99_999_999),
+    "a header of 2^63 bytes": raw(b"{}", length=2**63),
     "header nested deeply": raw(b"[" * 200_000),
     "garbage that would take 600 MB of Python's": raw(b"[" + b"[]," * 6_000_000 + b"1]"),
     "bytes at the end": header(lambda h: None, lambda data: data + b"12345678"),
@@ -166,6 +160,7 @@ CASES: Cases = {
     # config.json
     "no config": (remove("config.json"), ("no config.json", "give a directory")),
     "config is not JSON": (text("config.json", b"{"), ("config.json is not JSON", AGAIN)),
+    "config is nested deeply": (text("config.json", b"[" * 100_000), ("config.json is not JSON", AGAIN)),
     "config has half a surrogate pair": (text("config.json", b'{"model_type":"llama","a":"\\ud800"}'),
          ("config.json is not JSON in UTF-8",)),
     "config is a list": (text("config.json", b"[1]"), ("config.json holds a JSON list, not an object",)),
@@ -202,9 +197,7 @@ CASES: Cases = {
     # the header
     **{name: (breaks, (SINGLE, "is truncated or no safetensors file: ", AGAIN)) for name, breaks in UNSOUND.items()},
     "a Git LFS pointer": (text(SINGLE, LFS), ("git lfs pull",)),
-    "a header of 2^63 bytes": (raw(b"{}", length=2**63), (str(2**63), "20000000 are allowed")),
     "no tensors": (header(lambda h: {}, lambda data: b""), ("hold no tensors", "download")),
-    "duplicate tensor": (duplicates, ("duplicate", K0)),
     # tensors against the config and each other
     "K has other rows": (settings(kv=2), (K0, "[16, 32]", "16 rows", "config asks for", "2 key heads x 4")),
     "K without V": (tensors(lambda t: t.__delitem__(V0)), ("layers.0.self_attn has k_proj but no v_proj",)),
