@@ -21,7 +21,7 @@ _BYTES_A_SECOND = 1e9  # that are read, copied and read again
 _PASSES = 7.0  # of the whole model over the text: both streams twice, its attention once more, and what samples it
 TRAINING = 3.0  # forward passes that a step of training takes
 _OVERHEAD_BYTES = 8 << 20
-_STREAM_COPIES = 2.5  # hidden states of the text: both streams, and part of one while they are computed
+_STREAM_COPIES = 2.5  # hidden states of the text: both streams, and part of one while they are computed (and targets)
 _REFINE_COPIES = 5  # of attention's parameters: weights, start, best, gradients and moments
 _ESTIMATE_COPIES = 4  # of a layer's parameters
 _PROCRUSTES_COPIES = 4  # of attention's parameters, in float64
@@ -100,7 +100,9 @@ def memory(plan: Plan, method: Method, options: MapsOptions) -> int:
             4 * (vocabulary * width + _ESTIMATE_COPIES * layer) if method.guesses else 8 * _PROCRUSTES_COPIES * stored
         )
     trained = _REFINE_COPIES * sum(spec.numel for spec in module.tensors.values()) if method.refines else 0
-    held = 4 * int(_STREAM_COPIES * options.text.taken * width + 2 * (layer + vocabulary * width) + trained)
+    held = 4 * int(
+        (_STREAM_COPIES + method.refines) * options.text.taken * width + 2 * (layer + vocabulary * width) + trained
+    )
     if any(map(is_self, options.text.sources)):  # the whole model in 16 bits
         from gqa.convert.merge.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
 

@@ -137,9 +137,8 @@ def losses_alone(
     true = pair.start({"input_ids": measured}).source
     for layer in range(calibrator.layers):
         results = calibrator.run(layer)
-        calibrator.streams.converted.hidden.copy_(
-            calibrator.streams.source.hidden
-        )  # the next one is changed alone, too
+        # The next one is changed alone, too.
+        calibrator.streams.converted.hidden.copy_(calibrator.streams.source.hidden)
         source = pair.original(layer)
         for stream in changed.values():
             source.pass_through(stream)
@@ -152,7 +151,7 @@ def losses_alone(
         pair.source.release(layer)
         done()
     lost = [0.0] * calibrator.layers
-    for rows in torch.arange(len(true.hidden)).split(true.batch):
+    for rows in true.batches():
         base = pair.source.logits(true.hidden[rows]).log_softmax(-1)
         for layer, stream in changed.items():
             log_probs = pair.source.logits(stream.hidden[rows]).log_softmax(-1)

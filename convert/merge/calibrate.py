@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gqa.checkpoint.loading import native_bfloat16
-from gqa.checkpoint.write import write_tensor
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.merge.closed_form import LayerResult, Task, closed_form, mean_squares, position_weights
 from gqa.convert.merge.layerwise import Arguments, Layer, Part, first_tensor
@@ -34,14 +31,12 @@ class Calibrator:
     """Runs the layers of one model in order. `state` after a layer lets another calibrator continue from there."""
 
     def __init__(
-        self, plan: Plan, blocks: Tensor | Inputs, options: MapsOptions, state: Mapping[str, Tensor] | None = None,
-        directory: Path | None = None,
-    ) -> None:  # fmt: skip
+        self, plan: Plan, blocks: Tensor | Inputs, options: MapsOptions, state: Mapping[str, Tensor] | None = None
+    ) -> None:
         """`blocks` are (N, T) token ids of calibration text, or all inputs of the model by name. `state`: of an earlier
-        calibrator, after some layers. `directory`: for a temporary file with the source's stream, while a layer is
-        refined.
+        calibrator, after some layers.
         """
-        self.pair, self._directory = Pair(plan, options), directory
+        self.pair = Pair(plan, options)
         self.streams = self.pair.start({"input_ids": blocks} if isinstance(blocks, Tensor) else blocks)
         if state:
             self.streams.source.hidden.copy_(state["source"])
@@ -102,8 +97,8 @@ class Calibrator:
         """
         source, same = self.streams.source, True
         scale = float(getattr(self.pair.plan.config.text, "residual_multiplier", None) or 1.0)
-        rows, arguments = next(source.batches(layers[0].index))
-        hidden = source.hidden[rows].to(self.pair.source.device)
+        rows = source.batches()[0]
+        hidden, arguments = source.hidden[rows].to(self.pair.source.device), source.arguments(rows)[layers[0].index]
         generator = torch.Generator().manual_seed(0)
         base, extra = (torch.randn(hidden.shape, generator=generator).to(hidden) * hidden.std() for _ in range(2))
 
@@ -111,7 +106,6 @@ class Calibrator:
             """The layer's output where all its attention modules return `base`, the `changed` one `extra` on top."""
             with ExitStack() as hooks:
                 for layer in layers:
-                    assert layer.attention
                     output = base + extra / scale if layer is changed else base
                     hooks.callback(layer.attention.register_forward_hook(partial(_replace_output, output)).remove)
                 return layers[0].run(states, arguments)
@@ -138,30 +132,26 @@ class Calibrator:
     def _refine(self, result: LayerResult, task: Task, last: bool) -> LayerResult:
         """Train the converted module. With the `last` module of a layer the source's stream goes through the layer."""
         source = task.streams.source
-        # In the memory of the stream, which is in a file meanwhile.
-        targets = source.hidden if last else torch.empty_like(source.hidden)
+        targets = torch.empty_like(source.hidden)
         parts: tuple[Part, ...] = ("attention_output", "layer_output") if last else ("attention_output",)
-        with TemporaryFile(dir=self._directory) as file:
-            for capture in task.source_layer().capture(source, *parts):
-                output, drift = capture.attention_output, task.drift(capture.rows)
-                targets[capture.rows] = output.cpu() if drift is None else output.cpu() + drift
-                check_finite(task.layer.index, output)
-                if last:
-                    check_finite(task.layer.index, capture.layer_output)
-                    write_tensor(file, capture.layer_output.cpu())
-            merged = task.converted_layer(result.maps)
-            attention = merged.attention
-            assert attention
-            names = self.pair.trainable(result.module, attention)
-            start = {name: attention.get_parameter(name).detach() for name in names}
-            arguments = partial(merged.attention_arguments, task.streams.converted)
-            with torch.enable_grad():
-                best, _, error = refine(
-                    attention, start, arguments, targets, task.position_weights, self.pair.options.refinement
-                )
+        for capture in task.source_layer().capture(source, *parts):
+            output, drift = capture.attention_output, task.drift(capture.rows)
+            targets[capture.rows] = output.cpu() if drift is None else output.cpu() + drift
+            check_finite(task.layer.index, output)
             if last:
-                file.seek(0)
-                file.readinto(memoryview(source.hidden.view(torch.uint8).numpy()).cast("B"))  # type: ignore[arg-type]
+                check_finite(task.layer.index, capture.layer_output)
+                source.hidden[capture.rows] = capture.layer_output.cpu()
+        merged = task.converted_layer(result.maps)
+        names = self.pair.trainable(result.module, merged.attention)
+        start = {name: merged.attention.get_parameter(name).detach() for name in names}
+
+        def arguments(rows: Tensor) -> Arguments:
+            return merged.capture_blocks(task.streams.converted, rows, "arguments").arguments
+
+        with torch.enable_grad():
+            best, _, error = refine(
+                merged.attention, start, arguments, targets, task.position_weights, self.pair.options.refinement
+            )
         return replace(result, weights=self.pair.stored({names[name]: best[name] for name in best}), error=error)
 
 

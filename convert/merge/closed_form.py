@@ -142,7 +142,7 @@ class Task:
             return self.layer
         return self.pair.with_attention(self.module, self.pair.original(self.layer.index))
 
-    def drift(self, rows: slice) -> Tensor | None:
+    def drift(self, rows: Tensor) -> Tensor | None:
         """Correction (h_source - h_converted) / scale + missing output, (B, T, D). None without a scale."""
         if self.scale is None:
             return None
@@ -209,7 +209,6 @@ def _seen_values(task: Task, maps: HeadMaps) -> Tensor:
     device = float64_device(task.pair.source.device)
     seen_by = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
     merged, stream = task.converted_layer(maps), task.streams.converted
-    assert merged.attention
     for source, capture in zip(task.layer.capture(stream, "heads"), merged.capture(stream, "heads"), strict=True):
         q, k, _ = capture.heads
         values = source.heads[2] if maps.order is None else source.heads[2][:, maps.order]

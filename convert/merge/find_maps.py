@@ -77,7 +77,7 @@ def _calibrate(
     plan: Plan, layers: FinishedLayers, inputs: Mapping[str, Tensor], options: MapsOptions, watcher: Watcher
 ) -> None:
     """Layer after layer, from the first that is not finished on."""
-    calibrator = Calibrator(plan, inputs, options, layers.state(), layers.directory.parent)
+    calibrator = Calibrator(plan, inputs, options, layers.state())
     layers.total = calibrator.layers
     watcher.stage("calibrating", layers.total - layers.count, "layer")
     for layer in range(layers.count, layers.total):

@@ -75,14 +75,8 @@ def _attend_recorded(
     return attend(module, q, k, v, mask, **options)
 
 
-def _mask_always(mask: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Always build a mask, even where transformers would skip it."""
-    return mask(*args, **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-
-
 for _name, (_attend, _mask) in PLAIN.items():
     register(f"gqa_{_name}", partial(_attend_recorded, _attend), _mask)
-    register(f"gqa_{_name}_masked", partial(_attend_recorded, _attend), partial(_mask_always, _mask))
 
 
 class _Captured(Exception):  # noqa: N818 - it is no error
@@ -91,7 +85,7 @@ class _Captured(Exception):  # noqa: N818 - it is no error
 
 @dataclass
 class Capture:
-    """What a layer computes for the blocks `rows` of a stream; only the parts that `Layer.capture` names are set.
+    """What a layer computes for the blocks `rows` of a stream; only the parts that are asked for are set.
 
     arguments: Of the call of its attention module.
     heads: (B, H, T, d) queries, (B, Hk, T, d) keys and (B, Hk, T, e) values, with the `mask` and `options` of the call.
@@ -99,7 +93,7 @@ class Capture:
     attention_output, layer_output: (B, T, D).
     """
 
-    rows: slice
+    rows: Tensor
     arguments: Arguments = field(init=False)
     heads: tuple[Tensor, Tensor, Tensor] = field(init=False)
     mask: Any = field(init=False)
@@ -122,10 +116,9 @@ class Stream:
     arguments: Callable[[Tensor], dict[int, Arguments]]
     is_text: Tensor | None = None
 
-    def batches(self, layer: int) -> Iterator[tuple[slice, Arguments]]:
-        """The blocks of each batch, and the other arguments of the layer."""
-        for rows in torch.arange(len(self.hidden)).split(self.batch):
-            yield slice(int(rows[0]), int(rows[-1]) + 1), self.arguments(rows)[layer]
+    def batches(self) -> tuple[Tensor, ...]:
+        """The indices of the blocks of each batch."""
+        return torch.arange(len(self.hidden)).split(self.batch)
 
     def clone(self) -> Stream:
         return replace(self, hidden=self.hidden.clone())
@@ -138,8 +131,8 @@ class Layer:
     index: int
     module: nn.Module
     device: torch.device
-    attention: nn.Module | None = None
-    projection: nn.Module | None = None
+    attention: Any = None
+    projection: Any = None
 
     @torch.no_grad()
     def run(self, hidden: Tensor, arguments: Arguments) -> Tensor:
@@ -149,25 +142,16 @@ class Layer:
 
     def pass_through(self, stream: Stream) -> None:
         """Replace the hidden states by the layer's output."""
-        for rows, arguments in stream.batches(self.index):
-            blocks = stream.hidden[rows]
-            blocks.copy_(self.run(blocks, arguments))
+        for rows in stream.batches():
+            stream.hidden[rows] = self.run(stream.hidden[rows], stream.arguments(rows)[self.index]).cpu()
 
     def capture(self, stream: Stream, *parts: Part) -> Iterator[Capture]:
         """Capture parts of one batch after another. Raises RefusedError where the layer does not compute them."""
-        for rows, arguments in stream.batches(self.index):
-            capture = self.capture_blocks(stream.hidden[rows], arguments, *parts)
-            capture.rows = rows
-            yield capture
+        return (self.capture_blocks(stream, rows, *parts) for rows in stream.batches())
 
-    def attention_arguments(self, stream: Stream, rows: Tensor) -> Arguments:
-        """Arguments of the attention module for the blocks `rows` of a stream."""
-        return self.capture_blocks(stream.hidden[rows], stream.arguments(rows)[self.index], "arguments").arguments
-
-    def capture_blocks(self, hidden: Tensor, arguments: Arguments, *parts: Part) -> Capture:
-        """The same for some blocks (B, T, D). The layer runs no further than to the last of the parts."""
-        capture, missing, attention = Capture(slice(len(hidden))), set(parts), self.attention
-        assert attention
+    def capture_blocks(self, stream: Stream, rows: Tensor, *parts: Part) -> Capture:
+        """The same for the blocks `rows` (B,). The layer runs no further than to the last of the parts."""
+        capture, missing, attention = Capture(rows), set(parts), self.attention
 
         def store(part: Part, value: Any) -> None:
             if part in parts:
@@ -180,7 +164,7 @@ class Layer:
             capture.mask, capture.options = mask, options
             store("heads", (q, k, v))
 
-        attention.gqa_record = record  # type: ignore[assignment]
+        attention.gqa_record = record
         hooks = [
             attention.register_forward_pre_hook(lambda _, *call: store("arguments", call), with_kwargs=True),
             attention.register_forward_hook(lambda _, args, out: store("attention_output", first_tensor(out))),
@@ -189,7 +173,7 @@ class Layer:
             hooks.append(self.projection.register_forward_pre_hook(lambda _, args: store("head_outputs", args[0])))
         try:
             with suppress(_Captured):
-                store("layer_output", self.run(hidden, arguments))
+                store("layer_output", self.run(stream.hidden[rows], stream.arguments(rows)[self.index]))
         finally:
             del attention.gqa_record
             for hook in hooks:
@@ -217,21 +201,13 @@ class Layerwise:
             )
         capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
         eager = capped or not supports_sdpa(cls)
-        name = f"gqa_{'eager' if eager else 'sdpa'}"
-        if config.is_encoder_decoder:
-            name += "_masked"  # also batches without padding go through the kernel of those with some
-        has_function = hasattr(sys.modules[cls.__module__], "eager_attention_forward")
-        refusal = f"{cls.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
-        if eager and not has_function:
-            raise RefusedError(refusal)
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            try:
-                model = build_model(cls, config, attn_implementation=name, dtype=dtype)
-            except (KeyError, ValueError) as error:  # a class with its own table of attention classes
-                if not has_function:
-                    raise RefusedError(refusal) from error
-                model = build_model(cls, config, attn_implementation="eager", dtype=dtype)
-                model.set_attn_implementation(name)
+        try:
+            with init_empty_weights(include_buffers=False), no_init_weights():
+                model = build_model(cls, config, attn_implementation=f"gqa_{'eager' if eager else 'sdpa'}", dtype=dtype)
+        except (KeyError, ValueError) as error:  # a class with its own table of attention classes
+            raise RefusedError(
+                f"{cls.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
+            ) from error
         model.tie_weights()  # empty weights are not tied
         self.loading = Loading(model, names)
         parameter = next((into for name, into in self.loading.whole.items() if name.startswith(f"{path}.")), "")
