@@ -69,8 +69,8 @@ class Watcher:
     A bar where a person looks at it, and a line now and then in the log of a job.
     """
 
-    def __init__(self, quiet: bool = False, output_bytes: int = 0) -> None:
-        self._quiet, self._output_bytes = quiet, output_bytes
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
         self._bar: Any = None
         self._name, self._total, self._unit, self._done = "", 0, "", 0
         self._began = self._logged = time.monotonic()
@@ -84,7 +84,7 @@ class Watcher:
         self._began = time.monotonic()
 
     def update(self, count: int) -> None:
-        """Count units that are done."""
+        """Count units that are done; from any thread."""
         self._bar.update(count)
         self._done, now = self._done + count, time.monotonic()
         if self._bar.disable and not self._quiet and now - self._logged >= _LOG_SECONDS:
@@ -98,12 +98,6 @@ class Watcher:
             self.errors[index] = error
             self._bar.set_postfix_str(f"error {error:.3g}")
         self.update(1)
-
-    def written(self, count: int) -> None:
-        """Count bytes of the output; from any thread."""
-        if self._unit != "B":
-            self.stage("converting", self._output_bytes, "B")
-        self.update(count)
 
     def warn(self, text: str) -> None:
         if self._bar is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 import time
@@ -50,7 +51,7 @@ def command(options: ConvertOptions) -> None:
     the best that needs only the weights; the GQA paper's mean pooling is --method mean.
     """
     from gqa.checkpoint.loading import quiet_transformers
-    from gqa.convert.api import plan_for
+    from gqa.convert.api import prepare
     from gqa.convert.summary import allotment_text, plan_record
 
     options.check()
@@ -59,39 +60,34 @@ def command(options: ConvertOptions) -> None:
         if options.kv_budget:
             console.say_device(options.maps().device, options.quiet)
         with Watcher(options.quiet) as bar:
-            plan = plan_for(options, bar)
-        if isinstance(plan.groups, tuple) and plan.losses:
-            _say(allotment_text(plan.groups, plan.losses), options)
-        _announce(plan, options)
+            plan = prepare(options, bar)
+        if plan.losses:
+            _say(allotment_text(plan), options)
+        _warn(plan.warnings)
+        if options.is_set("method") and plan.method not in METHODS:
+            _say(f"note        --method is not used: none of the {plan.config.main.kv} heads are merged", options)
+        if plan.why:
+            _say(f"method      {plan.method} (--method {AUTO}): {plan.why}", options)
         record = plan_record(plan, options.kv_budget) | {"dry_run": options.dry_run}
         record |= _dry_run(plan, options) if options.dry_run else _convert(plan, options)
         if options.json:
             click.echo(json.dumps(record))
 
 
-def _announce(plan: Plan, options: ConvertOptions) -> None:
-    """Print what is known before anything is done: the method that was chosen and why, and what it lacks."""
-    _warn(plan.warnings if plan.why or options.dry_run else ())
-    if options.is_set("method") and plan.method not in METHODS:
-        _say(f"note        --method is not used: none of the {plan.config.main.kv} heads are merged", options)
-    if plan.why:
-        _say(f"method      {plan.method} (--method {AUTO}): {plan.why}", options)
-
-
 def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     """Convert and print what came of it; what the record has of it, JSON-ready."""
-    from gqa.convert.api import convert_as
+    from gqa.convert.api import convert
     from gqa.convert.summary import plan_text, size
 
     start = time.monotonic()
     if plan.needs_maps:
         console.say_device(options.maps().device, options.quiet)
-    with Watcher(options.quiet, plan.total_bytes) as bar:
-        result = convert_as(options, plan, bar, sys.argv[1:])
+    with Watcher(options.quiet) as bar:
+        result = convert(plan, options, bar, sys.argv[1:])
     if table := bar.table():
         _say(table, options)
     _say(plan_text(plan, tensors=options.verbose), options)
-    _warn(result.warnings[len(plan.warnings) if plan.why else 0 :])
+    _warn(result.warnings[len(plan.warnings) :])
     seconds = time.monotonic() - start
     _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
     if plan.method in METHODS and not options.quiet:
@@ -101,7 +97,7 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
 
 def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     """Print the plan, and time and memory of every method that the model allows; the latter JSON-ready."""
-    from gqa.convert.estimate import duration, estimates
+    from gqa.convert.estimate import estimates
     from gqa.convert.summary import plan_text, size
 
     _say(plan_text(plan, tensors=options.verbose), options)
@@ -109,11 +105,18 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     if plan.method in METHODS and (options.json or not options.quiet):
         maps = options.maps()
         for method, seconds, memory in estimates(plan, maps):
-            cost = f"{duration(seconds)} on {maps.device}, {size(memory)} of memory"
+            cost = f"{_duration(seconds)} on {maps.device}, {size(memory)} of memory"
             _say(f"estimate    {method.name:12}{cost}", options)
             costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}
     _say("dry run     nothing was written", options)
     return {"estimates": costs} if costs else {}
+
+
+def _duration(seconds: float) -> str:
+    """`2 s`, `3.5 min`, `2.1 h`."""
+    if seconds < 100:
+        return f"{max(1, math.ceil(seconds))} s"
+    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _say_next(plan: Plan, result: Conversion, options: ConvertOptions) -> None:

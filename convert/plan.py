@@ -137,16 +137,12 @@ def make_plan(
     method: str = "auto",
     seed: int = 0,
     dtype: str | None = None,
-    max_shard_bytes: int | None = None,
+    max_shard_size: int | None = None,
 ) -> Plan:
     """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
 
     `groups` that are the same in all layers are one number.
     """
-    if method not in (AUTO, *METHODS):
-        raise RefusedError(f"unknown method {method!r}; choose {', '.join((AUTO, *METHODS))}")
-    if dtype is not None and dtype not in _STORED:
-        raise RefusedError(f"dtype {dtype!r} is not known; choose {', '.join(_STORED)}")
     given, groups = groups, groups[0] if isinstance(groups, tuple) and len(set(groups)) == 1 else groups
     if isinstance(groups, tuple) or checkpoint.config.get("model_type") in RECAST_TYPES:
         checkpoint = recast(checkpoint, groups)
@@ -178,7 +174,7 @@ def make_plan(
         config=config,
         groups=groups,
         merging=merging,
-        shards=_shards(outputs, checkpoint, max_shard_bytes),
+        shards=_shards(outputs, checkpoint, max_shard_size),
         new_config=new.raw,
         config_edits=tuple(edits),
         cache_before=kv_cache(config, cached, kv_dtype),
@@ -213,29 +209,22 @@ def _rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ..
 
 def searches(plan: Plan, grouping: str) -> bool:
     """Whether the groups that lose least are searched for; `auto` does where few can be formed (of 8 heads, of 12 in
-    pairs). Raises RefusedError where it was asked for, and heads cannot change places or there are too many ways.
+    pairs). Raises RefusedError for `search` where heads cannot change places or there are too many ways.
     """
     heads, symmetry = plan.config.main.kv, plan.config.symmetry
     merged = [count for count in {*([plan.groups] if isinstance(plan.groups, int) else plan.groups)} if count < heads]
     if grouping == "contiguous" or not merged:
         return False
+    partitions, why = max(_partitions(heads, count) for count in merged), ""
     if not plan.merging.how.aligns:
-        if grouping == "search":
-            raise RefusedError(
-                f"--grouping search does not go with --method {plan.merging.method}, which merges neighbours; "
-                f"use --method {', '.join(name for name, method in METHODS.items() if method.aligns)}"
-            )
-        return False
-    movable = isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)
-    most = max(_partitions(heads, count) for count in merged)
+        why = f"--method {plan.merging.method} merges neighbours"
+    elif not (isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)):
+        why = f"the attention of {plan.config.text.model_type} ties something to the places of heads"
+    elif partitions > _MOST_PARTITIONS:
+        why = f"{heads} heads form {partitions:,} partitions, more than {_MOST_PARTITIONS:,}"
     if grouping == "auto":
-        ways = max(math.comb(heads, heads // count) for count in merged)
-        return movable and 1 < ways <= _MOST_GROUPS and most <= _MOST_PARTITIONS
-    if not movable or most > _MOST_PARTITIONS:
-        why = (
-            f"{heads} heads form {most:,} partitions, more than {_MOST_PARTITIONS:,}" if movable else
-            f"the attention of {plan.config.text.model_type} ties something to the places of heads"
-        )  # fmt: skip
+        return not why and 1 < max(math.comb(heads, heads // count) for count in merged) <= _MOST_GROUPS
+    if why:
         raise RefusedError(
             f"--grouping search is not possible for {plan.checkpoint.name}: {why}; use --grouping contiguous"
         )
@@ -244,8 +233,7 @@ def searches(plan: Plan, grouping: str) -> bool:
 
 def _partitions(heads: int, groups: int) -> int:
     """In how many ways heads can be divided into so many groups of equal size."""
-    ways: int = math.factorial(heads) // (math.factorial(heads // groups) ** groups * math.factorial(groups))
-    return ways
+    return math.factorial(heads) // (math.factorial(heads // groups) ** groups * math.factorial(groups))
 
 
 def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -62,7 +62,7 @@ class _CancelledError(Exception):
 
 
 def write(
-    plan: Plan, merging: Merging, work: Path, *, checksums: bool, jobs: int, progress: Progress | None
+    plan: Plan, merging: Merging, work: Path, progress: Progress = no_progress, *, checksums: bool, jobs: int
 ) -> tuple[list[str], dict[str, dict[str, str]] | None]:
     """Fill the directory `work` and verify it; warnings, and the checksums. Raises OutputError.
 
@@ -75,16 +75,22 @@ def write(
     def advance(count: int) -> None:
         if stop.is_set():
             raise _CancelledError
-        (progress or no_progress)(count)
+        progress(count)
 
-    job, source = _Job(plan, merging, work, checksums, advance), plan.checkpoint
+    job, source, hashes = _Job(plan, merging, work, checksums, advance), plan.checkpoint, None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(jobs) as pool:
             try:
-                written = [*pool.map(lambda shard: _make_shard(job, shard), plan.shards)]
-                read = [*pool.map(lambda file: sha256(source.path(file)), source.files)] if checksums else []
+                list(pool.map(partial(_write_shard, job), plan.shards))
+                if checksums:
+                    paths = {"source": {file: source.path(file) for file in source.files}}
+                    paths["output"] = {shard.file: work / shard.file for shard in plan.shards}
+                    hashes = {
+                        name: dict(zip(files, pool.map(_sha256, files.values()), strict=True))
+                        for name, files in paths.items()
+                    }
             except BaseException:
                 stop.set()
                 raise
@@ -92,23 +98,14 @@ def write(
         verify(plan, work)
     finally:
         torch.set_num_threads(threads)
-    files = [shard.file for shard in plan.shards]
-    hashes = {"source": dict(zip(source.files, read, strict=False)), "output": dict(zip(files, written, strict=True))}
-    warnings = [f"{name} has NaN or Inf in its {part} heads" for name, part in job.not_finite]
-    return warnings, hashes if checksums else None
-
-
-def _make_shard(job: _Job, shard: Shard) -> str:
-    """Write and verify one output file; its SHA-256 with --checksums, else nothing."""
-    job.progress(0)
-    _write_shard(job, shard)
-    return verify_shard(job.plan, job.work / shard.file, shard, {name for name, _ in job.not_finite}, job.checksums)
+    return [f"{name} has NaN or Inf in its {part} heads" for name, part in job.not_finite], hashes
 
 
 def _write_shard(job: _Job, shard: Shard) -> None:
-    """One output file: header, then tensors in order."""
+    """Write and verify one output file: header, then tensors in order."""
     import numpy as np
 
+    job.progress(0)
     checkpoint, change = job.plan.checkpoint, None
     merged: dict[str, Tensor] = {}
     # Memory to read into, the same for all tensors: fresh pages for every tensor cost as much as reading it.
@@ -126,6 +123,7 @@ def _write_shard(job: _Job, shard: Shard) -> None:
                 if tensor.change is not change:
                     change, merged = tensor.change, _merge(job, tensor.change, buffer)
                 write_tensor(target, stored_as(merged[tensor.name], tensor.dtype), job.progress)
+    verify_shard(job.plan, job.work / shard.file, shard, {name for name, _ in job.not_finite}, job.checksums)
 
 
 def _runs(shard: Shard, checkpoint: Checkpoint) -> Iterator[tuple[OutputTensor, int]]:
@@ -213,11 +211,9 @@ def verify(plan: Plan, work: Path) -> None:
     _check_tensors(plan.tensors, written)
 
 
-def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str], whole: bool) -> str:
+def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str], whole: bool) -> None:
     """Check one written file from disk: sampled bytes of untouched tensors, all with `whole`, and that what was
-    computed is finite unless its source, one of `tolerated`, is not. Its SHA-256 where it was read whole, else nothing.
-
-    Raises OutputError.
+    computed is finite unless its source, one of `tolerated`, is not. Raises OutputError.
     """
     try:
         tensors = {spec.name: spec for spec in read_header(path, shard.file)}
@@ -225,41 +221,33 @@ def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str
         raise OutputError(f"the result does not verify: {error}") from error
     written = Checkpoint(plan.checkpoint.name, path.parent, {}, tensors, (shard.file,))
     _check_tensors(shard.tensors, written)
-    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as copy:
-        if whole:
-            digest.update(copy.read(tensors[shard.tensors[0].name].begin))
         for tensor in shard.tensors:
             spec = tensors[tensor.name]
             known = any(part.name in tolerated for part in tensor.sources)
             if tensor.change and not known and not all_finite(written.read(spec)):
                 raise OutputError(f"the result does not verify: {spec.name} has NaN or Inf though its source has none")
-            with _original(plan.checkpoint, tensor) as original:
-                for start, count in _blocks(spec.nbytes, whole) if whole or original else ():
-                    data = _read(copy, spec.begin + start, count)
-                    if original and data != original(start, count):
-                        raise OutputError(f"the result does not verify: {spec.name} is not as it was in the source")
-                    digest.update(data)
+            if tensor.copied and not _is_copy(plan.checkpoint, tensor.sources[0], copy, spec, whole):
+                raise OutputError(f"the result does not verify: {spec.name} is not as it was in the source")
             if whole:
                 drop_written(copy)
-    return digest.hexdigest() if whole else ""
 
 
-@contextmanager
-def _original(source: Checkpoint, tensor: OutputTensor) -> Iterator[Callable[[int, int], bytes] | None]:
-    """A function from (start, count) to those bytes of the source of a tensor; None where they are not copied."""
+def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: TensorSpec, whole: bool) -> bool:
+    """Whether a written tensor has the bytes of its source, by samples unless `whole`. A source that is not stored so
+    (`.bin`, a view) is read and compared at once.
+    """
+    import numpy as np
     import torch
 
-    spec = tensor.sources[0]
-    if not tensor.copied:
-        yield None
-    elif not source.has_range(spec):
-        stored = stored_as(source.read(spec), spec.dtype).contiguous().reshape(-1)
-        data = memoryview(stored.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        yield lambda start, count: bytes(data[start : start + count])
-    else:
-        with source.path(spec.file).open("rb", buffering=0) as stream:
-            yield lambda start, count: _read(stream, spec.begin + start, count)
+    if not source.has_range(original):
+        stored = stored_as(source.read(original), original.dtype).contiguous().reshape(-1).view(torch.uint8)
+        return np.array_equal(stored.numpy(), np.frombuffer(_read(copy, spec.begin, spec.nbytes), np.uint8))
+    with source.path(original.file).open("rb", buffering=0) as stream:
+        return all(
+            _read(stream, original.begin + start, count) == _read(copy, spec.begin + start, count)
+            for start, count in _blocks(spec.nbytes, whole)
+        )
 
 
 def _check_tensors(planned: Iterable[OutputTensor], written: Checkpoint) -> None:
@@ -269,8 +257,7 @@ def _check_tensors(planned: Iterable[OutputTensor], written: Checkpoint) -> None
         raise OutputError(f"the result does not verify: {listing(wrong)} differ from the plan")
 
 
-def sha256(path: Path) -> str:
-    """Of a whole file."""
+def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -4,7 +4,7 @@ model card for people and a provenance file for programs.
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,10 @@ def kv_line(plan: Plan) -> str:
     return text
 
 
-def allotment_text(heads: Sequence[int], losses: Sequence[Mapping[int, float]]) -> str:
+def allotment_text(plan: Plan) -> str:
     """The heads of every layer, what it would lose if it alone had the fewest, and the sum for those that it has."""
+    losses = plan.losses
+    heads = plan.groups if isinstance(plan.groups, tuple) else [plan.groups] * len(losses)
     fewest = min(min(layer) for layer in losses)
     layers = enumerate(zip(heads, losses, strict=True))
     cells = [f"{number:3d} {count:2d} {layer[fewest]:.4f}" for number, (count, layer) in layers]

@@ -111,7 +111,7 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
         OutputError: The result could not be written or did not verify; nothing is left at `output`.
     """
     from gqa.checkpoint.console import Watcher
-    from gqa.convert.api import convert_as, plan_for
+    from gqa.convert.api import convert, prepare
 
     with called_from_python(bool(options.get("quiet"))), ExitStack() as stack:
         settings, directory = _build(ConvertOptions, model, options, model=model), None
@@ -120,9 +120,7 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
             settings = replace(settings, model=path)
         settings.check()
         with Watcher(settings.quiet) as bar:
-            plan = plan_for(settings, bar)
-        with Watcher(settings.quiet, plan.total_bytes) as bar:
-            out = convert_as(settings, plan, bar).out
+            out = convert(prepare(settings, bar), settings, bar).out
     return Result(path=out, record=json.loads((out / PROVENANCE).read_text(encoding="utf-8")), _directory=directory)
 
 

@@ -47,7 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_of(source: Path, method: str = "calibrated", groups: int = 2) -> Plan:
-    return plan_conversion(source, groups, method=method, headers_only=False)
+    return plan_conversion(source, groups, method=method)
 
 
 def layer_errors(source: Path, groups: int = 2, **how: Any) -> list[float]:

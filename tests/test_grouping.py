@@ -93,7 +93,7 @@ def test_refusals(name: str, method: str, reason: str, tmp_path: Path) -> None:
     done = checkpoints.run(directory, "-g", groups, "--method", method, "--grouping", "search", "--dry-run")
     assert done.code == 2
     assert re.search(reason, done.err)
-    plan = plan_conversion(directory, groups, method=method, headers_only=False)
+    plan = plan_conversion(directory, groups, method=method)
     with pytest.raises(RefusedError, match=reason.partition(" is not used")[0]):
         find_maps(plan, tmp_path / "maps.safetensors", on_ids(grouping="search"))
     assert not (tmp_path / "maps.safetensors").exists()

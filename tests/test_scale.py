@@ -139,7 +139,7 @@ def calibrated(blocks, length, kept):
             kept += [stream.hidden.clone() for stream in [calibrator.streams.source] * int(sys.argv[3])]
 
 blocks, length, groups, module.SCORES = map(int, sys.argv[4:])
-plan = plan_conversion(Path(sys.argv[1]), groups, method=sys.argv[2], headers_only=False, grouping="contiguous")
+plan = plan_conversion(Path(sys.argv[1]), groups, method=sys.argv[2], grouping="contiguous")
 calibrated(16, 64, None)
 Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")

@@ -49,7 +49,7 @@ def test_names_of_the_class(name: str, tmp_path: Path) -> None:
     """Both models, the source's and the converted one's, have its weights; what is trained has a stored name."""
     model = build(TINY[name], 4)
     assert saved_tensors(model, model.state_dict()).keys() != model.state_dict().keys()
-    plan = plan_conversion(as_the_class_has_them(model, tmp_path), 2, method="calibrated", headers_only=False)
+    plan = plan_conversion(as_the_class_has_them(model, tmp_path), 2, method="calibrated")
     pair, expected = Pair(plan, on_ids()), model.state_dict()
     for layer in range(len(pair.source.layers)):
         pair.source.load(layer, {})
@@ -99,10 +99,7 @@ def test_maps_are_those_of_other_names(name: str, head: str, method: str, tmp_pa
             tensors["score.weight"] = tensors["model.norm.weight"].repeat(2, 1)
         save_file(tensors, tmp_path / "b" / "model.safetensors", {"format": "pt"})
     options = on_ids(refinement=Refinement(steps=2, batch=8, autocast=False), grouping="search")
-    maps = [
-        find_maps(plan_conversion(tmp_path / side, 2, method=method, headers_only=False), tmp_path / "out", options)
-        for side in "ab"
-    ]
+    maps = [find_maps(plan_conversion(tmp_path / side, 2, method=method), tmp_path / "out", options) for side in "ab"]
     assert maps[0]
     numbers = [sorted(of.items(), key=lambda item: item[0].removeprefix("model.")) for of in maps]
     assert len(numbers[0]) == len(numbers[1])
