@@ -146,5 +146,5 @@ def convert_checkpoint(
     **options: Any,
 ) -> Conversion:
     """`prepare` and then `convert`; `options` are fields of `ConvertOptions`."""
-    settings = ConvertOptions(model=os.fspath(model), groups=groups, output=out and Path(out), **options)
+    settings = ConvertOptions(model=os.fspath(model), groups=groups, output=Path(out) if out else None, **options)
     return convert(prepare(settings), settings, calibration=calibration, jobs=jobs)

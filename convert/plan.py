@@ -233,7 +233,8 @@ def searches(plan: Plan, grouping: str) -> bool:
 
 def _partitions(heads: int, groups: int) -> int:
     """In how many ways heads can be divided into so many groups of equal size."""
-    return math.factorial(heads) // (math.factorial(heads // groups) ** groups * math.factorial(groups))
+    ways: int = math.factorial(heads) // (math.factorial(heads // groups) ** groups * math.factorial(groups))
+    return ways
 
 
 def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:

@@ -166,17 +166,17 @@ def test_join_is_the_inverse_of_split(name: str) -> None:
 
 
 def test_a_method_is_one_entry(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`last`, added here, converts, is refused nothing, and the card names it."""
+    """Another function in an entry of the table: it converts, and the card has the entry's words."""
 
     def last(kv: int, groups: int) -> HeadMaps:
         weights = torch.zeros(groups, kv // groups, dtype=torch.float64)
         weights[:, -1] = 1.0
         return HeadMaps(key=weights, value=weights)
 
-    monkeypatch.setitem(METHODS, "last", methods.Method("last", "nothing", "seconds", "the last of each group", last))
-    tensors = converted(source, 2, tmp_path, "last")
+    monkeypatch.setitem(METHODS, "first", methods.Method("first", "nothing", "seconds", "the last of each group", last))
+    tensors = converted(source, 2, tmp_path, "first")
     assert torch.equal(tensors[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
-    assert "the last of each group (method last)" in (tmp_path / "out" / "README.md").read_text()
+    assert "the last of each group (method first)" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_what_to_use_instead_is_read_off_the_methods() -> None:

@@ -15,8 +15,11 @@ from checkpoints import MERGED, contents, header_only, llama
 from training import Runs
 
 from gqa.checkpoint import write as writer
+from gqa.checkpoint.console import Watcher
 from gqa.convert import convert_checkpoint, plan_conversion, rewrite
+from gqa.convert.api import convert, prepare
 from gqa.convert.methods import HeadMaps
+from gqa.convert.options import ConvertOptions
 
 MIB = 1 << 20
 
@@ -110,15 +113,17 @@ def test_every_way_down_gives_the_same_bytes(
 
 
 @pytest.mark.parametrize("dtype", [None, "float16"])
-def test_jobs_change_nothing_but_the_time(tmp_path: Path, dtype: str | None) -> None:
-    """Progress adds up to the bytes written. Hashes, which come from the pass that compares, are those of the files."""
+def test_jobs_change_nothing_but_the_time(tmp_path: Path, dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress adds up to the bytes written. Hashes are those of the files."""
     source = llama(tmp_path / "source", shards=3)
     threads, made = torch.get_num_threads(), []
     torch.set_num_threads(3)
     for jobs in (1, 2, 4):
-        moved: list[int] = []
-        how: dict[str, Any] = {"jobs": jobs, "dtype": dtype, "checksums": jobs > 1, "progress": moved.append}
-        result = convert_checkpoint(source, 2, tmp_path / str(jobs), method="mean", **how)
+        moved, watcher = list[int](), Watcher(quiet=True)
+        monkeypatch.setattr(watcher, "update", moved.append)
+        fields: dict[str, Any] = {"output": tmp_path / str(jobs), "dtype": dtype, "checksums": jobs > 1}
+        options = ConvertOptions(model=str(source), groups=2, method="mean", **fields)
+        result = convert(prepare(options), options, watcher, jobs=jobs)
         files = {path.name: path.read_bytes() for path in result.out.glob("*.safetensors")}
         headers = sum(8 + int.from_bytes(data[:8], "little") for data in files.values())
         assert sum(moved) == result.plan.total_bytes == sum(map(len, files.values())) - headers

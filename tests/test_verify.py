@@ -33,15 +33,15 @@ def test_a_damaged_copy_is_noticed(
     """After the shard is written and before it is verified, one bit of it is changed."""
     monkeypatch.setattr(rewrite, "BLOCK", 1 << 10)
     source = llama(tmp_path / "m", tensors=weights() | {"z.weight": torch.randn(4096, 64)}, shards=1)
-    original = rewrite._write_shard
+    verify_shard = rewrite.verify_shard
 
-    def write_and_damage(job: Any, shard: Any) -> None:
-        original(job, shard)
-        data = bytearray((job.work / SINGLE).read_bytes())
+    def damage_and_verify(plan: Any, path: Path, *rest: Any) -> None:
+        data = bytearray(path.read_bytes())
         data[offset] ^= 1
-        (job.work / SINGLE).write_bytes(data)
+        path.write_bytes(data)
+        verify_shard(plan, path, *rest)
 
-    monkeypatch.setattr(rewrite, "_write_shard", write_and_damage)
+    monkeypatch.setattr(rewrite, "verify_shard", damage_and_verify)
     with pytest.raises(OutputError, match=re.escape(says)) if says else contextlib.nullcontext():
         convert_checkpoint(source, 2, tmp_path / "out", checksums=checksums, method="mean")
     assert (tmp_path / "out").exists() == (says is None)
