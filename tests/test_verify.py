@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import MERGED, SINGLE, llama, run, weights
+from checkpoints import MERGED, llama, run, weights
 from test_edges import save_bin
 from torch import Tensor
 
