@@ -78,7 +78,6 @@ class Checkpoint:
     source: Checkpoint | None = None
     way: str | None = None
     added: Mapping[str, str] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
     _pickled: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
     _paths: dict[str, Path] = field(default_factory=dict, repr=False, compare=False)
 

@@ -299,7 +299,6 @@ def _warnings(checkpoint: Checkpoint, resort: str) -> Iterable[str]:
         yield "the result brings custom modelling code: other programs load it with trust_remote_code=True"
     elif "auto_map" in checkpoint.config:
         yield "config.json names remote code (auto_map): it is copied, not run; check that it reads the KV-head count"
-    yield from checkpoint.warnings
     if checkpoint.left_out:
         yield f"left out, as they are of the old weights: {', '.join(checkpoint.left_out)}"
 

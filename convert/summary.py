@@ -23,7 +23,6 @@ from gqa.checkpoint.provenance import (
 from gqa.convert.heads.family import groups_text
 from gqa.convert.methods import StoredMaps
 from gqa.convert.plan import Plan
-from gqa.convert.recast.parts import CUSTOM_CODE
 
 _ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
 
@@ -214,7 +213,7 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     ]
     if plan.checkpoint.way:
         source, target = plan.checkpoint.classes
-        code = "whose code is in this repository" if plan.checkpoint.way == CUSTOM_CODE else "a class of transformers"
+        code = "a class of transformers" if plan.checkpoint.way == "native" else "whose code is in this repository"
         cannot = "have fewer key/value heads" if isinstance(plan.groups, int) else "have different numbers of them"
         lines.append(f"- Class: {target}, {code}; the source is {source}, which cannot {cannot}")
     lines += [*comparison(("base model", "this model"), rows), "", f"- Provenance: `{PROVENANCE}`"]

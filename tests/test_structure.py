@@ -131,9 +131,7 @@ def family_rows() -> Iterator[tuple[str, str, str]]:
         yield family.name, ", ".join(sorted(family.model_types)), "; ".join(notes)
     yield "text part of a larger model", ", ".join(sorted(NESTED)), "towers are left alone"
     for recasting in RECASTINGS:
-        which = f"{recasting.source}: {recasting.which}" if recasting.which else recasting.source
-        note = f"G: {recasting.groups}" + (f"; {recasting.note}" if recasting.note else "")
-        yield f"written as {recasting.target}, {recasting.way}", which, note
+        yield f"written as {recasting.target}, {recasting.way}", recasting.source, recasting.note
     for reason in dict.fromkeys(REFUSED.values()):
         yield "refused", ", ".join(sorted(name for name, why in REFUSED.items() if why == reason)), reason
 

@@ -1,4 +1,7 @@
-"""Classes of transformers that compute what another class does and can have fewer key/value heads.
+"""A checkpoint seen as one of another class of transformers that computes the same and can have fewer key/value heads.
+
+Its tensors are renamed, re-laid-out and folded as they are read. Nothing is stored on the way: whatever plans, merges,
+calibrates, writes or verifies a checkpoint does the same with a view.
 
 Each entry is exact: with as many heads as before the target gives the source's logits (to rounding, where LayerNorms
 are folded). `tests/test_native_targets.py` holds every entry against both classes.
@@ -6,62 +9,220 @@ are folded). `tests/test_native_targets.py` holds every entry against both class
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.errors import RefusedError
-from gqa.convert.heads.family import Fused
-from gqa.convert.recast.parts import Module, Place, Recasting, Rows
+from gqa.checkpoint.errors import CorruptError, RefusedError
+from gqa.checkpoint.files import TensorSpec, byte_size
+from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
+from gqa.convert.heads.family import Fused, LayerHeads, Role
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
-_Role = Literal["query", "key", "value"]
-_ROLES: tuple[_Role, ...] = ("query", "key", "value")
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one tensor of a view is made of stored ones.
+
+    sources: What is read, possibly from several files; the first says the dtype and where the tensor stands.
+    compute: From them, in float32 (float64 for F64), to the tensor, which stays so until it is written, so that merging
+        afterwards rounds it no second time; None for the first as it is.
+    """
+
+    sources: tuple[TensorSpec, ...]
+    compute: Callable[[Sequence[Tensor]], Tensor] | None = None
+
+    def spec(self, name: str) -> TensorSpec:
+        """What the view says of the tensor. Raises CorruptError where the sources do not fit together."""
+        import torch
+
+        first = self.sources[0]
+        if self.compute is None:
+            return replace(first, name=name)
+        if first.dtype not in TORCH_DTYPES:
+            raise RefusedError(
+                f"{first.name} is stored as {first.dtype}: quantised or packed weights cannot be laid out anew; "
+                "convert the original and quantise the result"
+            )
+        try:
+            shape = tuple(self.compute([torch.empty(s.shape, device="meta") for s in self.sources]).shape)
+        except (CorruptError, RuntimeError, IndexError, ValueError) as error:
+            shapes = " and ".join(f"{s.name} {list(s.shape)}" for s in self.sources)
+            why = f": {error}" if isinstance(error, CorruptError) else ""
+            raise CorruptError(f"{shapes} cannot become {name}{why}; is it of another model?") from error
+        return TensorSpec(name, first.dtype, shape, first.file, 0, byte_size(first.dtype, shape))
 
 
-def _per_head(role: _Role, tensor: Tensor, place: Place) -> Tensor:
-    """One of the three of GPT-NeoX's per-head [q, k, v] (H, 3, d, *rest) -> (H * d, *rest)."""
-    return Fused("grouped").split(tensor, place.heads)[role].flatten(0, 1)
+@dataclass(frozen=True)
+class View(Checkpoint):
+    """`source` as a checkpoint of another class."""
+
+    source: Checkpoint = field(kw_only=True)
+    recipes: Mapping[str, Recipe] = field(kw_only=True)
+
+    def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
+        """One tensor; what is computed comes in float32 (float64 for F64) and is rounded when it is written."""
+        import torch
+
+        recipe = self.recipes[spec.name]
+        if recipe.compute is None:
+            return self.source.read(replace(spec, name=recipe.sources[0].name), buffer)
+        precise = torch.float64 if spec.dtype == "F64" else torch.float32
+        return recipe.compute([self.source.read(part).to(precise) for part in recipe.sources])
+
+    def has_range(self, spec: TensorSpec) -> bool:
+        recipe = self.recipes[spec.name]
+        return recipe.compute is None and self.source.has_range(recipe.sources[0])
+
+    @property
+    def parameters(self) -> int:
+        """Of the source, as far as it is used: masks that it stores are none, nor are zeros that the target adds."""
+        return sum({spec.name: spec.numel for r in self.recipes.values() for spec in r.sources}.values())
 
 
-def _rotary(tensor: Tensor, place: Place) -> Tensor:
-    """GPT-J rotates pairs (2 f, 2 f + 1), the targets (f, f + n / 2): rows 0, 2, 4 ... 1, 3, 5 ... of each head."""
-    rotated = place.config.rotary_dim
-    heads = tensor.reshape(place.heads.query, place.heads.key_dim, *tensor.shape[1:])
-    order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, place.heads.key_dim)]
-    return heads[:, order].flatten(0, 1)
+Stored = Mapping[str, TensorSpec]  # the source's tensors by their names without the prefix of the base model
+Recipes = Iterator[tuple[str, Recipe]]
+Rows = Callable[["Tensor"], "Tensor"]
 
 
-_CODEGEN_BLOCKS = 4  # of the TPU cores that trained it; transformers has this number built in
+@dataclass(frozen=True)
+class Recasting:
+    """From the model type `source` to the model type `target`.
+
+    architecture: The target's class; None for custom modelling code, where the class is the one that stands in for the
+        source's, config.json stays the source's with what is new, and all tensors stay as they are.
+    config: transformers' config of the source -> config.json of the target with `kv = query` heads, without
+        `architectures`, `model_type`, token ids, `tie_word_embeddings` and the dtype, which all have. Raises
+        RefusedError, which says why, for a config that cannot be expressed.
+    tensors: Of (stored tensors, config of the source), every tensor of the target.
+    prefix: Of the base model's tensors in the source; a checkpoint may lack it.
+    note: What a user should know, in words.
+    """
+
+    source: str
+    target: str
+    note: str = ""
+    architecture: str | None = None
+    config: Callable[[Any], dict[str, Any]] = lambda config: {}
+    tensors: Callable[[Stored, Any], Recipes] = lambda stored, config: iter(())
+    prefix: str = ""
+
+    @property
+    def way(self) -> str:
+        """How a model becomes one of the other type: with a class of transformers, or with one beside its weights."""
+        return "native" if self.architecture else "custom modelling code"
 
 
-def _codegen(role: _Role, tensor: Tensor, place: Place) -> Tensor:
-    """One of the three of CodeGen's 4 blocks, each [q, v, k] of H / 4 heads -> (H * d, *rest)."""
-    blocks = tensor.reshape(_CODEGEN_BLOCKS, 3, -1, *tensor.shape[1:])
-    rows = blocks[:, ("query", "value", "key").index(role)].flatten(0, 1)
-    return rows if role == "value" else _rotary(rows, place)
+def _linear(
+    target: str,
+    stored: Stored,
+    source: str,
+    rows: Rows | None = None,
+    norm: str | None = None,
+    always_bias: bool = False,
+    tied: str | None = None,
+) -> Recipes:
+    """A module whose weight W (out, in) and bias b (out,), if any, stay as they are, or are laid out anew.
+
+    rows: What of W and b is taken, in which order.
+    norm: A LayerNorm n * w + c before it, folded into it: W diag(w) n + (b + W c).
+    always_bias: Whether the target has a bias where the source has none: zeros.
+    tied: The embedding that is the weight where there is none of its own.
+    """
+    bias, order = stored.get(f"{source}.bias"), rows or (lambda tensor: tensor)
+    if tied and f"{source}.weight" not in stored:
+        weight = _need(stored, f"{tied}.weight")
+    else:
+        weight = _need(stored, f"{source}.weight")
+        plain = (lambda t: order(t[0])) if rows else None
+        gain = (_need(stored, f"{norm}.weight"),) if norm else ()
+        yield f"{target}.weight", Recipe((weight, *gain), (lambda t: order(t[0]) * t[1]) if norm else plain)
+    if shift := stored.get(f"{norm}.bias"):  # b + W c, of (W, c) or (W, c, b)
+        sources = (weight, shift, bias) if bias else (weight, shift)
+        yield f"{target}.bias", Recipe(sources, lambda t: sum(map(order, t[2:]), order(t[0]) @ t[1]))
+    elif bias:
+        yield f"{target}.bias", Recipe((bias,), (lambda t: order(t[0])) if rows else None)
+    elif always_bias:
+        yield f"{target}.bias", Recipe((weight,), lambda t: t[0].new_zeros(len(order(t[0]))))
 
 
-def _bigcode(tensor: Tensor, place: Place) -> Tensor:
-    """GPT-2's [Q | K | V] -> GPTBigCode's per-head [q, k, v]; what scales scores by 1 / (layer + 1) goes into Q."""
-    parts = Fused("stacked").split(tensor, place.heads)
-    scale = 1 / (place.layer + 1) if place.config.scale_attn_by_inverse_layer_idx else 1
-    return Fused("grouped").join({**parts, "query": parts["query"] * scale}, place.heads)
+def _need(stored: Stored, name: str) -> TensorSpec:
+    if name not in stored:
+        raise CorruptError(f"the checkpoint has no {name}; give a checkpoint of the whole model")
+    return stored[name]
+
+
+def _heads(config: Any) -> LayerHeads:
+    query, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    return LayerHeads(query, query, dim, dim)
+
+
+def _phi_tensors(stored: Stored, config: Any) -> Recipes:
+    """GPT-NeoX as Phi, which has one LayerNorm a layer: both are folded into what reads them, and Phi's is neutral."""
+    heads = _heads(config)
+
+    def rows(role: Role) -> Rows:
+        """Of a [q, k, v] for each head (3 * H * d, *rest): one of the three (H * d, *rest)."""
+        return lambda tensor: Fused("grouped").split(tensor, heads)[role].flatten(0, 1)
+
+    yield from _linear("model.embed_tokens", stored, "embed_in")
+    for layer in range(config.num_hidden_layers):
+        old, new = f"layers.{layer}", f"model.layers.{layer}"
+        norm, qkv = f"{old}.input_layernorm", f"{old}.attention.query_key_value"
+        yield from _linear(f"{new}.self_attn.q_proj", stored, qkv, rows("query"), norm, always_bias=True)
+        yield from _linear(f"{new}.self_attn.k_proj", stored, qkv, rows("key"), norm, always_bias=True)
+        yield from _linear(f"{new}.self_attn.v_proj", stored, qkv, rows("value"), norm, always_bias=True)
+        yield from _linear(f"{new}.self_attn.dense", stored, f"{old}.attention.dense", always_bias=True)
+        yield from _linear(f"{new}.mlp.fc1", stored, f"{old}.mlp.dense_h_to_4h", norm=f"{old}.post_attention_layernorm")
+        yield from _linear(f"{new}.mlp.fc2", stored, f"{old}.mlp.dense_4h_to_h")
+        gain = (stored[f"{norm}.weight"],)
+        yield f"{new}.input_layernorm.weight", Recipe(gain, lambda t: t[0].new_ones(len(t[0])))
+        yield f"{new}.input_layernorm.bias", Recipe(gain, lambda t: t[0].new_zeros(len(t[0])))
+    yield from _linear("model.final_layernorm", stored, "final_layer_norm")
+    head, tied = "lm_head" if "lm_head.weight" in stored else "embed_out", config.tie_word_embeddings
+    yield from _linear("lm_head", stored, head, always_bias=True, tied="embed_in" if tied else None)
+
+
+def _bigcode_tensors(stored: Stored, config: Any) -> Recipes:
+    """GPT-2 as GPTBigCode, which has a [q, k, v] for each head; what scales scores by 1 / (layer + 1) goes into Q."""
+    heads = _heads(config)
+
+    def transpose(tensor: Tensor) -> Tensor:
+        return tensor.T if tensor.ndim == 2 else tensor
+
+    def per_head(scale: float, tensor: Tensor) -> Tensor:
+        parts = Fused("stacked").split(transpose(tensor), heads)
+        return Fused("grouped").join({**parts, "query": parts["query"] * scale}, heads)
+
+    for layer in range(config.n_layer):
+        scale = 1 / (layer + 1) if config.scale_attn_by_inverse_layer_idx else 1
+        attention = f"h.{layer}.attn.c_attn"
+        yield from _linear(f"transformer.{attention}", stored, attention, partial(per_head, scale))
+        for name in (f"h.{layer}.{name}" for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")):
+            yield from _linear(f"transformer.{name}", stored, name, transpose)
+        for name in (f"h.{layer}.ln_1", f"h.{layer}.ln_2"):
+            yield from _linear(f"transformer.{name}", stored, name)
+    for name in ("wte", "wpe", "ln_f"):
+        yield from _linear(f"transformer.{name}", stored, name)
+    yield from _linear("lm_head", stored, "lm_head", tied="wte" if config.tie_word_embeddings else None)
 
 
 def _copied(config: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def _like_neox(config: Any) -> dict[str, Any]:
-    """What Phi and Starcoder2 call as GPT-NeoX does. `rope_theta` and its like are where both transformers
-    4 and 5, and serving engines, read them.
-    """
+def _phi_config(config: Any) -> dict[str, Any]:
+    """`rope_theta` and its like are where both transformers 4 and 5, and serving engines, read them."""
+    if not config.use_parallel_residual:
+        raise RefusedError("no class with a number of KV heads has its layers (use_parallel_residual: false)")
     rope = dict(config.rope_parameters)
-    dims = int(config.hidden_size // config.num_attention_heads * rope["partial_rotary_factor"])
+    part = rope.pop("partial_rotary_factor")
+    dims = int(config.hidden_size // config.num_attention_heads * part)
     if dims <= 0 or dims % 2:
         raise RefusedError(
             f"{dims} rotated dimensions of a head, where a natural number of pairs is allowed (rotary_pct)"
@@ -69,53 +230,18 @@ def _like_neox(config: Any) -> dict[str, Any]:
     fields = _copied(
         config, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "hidden_act", "max_position_embeddings", "initializer_range", "attention_dropout", "use_cache",
-    ) | {"num_key_value_heads": config.num_attention_heads}  # fmt: skip
-    fields |= {"rope_theta": rope.pop("rope_theta"), "partial_rotary_factor": rope.pop("partial_rotary_factor")}
-    return fields | ({"rope_scaling": rope} if rope.get("rope_type") != "default" else {})
+        "layer_norm_eps",
+    )  # fmt: skip
+    return fields | {
+        "num_key_value_heads": config.num_attention_heads,
+        "rope_theta": rope.pop("rope_theta"),
+        "partial_rotary_factor": part,
+        "resid_pdrop": config.hidden_dropout,
+        "embd_pdrop": config.hidden_dropout,
+    } | ({"rope_scaling": rope} if rope.get("rope_type") != "default" else {})  # fmt: skip
 
 
-def _phi_of_neox(config: Any) -> dict[str, Any]:
-    dropout = {"resid_pdrop": config.hidden_dropout, "embd_pdrop": config.hidden_dropout}
-    return _like_neox(config) | {"layer_norm_eps": config.layer_norm_eps} | dropout
-
-
-def _starcoder2_of_neox(config: Any) -> dict[str, Any]:
-    fields = _like_neox(config)
-    if (part := fields.pop("partial_rotary_factor")) != 1:
-        raise RefusedError(f"no class has sequential layers with {part:g} of each head rotated (rotary_pct)")
-    dropout = {"residual_dropout": config.hidden_dropout, "embedding_dropout": config.hidden_dropout}
-    return fields | {"norm_epsilon": config.layer_norm_eps, "use_bias": True, "sliding_window": None} | dropout
-
-
-def _phi_of_gptj(config: Any) -> dict[str, Any]:
-    """Also of CodeGen."""
-    dim, rotated = config.n_embd // config.n_head, config.rotary_dim
-    if rotated <= 0 or rotated % 2 or rotated > dim:
-        raise RefusedError(f"rotary_dim {rotated}, where an even number up to the {dim} of a head is allowed")
-    factor = rotated / dim
-    return _copied(config, "vocab_size", "initializer_range", "resid_pdrop", "embd_pdrop", "use_cache") | {
-        "hidden_size": config.n_embd,
-        "intermediate_size": 4 * config.n_embd if config.n_inner is None else config.n_inner,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_head,
-        "hidden_act": config.activation_function,
-        "max_position_embeddings": config.n_positions,
-        "layer_norm_eps": config.layer_norm_epsilon,
-        "attention_dropout": config.attn_pdrop,
-        "rope_theta": 10000.0,
-        # Phi multiplies and rounds down.
-        "partial_rotary_factor": factor if int(dim * factor) == rotated else math.nextafter(factor, 2),
-    }
-
-
-def _phi_of_codegen(config: Any) -> dict[str, Any]:
-    if config.n_head % _CODEGEN_BLOCKS:
-        raise RefusedError(f"{config.n_head} heads, where CodeGen's class needs a multiple of {_CODEGEN_BLOCKS}")
-    return _phi_of_gptj(config)
-
-
-def _bigcode_of_gpt2(config: Any) -> dict[str, Any]:
+def _bigcode_config(config: Any) -> dict[str, Any]:
     if config.add_cross_attention:
         raise RefusedError("add_cross_attention: GPTBigCode has no cross-attention with one key/value head")
     return _copied(
@@ -125,114 +251,23 @@ def _bigcode_of_gpt2(config: Any) -> dict[str, Any]:
     ) | {"multi_query": False}  # fmt: skip
 
 
-_LAYER = "model.layers.{}"
-_ATTENTION = f"{_LAYER}.self_attn"
-_NEOX = "layers.{}"
-_GPT2_BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.attn.embed_positions")
-
-
-def _linear(rows: Mapping[_Role, Rows | None], stored: str, **options: Any) -> Iterator[Module]:
-    """q_proj, k_proj and v_proj out of `stored`, where {role} stands for their first letter."""
-    for role, picked in rows.items():
-        yield Module(f"{_ATTENTION}.{role[0]}_proj", stored.replace("{role}", role[0]), rows=picked, **options)
-
-
-def _of_neox(
-    target: str, architecture: str, names: tuple[str, str, str], config: Callable[[Any], dict[str, Any]],
-    *, folded: bool = False, **how: Any,
-) -> Recasting:  # fmt: skip
-    """Of GPT-NeoX.
-
-    names: What the target calls the layers out of attention, up and down.
-    folded: Whether the LayerNorms of a layer are folded into what reads them, which stands beside one that is neutral.
-    """
-    output, up, down = names
-    attention, mlp = f"{_NEOX}.input_layernorm", f"{_NEOX}.post_attention_layernorm"
-    rows: dict[_Role, Rows | None] = {role: partial(_per_head, role) for role in _ROLES}
-    qkv = _linear(rows, f"{_NEOX}.attention.query_key_value", norm=attention if folded else None, always_bias=True)
-    parts = [
-        Module("model.embed_tokens", "embed_in"),
-        *qkv,
-        Module(f"{_ATTENTION}.{output}", f"{_NEOX}.attention.dense", always_bias=True),
-        Module(f"{_LAYER}.mlp.{up}", f"{_NEOX}.mlp.dense_h_to_4h", norm=mlp if folded else None),
-        Module(f"{_LAYER}.mlp.{down}", f"{_NEOX}.mlp.dense_4h_to_h"),
-        Module("lm_head", "embed_out|lm_head", always_bias=folded, tied="embed_in"),
-        Module(f"{_LAYER}.input_layernorm", attention, neutral=folded),
-        Module("model.final_layernorm" if folded else "model.norm", "final_layer_norm"),
-    ]
-    if not folded:
-        parts.append(Module(f"{_LAYER}.post_attention_layernorm", mlp))
-    dropped = ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")
-    return Recasting(
-        "gpt_neox", target, architecture, config, prefix="gpt_neox.", parts=tuple(parts), dropped=dropped, **how
-    )
-
-
-def _phi_of(source: str, config: Callable[[Any], dict[str, Any]], qkv: Iterable[Module], note: str) -> Recasting:
-    """Of GPT-J and CodeGen, whose attention differs in how it stores projections."""
-    parts = (
-        Module("model.embed_tokens", "wte"),
-        Module(f"{_LAYER}.input_layernorm", "h.{}.ln_1"),
-        *qkv,
-        Module(f"{_ATTENTION}.dense", "h.{}.attn.out_proj", always_bias=True),
-        Module(f"{_LAYER}.mlp.fc1", "h.{}.mlp.fc_in"),
-        Module(f"{_LAYER}.mlp.fc2", "h.{}.mlp.fc_out"),
-        Module("model.final_layernorm", "ln_f"),
-        Module("lm_head", "lm_head", always_bias=True, tied="wte"),
-    )
-    return Recasting(
-        source, "phi", "PhiForCausalLM", config, prefix="transformer.", parts=parts, note=note, dropped=_GPT2_BUFFERS
-    )
-
-
 NATIVE: tuple[Recasting, ...] = (
-    _of_neox(
+    Recasting(
+        "gpt_neox",
         "phi",
+        "Pythia, GPT-NeoX-20B, Dolly; both LayerNorms are folded into the linear layers that read them",
         "PhiForCausalLM",
-        ("dense", "fc1", "fc2"),
-        _phi_of_neox,
-        folded=True,
-        which="parallel residual (Pythia, GPT-NeoX-20B, Dolly)",
-        when=lambda config: bool(config.use_parallel_residual),
-        note="both LayerNorms are folded into the linear layers that read them",
-    ),
-    _of_neox(
-        "starcoder2",
-        "Starcoder2ForCausalLM",
-        ("o_proj", "c_fc", "c_proj"),
-        _starcoder2_of_neox,
-        which="sequential, fully rotary (RedPajama-INCITE)",
-        when=lambda config: not config.use_parallel_residual,
-    ),
-    _phi_of(
-        "gptj",
-        _phi_of_gptj,
-        _linear({"query": _rotary, "key": _rotary, "value": None}, "h.{}.attn.{role}_proj", always_bias=True),
-        "rotary rows are reordered from pairs to halves",
-    ),
-    _phi_of(
-        "codegen",
-        _phi_of_codegen,
-        _linear({role: partial(_codegen, role) for role in _ROLES}, "h.{}.attn.qkv_proj", always_bias=True),
-        "its 4 blocks are undone, rotary rows reordered from pairs to halves",
+        _phi_config,
+        _phi_tensors,
+        "gpt_neox.",
     ),
     Recasting(
         "gpt2",
         "gpt_bigcode",
+        "Cerebras-GPT, DialoGPT, distilgpt2; G = 1 or H",
         "GPTBigCodeForCausalLM",
-        _bigcode_of_gpt2,
-        prefix="transformer.",
-        which="Cerebras-GPT, DialoGPT, distilgpt2",
-        groups="1 or H",
-        dropped=_GPT2_BUFFERS,
-        parts=(
-            Module("transformer.h.{}.attn.c_attn", "h.{}.attn.c_attn", rows=_bigcode, transposed=True),
-            *(
-                Module(f"transformer.h.{{}}.{name}", f"h.{{}}.{name}", transposed=True)
-                for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-            ),
-            *(Module(f"transformer.{name}", name) for name in ("wte", "wpe", "h.{}.ln_1", "h.{}.ln_2", "ln_f")),
-            Module("lm_head", "lm_head", tied="wte"),
-        ),
+        _bigcode_config,
+        _bigcode_tensors,
+        "transformer.",
     ),
 )

@@ -6,6 +6,7 @@ checkpoint as one of that class, with as many KV heads as before; everything aft
 """
 
 import json
+import re
 from typing import Any
 
 from gqa.checkpoint.custom_code import BY_LAYER, PREFIX, auto_map, file_of, loads_as_decilm, stand_in
@@ -16,21 +17,13 @@ from gqa.convert.heads.config import KVCache, kv_cache, read_config, read_top, t
 from gqa.convert.heads.families import custom
 from gqa.convert.heads.family import Groups, query_heads
 from gqa.convert.heads.modules import attention_modules, cached_layers
-from gqa.convert.recast.native import NATIVE
-from gqa.convert.recast.parts import CUSTOM_CODE, Recasting, View
+from gqa.convert.recast.native import NATIVE, Recasting, Recipe, View
 
-_WHICH = {
-    "gqa_gpt2": "GPT-2, Cerebras-GPT, DialoGPT, distilgpt2",
-    "gqa_m2m_100": "M2M-100, NLLB",
-    "gqa_t5": "T5, Flan-T5",
-}
-# Masks that GPT-2 once stored, of which no class knows any more.
-_MASKS = ("*.attn.bias", "*.attn.masked_bias")
 # Exact for any G: with as many heads as before our classes give the source's logits (tests/test_custom_code.py).
 _CUSTOM = tuple(
-    Recasting(made.removeprefix(PREFIX), made, which=_WHICH.get(made, ""), note=family.note, dropped=_MASKS)
+    Recasting(target.removeprefix(PREFIX), target, family.note)
     for family in custom.FAMILIES
-    for made in family.model_types
+    for target in family.model_types
 )
 RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *_CUSTOM)
 RECAST_TYPES = tuple(entry.source for entry in RECASTINGS)
@@ -38,27 +31,32 @@ RECAST_TYPES = tuple(entry.source for entry in RECASTINGS)
 _BY_LAYER = tuple(Recasting(source, f"{PREFIX}{source}") for source in BY_LAYER)
 # What llama.cpp's converter must find in config.json, as it knows no defaults of our class.
 _READ_FROM_THE_FILE = ("max_position_embeddings", "rms_norm_eps")
+# Masks and frequencies that were once stored, of which no class knows any more.
+_BUFFERS = re.compile(r".*\.(attn|attention)\.(masked_)?bias|.*\.rotary_emb\.inv_freq")
 
 
 def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
-    """A view of the checkpoint as one of a class that holds `groups` KV heads, of several the first; the checkpoint
-    itself if its class does.
+    """The checkpoint itself, or a view of it as one of a class that holds `groups` KV heads; of several the first.
 
     Raises RefusedError where no class does, or none expresses what the config says.
     """
-    by_layer = isinstance(groups, tuple)
-    entries = _candidates(checkpoint, by_layer)
-    if not entries:
+    name, model_type, by_layer = checkpoint.name, checkpoint.config.get("model_type"), isinstance(groups, tuple)
+    table = _BY_LAYER if by_layer else RECASTINGS
+    entries = [entry for entry in table if entry.source == model_type]
+    if by_layer and not entries and model_type not in {entry.target for entry in _BY_LAYER}:
+        raise RefusedError(
+            f"{name} ({model_type}) must have as many key/value heads in all layers; they can differ in models of type "
+            f"{listing(BY_LAYER, 40)}: give one number"
+        )
+    if not entries:  # it has different numbers of heads already, which is refused later
         return checkpoint
-    config = read_top(checkpoint.config, checkpoint.name)
-    targets: list[str] = []
+    config = read_top(checkpoint.config, name)
     reasons: list[str] = []
     allowed: set[int] = set()
-    for entry in (entry for entry in entries if entry.when(config)):
-        targets.append(entry.target)
+    for entry in entries:
         try:
             raw = _target_config(checkpoint, entry, config)
-            possible = valid_groups(read_config(raw, checkpoint.name))
+            possible = valid_groups(read_config(raw, name))
             if by_layer or groups in possible:
                 return _view(checkpoint, entry, config, raw)
             allowed.update(possible)
@@ -67,26 +65,12 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
         except RefusedError as error:  # another entry may do
             reasons.append(str(error))
     if not allowed:
-        raise RefusedError(f"{checkpoint.name} ({entries[0].source}) cannot be converted: {'; '.join(reasons)}")
-    why = "; ".join([f"as {' or '.join(targets)}", *reasons])
+        raise RefusedError(f"{name} ({model_type}) cannot be converted: {'; '.join(reasons)}")
+    why = "; ".join([f"as {' or '.join(entry.target for entry in entries)}", *reasons])
     raise RefusedError(
-        f"--groups {groups} is not possible for the {query_heads(config)} heads of {checkpoint.name} ({why}); "
+        f"--groups {groups} is not possible for the {query_heads(config)} heads of {name} ({why}); "
         f"choose {alternatives(allowed)}"
     )
-
-
-def _candidates(checkpoint: Checkpoint, by_layer: bool) -> list[Recasting]:
-    """The entries for a model type; none where it needs none."""
-    name, model_type = checkpoint.name, checkpoint.config.get("model_type")
-    if not isinstance(model_type, str):  # refused where its config is read
-        return []
-    entries = [entry for entry in (_BY_LAYER if by_layer else RECASTINGS) if entry.source == model_type]
-    if by_layer and not entries and model_type not in {entry.target for entry in _BY_LAYER}:
-        raise RefusedError(
-            f"{name} ({model_type}) must have as many key/value heads in all layers; they can differ in models of type "
-            f"{listing(BY_LAYER, 40)}: give one number"
-        )
-    return entries
 
 
 def as_it_is(checkpoint: Checkpoint) -> Checkpoint:
@@ -112,58 +96,58 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
 
     Raises RefusedError, which says why, where the target cannot compute what the source does.
     """
+    raw, target = checkpoint.config, recasting.target
     try:
-        if recasting.architecture:
-            raw = _native_config(checkpoint.config, recasting, config)
+        if recasting.architecture:  # what every class has comes from the source's config
+            new = {"architectures": [recasting.architecture], "model_type": target} | recasting.config(config)
+            new |= {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            new["tie_word_embeddings"] = bool(config.tie_word_embeddings)
+            new |= {key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)}
         else:
-            raw = _extended_config(checkpoint.config, recasting, config)
-        json.dumps(raw)
-        target = transformers_config(raw)
+            new = {**raw, "model_type": target, "auto_map": auto_map(target)}
+            new |= {} if recasting in _BY_LAYER else {"num_key_value_heads": query_heads(config)}
+            new["architectures"] = [stand_in(config.architectures, target)]
+            if loads_as_decilm(target):
+                new |= {key: getattr(config, key) for key in _READ_FROM_THE_FILE if key not in raw}
+        transformers_config(new)
     except RefusedError:
         raise
     except Exception as error:  # whatever a config class raises on nonsense is the config's fault
         raise CorruptError(
-            f"{checkpoint.name}: the {recasting.source} config.json makes no sense as {recasting.target}: "
-            f"{explain(error)}; correct it"
+            f"{checkpoint.name}: the {recasting.source} config.json makes no sense as {target}: {explain(error)}; "
+            "correct it"
         ) from error
-    before, after = (getattr(c, "rope_parameters", None) for c in (config, target))
-    if isinstance(before, dict) and recasting.architecture and _rope(before) != _rope(after or {}):
-        raise RefusedError(f"{recasting.target} reads its rope_parameters {before} as {after}")
-    return raw
-
-
-def _native_config(raw: dict[str, Any], recasting: Recasting, config: Any) -> dict[str, Any]:
-    """Of another class of transformers; what every class has comes from the source's config."""
-    new = {"architectures": [recasting.architecture], "model_type": recasting.target} | recasting.config(config)
-    new |= {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    new["tie_word_embeddings"] = bool(config.tie_word_embeddings)
-    return new | {key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)}
-
-
-def _extended_config(raw: dict[str, Any], recasting: Recasting, config: Any) -> dict[str, Any]:
-    """Of a class of ours, which extends the source's: its config.json with what is new."""
-    new = {**raw, "model_type": recasting.target, "auto_map": auto_map(recasting.target)}
-    new |= {} if recasting in _BY_LAYER else {"num_key_value_heads": query_heads(config)}
-    new["architectures"] = [stand_in(config.architectures, recasting.target)]
-    if loads_as_decilm(recasting.target):
-        new |= {key: getattr(config, key) for key in _READ_FROM_THE_FILE if key not in raw}
     return new
 
 
-def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {"partial_rotary_factor": 1.0} | {k: v for k, v in parameters.items() if v is not None}
+def _recipes(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[str, Recipe]:
+    """Every tensor of the target. Raises RefusedError and CorruptError."""
+    parameters = {name: spec for name, spec in checkpoint.tensors.items() if not _BUFFERS.fullmatch(name)}
+    if not recasting.architecture:
+        return {name: Recipe((spec,)) for name, spec in parameters.items()}
+    stored = {name.removeprefix(recasting.prefix): spec for name, spec in parameters.items()}
+    if len(stored) < len(parameters):
+        raise CorruptError(f"{checkpoint.name} has tensors with and without {recasting.prefix!r} before their names")
+    recipes = dict(recasting.tensors(stored, config))
+    used = {spec.name for recipe in recipes.values() for spec in recipe.sources}
+    if unknown := [name for name, spec in stored.items() if spec.name not in used]:
+        raise RefusedError(
+            f"{listing(unknown)} {'is' if len(unknown) == 1 else 'are'} not known of a language model of type "
+            f"{recasting.source}, which is all that becomes {recasting.target}"
+        )
+    return recipes
 
 
 def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:
     """The checkpoint as one of the target, its tensors in the order of the bytes that they are made of."""
-    recipes = recasting.recipes(checkpoint, config)
-    edits, files, warnings = _tokenizer_edits(checkpoint, recasting.source, recasting.target)
-    files |= [file_of(recasting.target)] if recasting.way == CUSTOM_CODE else []
+    recipes = _recipes(checkpoint, recasting, config)
+    edits, files = _tokenizer_edits(checkpoint, recasting.source, recasting.target)
+    files |= {} if recasting.architecture else [file_of(recasting.target)]
     position = {name: index for index, name in enumerate(checkpoint.tensors)}
     ordered = sorted(recipes, key=lambda name: position[recipes[name].sources[0].name])
     tensors = {name: recipes[name].spec(name) for name in ordered}
     fields = {"config": raw | edits, "tensors": tensors, "source": checkpoint, "way": recasting.way, "added": files}
-    return View(**vars(checkpoint) | fields | {"warnings": warnings}, recipes=recipes)
+    return View(**vars(checkpoint) | fields, recipes=recipes)
 
 
 # A tokenizer stays what it was when the model type, by which transformers chooses tokenizers, becomes another: files
@@ -172,29 +156,30 @@ def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[s
 # what the old class knew is written down.
 _FILES = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
 _GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend")
-_Edits = tuple[dict[str, str], dict[str, str], tuple[str, ...]]  # keys of config.json, files, warnings
 
 
-def _tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> _Edits:
-    """What the result needs besides the tokenizer's files where a model type becomes another."""
+def _tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Keys of config.json, and files that the result needs besides the tokenizer's, where a model type becomes another.
+
+    Raises CorruptError where transformers cannot load the tokenizer.
+    """
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     present, file = set(checkpoint.side_files), "tokenizer_config.json"
     if not present & _FILES:
-        return {}, {}, ()
+        return {}, {}
     settings = read_json(checkpoint.directory, file) if file in present else {}
     if TOKENIZER_MAPPING_NAMES.get(target) not in _GENERAL:
         name = checkpoint.config.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source)
-        named = isinstance(name, str) and not settings.get("tokenizer_class")
-        return {"tokenizer_class": name} if named else {}, {}, ()
+        return {"tokenizer_class": name} if name and not settings.get("tokenizer_class") else {}, {}
     whole = "tokenizer.json" in present
     if whole and settings.keys() >= {"tokenizer_class", "bos_token", "eos_token", "unk_token"}:
-        return {}, {}, ()
+        return {}, {}
     try:
         tokenizer = load_tokenizer(checkpoint)
-        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-        files = {} if whole else {"tokenizer.json": tokenizer.backend_tokenizer.to_str(pretty=True)}
-    except Exception as error:  # whatever a library raises about files that it cannot read
-        return {}, {}, (f"the tokenizer is copied as it is, its special tokens are not known: {explain(error)}",)
+    except RefusedError as error:  # no other target would do better
+        raise CorruptError(str(error)) from error
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     settings = {"tokenizer_class": type(tokenizer).__name__} | special | settings
-    return {}, files | {file: json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}, ()
+    files = {} if whole else {"tokenizer.json": tokenizer.backend_tokenizer.to_str(pretty=True)}
+    return {}, files | {file: json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}

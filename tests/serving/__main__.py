@@ -60,8 +60,6 @@ CASES: tuple[tuple[str, int | str, dict[str, Expected]], ...] = (
     ("GPTBigCode", HEADS, {"llama.cpp": NOT_LOADED}),
     ("Pythia", HEADS, {"llama.cpp": GELU}),
     ("Pythia", 2, {"llama.cpp": NOT_LOADED}),
-    ("RedPajama", 2, {"llama.cpp": GELU}),
-    ("GPT-J", HEADS, {"llama.cpp": GELU}),
     ("GPT-2", 1, {"CTranslate2": AGREES, "llama.cpp": GELU}),
     # Layers with different numbers of heads, the first of them with the fewest: no engine may go by that.
     (EMBEDDED.name, "1,4,2,8,2,1", {"CTranslate2": NO_LOADER, "onnxruntime-genai": NO_BUILDER, "llama.cpp": AGREES}),

@@ -34,7 +34,6 @@ FALCON = {
 }  # fmt: skip
 GPT = {"n_embd": HIDDEN, "n_head": HEADS, "n_layer": LAYERS, "n_positions": CONTEXT}
 BIGCODE = GPT | {"multi_query": False}
-SEQUENTIAL = {"use_parallel_residual": False, "hidden_act": "gelu"}
 
 # Name -> class, model type, and what config.json says beside COMMON.
 RANDOM: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -58,8 +57,6 @@ RANDOM: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Falcon, theta 1e5": ("FalconForCausalLM", "falcon", FALCON),
     "GPTBigCode": ("GPTBigCodeForCausalLM", "gpt_bigcode", BIGCODE),
     "Pythia": ("GPTNeoXForCausalLM", "gpt_neox", {"hidden_act": "gelu"}),
-    "RedPajama": ("GPTNeoXForCausalLM", "gpt_neox", SEQUENTIAL | {"rotary_pct": 1.0}),
-    "GPT-J": ("GPTJForCausalLM", "gptj", GPT | {"rotary_dim": 16}),
     "GPT-2": ("GPT2LMHeadModel", "gpt2", GPT),
 }
 

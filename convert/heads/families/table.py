@@ -57,7 +57,7 @@ REFUSED: dict[str, str] = {
         ("gpt_neox_japanese", "longt5", "switch_transformers", "blenderbot", "blenderbot-small", "plbart", "biogpt",
          "mvp", "led", "fsmt", "xglm", "persimmon", "openai-gpt", "ctrl", "imagegpt", "bert", "roberta", "modernbert",
          "modernbert-decoder", "hrm_text", "xlnet", "xlm", "bloom", "gpt_neo", "mpt", "umt5",
-         "whisper"),
+         "whisper", "gptj", "codegen"),
         _NO_FIELD,
     ),
     "doge": "its attention mask is computed from the values of all heads",

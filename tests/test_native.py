@@ -1,0 +1,450 @@
+"""Models written for another class, against both classes of transformers: the oracles, each with a control; what is
+refused, what the result says, tokenizers, and heads that are aligned.
+
+The source class computes what is expected: its own logits at G = H, and at fewer heads those of the source whose heads
+are tied in its own layout. Nothing here knows how the converter lays tensors out: what keys and values are is said once
+more, in the layouts of the source classes. Differences are relative to the range of the logits, in float32.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_json, refusal, run
+from evaluations import cache_bytes
+from safetensors.torch import load_file, save_file
+from scrambled import on_ids, relative
+from test_families import all_tensors, decode, error, left_padded, write_checkpoint
+from tiny_configs import Tiny, tiny_model
+from tiny_models import build, config, inputs
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2ForSequenceClassification, PreTrainedModel
+
+from gqa.checkpoint.hub import open_model
+from gqa.convert import convert_checkpoint, plan_conversion
+from gqa.convert.heads.families.table import FAMILIES, REFUSED
+from gqa.convert.recast import targets
+from gqa.convert.recast.native import NATIVE
+from gqa.convert.recast.targets import RECASTINGS, checkpoint_cache
+
+SAME = 1e-5
+CONTROL = 100 * SAME
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny source, what becomes of it, and the heads that the target holds.
+
+    exact: Whether not even the last bit of a logit changes at G = H.
+    """
+
+    tiny: Tiny
+    target: str
+    groups: tuple[int, ...] = (4, 2, 1)
+    exact: bool = False
+
+
+def _neox(name: str, **options: Any) -> Case:
+    return Case(tiny_model(name, **options, kv=lambda kv_heads: {}), "phi")
+
+
+def _gpt2(name: str, exact: bool = True, **options: Any) -> Case:
+    return Case(tiny_model(name, **options, kv=lambda kv_heads: {}), "gpt_bigcode", (4, 1), exact)
+
+
+_DROPOUT: dict[str, Any] = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "layer_norm_eps": 1e-3}
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 32,
+         "partial_rotary_factor": 0.5}  # fmt: skip
+CASES: dict[str, Case] = {
+    case.tiny.name: case
+    for case in (
+        _neox("gpt_neox", **_DROPOUT),
+        _neox("gpt_neox+plain", attention_bias=False, tie_word_embeddings=True, hidden_act="relu", rotary_pct=1.0),
+        _neox("gpt_neox+yarn", **_DROPOUT, rope_parameters=_YARN),
+        _gpt2("gpt2"),
+        _gpt2("gpt2+scaled", exact=False, scale_attn_by_inverse_layer_idx=True, activation_function="relu", n_inner=48,
+              n_layer=3),
+        _gpt2("gpt2+unscaled", scale_attn_weights=False, tie_word_embeddings=False, layer_norm_epsilon=1e-3),
+    )
+}  # fmt: skip
+# Options that change what is merged; the others differ in the config alone, which identity shows.
+SMALLER = [(name, g) for name in ("gpt_neox", "gpt_neox+plain", "gpt2", "gpt2+scaled") for g in CASES[name].groups[1:]]
+
+
+@cache
+def source_model(name: str) -> PreTrainedModel:
+    return build(CASES[name].tiny, 4, attention="eager")
+
+
+@torch.no_grad()
+def tied_model(name: str, groups: int, tiled: bool = False) -> PreTrainedModel:
+    """The source with every key and value head the mean of its group of neighbours; `tiled`: of the heads h mod G."""
+    model = build(CASES[name].tiny, 4, attention="eager")
+    for key, parameter in model.named_parameters():
+        if "query_key_value" in key:  # (H, 3, d, *rest)
+            views = [parameter.view(4, 3, -1, *parameter.shape[1:])[:, role] for role in (1, 2)]
+        elif "c_attn" in key:  # (in, out) or (out,): [Q | K | V] on the last axis
+            per_role = parameter.view(*parameter.shape[:-1], 3, 4, -1)
+            views = [per_role.select(-3, role).movedim(-2, 0) for role in (1, 2)]
+        else:
+            continue
+        for view in views:
+            flat = view.reshape(4, -1)
+            means = flat.unflatten(0, (-1, groups) if tiled else (groups, -1)).mean(0 if tiled else 1)
+            flat = means.repeat(4 // groups, 1) if tiled else means.repeat_interleave(4 // groups, 0)
+            view.copy_(flat.view(view.shape))
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The source by name, its layers split over shards."""
+
+    @cache
+    def make(name: str) -> Path:
+        return write_checkpoint(source_model(name), tmp_path_factory.mktemp("source"))
+
+    return make
+
+
+def load(directory: Path, attention: str = "sdpa") -> PreTrainedModel:
+    """As anybody would: the Auto class, no remote code; nothing missing, nothing unexpected."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True, attn_implementation=attention, dtype=torch.float32
+    )
+    assert not any(info.values()), info
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, given: dict[str, Tensor]) -> Tensor:
+    found: Tensor = model(**given).logits
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_identity(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """G = H: the other class gives the source's logits, also with padding on the left and token by token."""
+    case, source = CASES[name], source_model(name)
+    result = convert_checkpoint(checkpoint(name), case.groups[0], tmp_path / "out", checksums=True, method="mean")
+    given = inputs(case.tiny)
+    for attention in ("eager", "sdpa"):
+        target = load(result.out, attention)
+        assert target.config.model_type == case.target
+        assert target.config.num_key_value_heads == source.config.num_attention_heads
+        assert relative(logits(target, given), logits(source, given)) < SAME
+    if case.exact:
+        assert torch.equal(logits(load(result.out, "eager"), given), logits(source, given))
+    padded = left_padded(given, 3)
+    kept = padded["attention_mask"].bool()
+    assert relative(logits(target, padded)[kept], logits(source, padded)[kept]) < SAME
+    assert relative(decode(target, given), decode(source, given)) < SAME
+    assert relative(logits(target, given), logits(source, inputs(case.tiny, seed=1))) > CONTROL
+
+
+@pytest.mark.parametrize(("name", "groups"), SMALLER)
+def test_expand_back(name: str, groups: int, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Merged heads, each repeated in the source class, give the logits of the converted model; in tiles they do not."""
+    case = CASES[name]
+    out = convert_checkpoint(checkpoint(name), groups, tmp_path / "out", method="mean").out
+    target, given = load(out), inputs(case.tiny)
+    assert target.config.num_key_value_heads == groups
+    found = logits(target, given)
+    assert relative(found, logits(tied_model(name, groups), given)) < SAME
+    assert relative(found, logits(source_model(name), given)) > CONTROL
+    if groups > 1:
+        assert relative(found, logits(tied_model(name, groups, tiled=True), given)) > CONTROL
+
+
+# ------------------------------------------------------------------------------------------- how it is written
+
+
+@torch.no_grad()
+def positive(case: Case) -> PreTrainedModel:
+    """In half precision. Nothing cancels: sums in float32 are right to a few of its last digits, in any order."""
+    model = build(case.tiny, 4).half()
+    for parameter in model.parameters():
+        parameter.abs_()
+    return model
+
+
+def folded(case: Case, groups: int) -> dict[str, Tensor]:
+    """What a few tensors of Phi must be, from the parameters of GPT-NeoX by the formula: weights in float32, sums of
+    products in float64.
+    """
+    state = {name: tensor.float() for name, tensor in positive(case).state_dict().items()}
+    at = "gpt_neox.layers.0."
+    w, b = (state[f"{at}attention.query_key_value.{kind}"].view(4, 3, 8, -1) for kind in ("weight", "bias"))
+    gain, shift = state[f"{at}input_layernorm.weight"], state[f"{at}input_layernorm.bias"]
+    keys, biases = w[:, 1] * gain, b[:, 1, :, 0] + w[:, 1].double() @ shift.double()
+    up, norm = state[f"{at}mlp.dense_h_to_4h.weight"], f"{at}post_attention_layernorm"
+    return {
+        "model.layers.0.self_attn.k_proj.weight": keys.view(groups, -1, 8, 32).mean(1).flatten(0, 1),
+        "model.layers.0.self_attn.k_proj.bias": biases.view(groups, -1, 8).mean(1).flatten(),
+        "model.layers.0.mlp.fc1.weight": up * state[f"{norm}.weight"],
+        "model.layers.0.mlp.fc1.bias": state[f"{at}mlp.dense_h_to_4h.bias"]
+        + up.double() @ state[f"{norm}.bias"].double(),
+    }
+
+
+def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
+    """Folding and merging are done in float32; only the result is rounded, also for another --dtype."""
+    case = CASES["gpt_neox"]
+    directory = write_checkpoint(positive(case), tmp_path / "source")
+    for dtype in (None, "bfloat16", "float32"):
+        kind = getattr(torch, dtype or "float16")
+        tensors = all_tensors(
+            convert_checkpoint(directory, 2, tmp_path / str(dtype), dtype=dtype, checksums=True, method="mean").out
+        )
+        assert {tensor.dtype for tensor in tensors.values()} == {kind}
+        for name, exact in folded(case, 2).items():
+            wrong = (tensors[name].float() - exact).abs() / exact.abs().clamp(min=1e-3)
+            assert float(wrong.max()) < 4 * torch.finfo(kind).eps, name
+            if name.endswith("weight"):  # sums of products round as their order does
+                assert torch.equal(tensors[name], exact.to(kind)), name
+    config = json.loads((tmp_path / "bfloat16" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2+scaled"])
+def test_bin_files_and_shards_give_the_same(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """A checkpoint of torch's own format, other shards, several jobs: the same tensors. And gpt2 without a prefix."""
+    expected = all_tensors(convert_checkpoint(checkpoint(name), 1, tmp_path / "expected", method="mean").out)
+    model = source_model(name)
+    (tmp_path / "bin").mkdir()
+    model.config.save_pretrained(tmp_path / "bin")
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    state = {k.removeprefix("transformer."): v for k, v in model.state_dict().items() if k not in tied}
+    state |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8)} if "gpt2" in name else {}  # the mask of old checkpoints
+    torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
+    sharded = {"max_shard_size": 5000, "jobs": 2}
+    for source, how in ((tmp_path / "bin", {}), (checkpoint(name), sharded), (tmp_path / "bin", {"dtype": "float32"})):
+        how |= {"method": "mean", "checksums": True, "overwrite": True}
+        found = all_tensors(convert_checkpoint(source, 1, tmp_path / "out", **how).out)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_what_stays_is_moved_as_bytes(checkpoint: Callable[[str], Path]) -> None:
+    """Embeddings and all that is only renamed are copied from their files, not read into memory."""
+    plan = plan_conversion(checkpoint("gpt_neox"), 2, method="mean")
+    ranges = {t.name for t in plan.tensors if not t.change and plan.checkpoint.has_range(t.sources[0])}
+    computed = re.compile(r"(q|k|v)_proj|fc1|input_layernorm|lm_head\.bias")
+    assert ranges == {t.name for t in plan.tensors if not computed.search(t.name)}
+
+
+# ------------------------------------------------------------------------------------------------------- refused
+
+
+def source(place: Path, name: str, change: Callable[[dict[str, Tensor]], object] | None = None, **config: Any) -> Path:
+    """A source whose config.json or tensors were changed."""
+    directory = place / "source"
+    model = build(CASES[name].tiny, 4)
+    if change is None:
+        write_checkpoint(model, directory)
+    else:
+        model.save_pretrained(directory)
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    edit_json(directory / "config.json", lambda raw: raw.update(config))
+    return directory
+
+
+# Groups, or options or tensors of a source (then with one head), that no target expresses.
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("gpt2", 2, r"--groups 2 is not possible for the 4 heads of source \(as gpt_bigcode\); choose 1 or 4"),
+        ("gpt_neox", 3, r"for the 4 heads of source \(as phi\); choose 1, 2 or 4"),
+        ("gpt_neox", {"use_parallel_residual": False}, "no class .* has its layers .use_parallel_residual: false"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention: GPTBigCode has no cross-attention"),
+        ("gpt2", {"activation_function": "gelu_mine"}, "cannot build GPTBigCodeForCausalLM .*gelu_mine"),
+        ("gpt_neox", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.1}}, "0 rotated dimensions"),
+        ("gpt_neox", {"num_attention_heads": 0}, "cannot read config.json as gpt_neox|makes no sense"),
+        ("gpt2", {"n_layer": 3}, r"has no h\.2\.attn\.c_attn\.weight; give a checkpoint of the whole model"),
+        ("gpt2", {"n_layer": 1}, r"h\.1\.attn.* are not known of a language model of type gpt2"),
+        ("gpt2", {"n_embd": 64}, "cannot become transformer.h.0.attn.c_attn.bias: has 96 rows where"),
+        ("gpt_neox", lambda t: t.pop("embed_out.weight"), "has no embed_out.weight"),
+        ("gpt2", lambda t: t.update({"score.weight": torch.zeros(2, 32)}), "score.weight is not known of a language"),
+        ("gpt2", lambda t: t.update({"wte.weight": torch.zeros(96, 32)}), "with and without 'transformer.' before"),
+        ("gpt2", lambda t: t.update({"transformer.h.0.mlp.c_fc.weight": torch.zeros(32, 128, dtype=torch.int8)}),
+         "is stored as I8: quantised or packed weights cannot be laid out anew"),
+        ("gpt_neox", lambda t: t.update({"gpt_neox.layers.0.input_layernorm.weight": torch.zeros(7)}),
+         "input_layernorm.weight .7. cannot become model.layers.0.self_attn.q_proj.weight; is it of another model"),
+    ],
+)  # fmt: skip
+def test_what_no_target_expresses(
+    name: str, change: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "RECASTINGS", NATIVE)  # GPT-2 would get custom modelling code
+    groups, options = change if isinstance(change, int) else 1, change if isinstance(change, dict) else {}
+    directory = source(tmp_path, name, change if callable(change) else None, **options)
+    said = refusal(directory, "--groups", groups, "--method", "mean")
+    assert re.search(says, said), said
+
+
+def test_what_overflows_is_refused(tmp_path: Path) -> None:
+    """Weight times gain beyond float16: no half-written output, and nothing that only looks right."""
+
+    def large(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.half()
+        tensors["gpt_neox.layers.0.post_attention_layernorm.weight"] *= 30000
+        tensors["gpt_neox.layers.0.mlp.dense_h_to_4h.weight"] *= 30000
+
+    directory = source(tmp_path, "gpt_neox", large)
+    result = run("--groups", 4, directory)
+    assert result.code == 1
+    assert "fc1.weight has numbers too large for F16; give another --dtype" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert run("--groups", 4, "--dtype", "float32", directory).code == 0
+
+
+# ------------------------------------------------------------------------------------------------ what is said
+
+
+def test_every_entry_has_a_tiny_model() -> None:
+    """An entry that nobody built is one that nobody tested; and no type is in two tables."""
+    built = {(case.tiny.model_type, case.target) for case in CASES.values()}
+    assert {(r.source, r.target) for r in RECASTINGS if r.way == "native"} == built
+    sources, stated = {r.source for r in RECASTINGS}, {t for family in FAMILIES for t in family.model_types}
+    assert not sources & (stated | set(REFUSED))
+    assert {r.target for r in RECASTINGS} <= stated
+
+
+def test_the_result_says_what_it_is(tmp_path: Path) -> None:
+    directory = source(tmp_path, "gpt_neox")
+    (directory / "notes.txt").write_bytes(b"\x00\xff carried along")
+    done = run("--groups", 2, "--method", "mean", "--json", directory)
+    assert "class       gpt_neox (GPTNeoXForCausalLM) -> phi (PhiForCausalLM), native" in done.err
+    both = {
+        "from": {"model_type": "gpt_neox", "architecture": "GPTNeoXForCausalLM"},
+        "to": {"model_type": "phi", "architecture": "PhiForCausalLM"},
+        "way": "native",
+    }
+    record, out = json.loads(done.out), tmp_path / "source-gqa2-mean"
+    assert record["recast"] == json.loads((out / "gqa_conversion.json").read_text())["recast"] == both
+    assert record["parameters"]["before"] == build(CASES["gpt_neox"].tiny, 4).num_parameters()
+    card = (out / "README.md").read_text()
+    assert "Class: phi (PhiForCausalLM), a class of transformers; the source is gpt_neox (GPTNeoXForCausalLM)" in card
+    for name in ("generation_config.json", "notes.txt"):
+        assert (out / name).read_bytes() == (directory / name).read_bytes()
+    stated, before = (json.loads((path / "config.json").read_text()) for path in (out, directory))
+    assert (stated["architectures"], stated["model_type"]) == (["PhiForCausalLM"], "phi")
+    assert [stated[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [1, 2, 0]
+    assert stated["dtype"] == before["dtype"]
+    assert "tokenizer_class" not in stated  # it has none
+
+
+def test_the_cache_of_a_source_is_known(tmp_path: Path) -> None:
+    """What gqa-eval says of a source, beside transformers' own cache."""
+    for name in ("gpt_neox", "gpt2"):
+        model = build(CASES[name].tiny, 4)
+        directory = write_checkpoint(model, tmp_path / name)
+        assert checkpoint_cache(open_model(str(directory))).bytes_at(9) == sum(cache_bytes(model, 9, 1))
+
+
+# -------------------------------------------------------------------------------------------------- tokenizers
+
+TEXT = "def train(model, data):\n    return  model(data)  # 3.14 <|endoftext|> naïve"
+
+
+SPECIAL = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+# What is stored of a tokenizer, from all that transformers writes to the two files of the oldest repositories.
+STORED: dict[str, tuple[tuple[str, ...], dict[str, Any] | None]] = {
+    "all": (("tokenizer.json",), {"tokenizer_class": ..., **SPECIAL}),
+    "no class": (("tokenizer.json", "vocab.json", "merges.txt"), {"model_max_length": 64}),
+    "vocabulary": (("vocab.json", "merges.txt"), {"tokenizer_class": ..., "model_max_length": 64}),
+    "vocabulary alone": (("vocab.json", "merges.txt"), None),
+}
+
+
+@cache
+def trained_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    found: Any = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    how = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    found.train_from_iterator([TEXT], how)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [(name, stored) for name in ("gpt_neox", "gpt2") for stored in STORED],
+)
+def test_tokenizers_stay_themselves(name: str, stored: str, tmp_path: Path) -> None:
+    """AutoTokenizer gives the source's ids and special tokens, also where only the model type told its class."""
+    from transformers import AutoTokenizer
+
+    directory = source(tmp_path, name)
+    files, tokenizer_config = STORED[stored]
+    trained = trained_tokenizer()
+    trained.save(str(directory / "tokenizer.json"))
+    trained.model.save(str(directory))
+    for file in {"tokenizer.json", "vocab.json", "merges.txt"} - set(files):
+        (directory / file).unlink()
+    if tokenizer_config is not None:
+        of_type = "GPTNeoXTokenizer" if name == "gpt_neox" else "GPT2Tokenizer"
+        told = {key: of_type if value is ... else value for key, value in tokenizer_config.items()}
+        (directory / "tokenizer_config.json").write_text(json.dumps(told))
+    before = AutoTokenizer.from_pretrained(directory)
+    out = convert_checkpoint(directory, 1, tmp_path / "out", method="mean").out
+    found = AutoTokenizer.from_pretrained(out)
+    assert found(TEXT)["input_ids"] == before(TEXT)["input_ids"]
+    assert len(found(TEXT)["input_ids"]) == 23
+    assert found.decode(found(TEXT)["input_ids"]) == TEXT
+    assert found.special_tokens_map == before.special_tokens_map
+    assert found.eos_token_id == before.eos_token_id == 0
+    assert found.model_max_length == before.model_max_length
+    if name == "gpt_neox":
+        assert type(found) is type(before)
+    for file in files:
+        assert (out / file).read_bytes() == (directory / file).read_bytes()
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    """It would be another with the result's model type."""
+    directory = source(tmp_path, "gpt2")
+    (directory / "tokenizer.json").write_text("{}")
+    assert "transformers cannot load the tokenizer of source" in refusal(directory, "--groups", 1)
+
+
+# --------------------------------------------------------------------------------------------------- classifiers
+
+
+def test_a_classifier_is_refused_by_its_head(tmp_path: Path) -> None:
+    GPT2ForSequenceClassification(config(CASES["gpt2"].tiny, 4)).save_pretrained(tmp_path / "m")
+    said = refusal(tmp_path / "m", "--groups", 2, "--method", "mean")
+    assert "custom modelling code has no class with the head of GPT2ForSequenceClassification" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "method"),
+    [
+        *(("gpt_neox", 2, method) for method in ("mean", "aligned", "calibrated")),
+        ("gpt2", 1, "calibrated"),
+    ],
+)
+def test_what_is_seen_is_what_would_be_written(name: str, groups: int, method: str, tmp_path: Path) -> None:
+    """Heads of a source are aligned and merged as those of the checkpoint that it becomes with all its heads."""
+    directory = source(tmp_path, name)
+    whole = convert_checkpoint(directory, 4, tmp_path / "whole").out
+    made, expected, other = (
+        all_tensors(convert_checkpoint(place, groups, tmp_path / out, method=how, calibration=on_ids()).out)
+        for place, out, how in ((directory, "made", method), (whole, "expected", method), (whole, "other", "first"))
+    )
+    assert made.keys() == expected.keys()
+    assert max(error(made[key], expected[key]) for key in made if "bias" not in key) < 1e-4
+    assert max(error(other[key], expected[key]) for key in made if "bias" not in key) > 0.1
