@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.sources import hash_threshold, is_below
+from gqa.corpus.sources import is_below
 from gqa.corpus.tokens import Documents, Ints, permutation
 
 
@@ -33,7 +33,7 @@ class Heldout:
 
     def limit(self, digest: bytes, length: int) -> int:
         """Tokens to train on, from the start of a document of this digest and length."""
-        if is_below(digest, hash_threshold(self.fraction)):
+        if is_below(digest, self.fraction):
             return 0
         return min(self.limits.get(digest, length), length)
 

@@ -21,29 +21,27 @@ from fractions import Fraction
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from gqa.checkpoint.errors import CorpusError, explain, listing
 from gqa.checkpoint.hub import error_chain, hub_reason, quiet
 from gqa.checkpoint.options import read_count
 from gqa.checkpoint.provenance import file_digests
-from gqa.corpus.stdlib import Split, stdlib_texts
+from gqa.corpus.stdlib import stdlib_texts
 
 _NO_DATA = "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train"
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
-_WEIGHTED = re.compile(r"(.+)@([^@/]+)")
 _ROWS = 64  # read at a time
 FORMATS = {
     "text": (".txt",),
     "json": (".jsonl", ".json", ".ndjson"),
     "csv": (".csv",),
-    "tsv": (".tsv",),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
 }
-_COMPRESSED = (".gz", ".zst")  # of text, JSON and CSV; the others compress inside
+_COMPRESSED = (".gz", ".zst")
 _SKIPPED = re.compile(r"(readme|license)\.txt|cache-.*\.arrow", re.I)  # of directories and patterns
-_SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(?![a-z])", re.I)
+_SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(?![a-z])")
 _SUFFIXES = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
 ALLOWED = f"{_SUFFIXES} (text, JSON and CSV also with .gz, or with .zst where zstandard is installed)"
 
@@ -80,15 +78,14 @@ class Source:
     """Documents, or pairs of a source and a target, that can be read repeatedly, always in the same order.
 
     `load` gives the data set of `datasets`; its `columns` are the text, or the source and the target. `files`: shards,
-    if known. `streaming`: do not store it. `weight`: share of a mixture's tokens, if given. `takes`: only documents
-    whose digest it accepts. `fraction`: of `part`.
+    if known. `weight`: share of a mixture's tokens, if given. `takes`: only documents whose digest it accepts.
+    `fraction`: of `part`.
     """
 
     spec: str
     load: Callable[[], Any]
     columns: tuple[str, ...] = ("text",)
     files: tuple[Path, ...] = ()
-    streaming: bool = False
     weight: float | None = None
     takes: Callable[[bytes], bool] | None = None
     fraction: float | None = None
@@ -111,8 +108,7 @@ class Source:
         """
         rows = self.read(self.dataset())
         if (first := next(rows, None)) is None:
-            heldout = " or held out" if self.takes else ""
-            raise CorpusError(f"{self.spec} holds no text: it is empty or blank{heldout}")
+            raise CorpusError(f"{self.spec} holds no text: it is empty or blank, or held out")
         yield from (tuple(row[name] for name in self.columns) for row in chain([first], rows))
 
     def dataset(self) -> Any:
@@ -122,9 +118,8 @@ class Source:
             data = data.to_iterable_dataset()
         columns, present = list(self.columns), data.column_names
         if present is not None and (missing := [name for name in columns if name not in present]):
-            place = self.files[0] if len(self.files) == 1 else self.spec
             names = listing(map(repr, present)) or "none"
-            raise CorpusError(f"{place} has no field {missing[0]!r}; it has {names}")
+            raise CorpusError(f"{self.spec} has no field {missing[0]!r}; it has {names}")
         data = data.select_columns(columns)
         return data.map(self._texts, batched=True, batch_size=_ROWS, remove_columns=columns)
 
@@ -147,7 +142,7 @@ class Source:
         rows = []
         for row in zip(*(batch[column] for column in self.columns), strict=True):
             for column, value in zip(self.columns, row, strict=True):
-                if value is not None and not isinstance(value, str):
+                if not isinstance(value, str | None):
                     kind = type(value).__name__
                     raise CorpusError(f"{self.spec}: field {column!r} is no text but {kind}; name a field of text")
             if all(value and value.strip() for value in row):
@@ -160,12 +155,8 @@ class Source:
         """The source with every `count`th shard (file) from `index` on only."""
         if count == 1:
             return self
-        return replace(
-            self,
-            spec=f"{self.spec} (every {count}th file from file {index + 1} on)",
-            load=lambda: self.load().shard(count, index, contiguous=False),
-            files=self.files[index::count],
-        )
+        files = self.files[index::count]
+        return replace(self, load=lambda: self.load().shard(count, index, contiguous=False), files=files)
 
     @property
     def n_shards(self) -> int:
@@ -173,8 +164,7 @@ class Source:
 
     def part(self, fraction: float) -> Source:
         """The held-out documents: about that fraction, those with the lowest hashes."""
-        takes = partial(is_below, threshold=hash_threshold(fraction))
-        return replace(self, spec=f"{self.spec} ({fraction:g} held out)", takes=takes, fraction=fraction)
+        return replace(self, takes=partial(is_below, fraction=fraction), fraction=fraction)
 
     def without(self, heldout: Callable[[bytes], bool]) -> Source:
         """The documents whose digests are not held out."""
@@ -202,19 +192,17 @@ def parse_source(
     if spec == "stdlib" or spec.startswith("stdlib:"):
         if (side := spec.removeprefix("stdlib:")) not in ("train", "heldout"):
             raise CorpusError(f"there is no {spec}; allowed are stdlib:train and stdlib:heldout")
-        plain, source = True, Source(spec, partial(_load_stdlib, side), streaming=streaming)
+        plain, source = True, Source(spec, partial(_load_stdlib, side))
     elif is_local(spec):
         files = find_files(spec)
         plain = file_format(files[0]) == "text"
-        # Readers of some formats fail on files of no bytes.
-        files = tuple(file for file in files if file.stat().st_size) or files
         columns = ("text",) if plain and not target_field else columns
-        source = Source(spec, partial(load_files, files, columns), columns, files, streaming)
+        source = Source(spec, partial(load_files, files, columns), columns, files)
     elif match := _HUB_NAME.fullmatch(spec):
         name, config, named_split = match.groups()
         # Cached: a branch may move while its files are read.
         load = cache(partial(load_hub, name, config, named_split or split, streaming))
-        plain, source = False, Source(spec, load, columns, streaming=streaming)
+        plain, source = False, Source(spec, load, columns)
     else:
         raise CorpusError(
             f"there is no file or directory {spec}, and it is no data set name (org/name[:config[:split]])"
@@ -251,15 +239,16 @@ def weighted(specs: Sequence[str]) -> list[tuple[str, float | None]]:
 
 def split_weight(spec: str) -> tuple[str, float | None]:
     """`SPEC@WEIGHT` in two. A name with an @ in it is a name where there is such a file. Raises CorpusError."""
-    if os.path.exists(spec) or not (parts := _WEIGHTED.fullmatch(spec)):
-        return spec, None
+    name, _, text = spec.rpartition("@")
     try:
-        weight = float(parts[2])
+        weight = float(text)
     except ValueError:
         return spec, None
+    if not name or os.path.exists(spec):
+        return spec, None
     if not 0 < weight < float("inf"):
-        raise CorpusError(f"{spec}: the weight {parts[2]} is not above 0")
-    return parts[1], weight
+        raise CorpusError(f"{spec}: the weight {text} is not above 0")
+    return name, weight
 
 
 def row_digest(*texts: str) -> bytes:
@@ -269,23 +258,17 @@ def row_digest(*texts: str) -> bytes:
     return hashlib.sha256("\0".join(text.strip() for text in texts).encode()).digest()
 
 
-def hash_threshold(fraction: float) -> int:
-    """The threshold for that fraction of 64-bit hashes: exact, so the same on every machine."""
-    return int(Fraction(repr(float(fraction))) * 2**64)
-
-
-def is_below(digest: bytes, threshold: int) -> bool:
-    """Whether the first 64 bits of a digest, as a big-endian number, are below the threshold."""
-    return int.from_bytes(digest[:8], "big") < threshold
+def is_below(digest: bytes, fraction: float) -> bool:
+    """Whether a digest is in the lowest fraction of all, by its first 64 bits: exact, so the same on every machine."""
+    return int.from_bytes(digest[:8], "big") < int(Fraction(repr(float(fraction))) * 2**64)
 
 
 def file_format(path: Path) -> str | None:
     """The key of FORMATS for the suffixes of a file, or None."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    compressed = bool(suffixes) and suffixes[-1] in _COMPRESSED
-    last = suffixes[-2:-1] if compressed else suffixes[-1:]
-    kind = next((name for name, known in FORMATS.items() if last and last[0] in known), None)
-    return None if compressed and kind in ("parquet", "arrow") else kind
+    name = path.name.lower()
+    for suffix in _COMPRESSED:
+        name = name.removesuffix(suffix)
+    return next((kind for kind, suffixes in FORMATS.items() if name.endswith(suffixes)), None)
 
 
 def is_local(spec: str) -> bool:
@@ -295,42 +278,31 @@ def is_local(spec: str) -> bool:
 
 
 def find_files(spec: str) -> tuple[Path, ...]:
-    """The files of one format that a file, a directory or a glob names, sorted by path.
+    """The files of one format that a file, a directory or a glob names, sorted by path, without those of no bytes.
 
     Directories are searched recursively, without hidden files, cards, and caches of `datasets`. Raises CorpusError if
     there is no file, or files of several formats, or a directory holds several splits.
     """
     path = Path(os.path.expanduser(spec))  # pathlib raises where there is no such user
-    if os.path.isfile(path):  # pathlib raises where a name is too long
-        if file_format(path) is None:
-            raise CorpusError(f"{spec} has no suffix that says what it is; allowed are {ALLOWED}")
-        return (path,)
-    if os.path.isdir(path):
-        names = glob.iglob(f"{glob.escape(str(path))}/**", recursive=True)  # skips hidden files
-    elif glob.has_magic(spec):
-        names = glob.iglob(str(path), recursive=True)
-    else:
-        raise CorpusError(f"there is no file or directory {spec}")
-    files = sorted(file for file in map(Path, names) if file_format(file) and file.is_file())
-    files = [file for file in files if not _SKIPPED.fullmatch(file.name)]
+    is_file, is_directory = os.path.isfile(path), os.path.isdir(path)  # pathlib raises where a name is too long
+    pattern = f"{glob.escape(str(path))}/**" if is_directory else str(path)
+    names = [str(path)] if is_file else glob.iglob(pattern, recursive=True)  # skips hidden files
+    files = [file for file in sorted(map(Path, names)) if file_format(file) and file.is_file()]
+    files = [file for file in files if is_file or not _SKIPPED.fullmatch(file.name)]
     if not files:
+        raise CorpusError(f"there is no file or directory {spec} with text; allowed are {ALLOWED}, and patterns")
+    splits = {split for file in files for split in _SPLITS.findall(str(file.relative_to(path)))} if is_directory else {}
+    if len(splits) > 1:
         raise CorpusError(
-            f"the directory {spec} has no file with text; allowed are {ALLOWED}"
-            if os.path.isdir(path)
-            else f"nothing matches {spec} (files: {ALLOWED}); quote it, so that the shell leaves it as it is"
+            f"the directory {spec} holds several splits ({listing(splits)}); give the files of one, like "
+            f"'{spec.rstrip('/')}/**/*train*'"
         )
-    if os.path.isdir(path):
-        splits = {split.lower() for file in files for split in _SPLITS.findall(str(file.relative_to(path)))}
-        if len(splits) > 1:
-            example = "train" if "train" in splits else min(splits)
-            raise CorpusError(
-                f"the directory {spec} holds several splits ({listing(splits)}); give the files of one, "
-                f"for instance '{spec.rstrip('/')}/**/*{example}*'"
-            )
-    formats = {file_format(file): file for file in files}
+    formats = {file_format(file): str(file) for file in files}
     if len(formats) > 1:
-        examples = listing(str(file) for file in formats.values())
+        examples = listing(formats.values())
         raise CorpusError(f"{spec} names files of several formats ({examples}); give a pattern that names those of one")
+    if not (files := [file for file in files if file.stat().st_size]):
+        raise CorpusError(f"{spec} holds no text: it is empty or blank, or held out")
     return tuple(files)
 
 
@@ -342,17 +314,16 @@ def load_files(files: Sequence[Path], columns: Sequence[str]) -> Any:
     options: dict[str, Any] = {}
     if kind == "text":
         options = {"sample_by": "document", "encoding": "utf-8-sig"}
-    elif kind in ("csv", "tsv"):  # by default pandas reads 007 as a number and NA as missing
+    elif kind == "csv":  # by default pandas reads 007 as a number and NA as missing
         features = datasets.Features({name: datasets.Value("string") for name in columns})
-        options = {"sep": "\t" if kind == "tsv" else ",", "features": features, "na_filter": False}
+        options = {"features": features, "na_filter": False}
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # they log what they raise
     names = [glob.escape(str(file.absolute())) for file in files]
-    builder = "csv" if kind == "tsv" else kind
     # Else `datasets` reports every load to a server.
     counts, datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS, False
     try:
         with quiet("datasets"):
-            return datasets.load_dataset(builder, data_files=names, split="train", streaming=True, **options)
+            return datasets.load_dataset(kind, data_files=names, split="train", streaming=True, **options)
     except Exception as error:  # pyarrow's, pandas' and Python's
         raise file_error(error, files[0]) from error
     finally:
@@ -361,20 +332,16 @@ def load_files(files: Sequence[Path], columns: Sequence[str]) -> Any:
 
 def file_error(error: BaseException, file: Path) -> CorpusError:
     """The one-line error for what a reader of `datasets` raised."""
-    if isinstance(error, StopIteration):
-        return CorpusError(f"{file} holds no text: it is empty or blank")
     if isinstance(error, UnicodeDecodeError):
         return CorpusError(f"{file} is not UTF-8: {explain(error)}; convert it, for instance with iconv")
     if isinstance(error, KeyError):
         return CorpusError(f"{file} lacks a field that is named: {explain(error)}")
-    reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else explain(error)
-    return CorpusError(f"{file} cannot be read: {reason}")
+    return CorpusError(f"{file} cannot be read: {explain(error)}")
 
 
 def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
-    """Load a data set (`datasets.Dataset`, or `IterableDataset` when streaming) at its newest commit.
-
-    Raises CorpusError if it cannot be loaded, and OSError if this machine is the cause.
+    """Load a data set (`datasets.Dataset`, or `IterableDataset` when streaming) at its newest commit. Raises
+    CorpusError.
     """
     import datasets
     from huggingface_hub import HfApi, constants
@@ -388,15 +355,11 @@ def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
         raise hub_error(error, name) from error
 
 
-def hub_error(error: BaseException, name: str) -> Exception:
-    """The error to raise for a data set that cannot be loaded: the cause, and what to do about it."""
+def hub_error(error: BaseException, name: str) -> CorpusError:
+    """The one-line error for a data set that cannot be loaded: the cause, and what to do about it."""
     if reason := hub_reason(error):
         return CorpusError(f"there is no file or directory {name}, and {reason}")
-    chain = error_chain(error)
-    system_errors = (e for e in chain if isinstance(e, OSError) and e.errno is not None)
-    if local_error := next((e for e in system_errors if not isinstance(e, FileNotFoundError)), None):  # no space
-        return local_error
-    message = explain(chain[-1]).partition(" Example of usage")[0].rstrip(".")
+    message = explain(error_chain(error)[-1]).partition(" Example of usage")[0].rstrip(".")
     if re.match("config name|builderconfig|unknown split|bad split", message, re.IGNORECASE):
         message += f"; write {name}:CONFIG or {name}:CONFIG:SPLIT"
     return CorpusError(f"the data set {name} cannot be loaded: {message}")
@@ -405,4 +368,4 @@ def hub_error(error: BaseException, name: str) -> Exception:
 def _load_stdlib(side: str) -> Any:
     import datasets
 
-    return datasets.Dataset.from_dict({"text": list(stdlib_texts(cast(Split, side)))})
+    return datasets.Dataset.from_dict({"text": list(stdlib_texts(side))})

@@ -11,9 +11,6 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
-
-Split = Literal["train", "heldout"]
 
 HELDOUT_PER_MILLE = 50
 # Tests, vendored wheels and generated tables.
@@ -21,8 +18,8 @@ _EXCLUDED_PARTS = frozenset({"test", "tests", "idle_test", "site-packages", "dis
 _EXCLUDED_PACKAGES = frozenset({"encodings", "pydoc_data", "turtledemo", "lib2to3"})
 
 
-def stdlib_texts(split: Split) -> Iterator[str]:
-    """The modules of one split, sorted by path, without files that are not UTF-8.
+def stdlib_texts(split: str) -> Iterator[str]:
+    """The modules of one split (train or heldout), sorted by path, without files that are not UTF-8.
 
     A module is held out if the SHA-256 of its dotted name, modulo 1000, is below `HELDOUT_PER_MILLE`.
     """

@@ -32,7 +32,7 @@ def refusal(spec: object, **options: str) -> str:
 
 
 KINDS = {"large.parquet": pa.large_string(), "coded.parquet": pa.dictionary(pa.int32(), pa.string())}
-FORMATS = ("a.jsonl", "a.jsonl.gz", "a.JSONL", "a.json", "a.csv", "a.tsv", "a.parquet", *KINDS, "a.arrow",
+FORMATS = ("a.jsonl", "a.jsonl.gz", "a.JSONL", "a.json", "a.csv", "a.parquet", *KINDS, "a.arrow",
            "feather.arrow")  # fmt: skip
 
 
@@ -54,87 +54,64 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
         assert texts_of(tmp_path / "a.csv") == ["one"]
 
 
-def test_directories_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("b.jsonl", "a.jsonl", "deep/er/c.jsonl", ".hidden.jsonl", ".cache/d.jsonl", "deep/.git/e.jsonl"):
+def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden files, cards and caches are skipped unless they are named."""
+    for name in ("b.jsonl", "a.jsonl", "deep/er/c.jsonl", ".hidden.jsonl", ".cache/d.jsonl", "data/train/0.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         lines(tmp_path / name, {"text": name})
     for name in ("README.md", "README.txt", "deep/LICENSE.txt", "cache-1f2e.arrow"):
         (tmp_path / name).write_text("no data")
-    (tmp_path / "photo.png").write_bytes(b"\x89PNG")
     (tmp_path / "b[1].txt").write_text("by name")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    whole, deep = ["a.jsonl", "b.jsonl", "deep/er/c.jsonl"], ["deep/er/c.jsonl"]
+    deep = ["deep/er/c.jsonl"]
     expected = {
-        "**/*.jsonl": whole, "[ab].jsonl": whole[:2], "d*/**": deep, "deep": deep, "./deep/": deep, "~/deep": deep,
+        "[ab].jsonl": ["a.jsonl", "b.jsonl"], "d*p/**": deep, "deep": deep, "./deep/": deep, "~/deep": deep,
+        "**/*.jsonl": ["a.jsonl", "b.jsonl", "data/train/0.jsonl", *deep], "data/**/train/*": ["data/train/0.jsonl"],
         "b[1].txt": ["by name"], "*.txt": ["by name"], "README.txt": ["no data"],
     }  # fmt: skip
     assert {spec: texts_of(spec) for spec in expected} == expected
-    Path("b[1].txt").unlink()
-    assert texts_of(".") == texts_of(tmp_path) == whole
 
-
-def test_what_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    lines(tmp_path / "a.jsonl", {"text": "a"})
-    for name in ("b.parquet", "notes", "a.parquet.gz"):
-        (tmp_path / name).touch()
-    for name in ("empty", "data/train", "data/test"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "empty/a.png").touch()
-    lines(tmp_path / "data/train/0.jsonl", {"text": "a"})
+    (tmp_path / "data/test").mkdir()
     lines(tmp_path / "data/test/0.jsonl", {"text": "a"})
-    expected = {
-        "none.txt": "there is no file or directory none.txt",
-        "~nouser/a.jsonl": "there is no file or directory ~nouser/a.jsonl",
-        "../none/": "there is no file or directory ../none/",
-        "x" * 300 + ".txt": f"there is no file or directory {'x' * 300}.txt",
-        "a b": "there is no file or directory a b, and it is no data set name (org/name[:config[:split]])",
-        "notes": f"notes has no suffix that says what it is; allowed are {ALLOWED}",
-        "a.parquet.gz": f"a.parquet.gz has no suffix that says what it is; allowed are {ALLOWED}",
-        "empty": f"the directory empty has no file with text; allowed are {ALLOWED}",
-        "*.txt": f"nothing matches *.txt (files: {ALLOWED}); quote it, so that the shell leaves it as it is",
-        "*.*": "*.* names files of several formats (a.jsonl, b.parquet); give a pattern that names those of one",
-        "data": "the directory data holds several splits (test, train); give the files of one, for instance "
-        "'data/**/*train*'",
+    for name in ("b.parquet", "notes", "deep/empty/a.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    refused = {
+        "*.*": "*.* names files of several formats (b.jsonl, b.parquet, b[1].txt); give a pattern that names those of "
+        "one",
+        "data": "the directory data holds several splits (test, train); give the files of one, like 'data/**/*train*'",
         "stdlib:test": "there is no stdlib:test; allowed are stdlib:train and stdlib:heldout",
+        "a b": "there is no file or directory a b, and it is no data set name (org/name[:config[:split]])",
         " ": "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train",
     }
-    assert {spec: refusal(spec) for spec in expected} == expected
-    assert texts_of("data/**/train/*") == ["a"]
+    for spec in ("none.txt", "~nouser/a.jsonl", "../none/", "x" * 300 + ".txt", "notes", "deep/empty", "*.csv"):
+        refused[spec] = f"there is no file or directory {spec} with text; allowed are {ALLOWED}, and patterns"
+    assert {spec: refusal(spec) for spec in refused} == refused
 
 
 # What is in a file, and how what is said of it goes on after its name.
-EMPTY = " holds no text: it is empty or blank"
+EMPTY = " holds no text: it is empty or blank, or held out"
 NOT_UTF8 = " is not UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 3: "
 UNREADABLE = " cannot be read: "  # and what the library says
 BROKEN: dict[str, tuple[bytes, str]] = {
     "empty.txt": (b"", EMPTY),
     "blank.txt": (b" \n\t\n", EMPTY),
-    "empty.jsonl": (b"", EMPTY),
     "blank.jsonl": (b'{"text": " "}\n', EMPTY),
     "head.csv": (b"text\n", EMPTY),
-    "empty.csv": (b"", UNREADABLE),
     "latin.txt": (b"caf\xe9 au lait", NOT_UTF8),
     "latin.jsonl": (b'{"text": "a"}\n{"text": "caf\xe9"}\n', NOT_UTF8),
-    "latin.csv": (b"text\na\ncaf\xe9\n", NOT_UTF8),
     "cut.jsonl": (b'{"text": "a"}\n\n{"text": "b\n', UNREADABLE),
-    "cut.json": (b'[{"text": "a"},\n {"text": }]', UNREADABLE),
     "deep.jsonl": (b'{"text":' + b"[" * 100_000, UNREADABLE),
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', UNREADABLE),
-    "half.jsonl": (b'{"text": "a\\ud83d"}\n', UNREADABLE),
     "number.jsonl": (b'{"text": 4}\n{"text": null}\n{"text": 5}\n',
                      ": field 'text' is no text but int; name a field of text"),
     "missing.jsonl": (b'{"title": "a", "b\\n": 1}\n', " has no field 'text'; it has 'b\\n', 'title'"),
-    "missing.json": (b'[{"title": "a"}]', " lacks a field that is named: 'text'"),
     "missing.csv": (b"title,body\na,b\n", " lacks a field that is named: 'Field \"text\" does not exist in schema'"),
     "long.csv": (b"id,text\n1,a\n2,b,c\n", UNREADABLE),
-    "quote.csv": (b'text\n"a\n', UNREADABLE),
     "not.gz.txt.gz": (b"plain", UNREADABLE),
     "cut.txt.gz": (gzip.compress(b"a" * 1000)[:-12], UNREADABLE),
     "not.parquet": (b"PAR1 but no more", UNREADABLE),
-    "not.arrow": (b"plain text", UNREADABLE),
-    "packed.jsonl.zst": (b"plain", UNREADABLE),
 }  # fmt: skip
 
 
@@ -145,7 +122,6 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     os.truncate(write(Path("cut.parquet"), TEXTS), Path("cut.parquet").stat().st_size - 9)
     pq.write_table(pa.table({"text": [1, 2], "title": ["a", "b"]}), "ints.parquet")
     os.truncate(write(Path("cut.arrow"), TEXTS * 100), 2001)
-    Path("mem.txt").symlink_to("/proc/self/mem")  # which opens, and cannot be read where it begins
     Path("many").mkdir()
     for number in range(4):
         lines(Path("many", f"{number}.jsonl"), {"text": f"{number}"})
@@ -154,7 +130,6 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pa.OSFile("bytes.arrow", "wb") as sink, pa.ipc.new_stream(sink, pa.schema([("text", "string")])) as writer:
         writer.write_table(pa.table({"text": bad_text}))
     wanted = {name: name + said for name, (_, said) in BROKEN.items()} | {
-        "mem.txt": "mem.txt cannot be read: Input/output error",
         "cut.parquet": "cut.parquet cannot be read: ",
         "ints.parquet": "ints.parquet: field 'text' is no text but int; name a field of text",
         "cut.arrow": "cut.arrow cannot be read: ",
@@ -164,18 +139,14 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {name: refusal(name)[: len(said)] for name, said in wanted.items()} == wanted
 
 
-def test_names_of_fields_are_printed_harmlessly(tmp_path: Path) -> None:
-    assert texts_of(lines(tmp_path / "a.jsonl", {"body": "one", "text": 5}), field="body") == ["one"]
-    message = refusal(lines(tmp_path / "a.jsonl", {"\x1b[2J\nok" * 1000: 1}), field="\x1b]0;")
-    assert message.isprintable()
-    assert len(message) < 1100
-
-
-def test_rows_of_two_columns(tmp_path: Path) -> None:
-    """A row without a source or a target is left out, wherever it stands; the others keep what belongs to them."""
+def test_columns(tmp_path: Path) -> None:
+    """A row without a source or a target is left out; names of columns are printed harmlessly."""
     rows = [{"a": a, "b": b} for a, b in (("a", None), ("b", "B"), (" ", "C"), ("d", "D"), (None, "E"))]
     pairs = parse_source(str(lines(tmp_path / "rows.jsonl", *rows)), field="a", target_field="b")
     assert list(pairs.rows()) == [("b", "B"), ("d", "D")]
+    message = refusal(lines(tmp_path / "a.jsonl", {"\x1b[2J\nok" * 1000: 1}), field="\x1b]0;")
+    assert message.isprintable()
+    assert len(message) < 1100
 
 
 def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
@@ -209,9 +180,7 @@ def test_mixtures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("a.txt@0.7", "b.txt"): "b.txt has no weight while others have; give every source one (SPEC@WEIGHT) or none",
         ("a.txt@1", "a.txt@2"): "a.txt is given twice; give it once, with a weight if it should count more",
         ("a.txt@0",): "a.txt@0: the weight 0 is not above 0",
-        ("a.txt@-1",): "a.txt@-1: the weight -1 is not above 0",
         ("a.txt@nan",): "a.txt@nan: the weight nan is not above 0",
-        ("a.txt@inf",): "a.txt@inf: the weight inf is not above 0",
         ("a.txt@much",): "there is no file or directory a.txt@much",
     }
     for specs, text in said.items():
@@ -230,5 +199,5 @@ def test_heldout_part(tmp_path: Path) -> None:
     again = parse_source(str(write(tmp_path / "b.jsonl", texts[::-1])))
     assert list(again.part(0.1).texts()) == heldout[::-1]
     assert set(heldout) < set(source.part(0.2).texts())
-    with pytest.raises(CorpusError, match=r"\(0 held out\) holds no text"):
+    with pytest.raises(CorpusError, match=r"a.jsonl holds no text: it is empty or blank, or held out"):
         next(source.part(0.0).texts())

@@ -136,9 +136,7 @@ def test_what_a_stream_depends_on(stream: Open) -> None:
     assert stream(batch_size=64).summary == "a stream of many (17 files, 16 at a time)"
     for number in (1, 5, 9, 13):
         lines(Path(f"many/{number:02}.jsonl"), {"text": " "})
-    with pytest.raises(
-        CorpusError, match=r"many \(every 4th file from file 2 on\) has nothing to train on: it is empty, blank"
-    ):
+    with pytest.raises(CorpusError, match=r"many has nothing to train on: it is empty, blank"):
         steps(stream(), 0, 1)
     with pytest.raises(CorpusError, match=r"several streams need weights \(SPEC@WEIGHT\): their sizes are not known"):
         stream(data=("many", "stdlib:train"))

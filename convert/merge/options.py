@@ -11,7 +11,6 @@ from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.sources import (
     Source,
-    hash_threshold,
     is_below,
     is_self,
     parse_self,
@@ -132,7 +131,7 @@ class CalibrationText:
     def _parse(self, source: str) -> Source:
         [parsed] = parse_sources((source,), field=self.field, target_field=self.target_field)
         if self.heldout_fraction:
-            return parsed.without(partial(is_below, threshold=hash_threshold(self.heldout_fraction)))
+            return parsed.without(partial(is_below, fraction=self.heldout_fraction))
         if self.heldout:
             [heldout] = parse_sources((self.heldout,), field=self.field, target_field=self.target_field)
             return parsed.without({row_digest(*row) for row in heldout.rows()}.__contains__)
