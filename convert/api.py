@@ -55,7 +55,7 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     # What would refuse the plan or the output does so before weights are fetched and layers are measured.
     _open_output(options, _plan(checkpoint, uneven(checkpoint, share, ranks), options))
     fetch_weights(checkpoint)
-    (heads,), losses = heads_within(checkpoint, [share], maps, ranks, watcher)
+    heads, losses = heads_within(checkpoint, share, maps, ranks, watcher)
     return replace(_plan(checkpoint, heads, options), losses=losses)
 
 

@@ -246,7 +246,7 @@ def test_a_layer_loses_what_it_loses(uneven: Path) -> None:
     checkpoint, how = read_checkpoint(uneven), small_options()
     blocks = how.text.blocks(checkpoint, "cpu", watcher())
     plan = make_plan(checkpoint, 1, "calibrated")
-    found = losses_alone(plan, blocks[:-4], blocks[-4:], how)
+    found = losses_alone(plan, blocks[:-4], blocks[-4:], how, watcher())
     assert max(found[0], found[2]) < 1e-6
     assert min(found[1], found[3]) > 1e-4
     base = load_model(str(uneven), dtype="float32")

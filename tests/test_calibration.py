@@ -248,16 +248,6 @@ def test_layers_in_16_bits_are_refined(
     assert all(after < before < 1 for before, after in trained)
 
 
-def test_a_text_that_is_too_short_is_warned_of(source: Path, tmp_path: Path) -> None:
-    """Of fewer positions than W_O reads dimensions."""
-    told = Told(), Told()
-    find_maps(plan_of(source), tmp_path / "0", on_ids(), told[0])
-    find_maps(plan_of(source), tmp_path / "1", on_ids(text=Ids(count=1)), told[1])
-    said = "W_O has 32 inputs but only 16 calibration positions; the fit relies on regularisation; give more"
-    said += " calibration tokens (--tokens; of gqa-ablate --calibration-tokens)"
-    assert [one.warnings for one in told] == [[], [f"layer {layer}: {said}" for layer in (0, 1)]]
-
-
 def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Towards the source's inputs of W_O and what W_O turns into the drift, each position by what it counts; and the
     error that is said is the one that is left.

@@ -113,11 +113,11 @@ def test_budgets_and_sampling_need_a_head(tmp_path: Path) -> None:
     tensors = without_prefix(load_file(tmp_path / "a" / "model.safetensors"))
     save_file(tensors, tmp_path / "a" / "model.safetensors", {"format": "pt"})
     edit_json(tmp_path / "a" / "config.json", lambda config: config.update(tie_word_embeddings=True))
-    (heads,), _ = heads_within(read_checkpoint(tmp_path / "a"), [0.5], on_ids(text=Ids(count=8)))
+    heads, _ = heads_within(read_checkpoint(tmp_path / "a"), 0.5, on_ids(text=Ids(count=8)))
     assert sum(heads) <= 4
     edit_json(tmp_path / "a" / "config.json", lambda config: config.update(architectures=["Qwen3Model"]))
     with pytest.raises(RefusedError, match="Qwen3Model has no head that predicts tokens; give text instead of self"):
-        heads_within(read_checkpoint(tmp_path / "a"), [0.5], on_ids(text=Ids(count=8)))
+        heads_within(read_checkpoint(tmp_path / "a"), 0.5, on_ids(text=Ids(count=8)))
     done = run("-g", 2, "--method", "calibrated", "--tokens", 64, "--context", 8, tmp_path / "a")
     assert (done.code, done.err.count("\n")) == (2, 1), done
     assert "Qwen3Model has no head that predicts tokens; give text instead of self" in done.err

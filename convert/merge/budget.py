@@ -9,7 +9,7 @@ more in proportion, the choice stays the best one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -75,9 +75,8 @@ def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
     return tuple(reversed(heads))
 
 
-def uneven(checkpoint: Checkpoint, share: float, ranks: int = 1, option: str = "--kv-budget") -> tuple[int, ...]:
-    """Heads by layer of which `share`, which `option` says, of the KV cache's bytes has room: all in the first, the
-    fewest in the others.
+def uneven(checkpoint: Checkpoint, share: float, ranks: int) -> tuple[int, ...]:
+    """Heads by layer for which `share` of the KV cache's bytes has room: all in the first, the fewest in the others.
 
     Raises RefusedError where the fewest everywhere are more, and where layers cannot differ.
     """
@@ -86,7 +85,7 @@ def uneven(checkpoint: Checkpoint, share: float, ranks: int = 1, option: str = "
     if not counts or min(counts) > share * heads + 1e-9:
         least = f"{min(counts) / heads:.3g}" if counts else f"none is a multiple of {ranks}"
         raise RefusedError(
-            f"{option} {share:g} is not possible for the {heads} key/value heads of {checkpoint.name}; the least "
+            f"--kv-budget {share:g} is not possible for the {heads} key/value heads of {checkpoint.name}; the least "
             f"is {least}"
         )
     groups = (heads, *[min(counts)] * (config.layers - 1))
@@ -100,39 +99,33 @@ def _counts(config: ModelConfig, ranks: int) -> list[int]:
 
 
 def heads_within(
-    checkpoint: Checkpoint, shares: Sequence[float], options: MapsOptions, ranks: int = 1, watcher: Watcher = SILENT
-) -> tuple[list[tuple[int, ...]], Losses]:
-    """For each share of the KV cache's bytes the KV heads of every layer that leave at most so much, and what layers
-    would lose by any number. Raises RefusedError.
+    checkpoint: Checkpoint, share: float, options: MapsOptions, ranks: int = 1, watcher: Watcher = SILENT
+) -> tuple[tuple[int, ...], Losses]:
+    """The KV heads of every layer that leave at most `share` of the KV cache's bytes, and what layers would lose by any
+    number. Raises RefusedError.
 
     ranks: Every number is a multiple of this, for tensor parallelism.
     """
-    for share in shares:
-        uneven(checkpoint, share, ranks)
     config = read_config(as_it_is(checkpoint).config, checkpoint.name)
     heads, layers, counts = config.main.kv, config.layers, _counts(config, ranks)
     fitted, measured = _text(checkpoint, options, watcher)
     losses: list[dict[int, float]] = [{heads: 0.0} for _ in range(layers)]
-    merging = [groups for groups in counts if groups < heads]
-    watcher.stage("measuring layers", len(merging) * layers, "layer")
-    for groups in merging:
+    for groups in (kept for kept in counts if kept < heads):
         alone = make_plan(checkpoint, groups, MEASURING)
-        divergences = losses_alone(alone, fitted, measured, options, lambda: watcher.update(1))
-        for layer, lost in enumerate(divergences):
+        for layer, lost in enumerate(losses_alone(alone, fitted, measured, options, watcher)):
             losses[layer][groups] = lost
-    return [allotted(losses, math.floor(share * layers * heads + 1e-9)) for share in shares], losses
+    return allotted(losses, math.floor(share * layers * heads + 1e-9)), losses
 
 
 @torch.no_grad()
-def losses_alone(
-    plan: Plan, blocks: Tensor, measured: Tensor, options: MapsOptions, done: Callable[[], None] = lambda: None
-) -> list[float]:
+def losses_alone(plan: Plan, blocks: Tensor, measured: Tensor, options: MapsOptions, watcher: Watcher) -> list[float]:
     """Of every layer, the divergence in nats a token from the base model if that layer alone had the plan's heads.
 
     `blocks` (N, T) are what it is fitted to, on `measured` (M, T) distributions are compared. Held are M x T x D
     numbers for each layer, and the weights of one layer at a time.
     """
     calibrator = Calibrator(plan, blocks, options)
+    watcher.stage(f"measuring layers, G = {plan.groups}", calibrator.layers, "layer")
     pair, changed = calibrator.pair, dict[int, Stream]()
     true = pair.start({"input_ids": measured}).source
     for layer in range(calibrator.layers):
@@ -149,7 +142,7 @@ def losses_alone(
             pair.target.release(layer)
         source.pass_through(true)
         pair.source.release(layer)
-        done()
+        watcher.update(1)
     lost = [0.0] * calibrator.layers
     for rows in true.batches():
         base = pair.source.logits(true.hidden[rows]).log_softmax(-1)

@@ -8,7 +8,6 @@ for every architecture and from any start (docs/methods.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from gqa.checkpoint.loading import native_bfloat16
-from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.merge.closed_form import LayerResult, Task, closed_form, mean_squares, position_weights
 from gqa.convert.merge.layerwise import Arguments, Layer, Part, first_tensor
 from gqa.convert.merge.options import AT_ONCE, MapsOptions, Refinement
@@ -63,7 +61,8 @@ class Calibrator:
                 check_finite(layer, stream.hidden)
             pair.source.release(layer)
             return []
-        scale, weights = self._observe(source, modules)
+        scale = self._residual_scale([pair.with_attention(module, source) for module in modules])
+        weights = position_weights(streams.converted.hidden, streams.converted.is_text)
         refines, missing = pair.plan.merging.how.refines, None
         fitted = without_heldout(weights, pair.options.refinement) if refines else weights
         results, converted = list[LayerResult](), dict[str, Tensor]()
@@ -85,38 +84,31 @@ class Calibrator:
         pair.target.release(layer)
         return results
 
-    def _observe(self, layer: Layer, modules: list[AttentionModule]) -> tuple[float | None, Tensor]:
-        """The residual scale of a layer, and the weight of an error at each position, (N, T)."""
-        converted = self.streams.converted
-        scale = self._residual_scale([self.pair.with_attention(module, layer) for module in modules])
-        return scale, position_weights(converted.hidden, converted.is_text)
-
     def _residual_scale(self, layers: list[Layer]) -> float | None:
         """Scale s in h + s * attention(h) of a layer, given once for each of its attention modules. None if the output
         of attention is transformed further, as by a norm: then h + x and attention + x / s do not have the same effect.
         """
-        source, same = self.streams.source, True
+        source, index = self.streams.source, layers[0].index
         scale = float(getattr(self.pair.plan.config.text, "residual_multiplier", None) or 1.0)
         rows = source.batches()[0]
-        hidden, arguments = source.hidden[rows].to(self.pair.source.device), source.arguments(rows)[layers[0].index]
+        hidden, arguments = source.hidden[rows].to(self.pair.source.device), source.arguments(rows)[index]
         generator = torch.Generator().manual_seed(0)
         base, extra = (torch.randn(hidden.shape, generator=generator).to(hidden) * hidden.std() for _ in range(2))
 
-        def run(states: Tensor, changed: Layer | None = None) -> Tensor:
-            """The layer's output where all its attention modules return `base`, the `changed` one `extra` on top."""
-            with ExitStack() as hooks:
-                for layer in layers:
-                    output = base + extra / scale if layer is changed else base
-                    hooks.callback(layer.attention.register_forward_hook(partial(_replace_output, output)).remove)
+        def run(states: Tensor, attention_output: Tensor) -> Tensor:
+            """The layer's output if all its attention modules return `attention_output`."""
+            replace_output = partial(_replace_output, attention_output)
+            hooks = [layer.attention.register_forward_hook(replace_output) for layer in layers]
+            try:
                 return layers[0].run(states, arguments)
+            finally:
+                for hook in hooks:
+                    hook.remove()
 
-        expected = run(hidden + extra)
-        for layer in layers:
-            output = run(hidden, layer)
-            check_finite(layer.index, expected, output)
-            tolerance = max(1e-3, 8 * torch.finfo(expected.dtype).eps) * float(expected.abs().max())
-            same = same and torch.allclose(expected, output, rtol=0, atol=tolerance)
-        return scale if same else None
+        expected, output = run(hidden + extra, base), run(hidden, base + extra / (scale * len(layers)))
+        check_finite(index, expected, output)
+        tolerance = max(1e-3, 8 * torch.finfo(expected.dtype).eps) * float(expected.abs().max())
+        return scale if torch.allclose(expected, output, rtol=0, atol=tolerance) else None
 
     def _missing_output(self, task: Task, converted: Mapping[str, Tensor]) -> Tensor:
         """(N, T, D) attention output of the source that the converted module lacks, for the next one to correct."""

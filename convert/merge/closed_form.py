@@ -105,14 +105,12 @@ class LayerResult:
 
     error: Of its attention output, squares relative to the squares of the source's, after the refit of W_O (on the
         calibration text) or the refinement (on held-out blocks); NaN where nothing was measured.
-    warning: What the text could not determine, in words.
     weights: What refinement trained, by stored names.
     """
 
     module: AttentionModule
     maps: HeadMaps
     error: float
-    warning: str = ""
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -258,14 +256,4 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
     solution = ridge(gram / count, cross / count, start, task.pair.options.ridge)
     fitted = solution.T @ w_o  # the new W_O
     left = float(energy) + float((fitted * (gram @ fitted - 2 * cross @ w_o)).sum())
-    warning = (
-        ""
-        if count >= width
-        else (
-            f"W_O has {width} inputs but only {count} calibration positions; the fit relies on regularisation; "
-            "give more calibration tokens (--tokens; of gqa-ablate --calibration-tokens)"
-        )
-    )
-    return LayerResult(
-        task.module, replace(maps, output=solution.cpu()), max(left, 0.0) / max(float(energy), 1e-300), warning
-    )
+    return LayerResult(task.module, replace(maps, output=solution.cpu()), max(left, 0.0) / max(float(energy), 1e-300))

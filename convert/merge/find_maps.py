@@ -85,8 +85,6 @@ def _calibrate(
         tensors = maps_tensors((result.module.path, result.maps) for result in results)
         for result in results:
             tensors |= result.weights
-            if result.warning:
-                watcher.warn(f"layer {layer}: {result.warning}")
         layers.add(tensors, calibrator.state())
         watcher.layer(layer, max((result.error for result in results), default=float("nan")))
 

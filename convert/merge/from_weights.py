@@ -53,9 +53,10 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
             raise RefusedError(f"{module.path} of {checkpoint.name} holds NaN or Inf; heads cannot be aligned by it")
         width = stored["key"].shape[-1]
         stream = stream or InputMoments(checkpoint, text, symmetry, width, guess, device)
-        gain, inputs = norm_gain(checkpoint, module, symmetry, width).float(), stream.inputs(module)
+        gain = norm_gain(checkpoint, module, symmetry, width).float()
+        stream.enter(module)
         for role in ("query", "key", "value") if changes[0].merges else ("value",):
-            rows = inputs.project((stored[role] * gain).flatten(0, 1))
+            rows = stream.project((stored[role] * gain).flatten(0, 1))
             stored[role] = rows.unflatten(0, stored[role].shape[:2])
         if number < last:
             stream.add(module, gain, stored["output"], stored["value"])
@@ -79,7 +80,7 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
 
 
 def _estimated(rows: dict[str, Tensor], heads: LayerHeads, groups: int) -> Moments:
-    """Moments of each group from factors R, E[h h^T] = R R^T: `rows` (n, w, K) by role (`Inputs.project`)."""
+    """Moments of each group from factors R, E[h h^T] = R R^T: `rows` (n, w, K) by role (`InputMoments.project`)."""
 
     def moments_of(role: str, parts: int) -> tuple[Tensor, Tensor]:
         """(parts, w, w) second moments and (parts, w) means of the heads of `role`, w rows of each part of them."""
@@ -90,22 +91,6 @@ def _estimated(rows: dict[str, Tensor], heads: LayerHeads, groups: int) -> Momen
 
     queries = moments_of("query", heads.query)[0].unflatten(0, (heads.kv, -1)).sum(1)
     return Moments(*moments_of("key", groups), queries, moments_of("value", groups)[0])
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Second moments of a layer's inputs, L L^T with a lower triangle L = `factor` (D, D) in float32 on the device of
-    large products; None: identity.
-    """
-
-    factor: Tensor | None
-    width: int
-
-    def project(self, weights: Tensor) -> Tensor:
-        """(n, D) W -> W L, float32 on the CPU, so (W L)(W L)^T are the moments of W x. Linearly dependent rows stay so,
-        to a rounding error.
-        """
-        return weights.float() if self.factor is None else by_lower(weights.to(self.factor), self.factor).cpu()
 
 
 class InputMoments:
@@ -125,29 +110,36 @@ class InputMoments:
         self._checkpoint, self._config, self._symmetry, self._width = checkpoint, config, symmetry, width
         self._layer, self._device = 0, device
         self._sum = self._embedded() if guess else None
-        self._factor: Tensor | None = None  # of the normed stream that the present layer reads
+        # (D, D) lower triangle L: L L^T are the moments of the normed stream that the present layer reads, before its
+        # norm's gain; in float32 on the device of large products. None for the identity.
+        self.factor: Tensor | None = None
 
-    def inputs(self, module: AttentionModule) -> Inputs:
-        """Moments of the normed stream that `module` reads, before its norm's gain."""
+    def enter(self, module: AttentionModule) -> None:
+        """Go on to the layer of `module`."""
         if module.layer != self._layer:  # layers without heads are between
             self._sum = None
-        self._factor = self._factored()
-        return Inputs(self._factor, self._width)
+        self.factor = self._factored()
+
+    def project(self, weights: Tensor) -> Tensor:
+        """(n, D) W -> W L, float32 on the CPU, so (W L)(W L)^T are the moments of W x. Linearly dependent rows stay so,
+        to a rounding error.
+        """
+        return weights.float() if self.factor is None else by_lower(weights.to(self.factor), self.factor).cpu()
 
     @torch.no_grad()  # some activations have weights
     def add(self, module: AttentionModule, gain: Tensor, output: Tensor, value: Tensor) -> None:
-        """Advance the estimate through this layer, that of the last `inputs`; `value` (Hk, e, D): heads already
+        """Advance the estimate through this layer, that of the last `enter`; `value` (Hk, e, D): heads already
         projected. `gain` (D,) is that of the norm before attention, `output` (H, e, D) are the heads of W_O.
         """
-        mlp = None if self._factor is None else self._find_mlp(module, gain)
-        if self._sum is None or self._factor is None or mlp is None:
+        mlp = None if self.factor is None else self._find_mlp(module, gain)
+        if self._sum is None or self.factor is None or mlp is None:
             self._sum = None
             return
-        values = value.repeat_interleave(len(output) // len(value), 0).flatten(0, 1).to(self._factor)
-        added = self._normed(output.flatten(0, 1).to(self._factor).mT @ values / _ATTENDED_TOKENS**0.5, mlp.after[:1])
+        values = value.repeat_interleave(len(output) // len(value), 0).flatten(0, 1).to(self.factor)
+        added = self._normed(output.flatten(0, 1).to(self.factor).mT @ values / _ATTENDED_TOKENS**0.5, mlp.after[:1])
         before = float(self._sum.trace())
         self._sum.add_(gram(added).cpu())
-        root, size = self._factor, float(self._sum.trace())
+        root, size = self.factor, float(self._sum.trace())
         if mlp.input != "attention_input":
             root = torch.cat([root * (before / self._width) ** 0.5, added], 1)  # of the residual stream
             root *= 1.0 if mlp.input == "residual" else (self._width / size) ** 0.5
