@@ -158,15 +158,6 @@ def fail(program: str, message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def check_alone() -> None:
-    """Raise RefusedError in a command that would do all its work in each of several processes."""
-    if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
-        program = click.get_current_context().find_root().info_name
-        raise RefusedError(
-            f"{program} runs in one process, and WORLD_SIZE is {size}; start it without torchrun or accelerate launch"
-        )
-
-
 def run(command: click.Command, program: str, interrupted: str) -> None:
     """Run a command.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from gqa.checkpoint.errors import CorruptError, explain
 from gqa.checkpoint.write import write_bytes, write_text
@@ -173,17 +173,6 @@ def side_files(names: Collection[str], modules: bytes = b"[]") -> tuple[list[str
     return [name for name in visible if name not in left_out], left_out
 
 
-class Stored(Protocol):
-    """A tensor as the header of its file names it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
 def shard_names(count: int) -> list[str]:
     """How transformers calls the files of weights that lie in so many."""
     if count == 1:
@@ -192,15 +181,18 @@ def shard_names(count: int) -> list[str]:
 
 
 @contextmanager
-def new_shard(path: Path, tensors: Sequence[Stored]) -> Iterator[BinaryIO]:
-    """A file with its header, to which the bytes of these tensors are appended in this order; durable at the end."""
+def new_shard(path: Path, tensors: Sequence[Any]) -> Iterator[BinaryIO]:
+    """A file with its header, to which the bytes of these tensors are appended in this order; durable at the end.
+
+    tensors: Each has a `name`, a `dtype` and a `shape`.
+    """
     with path.open("wb", buffering=0) as target:
         write_bytes(target, format_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}))
         yield target
         os.fsync(target.fileno())
 
 
-def write_index(directory: Path, shards: Mapping[str, Sequence[Stored]]) -> None:
+def write_index(directory: Path, shards: Mapping[str, Sequence[Any]]) -> None:
     """Which file has which tensor, sorted as transformers does; a single file needs no index."""
     if len(shards) == 1:
         return

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.write import DEFAULT_JOBS, replacing
+from gqa.checkpoint.write import DEFAULT_JOBS
 
 if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
@@ -127,29 +127,11 @@ def checkpoint_digest(checkpoint: Checkpoint) -> str:
 
 
 def file_digests(paths: Iterable[Path]) -> list[str]:
-    """SHA-256 of the contents of each file. A file is read once: its hash is kept in the cache, by its path, size,
-    times and inode.
-    """
+    """SHA-256 of the contents of each file."""
     with ThreadPoolExecutor(max_workers=DEFAULT_JOBS) as pool:
         return list(pool.map(_file_digest, paths))
 
 
 def _file_digest(path: Path) -> str:
-    from huggingface_hub.constants import HF_HOME
-
-    path = path.resolve()
-    stat = path.stat()
-    cache = Path(HF_HOME) / "gqa-digests"
-    # Tools such as rsync and tar set modification times; nothing sets the time of the last change.
-    version = f"{path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
-    known = cache / hashlib.sha256(version.encode()).hexdigest()
-    with suppress(OSError):
-        if len(text := known.read_text()) == 64:
-            return text
     with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    with suppress(OSError):  # a cache that cannot be written to
-        cache.mkdir(parents=True, exist_ok=True)
-        with replacing(known) as temporary:
-            temporary.write_text(digest)
-    return digest
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -55,7 +55,6 @@ def command(options: ConvertOptions) -> None:
     from gqa.convert.summary import allotment_text, plan_record
 
     options.check()
-    console.check_alone()
     with quiet_transformers():  # what matters of its hints is in our errors
         if options.kv_budget:
             console.say_device(options.maps().device, options.quiet)

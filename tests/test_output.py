@@ -18,14 +18,6 @@ def model(tmp_path: Path) -> Path:
     return llama(tmp_path / "m", side_files=False)
 
 
-def test_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each of several would do all of it, into the same place."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    words = (llama(tmp_path / "m"), "--groups", 2, "-o", tmp_path / "out")
-    check_refused(run(*words), "runs in one process")
-    assert not (tmp_path / "out").exists()
-
-
 NOTHING = ("./nothing", "/nothing/there", "a/b/c", "two words", "../m\n", "a\x1b[2Jb")
 WRONG_USAGE = {
     "--groups 3 m": "4 key/value heads and 8 query heads of m; choose 1, 2, 4 or 8",
