@@ -48,8 +48,7 @@ def test_no_more_is_tokenised_than_is_needed(tmp_path: Path, monkeypatch: pytest
             read.extend(texts)
             return super().tokens(texts)
 
-    for place in ("convert.merge.options", "corpus.tokens"):
-        monkeypatch.setattr(f"gqa.{place}.Encoder", Counted)
+    monkeypatch.setattr("gqa.corpus.tokens.Encoder", Counted)
     found = blocks(source, 4)
     assert found.shape == (4, LENGTH)
     assert found.dtype == torch.int64
