@@ -37,15 +37,14 @@ def with_maps(
     Layers that text runs through are kept beside `out` until the block succeeds; the same call then goes on after the
     last of them.
     """
-    search, reads_text = searches(plan, options.grouping), plan.merging.how.reads_text
-    layers = FinishedLayers(out, describe(plan, options), overwrite)
-    unfinished = reads_text and layers.count != layers.total
-    inputs = options.text.inputs(plan.checkpoint, options.device, watcher) if unfinished else None
+    reads_text, layers = plan.merging.how.reads_text, FinishedLayers(out, describe(plan, options), overwrite)
+    inputs = options.text.inputs(plan.checkpoint, options.device, watcher) if reads_text else None
     try:
-        if inputs is not None:
-            _calibrate(plan, layers, inputs, options, watcher)
-        elif not reads_text:
-            _look_at_weights(plan, layers, search, options, watcher)
+        if inputs is None:
+            _look_at_weights(plan, layers, options, watcher)
+        else:
+            _calibrate(Calibrator(plan, inputs, options, layers.state()), layers, watcher)
+        yield layers.maps()
     except BaseException as error:
         if isinstance(error, RefusedError) or not reads_text:
             layers.remove()
@@ -56,31 +55,21 @@ def with_maps(
             f"a layer at a time ({options.refinement.batch} to refine it); lower --context, give --precision "
             "bfloat16, or another --device"
         ) from error
-    try:
-        yield layers.maps()
-    except BaseException:
-        if not reads_text:
-            layers.remove()
-        raise
     layers.remove()
 
 
-def _look_at_weights(plan: Plan, layers: FinishedLayers, search: bool, options: MapsOptions, watcher: Watcher) -> None:
+def _look_at_weights(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher) -> None:
     count = sum(bool(plan.changes_of(module)) for module in attention_modules(plan.checkpoint, plan.config))
     watcher.stage(plan.merging.method, count, "module")
-    for module, maps in from_weights(plan, search, options.device):
+    for module, maps in from_weights(plan, searches(plan, options.grouping), options.device):
         layers.add(maps_tensors([(module, maps)]))
         watcher.update(1)
 
 
-def _calibrate(
-    plan: Plan, layers: FinishedLayers, inputs: Mapping[str, Tensor], options: MapsOptions, watcher: Watcher
-) -> None:
+def _calibrate(calibrator: Calibrator, layers: FinishedLayers, watcher: Watcher) -> None:
     """Layer after layer, from the first that is not finished on."""
-    calibrator = Calibrator(plan, inputs, options, layers.state())
-    layers.total = calibrator.layers
-    watcher.stage("calibrating", layers.total - layers.count, "layer")
-    for layer in range(layers.count, layers.total):
+    watcher.stage("calibrating", calibrator.layers - layers.count, "layer")
+    for layer in range(layers.count, calibrator.layers):
         results = calibrator.run(layer)
         tensors = maps_tensors((result.module.path, result.maps) for result in results)
         for result in results:
@@ -127,7 +116,7 @@ def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | 
 
 class FinishedLayers:
     """The layers of one conversion that are finished, in a hidden directory beside `out`: a file for each, and
-    `state.safetensors` with what the next one needs, their number and that of all layers.
+    `state.safetensors` with what the next one needs, and their number.
     """
 
     def __init__(self, out: Path, description: Mapping[str, Any], overwrite: bool) -> None:
@@ -136,7 +125,7 @@ class FinishedLayers:
         """
         self.directory = out.absolute().with_name(f".{out.absolute().name}.gqa-work")
         self._state, self._description = self.directory / "state.safetensors", description
-        self.count, self.total = 0, -1
+        self.count = 0
         if self._state.exists():
             try:
                 with safe_open(self._state, framework="pt") as file:
@@ -145,7 +134,7 @@ class FinishedLayers:
             except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
                 raise CorruptError(f"{self._state} is damaged; remove {self.directory} to start over") from error
             if before == description:
-                self.count, self.total = progress["layers"], progress["of"]
+                self.count = progress["layers"]
             elif not overwrite:
                 key = next(key for key in description if before.get(key) != description[key])
                 raise RefusedError(
@@ -161,8 +150,8 @@ class FinishedLayers:
         _save(self.directory / f"{self.count:05d}.safetensors", tensors)
         self.count += 1
         if state is not None:
-            progress = {"description": self._description, "layers": self.count, "of": self.total}
-            _save(self._state, state, {"progress": json.dumps(progress)})
+            progress = json.dumps({"description": self._description, "layers": self.count})
+            _save(self._state, state, {"progress": progress})
 
     def state(self) -> dict[str, Tensor]:
         """The state after the last finished layer."""
