@@ -20,7 +20,7 @@ import torch
 from harness import EMBEDDED, JSON_OPTION, SHAPES, write_json, write_random
 
 from gqa.checkpoint.loading import default_device, load_model, native_bfloat16
-from gqa.convert.merge.sampling import samples
+from gqa.convert.merge.self_samples import samples
 
 
 @click.command(help=__doc__)

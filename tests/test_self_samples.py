@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +13,13 @@ from embedded import SOURCE, bring_tokenizer, copy_source, load
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-import gqa.convert.merge.sampling as sampling
 import gqa.convert.merge.self_samples as module
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.loading import load_model, load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.options import CalibrationText
-from gqa.convert.merge.sampling import Draw, PreallocatedLayer, attend_one, samples
-from gqa.convert.merge.self_samples import SampledBlocks, sampled_blocks
+from gqa.convert.merge.self_samples import Draw, PreallocatedLayer, SampledBlocks, sampled_blocks, samples
 from gqa.corpus.sources import SelfText, is_self, parse_self
 from gqa.eval.evaluate import SAMPLES, _samples
 from gqa.eval.options import EvaluateOptions
@@ -60,16 +57,15 @@ def ids(blocks: SampledBlocks) -> np.ndarray:
 
 def test_a_longer_run_goes_on_where_a_shorter_one_ended(teacher, cache: Path) -> None:
     """Also where it was interrupted: killed while a batch was written."""
-    few, told = sampled(teacher, 3)
+    few, counts = sampled(teacher, 3)
     batch = 4 * (SIZE - 1)  # BOS is not sampled
-    assert told == [batch] * 2
-    many, told = sampled(teacher, 10)
-    assert told == [2 * batch] * 2
-    file = cache / few.directory.name / "000002.int32"
-    file.write_bytes(file.read_bytes()[:-7])
+    assert counts == [batch] * 2
+    many, counts = sampled(teacher, 10)
+    assert counts == [2 * batch] * 2
+    few.path.write_bytes(few.path.read_bytes()[:-7])
     for expected in ([batch] * 2, []):
-        again, told = sampled(teacher, 10)
-        assert told == expected
+        again, counts = sampled(teacher, 10)
+        assert counts == expected
         assert np.array_equal(ids(many), ids(again))
     assert np.array_equal(ids(many)[:3], ids(few))
     assert few.fingerprint == many.fingerprint  # what a state of training must agree with
@@ -77,7 +73,7 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(teacher, cache: Path) ->
     assert ids(many).dtype == np.int64
     assert (ids(many)[:, 0] == teacher.config.bos_token_id).all()
     assert not np.array_equal(ids(sampled(teacher, 3, seed=1)[0]), ids(few))
-    assert len(list(cache.iterdir())) == 2
+    assert len(list(cache.glob("*.int32"))) == 2
     with pytest.raises(IndexError):
         few[3]
 
@@ -128,61 +124,59 @@ def test_samples_of_another_model_are_not_used(
     assert len(set(fingerprints)) == 4
 
 
-def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same text as batch by batch: each has a seed of its own. A CPU takes them one by one."""
-    float32, asked, plain = teacher.float(), list[int](), module.samples
+def test_as_many_at_a_time_as_memory_holds(
+    teacher, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same text as batch by batch: each has a seed of its own. A CPU takes them one by one; 80 GB, of which the
+    weights of a 7B take 13.5, hold hundreds of sequences of 256 tokens with keys and values of 134 MB.
+    """
+    float32, batches, plain = teacher.float(), list[int](), module.samples
 
-    def told(*given, seed, **how):
-        asked.append(len(seed))
-        return plain(*given, seed=seed, **how)
+    def counted(*args, seed, **options):
+        batches.append(len(seed))
+        return plain(*args, seed=seed, **options)
 
-    monkeypatch.setattr(module, "samples", told)
+    monkeypatch.setattr(module, "samples", counted)
     one = sampled(float32, 20)[0]
     expected = ids(one)
-    shutil.rmtree(one.directory)
-    monkeypatch.setattr(module, "free_memory", lambda device: 1 << 40)
-    monkeypatch.setattr(module, "at_once", lambda *given: 3 * 4 + 1)
-    assert np.array_equal(ids(sampled(float32, 20)[0]), expected)
-    assert asked == [1] * 5 + [3, 2]
+    one.path.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "free_memory", lambda device: 1 << 40)
+        patch.setattr(module, "at_once", lambda *args: 3 * 4 + 1)
+        assert np.array_equal(ids(sampled(float32, 20)[0]), expected)
+    assert batches == [1] * 5 + [3, 2]
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000,
+        dtype="bfloat16", architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    (tmp_path / "7b").mkdir()
+    free = 80 * 10**9 - header_only(tmp_path / "7b", config)
+    checkpoint = read_checkpoint(tmp_path / "7b")
+    assert 256 <= module.at_once(checkpoint, 256, torch.bfloat16, free) <= free // 134_217_728
+    assert module.at_once(checkpoint, 256, torch.bfloat16, 10**6) == 0, "then one batch is tried"
 
 
 def test_a_model_that_no_device_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of it in memory, the rest on the disk: the same bytes. What fits is loaded as ever."""
     monkeypatch.setattr(module, "native_bfloat16", lambda device: False)
-    asked = list[str]()
-    weights = 4 * sum(tensor.numel() for tensor in teacher.parameters())
+    weights, devices, texts = 4 * sum(tensor.numel() for tensor in teacher.parameters()), list[str](), list[bytes]()
     limits = {"cpu": weights // 2}
-    monkeypatch.setattr("accelerate.utils.get_max_memory", lambda *given: given[0] if given else limits)
+    monkeypatch.setattr("accelerate.utils.get_max_memory", lambda *args: args[0] if args else limits)
 
     def opened(dtype: str, device: str = "cpu"):
-        asked.append(device)
-        found = load_model(str(SOURCE), dtype=dtype, device=device)
-        assert found.dtype == torch.float32
-        on_disk = sum(tensor.numel() for tensor in found.parameters() if tensor.is_meta)
+        devices.append(device)
+        model = load_model(str(SOURCE), dtype=dtype, device=device)
+        on_disk = sum(tensor.numel() for tensor in model.parameters() if tensor.is_meta)
         assert (on_disk > weights // 4 // 3) is (device == "auto")
-        return found
+        return model
 
-    written = []
     for free in (None, 2 * weights, weights):  # of which an eighth is kept free
         monkeypatch.setattr(module, "free_memory", lambda device, free=free: free if device.type == "cpu" else None)
-        found = sampled_blocks(opened, "cpu", read_checkpoint(SOURCE), SIZE, 5, 0, plain=True)
-        written.append(ids(found).tobytes())
-        shutil.rmtree(found.directory)
-    assert asked == ["cpu", "cpu", "auto"]
-    assert written == written[:1] * 3
-
-
-def test_a_7b_writes_hundreds_at_a_time(tmp_path: Path) -> None:
-    """On 80 GB, of which its weights take 13.5: keys and values of a sequence of 256 tokens are 134 MB."""
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000,
-        dtype="bfloat16", architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
-    free = 80 * 10**9 - header_only(tmp_path, config)
-    found = read_checkpoint(tmp_path)
-    assert 256 <= module.at_once(found, 256, torch.bfloat16, free) <= free // 134_217_728
-    assert module.at_once(found, 2048, torch.bfloat16, free) < 64
-    assert module.at_once(found, 256, torch.bfloat16, 10**6) == 0, "then one batch is tried"
+        blocks = sampled_blocks(opened, "cpu", read_checkpoint(SOURCE), SIZE, 5, 0, plain=True)
+        texts.append(ids(blocks).tobytes())
+        blocks.path.unlink()
+    assert devices == ["cpu", "cpu", "auto"]
+    assert texts == texts[:1] * 3
 
 
 def test_a_text_begins_as_the_tokenizer_begins_it(teacher, cache: Path, tmp_path: Path) -> None:
@@ -209,7 +203,7 @@ def test_a_text_begins_as_the_tokenizer_begins_it(teacher, cache: Path, tmp_path
 def test_a_part_repeats_itself_unless_it_is_plain(teacher, cache: Path) -> None:
     """The same samples serve both; what repeats itself is another text to a state of training."""
     plain, mixed = (sampled(teacher, 8, plain=plain, size=40)[0] for plain in (True, False))
-    assert plain.directory == mixed.directory
+    assert plain.path == mixed.path
     assert plain.fingerprint != mixed.fingerprint
     same = (ids(plain) == ids(mixed)).all(axis=1)
     assert 3 <= same.sum() <= 5
@@ -250,12 +244,10 @@ def test_samples_are_the_models_own(tmp_path: Path) -> None:
     plain = samples(load(SOURCE), 16, seed=1, batch=6)
     assert plain.shape == (6, 16)
     assert (plain[:, 0] == 1).all(), "BOS"
-    told = {"do_sample": True, "top_p": 0.1, "top_k": 2, "temperature": 0.3, "repetition_penalty": 1.5,
-            "max_length": 5, "eos_token_id": [2, 3]}  # fmt: skip
-    habits = copy_source(tmp_path)
-    (habits / "generation_config.json").write_text(json.dumps(told))
-    assert torch.equal(plain, samples(load(habits), 16, seed=1, batch=6))
-    assert not torch.equal(plain, samples(load(habits), 16, seed=2, batch=6))
+    settings = {"do_sample": True, "top_k": 2, "repetition_penalty": 1.5, "max_length": 5, "eos_token_id": [2, 3]}
+    (model := copy_source(tmp_path)).joinpath("generation_config.json").write_text(json.dumps(settings))
+    assert torch.equal(plain, samples(load(model), 16, seed=1, batch=6))
+    assert not torch.equal(plain, samples(load(model), 16, seed=2, batch=6))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
@@ -268,7 +260,7 @@ def test_samples_are_as_surprising_as_the_model_expects(
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return super().__call__(input_ids, scores / temperature)
 
-    monkeypatch.setattr(sampling, "Draw", Other)
+    monkeypatch.setattr(module, "Draw", Other)
     ids = samples(teacher, 33, seed=3, batch=32)
     with torch.no_grad():
         log = teacher(input_ids=ids[:, :-1]).logits.double().log_softmax(-1)
@@ -291,55 +283,27 @@ def test_tokens_are_drawn_by_their_probability() -> None:
     assert off.abs().max() < 4
 
 
-@pytest.mark.parametrize("groups", [1, 2, 6])
-@pytest.mark.parametrize("mask", ["none", "allowed", "added", "heads"])
-def test_one_query_attends_as_in_torch(groups: int, mask: str) -> None:
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 6, 1, 8), torch.randn(3, groups, 5, 8), torch.randn(3, groups, 5, 4)
-    given = {
-        "none": None,
-        "allowed": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 1, 1]]).bool()[:, None, None],
-        "added": torch.randn(3, 1, 1, 5),
-        "heads": torch.randn(3, 6, 1, 5),
-    }[mask]
-    for scaling in (None, 0.3):
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            q, k.repeat_interleave(6 // groups, 1), v.repeat_interleave(6 // groups, 1), given, scale=scaling
-        )
-        torch.testing.assert_close(attend_one(q, k, v, given, scaling), expected.transpose(1, 2))
-
-
 def test_sampling_does_not_copy_what_it_has(teacher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers have spare capacity, which grows; transformers' own cache, as other models get, samples the same."""
-    made = list[PreallocatedLayer]()
+    """All layers have spare capacity; transformers' own cache, as other models get, samples the same."""
+    layers = list[PreallocatedLayer]()
 
     class Counted(PreallocatedLayer):
-        def __init__(self) -> None:
-            super().__init__()
-            made.append(self)
+        def __init__(self, length: int) -> None:
+            super().__init__(length)
+            layers.append(self)
 
-    monkeypatch.setattr(sampling, "PreallocatedLayer", Counted)
-    monkeypatch.setattr(sampling, "_MORE", 16)
+    monkeypatch.setattr(module, "PreallocatedLayer", Counted)
     ours = samples(teacher, 40, seed=1, batch=3)
-    assert [layer.get_seq_length() for layer in made] == [39] * teacher.config.num_hidden_layers
-    monkeypatch.setattr(sampling, "_cache", lambda model: {})
+    assert [layer.get_seq_length() for layer in layers] == [39] * teacher.config.num_hidden_layers
+    monkeypatch.setattr(module, "_cache", lambda model, length: {})
     assert torch.equal(ours, samples(teacher, 40, seed=1, batch=3))
-    assert len(made) == teacher.config.num_hidden_layers
+    assert len(layers) == teacher.config.num_hidden_layers
 
 
-def test_a_model_attends_as_before_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after what fails; while it writes, queries attend one by one."""
-    model, single = load(SOURCE), []
-    monkeypatch.setattr(sampling, "attend_one", lambda *given: single.append(0) or attend_one(*given))
-    samples(model, 4, seed=0, batch=1)
-    assert len(single) == 3 * model.config.num_hidden_layers
-    assert model.config._attn_implementation == "sdpa"
-    model.forward = None  # nothing can be called
-    with pytest.raises(RefusedError, match="cannot be sampled from"):
-        samples(model, 4, seed=0, batch=1)
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_model_without_a_head_writes_nothing() -> None:
+def test_what_cannot_be_sampled_from() -> None:
     with pytest.raises(RefusedError, match=r"Model has no head that predicts tokens; give text instead of self"):
         samples(load(SOURCE).base_model, 4, seed=0, batch=1)
+    model = load(SOURCE)
+    model.forward = None  # nothing can be called
+    with pytest.raises(RefusedError, match="cannot be sampled from, 2 sequences of 4 tokens at a time: "):
+        samples(model, 4, seed=0, batch=2)

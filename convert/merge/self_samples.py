@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,16 @@ import torch
 from filelock import FileLock
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import FILLED, free_memory, load_tokenizer, native_bfloat16
+from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.loading import FILLED, cache_name, free_memory, load_tokenizer, native_bfloat16
 from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.write import replacing
 from gqa.convert.heads.config import read_config
-from gqa.convert.merge.sampling import samples
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.tokens import MIX, Block, first_token, mixed
 
@@ -40,14 +41,13 @@ _MOST = 16384  # sequences at a time: attention kernels number them with 16 bits
 
 @dataclass(frozen=True)
 class SampledBlocks:
-    """Blocks of `size` tokens that a model wrote: {"input_ids": (size,) int64}. Files of `directory` have `batch` each.
+    """Blocks of `size` tokens that a model wrote, one after the other in `path`: {"input_ids": (size,) int64}.
 
     lead: tokens at the beginning of each block that belong there (BOS); plain: they are as the model wrote them, else a
     part of them repeats itself (`mixed` in corpus/tokens.py).
     """
 
-    directory: Path
-    batch: int
+    path: Path
     size: int
     n_blocks: int
     fingerprint: str
@@ -62,12 +62,11 @@ class SampledBlocks:
         """Block `index`. Raises IndexError outside."""
         if not 0 <= index < self.n_blocks:
             raise IndexError(f"block {index} of {self.n_blocks}")
-        block = self._raw(index) if self.plain else mixed(self._raw, index, self.seed, self.lead)
+        block = self._read(index) if self.plain else mixed(self._read, index, self.seed, self.lead)
         return {"input_ids": block.astype(np.int64)}
 
-    def _raw(self, index: int) -> NDArray[np.int32]:
-        file, row = divmod(int(index), self.batch)
-        return np.fromfile(_batch_file(self.directory, file), np.int32, self.size, offset=4 * self.size * row)
+    def _read(self, index: int) -> NDArray[np.int32]:
+        return np.fromfile(self.path, np.int32, self.size, offset=4 * self.size * int(index))
 
 
 def sampled_blocks(
@@ -93,29 +92,30 @@ def sampled_blocks(
     source = as_it_is(checkpoint)
     start = first_token(read_config(source.config, source.name).text, source.name)
     lead = 0 if _begins(checkpoint, start, trust_remote_code) else 1
+    if not write:
+        return SampledBlocks(Path(), size, n_blocks, "", seed, 1 - lead, plain)
     # Samples are noise of temperature 1 anyway: what the device multiplies fast, however the model is stored.
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
     batch = max(1, min(SAMPLED, SAMPLED_BYTES // _cache_bytes(source, size, dtype)))
-    if not write:
-        return SampledBlocks(Path(), batch, size, n_blocks, "", seed, 1 - lead, plain)
 
-    def begin(batches: int) -> tuple[Any, int]:
-        """The model, and how many batches are sampled at a time."""
-        watcher.stage(f"{checkpoint.name} writes", batches * batch * (size + lead - 1))
-        spread = {"device": "auto"} if _too_large(source, dtype, device) else {}
+    def sample(numbers: Sequence[int]) -> Iterable[Tensor]:
+        watcher.stage(f"{checkpoint.name} writes", len(numbers) * batch * (size + lead - 1))
+        weights = dtype.itemsize * sum(math.prod(spec.shape) for spec in source.tensors.values())
+        free = free_memory(torch.device(device))
+        spread = {"device": "auto"} if free is not None and weights > free * FILLED else {}
         model = load(dtype=str(dtype).removeprefix("torch."), **spread)
-        free = [free_memory(place) for place in {parameter.device for parameter in model.parameters()}]
-        least = len(free) * min(of or 0 for of in free)  # none where some of it is in the host's memory or on its disk
-        return model, max(1, at_once(source, size, dtype, least) // batch)
-
-    def sample(model: Any, numbers: Sequence[int]) -> Tensor:
-        seeds = [derive_seed(seed, number) for number in numbers]
-        return samples(model, size + lead, seed=seeds, batch=batch, progress=watcher.update)[:, lead:]
+        devices = {parameter.device for parameter in model.parameters()}
+        # None where some of the model is in the host's memory or on its disk.
+        least = len(devices) * min(free_memory(place) or 0 for place in devices)
+        several = max(1, at_once(source, size, dtype, least) // batch)
+        for first in range(0, len(numbers), several):
+            seeds = [derive_seed(seed, number) for number in numbers[first : first + several]]
+            yield samples(model, size + lead, seed=seeds, batch=batch, progress=watcher.update)[:, lead:]
 
     identity = f"{samples_identity(checkpoint, trust_remote_code)} {start} {lead} {seed} {size} {batch} {dtype}"
-    directory = store_batches(identity, size, batch, n_blocks, begin, sample)
-    fingerprint = f"self {directory.name} {'plain' if plain else MIX}"
-    return SampledBlocks(directory, batch, size, n_blocks, fingerprint, seed, 1 - lead, plain)
+    path = store_batches(identity, size, batch, n_blocks, sample)
+    fingerprint = f"self {path.stem} {'plain' if plain else MIX}"
+    return SampledBlocks(path, size, n_blocks, fingerprint, seed, 1 - lead, plain)
 
 
 def samples_identity(checkpoint: Checkpoint, trusted: bool) -> str:
@@ -132,31 +132,24 @@ def derive_seed(seed: int, label: int | str) -> int:
 
 
 def store_batches(
-    identity: str, size: int, batch: int, rows: int,
-    begin: Callable[[int], tuple[Any, int]], sample: Callable[[Any, Sequence[int]], Tensor],
-) -> Path:  # fmt: skip
-    """A directory in the cache of `datasets`, named by the hash of `identity`, with a file of (batch, size) int32 for
-    each batch of `rows` rows. `begin(batches)` gives the model that makes those that are not there, and how many it
-    makes at a time; `sample(model, numbers)` gives these, one below the other. Raises RefusedError.
+    identity: str, size: int, batch: int, rows: int, sample: Callable[[Sequence[int]], Iterable[Tensor]]
+) -> Path:
+    """A file in the cache of `datasets`, named by the hash of `identity`, of at least so many rows (size,) of int32.
+    `sample(numbers)` yields the batches of `batch` rows of these numbers that are not there yet, one or several at a
+    time. Raises RefusedError.
     """
     from datasets.config import HF_DATASETS_CACHE
 
-    directory = Path(HF_DATASETS_CACHE) / "gqa-samples" / hashlib.sha256(identity.encode()).hexdigest()[:32]
-    directory.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory / "lock"):
-        files = {number: _batch_file(directory, number) for number in range(-(-rows // batch))}
-        missing = [n for n, file in files.items() if not file.exists() or file.stat().st_size != 4 * batch * size]
-        model, several = begin(len(missing)) if missing else (None, 1)
-        for first in range(0, len(missing), several):
-            numbers = missing[first : first + several]
-            for number, ids in zip(numbers, sample(model, numbers).split(batch), strict=True):
-                with replacing(files[number]) as temporary:
-                    temporary.write_bytes(ids.numpy().astype(np.int32).tobytes())
-    return directory
-
-
-def _batch_file(directory: Path, number: int) -> Path:
-    return directory / f"{number:06d}.int32"
+    path = Path(HF_DATASETS_CACHE) / "gqa-samples" / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.int32"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"), path.open("ab") as file:
+        stored = file.tell() // (4 * size * batch)
+        file.truncate(4 * size * batch * stored)  # what an interrupted run has written of the next batch
+        if missing := range(stored, -(-rows // batch)):
+            for ids in sample(missing):
+                file.write(ids.numpy().astype(np.int32).tobytes())
+                file.flush()
+    return path
 
 
 def _begins(checkpoint: Checkpoint, token: int, trusted: bool) -> bool:
@@ -165,14 +158,7 @@ def _begins(checkpoint: Checkpoint, token: int, trusted: bool) -> bool:
         ids = load_tokenizer(checkpoint, trusted)("a")["input_ids"]
     except RefusedError:
         return True
-    return bool(ids) and ids[0] == token
-
-
-def _too_large(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> bool:
-    """Whether weights in that dtype are more than `device` has free, beside what models leave to what is computed."""
-    weights = dtype.itemsize * sum(math.prod(spec.shape) for spec in checkpoint.tensors.values())
-    free = free_memory(torch.device(device))
-    return free is not None and weights > free * FILLED
+    return ids[:1] == [token]
 
 
 def at_once(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:
@@ -184,3 +170,101 @@ def at_once(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) 
 def _cache_bytes(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int:
     cache = checkpoint_cache(checkpoint)
     return cache.bytes_per_token // cache.bytes_per_number * dtype.itemsize * length
+
+
+@torch.no_grad()
+def samples(
+    model: Any, length: int, *, seed: int | Sequence[int], batch: int,
+    progress: Callable[[int], object] = lambda tokens: None,
+    encoder_inputs: Mapping[str, Tensor] | None = None, banned: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
+    """(batch, length) token ids, the same for the same seed, batch and machine, none of those that are `banned`; of
+    several seeds one batch below the other. Raises RefusedError.
+
+    Nothing stops a sequence: after EOS the model starts another text, as it does in training. `encoder_inputs`
+    are keyword arguments of an encoder-decoder.
+    """
+    if not hasattr(model, "generate"):
+        raise RefusedError(
+            f"{model.name_or_path} cannot be sampled from: {type(model).__name__} has no head that predicts tokens; "
+            "give text instead of self"
+        )
+    start = first_token(model.config, model.name_or_path)
+    settings = GenerationConfig(
+        do_sample=False, max_new_tokens=length - 1, pad_token_id=start, decoder_start_token_id=start,
+        suppress_tokens=list(banned) or None,
+    )  # fmt: skip
+    settings.eos_token_id = None
+    model.generation_config = settings  # else generate() takes unset fields from the checkpoint's
+    seeds = [seed] if isinstance(seed, int) else seed
+    draw = LogitsProcessorList([Draw(*(torch.Generator().manual_seed(one) for one in seeds), progress=progress)])
+    batch *= len(seeds)
+    prompt = torch.full((batch, 1), start, device=model.device)
+    try:
+        # No cuDNN kernels, which are compiled for each length.
+        backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(backends) if model.device.type == "cuda" else nullcontext():
+            inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+            if encoder_inputs is not None:
+                inputs = {**encoder_inputs, "decoder_input_ids": prompt}
+            # Not the class's override, which may add tokens or search differently.
+            ids: Tensor = GenerationMixin.generate(
+                model, **inputs, generation_config=settings, logits_processor=draw, **_cache(model, length)
+            )
+    except (ValueError, RuntimeError, TypeError, MemoryError) as error:
+        raise RefusedError(
+            f"{model.name_or_path} cannot be sampled from, {batch} sequences of {length} tokens at a time: "
+            f"{explain(error)}; give text instead of self, or, if memory is short, fewer tokens of context"
+        ) from error
+    return ids.cpu()
+
+
+class Draw:
+    """A logits processor: one token of each row at temperature 1, by the inverse of the distribution function. It takes
+    one random number a row; torch.multinomial takes one for each token of the vocabulary, a third of a step's time.
+    """
+
+    def __init__(self, *generators: torch.Generator, progress: Callable[[int], object] = lambda tokens: None) -> None:
+        """Each generator samples an equal share of the rows."""
+        self._generators, self._progress = generators, progress
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """(B, V) logits -> the same shape, 0 for the token that is drawn and -inf for all others."""
+        precise = torch.float32 if scores.device.type == "mps" else torch.float64
+        cdf = scores.float().softmax(-1).cumsum(-1, dtype=precise)
+        rows_per_seed = len(scores) // len(self._generators)
+        drawn = torch.cat([torch.rand(rows_per_seed, 1, generator=one, dtype=precise) for one in self._generators])
+        drawn = drawn.to(scores.device)
+        tokens = torch.searchsorted(cdf, drawn * cdf[:, -1:], right=True).clamp_max(scores.shape[1] - 1)
+        self._progress(len(scores))
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+
+
+class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
+    """KV cache for `length` tokens; DynamicLayer copies everything at every token."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append (B, G, t, d) keys and (B, G, t, e) values; those of all tokens."""
+        first, states = self.get_seq_length(), (key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(*states)
+            self._buffers = [new.new_empty(*new.shape[:2], self._length, new.shape[3]) for new in states]
+        end = first + key_states.shape[2]
+        for buffer, new in zip(self._buffers, states, strict=True):
+            buffer[:, :, first:end] = new
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        return self.keys, self.values
+
+
+def _cache(model: Any, length: int) -> dict[str, Any]:
+    """Cache argument for generate(), or {} if a layer is neither DynamicLayer nor sliding, or there is an encoder."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    usual = {DynamicLayer, DynamicSlidingWindowLayer}.issuperset(map(type, cache.layers))
+    if model.config.is_encoder_decoder or not usual:
+        return {}
+    cache.layers = [PreallocatedLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return {cache_name(model): cache}

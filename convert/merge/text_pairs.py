@@ -19,10 +19,10 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model, load_tokenizer, native_bfloat16
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.merge.sampling import samples
 from gqa.convert.merge.self_samples import (
     SampledBlocks,
     derive_seed,
+    samples,
     samples_identity,
     store_batches,
 )
@@ -92,23 +92,21 @@ class PairMaker:
         """
         size = 2 * self.length
         if not write:
-            return SampledBlocks(Path(), WRITTEN, size, count, "", self._seed, 0, plain=True)
+            return SampledBlocks(Path(), size, count, "", self._seed, 0, plain=True)
 
-        def begin(batches: int) -> tuple[Any, int]:
-            self._announce(2 * WRITTEN * batches)
-            return None, 1
-
-        def sample(_: Any, numbers: Sequence[int]) -> Tensor:
-            rows = torch.full((WRITTEN, 2, self.length), -1)
-            for row, pair in enumerate(self._own(WRITTEN, derive_seed(self._seed, numbers[0]))):
-                for side, ids in enumerate(pair):
-                    rows[row, side, : len(ids)] = torch.tensor(ids)
-            return rows.flatten(1)
+        def sample(numbers: Sequence[int]) -> Iterable[Tensor]:
+            self._announce(2 * WRITTEN * len(numbers))
+            for number in numbers:
+                rows = torch.full((WRITTEN, 2, self.length), -1)
+                for row, pair in enumerate(self._own(WRITTEN, derive_seed(self._seed, number))):
+                    for side, ids in enumerate(pair):
+                        rows[row, side, : len(ids)] = torch.tensor(ids)
+                yield rows.flatten(1)
 
         known = samples_identity(self._checkpoint, self._trusted)
         identity = f"own pairs {known} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
-        directory = store_batches(identity, size, WRITTEN, count, begin, sample)
-        return SampledBlocks(directory, WRITTEN, size, count, f"self {directory.name}", self._seed, 0, plain=True)
+        path = store_batches(identity, size, WRITTEN, count, sample)
+        return SampledBlocks(path, size, count, f"self {path.stem}", self._seed, 0, plain=True)
 
     def inputs(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
         """What the model is given, by the names of its forward's arguments, padded at the end. Raises RefusedError."""
