@@ -12,11 +12,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.heads.family import QUERY_ROLES
 
 if TYPE_CHECKING:
@@ -137,19 +136,12 @@ class StoredMaps:
         opened: list[Any] = [safe_open(file, framework="pt") for file in self.files]
         return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
 
-    @cached_property
-    def of(self) -> Callable[[str], HeadMaps | None]:
-        """From the path of an attention module to its maps; None where there are none.
-
-        The last ones are kept, since the four projections of a module are merged one after another.
-        """
-        return lru_cache(maxsize=2 * DEFAULT_JOBS)(self._read)
-
-    def _read(self, module: str) -> HeadMaps | None:
+    def of(self, module: str) -> HeadMaps | None:
+        """The maps of the attention module at this path; None where there are none."""
         parts = {part: self.tensor(f"{module}/{part}") for part in MAPS if f"{module}/{part}" in self.names}
+        order = f"{module}/order"
         if not parts:
             return None
-        order = f"{module}/order"
         return HeadMaps(**parts, order=tuple(self.tensor(order).tolist()) if order in self.names else None)
 
     def tensor(self, name: str) -> Tensor:

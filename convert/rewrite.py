@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -112,11 +110,11 @@ def _write_shard(job: _Job, shard: Shard) -> None:
     largest = max((tensor.sources[0].nbytes for tensor in shard.tensors if tensor.change), default=0)
     buffer = np.empty(max(largest, 8 * CAST_CHUNK), np.uint8)
     with new_shard(job.work / shard.file, shard.tensors) as target:
-        for tensor, count in _runs(shard, checkpoint):
+        for tensor in shard.tensors:
             source = tensor.sources[0]
-            if count:
+            if tensor.copied and checkpoint.has_range(source):
                 with checkpoint.path(source.file).open("rb") as stream:
-                    copy_range(stream, target, source.begin, count, job.progress)
+                    copy_range(stream, target, source.begin, source.nbytes, job.progress)
             elif tensor.change is None:
                 _cast(job, target, tensor, buffer)
             else:
@@ -124,21 +122,6 @@ def _write_shard(job: _Job, shard: Shard) -> None:
                     change, merged = tensor.change, _merge(job, tensor.change, buffer)
                 write_tensor(target, stored_as(merged[tensor.name], tensor.dtype), job.progress)
     verify_shard(job.plan, job.work / shard.file, shard, {name for name, _ in job.not_finite}, job.checksums)
-
-
-def _runs(shard: Shard, checkpoint: Checkpoint) -> Iterator[tuple[OutputTensor, int]]:
-    """(first tensor, bytes to copy): neighbours that are neighbours in the source, too, move as one range. Zero bytes
-    where the tensor is computed or cast.
-    """
-    position, keyed = 0, []
-    for tensor in shard.tensors:
-        source = tensor.sources[0]
-        moves = tensor.copied and checkpoint.has_range(source)
-        keyed.append((tensor, (source.file, source.begin - position) if moves else tensor.name))
-        position += tensor.nbytes
-    for key, run in groupby(keyed, itemgetter(1)):
-        tensors = [tensor for tensor, _ in run]
-        yield tensors[0], 0 if isinstance(key, str) else sum(tensor.nbytes for tensor in tensors)
 
 
 def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.uint8]) -> None:
