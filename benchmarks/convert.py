@@ -96,8 +96,7 @@ def main(layers: int, groups: int, repeats: int, json_file: Path | None) -> None
 
         fixed = source, out, groups
         contestants = {
-            "cp -r": (copy, *fixed), "gqa-convert": (convert, *fixed),
-            "gqa-convert --checksums": (convert, *fixed, "--checksums"), "transformers": (script, *fixed),
+            "cp -r": (copy, *fixed), "gqa-convert": (convert, *fixed), "transformers": (script, *fixed),
         }  # fmt: skip
         rows = report(rounds(contestants, repeats, settle, keep), "cp -r")
         check_equal(out.with_name("gqa-convert"), out.with_name("transformers"))

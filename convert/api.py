@@ -32,7 +32,6 @@ class Conversion:
     out: Path
     plan: Plan
     warnings: tuple[str, ...]
-    checksums: dict[str, dict[str, str]] | None = None
 
 
 def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
@@ -110,10 +109,10 @@ def convert(
             stored = stack.enter_context(with_maps(plan, out, maps, watcher, overwrite=options.overwrite))
             merging = replace(merging, maps=stored)
         watcher.stage("converting", plan.total_bytes, "B")
-        warnings, hashes = write(plan, merging, output.work, watcher.update, checksums=options.checksums, jobs=jobs)
+        warnings = write(plan, merging, output.work, watcher.update, jobs)
         write_text(output.work / "README.md", model_card(plan, out.name, command))
-        output.commit(PROVENANCE, provenance(plan, merging.maps, hashes, out, command))
-    return Conversion(out, plan, (*plan.warnings, *warnings), hashes)
+        output.commit(PROVENANCE, provenance(plan, merging.maps, out, command))
+    return Conversion(out, plan, (*plan.warnings, *warnings))
 
 
 def output_of(options: ConvertOptions, plan: Plan) -> Path:

@@ -91,7 +91,7 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
     if plan.method in METHODS and not options.quiet:
         _say_next(plan, result, options)
-    return {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
+    return {"output": str(result.out), "warnings": list(result.warnings)}
 
 
 def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:

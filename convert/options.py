@@ -12,8 +12,6 @@ import click
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import (
     COUNT,
-    FROM_ZERO,
-    POSITIVE,
     SEED,
     ByteSize,
     KVHeads,
@@ -85,8 +83,6 @@ class ConvertOptions(Options):
     json: bool = option(False, "One JSON object on stdout, everything else on stderr.", heading="Output")
     overwrite: bool = option(
         False, "Replace the checkpoint at DIR once the new one is complete.", heading="Output")
-    checksums: bool = option(
-        False, "Compare every untouched byte; record SHA-256 of all shards.", heading="Output")
     tensor_parallel: int = option(
         1, "Tensor-parallel ranks that share the result: heads by layer are multiples of it.", COUNT,
         needs=("kv_budget",))
@@ -95,10 +91,6 @@ class ConvertOptions(Options):
     quiet: bool = option(False, "Print errors and warnings only.", short="-q", heading="Output")
     # For Python callers.
     repeats: bool = option(True, methods="reads_text", expert=True)  # half of the blocks repeat themselves
-    ridge: float = option(  # how strongly the refit of W_O is held to the original
-        MapsOptions.ridge, "", FROM_ZERO, methods="reads_text", expert=True)
-    refine_batch: int = option(Refinement.batch, "", COUNT, methods="refines", expert=True)
-    refine_learning_rate: float = option(Refinement.learning_rate, "", POSITIVE, methods="refines", expert=True)
     # fmt: on
 
     def maps(self) -> MapsOptions:
@@ -109,9 +101,9 @@ class ConvertOptions(Options):
             self.data, self.tokens, self.context, self.seed, self.field, self.target_field, self.repeats,
             self.trust_remote_code,
         )  # fmt: skip
-        refinement = Refinement(self.refine_steps, self.refine_batch, self.refine_learning_rate, seed=self.seed)
+        refinement = Refinement(self.refine_steps, seed=self.seed)
         return MapsOptions(
-            text=text, grouping=self.grouping, ridge=self.ridge, refinement=refinement, dtype=self.precision,
+            text=text, grouping=self.grouping, refinement=refinement, dtype=self.precision,
             device=find_device(self.device),
         )  # fmt: skip
 

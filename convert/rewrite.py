@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 from collections.abc import Collection, Iterable, Iterator
@@ -17,10 +16,10 @@ from gqa.checkpoint.files import TensorSpec, new_shard, read_header, write_index
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import (
+    DEFAULT_JOBS,
     Progress,
     copy_file,
     copy_range,
-    drop_written,
     no_progress,
     write_tensor,
     write_text,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 CAST_CHUNK = 4 << 20  # numbers cast at a time
 BLOCK = 1 << 16  # bytes of a sampled block
-CHUNK = 1 << 20  # bytes compared at a time when all are; they stay in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ class _Job:
     plan: Plan
     merging: Merging
     work: Path
-    checksums: bool
     progress: Progress
     not_finite: list[tuple[str, str]] = field(default_factory=list)
 
@@ -60,9 +57,9 @@ class _CancelledError(Exception):
 
 
 def write(
-    plan: Plan, merging: Merging, work: Path, progress: Progress = no_progress, *, checksums: bool, jobs: int
-) -> tuple[list[str], dict[str, dict[str, str]] | None]:
-    """Fill the directory `work` and verify it; warnings, and the checksums. Raises OutputError.
+    plan: Plan, merging: Merging, work: Path, progress: Progress = no_progress, jobs: int = DEFAULT_JOBS
+) -> list[str]:
+    """Fill the directory `work` and verify it; warnings. Raises OutputError.
 
     Merging is memory-bound: one torch thread per job.
     """
@@ -75,20 +72,12 @@ def write(
             raise _CancelledError
         progress(count)
 
-    job, source, hashes = _Job(plan, merging, work, checksums, advance), plan.checkpoint, None
-    threads = torch.get_num_threads()
+    job, threads = _Job(plan, merging, work, advance), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(jobs) as pool:
             try:
                 list(pool.map(partial(_write_shard, job), plan.shards))
-                if checksums:
-                    paths = {"source": {file: source.path(file) for file in source.files}}
-                    paths["output"] = {shard.file: work / shard.file for shard in plan.shards}
-                    hashes = {
-                        name: dict(zip(files, pool.map(_sha256, files.values()), strict=True))
-                        for name, files in paths.items()
-                    }
             except BaseException:
                 stop.set()
                 raise
@@ -96,7 +85,7 @@ def write(
         verify(plan, work)
     finally:
         torch.set_num_threads(threads)
-    return [f"{name} has NaN or Inf in its {part} heads" for name, part in job.not_finite], hashes
+    return [f"{name} has NaN or Inf in its {part} heads" for name, part in job.not_finite]
 
 
 def _write_shard(job: _Job, shard: Shard) -> None:
@@ -121,7 +110,7 @@ def _write_shard(job: _Job, shard: Shard) -> None:
                 if tensor.change is not change:
                     change, merged = tensor.change, _merge(job, tensor.change, buffer)
                 write_tensor(target, stored_as(merged[tensor.name], tensor.dtype), job.progress)
-    verify_shard(job.plan, job.work / shard.file, shard, {name for name, _ in job.not_finite}, job.checksums)
+    verify_shard(job.plan, job.work / shard.file, shard, {name for name, _ in job.not_finite})
 
 
 def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.uint8]) -> None:
@@ -194,9 +183,9 @@ def verify(plan: Plan, work: Path) -> None:
     _check_tensors(plan.tensors, written)
 
 
-def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str], whole: bool) -> None:
-    """Check one written file from disk: sampled bytes of untouched tensors, all with `whole`, and that what was
-    computed is finite unless its source, one of `tolerated`, is not. Raises OutputError.
+def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str]) -> None:
+    """Check one written file from disk: sampled bytes of untouched tensors, and that what was computed is finite unless
+    its source, one of `tolerated`, is not. Raises OutputError.
     """
     try:
         tensors = {spec.name: spec for spec in read_header(path, shard.file)}
@@ -210,15 +199,13 @@ def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str
             known = any(part.name in tolerated for part in tensor.sources)
             if tensor.change and not known and not all_finite(written.read(spec)):
                 raise OutputError(f"the result does not verify: {spec.name} has NaN or Inf though its source has none")
-            if tensor.copied and not _is_copy(plan.checkpoint, tensor.sources[0], copy, spec, whole):
+            if tensor.copied and not _is_copy(plan.checkpoint, tensor.sources[0], copy, spec):
                 raise OutputError(f"the result does not verify: {spec.name} is not as it was in the source")
-            if whole:
-                drop_written(copy)
 
 
-def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: TensorSpec, whole: bool) -> bool:
-    """Whether a written tensor has the bytes of its source, by samples unless `whole`. A source that is not stored so
-    (`.bin`, a view) is read and compared at once.
+def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: TensorSpec) -> bool:
+    """Whether a written tensor has the bytes of its source: a block at the start, in the middle and at the end. What is
+    not stored so in the source (`.bin`, a view) is compared whole.
     """
     import numpy as np
     import torch
@@ -227,10 +214,9 @@ def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: Ten
         stored = stored_as(source.read(original), original.dtype).contiguous().reshape(-1).view(torch.uint8)
         return np.array_equal(stored.numpy(), np.frombuffer(_read(copy, spec.begin, spec.nbytes), np.uint8))
     with source.path(original.file).open("rb", buffering=0) as stream:
-        return all(
-            _read(stream, original.begin + start, count) == _read(copy, spec.begin + start, count)
-            for start, count in _blocks(spec.nbytes, whole)
-        )
+        starts = {max(0, start) for start in (0, spec.nbytes // 2 - BLOCK, spec.nbytes - BLOCK)}
+        blocks = [(start, min(BLOCK, spec.nbytes)) for start in starts]
+        return all(_read(stream, original.begin + i, n) == _read(copy, spec.begin + i, n) for i, n in blocks)
 
 
 def _check_tensors(planned: Iterable[OutputTensor], written: Checkpoint) -> None:
@@ -240,21 +226,9 @@ def _check_tensors(planned: Iterable[OutputTensor], written: Checkpoint) -> None
         raise OutputError(f"the result does not verify: {listing(wrong)} differ from the plan")
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _read(stream: BinaryIO, position: int, count: int) -> bytes:
     stream.seek(position)
     return stream.read(count)
-
-
-def _blocks(size: int, whole: bool) -> list[tuple[int, int]]:
-    """(start, count) of all of it, or of a block at the start, in the middle and at the end."""
-    if whole:
-        return [(start, min(CHUNK, size - start)) for start in range(0, size, CHUNK)]
-    return sorted({(start, min(BLOCK, size)) for start in (0, max(0, size // 2 - BLOCK), max(0, size - BLOCK))})
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -147,10 +147,7 @@ def _place(plan: Plan, out: Path) -> str | None:
     return None if Path.home().name in way.parts and Path.home().name != "root" else way.as_posix()
 
 
-def provenance(
-    plan: Plan, maps: StoredMaps | None, checksums: dict[str, dict[str, str]] | None, out: Path,
-    request: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+def provenance(plan: Plan, maps: StoredMaps | None, out: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     """How the result at `out` was made, JSON-ready; `request`: the command's arguments and options."""
     planned = plan_record(plan)
     record: dict[str, Any] = {
@@ -170,7 +167,7 @@ def provenance(
     }
     if plan.checkpoint.hub_id is None:
         record["source"]["path"] = _place(plan, out)
-    optional = {"recast": planned["recast"], "maps": maps and _portable(maps.description), "sha256": checksums}
+    optional = {"recast": planned["recast"], "maps": maps and _portable(maps.description)}
     return record | {name: value for name, value in optional.items() if value}
 
 

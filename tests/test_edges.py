@@ -80,7 +80,7 @@ def convert(model: Path, *words: object, groups: int = 2) -> Path:
 @pytest.mark.parametrize(("dtype", "shards"), [*zip(DTYPES, (1, 3, 1, 3), strict=True)])
 def test_every_dtype(dtype: str, shards: int, tmp_path: Path) -> None:
     model = llama(tmp_path / "m", shards=shards, dtype=dtype)
-    out = convert(model, "--checksums")
+    out = convert(model)
     check_result(out, merged(weights(4, dtype), 4, 2))
     assert len(list(out.glob("*.safetensors"))) == shards
     assert (out / INDEX).exists() == (shards > 1)
@@ -97,7 +97,7 @@ def test_odd_tensors_are_copied(tmp_path: Path) -> None:
         f"{at}.rotary_emb.inv_freq": torch.ones(2), f"{at}.rotary_emb.cos_cached": torch.ones(3, 2),
         f"{at}.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool), f"{at}.masked_bias": torch.tensor(-1e9),
     }  # fmt: skip
-    out = convert(llama(tmp_path / "m", shards=1, tensors=made), "--checksums")
+    out = convert(llama(tmp_path / "m", shards=1, tensors=made))
     check_result(out, merged(made, 4, 2))
 
 
@@ -124,7 +124,7 @@ def test_attention_that_is_not_quantised_is_converted(method: str, tmp_path: Pat
     """What is quantised beside it is copied, and config.json goes on saying how it is."""
     made, key = pack_mlp(PACKINGS[method]), {"quant_method": method, "modules_to_not_convert": ["self_attn"]}
     model = llama(tmp_path / "m", shards=1, tensors=made, quantization_config=key)
-    check_result(out := convert(model, "--checksums"), merged(made, 4, 2))
+    check_result(out := convert(model), merged(made, 4, 2))
     assert json.loads((out / "config.json").read_text())["quantization_config"] == key
     assert "cannot be run layer by layer: its other weights are quantised" in refusal(
         model, "--groups", 2, "--method", "calibrated", "-o", tmp_path / "no"
@@ -215,7 +215,7 @@ def test_bin_becomes_safetensors(shards: int, tmp_path: Path) -> None:
     made["model.norm.weight"] = torch.nn.Parameter(made["model.norm.weight"])
     model = llama(tmp_path / "m", tie_word_embeddings=True)
     save_bin(model, made, shards)
-    out = convert(model, "--checksums")
+    out = convert(model)
     check_result(out, merged(made, 4, 2))
     assert not list(out.glob("*.bin*"))
     assert len(list(out.glob("*.safetensors"))) == shards
@@ -333,7 +333,7 @@ def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, f"{name}-gqa2-mean", f"{name}-mqa-mean"])
 
 
-@pytest.mark.parametrize("words", [["--dry-run"], ["-v"], ["-q", "--checksums"]])
+@pytest.mark.parametrize("words", [["--dry-run"], ["-v"], ["-q"]])
 def test_json_is_one_object_alone_on_stdout(words: list[str], tmp_path: Path) -> None:
     model = llama(tmp_path / "m")
     before = snapshot(tmp_path)

@@ -193,7 +193,7 @@ def test_command(source: Path, tmp_path: Path) -> None:
     assert dry.code == 0, dry.err
     check_refused(refused, "choose 1, 3 or 9", advice="")
     assert not list(tmp_path.iterdir())
-    done = run("--groups", 1, "--method", "mean", "--checksums", "--json", "-o", out, source)
+    done = run("--groups", 1, "--method", "mean", "--json", "-o", out, source)
     assert done.code == 0, done.err
     assert list(tmp_path.iterdir()) == [out]
     plan, record = json.loads(dry.out), json.loads(done.out)
@@ -203,7 +203,5 @@ def test_command(source: Path, tmp_path: Path) -> None:
     assert {key: record[key] for key in same} == {key: plan[key] for key in same}
     assert {t["name"] for t in record["changed_tensors"]} == kv_names()
     assert record["parameters"]["saved"] == 2 * LAYERS * (KV - 1) * DIM * HIDDEN
-    for side, directory in (("source", source), ("output", out)):
-        assert record["sha256"][side] == {p.name: sha256(p) for p in directory.glob("*.safetensors")}
     for shard in record["shards"]:
         assert shard["tensors"] == sum(name.startswith("model") for name in load_file(out / shard["file"]))

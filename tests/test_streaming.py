@@ -1,7 +1,6 @@
 """Streaming: what memory a conversion needs, who copies the bytes, and that no way of copying changes them."""
 
 import errno
-import hashlib
 import os
 import sys
 import time
@@ -49,7 +48,7 @@ def test_memory_is_that_of_the_largest_changed_tensor(tmp_path: Path, runs: Runs
     bound = 112 * MIB + 4 * 2 * (2 * hidden * hidden)  # two of the largest tensors that change, in float32
     assert total > 5 * bound
     running = runs.begin(
-        *MERGED, "-q", "--checksums", "--max-shard-size", "420MB", source, "-o", tmp_path / "out"
+        *MERGED, "-q", "--max-shard-size", "420MB", source, "-o", tmp_path / "out"
     )  # fmt: skip
     before = peak = anonymous(running.pid)
     while now := anonymous(running.pid):
@@ -61,7 +60,7 @@ def test_memory_is_that_of_the_largest_changed_tensor(tmp_path: Path, runs: Runs
     assert peak - before < bound, f"{(peak - before) / MIB:.0f} MiB"
 
 
-def test_untouched_neighbours_move_as_one_range_in_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untouched_tensors_move_in_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = llama(tmp_path / "source", shards=1)
     plan = plan_conversion(source, 2, method="mean")
     ranges, kernel = list[int](), list[int]()
@@ -80,7 +79,6 @@ def test_untouched_neighbours_move_as_one_range_in_the_kernel(tmp_path: Path, mo
     monkeypatch.setattr(rewrite, "copy_file", lambda *paths: None)  # side files would be counted as well
     convert_checkpoint(source, 2, tmp_path / "out", method="mean")
     assert sum(ranges) == sum(t.nbytes for t in plan.tensors if t.change is None)
-    assert len(ranges) == len(plan.changed) + 1  # what lies between two changed tensors is one range
     if sys.platform == "linux":
         assert sum(kernel) == sum(ranges)
 
@@ -114,25 +112,19 @@ def test_every_way_down_gives_the_same_bytes(
 
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_jobs_change_nothing_but_the_time(tmp_path: Path, dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress adds up to the bytes written. Hashes are those of the files."""
+    """Progress adds up to the bytes written."""
     source = llama(tmp_path / "source", shards=3)
     threads, made = torch.get_num_threads(), []
     torch.set_num_threads(3)
     for jobs in (1, 2, 4):
         moved, watcher = list[int](), Watcher(quiet=True)
         monkeypatch.setattr(watcher, "update", moved.append)
-        fields: dict[str, Any] = {"output": tmp_path / str(jobs), "dtype": dtype, "checksums": jobs > 1}
+        fields: dict[str, Any] = {"output": tmp_path / str(jobs), "dtype": dtype}
         options = ConvertOptions(model=str(source), groups=2, method="mean", **fields)
         result = convert(prepare(options), options, watcher, jobs=jobs)
         files = {path.name: path.read_bytes() for path in result.out.glob("*.safetensors")}
         headers = sum(8 + int.from_bytes(data[:8], "little") for data in files.values())
         assert sum(moved) == result.plan.total_bytes == sum(map(len, files.values())) - headers
-        if result.checksums is not None:
-            originals = {path.name: path.read_bytes() for path in source.glob("*.safetensors")}
-            for kind, these in (("source", originals), ("output", files)):
-                expected = {name: hashlib.sha256(data).hexdigest() for name, data in these.items()}
-                assert result.checksums[kind] == expected
-        assert (result.checksums is None) == (jobs == 1)
         made.append(contents(result.out))
     assert made[0] == made[1] == made[2]
     assert torch.get_num_threads() == 3, "the caller's threads are given back"
