@@ -133,7 +133,7 @@ def logits(model: PreTrainedModel, given: dict[str, Tensor]) -> Tensor:
 def test_identity(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """G = H: the other class gives the source's logits, also with padding on the left and token by token."""
     case, source = CASES[name], source_model(name)
-    result = convert_checkpoint(checkpoint(name), case.groups[0], tmp_path / "out", checksums=True, method="mean")
+    result = convert_checkpoint(checkpoint(name), case.groups[0], tmp_path / "out", method="mean")
     given = inputs(case.tiny)
     for attention in ("eager", "sdpa"):
         target = load(result.out, attention)
@@ -201,7 +201,7 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     for dtype in (None, "bfloat16", "float32"):
         kind = getattr(torch, dtype or "float16")
         tensors = all_tensors(
-            convert_checkpoint(directory, 2, tmp_path / str(dtype), dtype=dtype, checksums=True, method="mean").out
+            convert_checkpoint(directory, 2, tmp_path / str(dtype), dtype=dtype, method="mean").out
         )
         assert {tensor.dtype for tensor in tensors.values()} == {kind}
         for name, exact in folded(case, 2).items():
@@ -226,7 +226,7 @@ def test_bin_files_and_shards_give_the_same(name: str, checkpoint: Callable[[str
     torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
     sharded = {"max_shard_size": 5000, "jobs": 2}
     for source, how in ((tmp_path / "bin", {}), (checkpoint(name), sharded), (tmp_path / "bin", {"dtype": "float32"})):
-        how |= {"method": "mean", "checksums": True, "overwrite": True}
+        how |= {"method": "mean", "overwrite": True}
         found = all_tensors(convert_checkpoint(source, 1, tmp_path / "out", **how).out)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
