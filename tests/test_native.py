@@ -200,9 +200,7 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     directory = write_checkpoint(positive(case), tmp_path / "source")
     for dtype in (None, "bfloat16", "float32"):
         kind = getattr(torch, dtype or "float16")
-        tensors = all_tensors(
-            convert_checkpoint(directory, 2, tmp_path / str(dtype), dtype=dtype, method="mean").out
-        )
+        tensors = all_tensors(convert_checkpoint(directory, 2, tmp_path / str(dtype), dtype=dtype, method="mean").out)
         assert {tensor.dtype for tensor in tensors.values()} == {kind}
         for name, exact in folded(case, 2).items():
             wrong = (tensors[name].float() - exact).abs() / exact.abs().clamp(min=1e-3)
