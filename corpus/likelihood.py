@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Float32 logits in memory at a time. On a CPU: small enough for its cache, large enough for a matrix product. A GPU
-# needs more rows to be busy: half a GiB, or, if its free memory is known, this share of it (a comparison of two models
-# holds eight slices).
+# needs more rows to be busy: half a GiB (a comparison of two models holds eight slices).
 CHUNK_NUMBERS = 1 << 22
 DEVICE_CHUNK_NUMBERS = 1 << 27
-FREE_SHARE = 16
 # Every slice reads the whole head (and, in training, writes its gradient), which takes as long as the products of about
 # a hundred rows.
 LEAST_ROWS = 256
@@ -120,15 +118,9 @@ def _replaced_forward(module: torch.nn.Module, function: Callable[..., Any]) -> 
             module.forward = before
 
 
-def chunks(count: int, vocabulary: int, device: torch.device | None = None, free: int | None = None) -> Iterator[slice]:
-    """Slices of `count` rows whose float32 logits over `vocabulary` stay within what suits the device.
-
-    Args:
-        free: Free bytes of the device, or None for slices that do not depend on them, so that sums are reproducible.
-    """
-    numbers = CHUNK_NUMBERS if device is None or device.type == "cpu" else DEVICE_CHUNK_NUMBERS
-    if free is not None:  # a power of two, which is stable against small changes of the free memory
-        numbers = max(CHUNK_NUMBERS, 1 << (free // FREE_SHARE // 4).bit_length() >> 1)
+def chunks(count: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
+    """Slices of `count` rows whose float32 logits over `vocabulary` stay within what suits the device."""
+    numbers = CHUNK_NUMBERS if device.type == "cpu" else DEVICE_CHUNK_NUMBERS
     step = max(LEAST_ROWS, numbers // vocabulary)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))

@@ -115,10 +115,9 @@ def tokenise_columns(
         try:
             with quiet("datasets"):
                 part = datasets.Dataset.from_generator(partial(rows, source), features, fingerprint=keys[-1])
-        except DatasetGenerationError as error:
-            if isinstance(error.__cause__, CorpusError | OSError):
-                raise error.__cause__ from error.__cause__.__cause__
-            raise
+        except DatasetGenerationError as error:  # around what reading raised
+            reason = error.__cause__ or error
+            raise reason from reason.__cause__
         except (OSError, ValueError) as error:  # pyarrow's have no errno
             if isinstance(error, OSError) and error.errno:
                 raise
@@ -169,13 +168,9 @@ class Encoder:
             content.pop("truncation", None)
             content.pop("padding", None)
         else:
-            settings = {name: value for name, value in self.tokenizer.init_kwargs.items() if isinstance(value, bool)}
-            settings = {name: settings[name] for name in settings.keys() - {"is_local", "local_files_only"}}
-            content = [
-                type(self.tokenizer).__name__,
-                sorted(self.tokenizer.get_vocab().items()),
-                sorted(settings.items()),
-            ]
+            flags = {name: value for name, value in self.tokenizer.init_kwargs.items() if isinstance(value, bool)}
+            settings = sorted((name, flags[name]) for name in flags.keys() - {"is_local", "local_files_only"})
+            content = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items()), settings]
         return hashlib.sha256(json.dumps([content, self.bos, self.eos]).encode()).hexdigest()
 
 

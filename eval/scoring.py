@@ -22,7 +22,7 @@ from torch.nn.functional import nll_loss
 from torch.nn.utils.rnn import pad_sequence
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import free_memory, ranks
+from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.write import Progress, no_progress
 from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence, nats
 
@@ -149,7 +149,7 @@ def _score_batch(head: ChunkedHead, windows: Sequence[Window], baseline: Chunked
     positions = scored.flatten().nonzero().squeeze(1)
     targets = torch.tensor([token for window in windows for token in window.ids[-window.scored :]], device=device)
     ours, theirs = _logits(head, inputs, positions), _logits(baseline, inputs, positions) if baseline else None
-    for piece in chunks(len(targets), head.vocabulary, device, free_memory(device)):
+    for piece in chunks(len(targets), head.vocabulary, device):
         true, logits = targets[piece], ours(piece)
         parts.append({"hits": logits.argmax(-1) == true})
         if theirs:

@@ -16,8 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 import gqa.corpus.likelihood
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.eval import scoring
-from gqa.eval.scoring import Window, score
+from gqa.eval.scoring import score
 from gqa.eval.text import encode, make_text, perplexity
 
 TEXTS = texts(4, 1500)
@@ -64,22 +63,6 @@ def test_any_batch_size_and_chunk_give_the_same(source, part, scores, monkeypatc
     other, expected = score(ChunkedHead(source), part.windows, batch_size=batch_size), scores.nats[: part.tokens]
     assert np.allclose(other.nats, expected, atol=2e-5)
     assert other.nats.sum(dtype="float64") == pytest.approx(expected.sum(dtype="float64"), rel=1e-7)
-
-
-@pytest.mark.parametrize(("free", "calls"), [(None, 4), (0, 4), (1 << 29, 2), (1 << 30, 1), (80 << 30, 1)])
-def test_a_slice_of_logits_suits_the_memory_that_is_free(monkeypatch, free, calls):
-    """Free memory is read before each batch: few runs of the head if there is room, never more than a share."""
-    tiny = TINY["llama"]
-    model = build(replace(tiny, options=dict(tiny.options) | {"vocab_size": 1 << 14}), 2)
-    windows = [Window(tuple(range(5, 38)), 32, i) for i in range(32)]
-    head, devices, rows = ChunkedHead(model), [], []
-    monkeypatch.setattr(scoring, "free_memory", lambda device: devices.append(device.type) or free)
-    score(head, windows[:1], batch_size=1)
-    model.lm_head.register_forward_hook(lambda m, i, output: rows.append(output.shape[:-1].numel()))
-    score(head, windows, batch_size=32)
-    assert (len(rows), sum(rows), devices) == (calls, 1024, ["cpu"] * 2)
-    if free:
-        assert max(rows) * (1 << 14) * 4 * 16 <= free
 
 
 def test_uniform_predictions_have_the_vocabulary_as_perplexity(part):
