@@ -152,7 +152,7 @@ def test_what_tells_texts_apart(source: Path, tmp_path: Path) -> None:
     assert told[0][1] == "self"
 
 
-NEEDY = ["embedding_gemma2_text", "gemma3n_text", "gemma4_text", "inkling2_text", "qwen4_exp_text", "zamba", "zamba2"]
+NEEDY = ["embedding_gemma2_text", "gemma3n_text", "gemma4_text", "qwen4_exp_text", "zamba", "zamba2"]
 
 
 @pytest.mark.parametrize("name", NEEDY)

@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gqa.checkpoint.write import replacing
-from gqa.convert import RefusedError, rewrite
-from gqa.convert.heads.config import edit_config, read_config
+from gqa.convert import rewrite
 
 
 def merged(tensors: Tensors, kv: int, groups: int) -> Tensors:
@@ -365,12 +363,3 @@ def test_help_imports_nothing_heavy(program: str, word: str) -> None:
     loaded = set(json.loads(made.stderr.replace("'", '"')))
     assert "click" in loaded
     assert not loaded & {"torch", "transformers", "numpy", "huggingface_hub", "safetensors", "tqdm", "asyncio"}
-
-
-def test_a_config_that_the_edit_breaks_is_not_said_to_be_the_users() -> None:
-    """A family with a wrong key for the number of heads: the file was right, the one with fewer heads is not."""
-    right = read_config(config(hidden_size=32), "model")
-    broken = replace(right, family=replace(right.family, kv_fields=("hidden_size",)))
-    says = "its config with 2 key/value heads is no good: transformers cannot read .*; please report this config$"
-    with pytest.raises(RefusedError, match=says):
-        edit_config(broken, 2, "model")

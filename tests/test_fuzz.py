@@ -144,7 +144,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llava": {"text_config": config()}, "gemma3": {"text_config": config(model_type="gemma3_text")},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 4}, "gpt_bigcode": {"multi_query": False},
     "dbrx": {"attn_config": {"kv_n_heads": 2}, "n_heads": 8, "d_model": 32}, "stablelm": {}, "gpt2": {},
-    "inkling_text": {}, "opt": {}, "gqa_opt": {},
+    "opt": {}, "gqa_opt": {},
     "gqa_bart": {"d_model": 32, "decoder_attention_heads": 8, "decoder_layers": 2, "encoder_attention_heads": 8},
 }  # fmt: skip
 KEYS = sorted({key for extra in CONFIGS.values() for key in (*extra, *config())} | {

@@ -134,7 +134,6 @@ LAYOUTS: dict[str, tuple[Layout, tuple[int, ...]]] = {
     "columns": (Separate("output", axis=1), (7, 8 * 5)),
     "columns' bias": (Separate("output", axis=1), (7,)),
     "rows": (Separate("query", width="one"), (8, 3)),
-    "shares": (Separate("key", width="any"), (4 * 2, 3)),
     "stacked": (Fused("stacked"), (16 * DIM, 7)),
     "grouped": (Fused("grouped"), (16 * DIM, 7)),
     "grouped bias": (Fused("grouped"), (16 * DIM,)),

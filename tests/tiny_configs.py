@@ -123,10 +123,6 @@ def _fewer_global_kv(kv_heads: int) -> dict[str, Any]:
     return {KV: kv_heads, "per_layer_config": {"1": {"head_dim": 16, KV: kv_heads // 2}}}
 
 
-def _swa_kv(kv_heads: int) -> dict[str, Any]:
-    return {KV: kv_heads, "swa_num_key_value_heads": kv_heads}
-
-
 def _jetmoe_kv(kv_heads: int) -> dict[str, Any]:
     """JetMoE has num_key_value_heads * num_experts_per_tok query heads."""
     return {KV: kv_heads, "num_experts_per_tok": 4 // kv_heads}
@@ -138,11 +134,6 @@ def _falcon_kv(kv_heads: int) -> dict[str, Any]:
         raise ValueError(f"one or all 4 key/value heads, not {kv_heads}")
     return {"multi_query": kv_heads == 1}
 
-
-_INKLING: dict[str, Any] = {
-    "layer_types": ["hybrid_sliding", "hybrid"], "swa_num_attention_heads": 4, "swa_head_dim": 8, "d_rel": 4,
-    "rel_extent": 16, "unpadded_vocab_size": 96,
-}  # fmt: skip
 
 FAMILIES: tuple[Tiny, ...] = (
     *_alike(
@@ -192,8 +183,6 @@ FAMILIES: tuple[Tiny, ...] = (
     tiny_model("higgs_audio_v2", rope_parameters=LLAMA3, audio_token_id=3, audio_bos_token_id=4, audio_delay_token_id=5,
             codebook_size=16, audio_stream_bos_id=14, audio_stream_eos_id=15),
     tiny_model("hunyuan_vl_text", rope_parameters={**MROPE, "mrope_section": [1, 1, 1, 1]}),
-    tiny_model("inkling2_text", kv=_swa_kv, attention=EAGER, **_INKLING),
-    tiny_model("inkling_text", kv=_swa_kv, logits_mup_width_multiplier=1.0, **_INKLING),
     tiny_model("jamba", attn_layer_period=2, attn_layer_offset=1),
     tiny_model("jetmoe", kv=_jetmoe_kv, contiguous=False),
     tiny_model("laguna", layer_types=[FULL, SLIDING], num_attention_heads_per_layer=[4, 8]),

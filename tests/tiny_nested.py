@@ -179,7 +179,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "vision_config": {"hidden_size": 64, "num_attention_heads": 2},
     },
     "fast_vlm": {"vision_config": {"hidden_size": 16}},
-    "inkling2": {"vision_config": {"text_hidden_size": 32}},
     "muse_spark": {"audio_config": {"num_hidden_layers": 4}},
     "musicflamingo": {"audio_config": {"model_type": "audioflamingo3_encoder"}},
     "perception_lm": {"vision_config": {"model_args": {"embed_dim": 16}}},

@@ -24,16 +24,12 @@ from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
 from gqa.checkpoint.files import BITS
 from gqa.checkpoint.loading import quiet_transformers
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
-from gqa.convert.heads.family import Edits, Family, Groups, LayerHeads, Symmetry, groups_text
+from gqa.convert.heads.family import Edits, Family, Groups, LayerHeads, Symmetry
 
 MAX_COUNT = 20_000  # layers, heads, blocks
 QUANTISATION = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
 QUANTISATION_GROUP = 64  # numbers that share a scale, at most
 SCALE_BYTES = 4  # minimum and step of a group
-_NAMES = ("layer_types", "layers_block_type")
-_NUMBERS = (
-    "num_kv_shared_layers", "sliding_window", "attention_chunk_size", "max_position_embeddings", "initializer_range",
-)  # fmt: skip
 # Names of keys that count what is made one by one.
 _COUNTS = re.compile(r"(\w+_)?(layers?|heads?|blocks|depth|codebooks|quantizers|labels)")
 
@@ -110,8 +106,6 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
         raise RefusedError(
             f"{name} is of model type {model_type}, which is not supported ({known}; see docs/models.md)"
         )
-    if reason := family.refusal(text):
-        raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}")
     owner = path if _descend(raw, path) is not None else ()
     config = ModelConfig(raw, owner, text, family)
     _check(config, name)
@@ -145,8 +139,8 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
 
 
 def _check(config: ModelConfig, name: str) -> None:
-    """Heads, and whatever else is read of a config and that its class lets pass in any type."""
-    text, layers = config.text, getattr(config.text, config.family.layers)
+    """Numbers of layers and heads, of which its class lets pass any."""
+    layers = getattr(config.text, config.family.layers)
     if type(layers) is not int or not 0 < layers <= MAX_COUNT:
         raise CorruptError(f"{name}: config.json has {layers or 'no'} layers, 1 to {MAX_COUNT} are allowed; correct it")
     try:
@@ -161,14 +155,6 @@ def _check(config: ModelConfig, name: str) -> None:
                 f"{name}: config.json asks for {h.query} query and {h.kv} key/value heads of dimension {h.key_dim}; "
                 "natural numbers are allowed, the second a divisor of the first"
             )
-    for key in (*_NUMBERS, *_NAMES):
-        value = getattr(text, key, None)
-        if key in _NUMBERS:
-            sound = isinstance(value, int | float) and 0 <= value < 2**63
-        else:
-            sound = isinstance(value, list | tuple) and all(isinstance(kind, str) for kind in value)
-        if value is not None and not sound:
-            raise CorruptError(f"{name}: config.json says {key}: {value!r}, which makes no sense; correct it")
 
 
 def refuse_model_type(model_type: str, text: Any, name: str) -> None:
@@ -228,14 +214,7 @@ def edit_config(
     if loads_as_decilm(config.text.model_type):  # llama.cpp's converter reads nothing but config.json
         counts = [target_heads(config, layer, groups).kv for layer in range(config.layers)]
         owner["num_key_value_heads_per_layer"] = counts
-    try:
-        again = read_config(raw, name)
-    except CorruptError as error:  # which advises to correct the file, and that was read
-        why = str(error).removeprefix(f"{name}: ").rpartition("; ")[0]
-        raise RefusedError(
-            f"{name}: its config with {groups_text(groups)} key/value heads is no good: {why}; "
-            "please report this config"
-        ) from error
+    again = read_config(raw, name)
     for layer in range(config.layers):
         actual, expected = again.heads(layer), target_heads(config, layer, groups)
         if actual != expected:
@@ -297,16 +276,12 @@ def transformers_config(raw: dict[str, Any]) -> Any:
 @lru_cache(maxsize=8)
 def _read(text: str) -> Any:
     """Kept, for a conversion needs the same several times and transformers takes long."""
-    raw = json.loads(text, object_hook=_float)
+    # transformers writes infinities, which JSON lacks, as `{"__float__": "Infinity"}`.
+    raw = json.loads(text, object_hook=lambda part: float(part["__float__"]) if "__float__" in part else part)
     with quiet_transformers():
         config = config_class(raw["model_type"]).from_dict(raw)
         config.to_dict()  # raises for what it took and cannot say again
     return config
-
-
-def _float(part: dict[str, Any]) -> Any:
-    """transformers writes infinities, which JSON lacks, as `{"__float__": "Infinity"}`."""
-    return float(part["__float__"]) if part.keys() == {"__float__"} else part
 
 
 def groups_per_head(dim: int) -> int:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,11 +93,11 @@ def _require(actual: int, expected: int, meaning: str) -> None:
 class Separate(Layout):
     """All heads of one role, one after another on `axis`: (Hk * d, *rest), a bias (Hk * d,) (none on axis 1).
 
-    `width` is what one head takes: its `dim`, `one` row (a norm (Hk, d), a scalar), or `any` equal share.
+    `width` is what one head takes: its `dim`, or `one` row (a norm (Hk, d), a scalar).
     """
 
     role: Role
-    width: Literal["dim", "one", "any"] = "dim"
+    width: Literal["dim", "one"] = "dim"
     axis: Literal[0, 1] = 0
 
     def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
@@ -105,7 +105,7 @@ class Separate(Layout):
             return {"whole": tensor}
         tensor = tensor.transpose(0, self.axis)
         count = heads.count(self.role)
-        rows = {"dim": heads.dim(self.role), "one": 1, "any": tensor.shape[0] // count}[self.width]
+        rows = heads.dim(self.role) if self.width == "dim" else 1
         _require(tensor.shape[0], count * rows, f"{count} {self.role} heads x {rows}")
         return {self.role: tensor.reshape(count, rows, *tensor.shape[1:])}
 
@@ -292,16 +292,6 @@ Edits = dict[str, Any]
 
 SEPARATE = (Rule("k_proj", Separate("key")), Rule("v_proj", Separate("value")))
 
-# Below an attention module, whatever the number of KV heads: per query head, or shared by all heads.
-QUERY_SIDE = (
-    "q_proj", "o_proj", "out_proj", "dense", "q_norm", "query_layernorm", "q_layernorm", "sinks", "gate_proj",
-    "gate_bias", "g_proj",
-)  # fmt: skip
-# One vector of the head dimension, shared by all heads; the plan checks that it is that.
-SHARED_KEY_SIDE = ("k_norm", "key_layernorm", "k_layernorm", "v_norm")
-# Buffers that old versions of transformers stored; nothing reads them.
-BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "bias", "masked_bias")
-
 
 def query_heads(config: Any) -> int:
     """H of transformers' config; of an encoder-decoder, of its decoder."""
@@ -316,11 +306,12 @@ def uniform_heads(config: Any, kv: int | None = None) -> LayerHeads:
 
 
 def layer_heads(config: Any, layer: int) -> LayerHeads:
-    """Heads of one layer where counts may differ between layers (`per_layer_config` of transformers)."""
+    """Heads of one layer where counts may differ between layers (`per_layer_config` of transformers, or a list)."""
     per_layer = getattr(config, "per_layer_config", None)
-    if per_layer is None or not getattr(config, "is_heterogeneous", False):
-        return uniform_heads(config)
-    return uniform_heads(per_layer[layer])
+    if per_layer is not None and getattr(config, "is_heterogeneous", False):
+        return uniform_heads(per_layer[layer])
+    heads, queries = uniform_heads(config), getattr(config, "num_attention_heads_per_layer", None)
+    return replace(heads, query=queries[layer]) if queries else heads
 
 
 @dataclass(frozen=True)
@@ -337,7 +328,6 @@ class Family:
     layers: The attribute of transformers' config that counts layers; `heads` of (config, layer) are those of one.
     edits: Of (G, heads, config), what is written instead of `kv_fields`, or None where there cannot be G heads.
     when: Values of config fields that tell it from other families of its model types.
-    refusal: Why a config of these types cannot be converted, or None.
     not_layerwise: Model type -> why models of it cannot be run layer by layer on text, where that is known.
     caches_all_heads: Whether transformers' cache holds all H heads.
     """
@@ -354,7 +344,6 @@ class Family:
     heads: Callable[[Any, int], LayerHeads] = layer_heads
     edits: Callable[[int, LayerHeads, Any], Edits | None] | None = None
     when: Mapping[str, Any] = field(default_factory=dict)
-    refusal: Callable[[Any], str | None] = lambda config: None
     not_layerwise: Mapping[str, str] = field(default_factory=dict)
     caches_all_heads: bool = False
 

@@ -17,27 +17,22 @@ from gqa.checkpoint.errors import CorruptError, RefusedError, listing
 from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig, target_heads
-from gqa.convert.heads.family import (
-    BUFFERS,
-    QUERY_ROLES,
-    QUERY_SIDE,
-    SHARED_KEY_SIDE,
-    Groups,
-    LayerHeads,
-    Layout,
-    Part,
-    Parts,
-    Role,
-    Rule,
-    Separate,
-    Symmetry,
-)
+from gqa.convert.heads.family import QUERY_ROLES, Groups, LayerHeads, Layout, Part, Role, Rule, Separate, Symmetry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What a list of layers is called; the last three hold layers that predict further tokens and count as one more.
+# Below an attention module, whatever the number of KV heads: per query head, or shared by all heads.
+_QUERY_SIDE = (
+    "q_proj", "o_proj", "out_proj", "dense", "q_norm", "query_layernorm", "q_layernorm", "sinks", "gate_proj",
+    "gate_bias", "g_proj",
+)  # fmt: skip
+# One vector of the head dimension, shared by all heads; the plan checks that it is that.
+_SHARED_KEY_SIDE = ("k_norm", "key_layernorm", "k_layernorm", "v_norm")
+# Buffers that old versions of transformers stored; nothing reads them.
+_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "bias", "masked_bias")
 ZERO_3 = "DeepSpeed ZeRO-3 leaves such tensors where each process saves its own: write it with zero_to_fp32.py first"
+# What a list of layers is called; the last three hold layers that predict further tokens and count as one more.
 _LAYERS = "layers|blocks?|h|mtp_layers|mtp_block|mtp"
 # Parts of multimodal and speech models that are not the text stack: they have heads of their own, left alone.
 _TOWERS = re.compile(
@@ -63,7 +58,7 @@ class Change:
         """Whether it leaves fewer heads than there were."""
         return self.groups < self.heads.kv
 
-    def split(self, tensors: Sequence[Tensor]) -> Parts:
+    def split(self, tensors: Sequence[Tensor]) -> dict[Part, Tensor]:
         """The heads in the sources. Raises CorruptError where they are not as many as the config says."""
         import torch
 
@@ -86,14 +81,9 @@ class Change:
         parts = self.split(tensors)
         return self.join({part: heads if part == "whole" else merge(part, heads) for part, heads in parts.items()})
 
-    @property
-    def after(self) -> Change:
-        """The heads of the result as they lie in its tensors."""
-        return replace(self, heads=replace(self.heads, kv=self.groups))
-
     def repeated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Of outputs: tensors like the sources, in which each key and value head stands as often as it is shared."""
-        parts = self.after.split(tensors)
+        parts = replace(self, heads=replace(self.heads, kv=self.groups)).split(tensors)
         times, shared = self.heads.kv // self.groups, ("key", "value")
         return self.join({k: t.repeat_interleave(times, 0) if k in shared else t for k, t in parts.items()})
 
@@ -206,12 +196,12 @@ def module_changes(
 def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: ModelConfig) -> None:
     """Raises RefusedError for a tensor that no rule names and that is not known to stay as it is."""
     name, family = re.sub(r"\.(weight|bias)$", "", tail), config.family
-    if tail in BUFFERS or name in QUERY_SIDE or any(fnmatchcase(name, pattern) for pattern in family.unchanged):
+    if tail in _BUFFERS or name in _QUERY_SIDE or any(fnmatchcase(name, pattern) for pattern in family.unchanged):
         return
     entry = family.symmetries[listed_as(config.text.model_type)]
     if rule_of(tail, config, entry.rules if isinstance(entry, Symmetry) else ()):
         return
-    if name in SHARED_KEY_SIDE and spec.shape in ((heads.key_dim,), (heads.value_dim,)):
+    if name in _SHARED_KEY_SIDE and spec.shape in ((heads.key_dim,), (heads.value_dim,)):
         return
     raise RefusedError(
         f"{spec.name} {list(spec.shape)} {spec.dtype} is not a known tensor of an attention module of "
@@ -222,7 +212,7 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
 def _check_unpacked(tensors: Mapping[str, TensorSpec]) -> None:
     """Raises RefusedError where a tensor of an attention module holds quantised weights, or their scales."""
     for tail, spec in tensors.items():
-        if tail not in BUFFERS and (is_packed(spec) or spec.dtype not in TORCH_DTYPES):
+        if tail not in _BUFFERS and (is_packed(spec) or spec.dtype not in TORCH_DTYPES):
             by = " by MLX" if tail.removesuffix(".weight") + ".biases" in tensors else ""
             raise RefusedError(
                 f"{spec.name} is stored as {spec.dtype}: heads that are quantised or packed{by} cannot be averaged; "

@@ -26,11 +26,9 @@ LFM2 = Symmetry(norms=("operator_norm",), keys=False, output="out_proj")
 CLIPPED = "where clip_qkv is set, values are clipped one dimension at a time", lambda config: bool(config.clip_qkv)
 GATED = "a gate scales every dimension of what its heads compute"
 GATED_IF = f"where gating is not per head, {GATED}", lambda config: config.gating not in (True, "per-head")
-CONVOLVED = "convolutions take every dimension of its keys and values apart"
 EMBEDS_EACH = "each of its layers is given embeddings of its own"
 VALUE_NORM = "a norm of its values leaves their dimensions no more than rotations"
 
-_ADAPTERS = "its shared attention adapters keep full-size keys and values, which transformers cannot run with fewer"
 _HEARS = "its encoder is given sound, and convolutions are part of its layers"
 _SHARED = "several layers share one block, which reads their streams side by side with the embeddings"
 
@@ -55,29 +53,9 @@ def _mimo_heads(config: Any, layer: int) -> LayerHeads:
     return LayerHeads(heads.query, heads.kv * (2 if _slides(config, layer) else 1), heads.key_dim, config.v_head_dim)
 
 
-def _laguna_heads(config: Any, layer: int) -> LayerHeads:
-    heads, per_layer = uniform_heads(config), getattr(config, "num_attention_heads_per_layer", None)
-    return replace(heads, query=per_layer[layer] if per_layer and layer < len(per_layer) else heads.query)
-
-
-def _inkling_heads(config: Any, layer: int) -> LayerHeads:
-    if layer < len(config.layer_types) and "sliding" in config.layer_types[layer]:
-        dim = config.swa_head_dim
-        return LayerHeads(config.swa_num_attention_heads, config.swa_num_key_value_heads, dim, dim)
-    return uniform_heads(config)
-
-
 def _gemma4_heads(config: Any, layer: int) -> LayerHeads:
     shared = getattr(config, "attention_k_eq_v", True) and config.layer_types[layer] != "sliding_attention"
     return replace(layer_heads(config, layer), keys_only=shared)
-
-
-def _inkling2_convolution(tensor: str, separate: Separate) -> tuple[Rule, ...]:
-    return (
-        Rule(tensor, separate, projection=False),
-        Rule(f"{tensor}.static_w", replace(separate, axis=1), projection=False),
-        Rule(f"{tensor}.weight_proj", replace(separate, width="any"), projection=False),
-    )
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -101,8 +79,8 @@ FAMILIES: tuple[Family, ...] = (
                 QWEN3,
             ),
             **dict.fromkeys(
-                ("ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text",
-                 "helium"),
+                ("blt_global_transformer", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text", "glm", "glm4",
+                 "glm4v_text", "glm_ocr_text", "helium"),
                 GLM,
             ),
             **dict.fromkeys(("gemma", "gemma2", "vaultgemma"), GEMMA),
@@ -111,42 +89,37 @@ FAMILIES: tuple[Family, ...] = (
             **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
             **dict.fromkeys(
                 ("afmoe", "beam", "muse_glimmer_text", "muse_spark_text", "qwen3_5_moe_text", "qwen3_5_text",
-                 "qwen3_next"),
+                 "qwen3_next", "qwen4_exp_text"),
                 GATED,
             ),
             "apertus": Symmetry(norms=("attention_layernorm",), keys=False),
+            "bitnet": "a norm over all heads, with gains of its own, stands between them and W_O",
             "exaone4": Symmetry(norms=(), keys=False),
+            "flint": replace(QWEN3, per_query=per_head("softmax_offset", "sinks")),
             "gemma3_text": replace(GEMMA, keys=False),
             "gemma3n_text": VALUE_NORM,
             "glm4_moe": Symmetry(keys="use_qk_norm"),
             "granitemoehybrid": Symmetry(lambda config, layer: config.position_embedding_type == "rope"),
             "jamba": Symmetry(rotates=False),
+            "laguna": replace(QWEN3, per_query=per_head("g_proj"), unless=GATED_IF),
             "lfm3": Symmetry(norms=("operator_norm",), keys=False, per_query=per_head("gate_proj", "g_proj")),
             "llama4_text": replace(GLM, rotates=_rotates_by_list, keys="use_qk_norm"),
+            "minimax_m3_vl_text": replace(ONE_PLUS, keys=False),
             "olmo": Symmetry(unless=CLIPPED),
             "openai_privacy_filter": replace(GLM, per_query=per_head("sinks")),
             "phi": Symmetry(output="dense", keys="qk_layernorm"),
             "smollm3": Symmetry(_rotates_by_list),
             "step3p5": replace(ONE_PLUS, keys=False, per_query=per_head("g_proj"), unless=GATED_IF),
         },
+        unchanged=("attn_sub_norm", "indexer.*"),
         kv_fields=("num_key_value_heads", "num_attention_groups"),
         not_layerwise={
+            "blt_global_transformer": "it is given patches of bytes, which other models make",
             "csm": "its backbone takes the embeddings of several codebooks",
             "gemma3n_text": EMBEDS_EACH,
+            "qwen4_exp_text": "several streams run through its layers, which are mixed after the last",
             "voxtral_realtime_text": "transformers has no model of it alone, and the whole one is given sound",
         },
-    ),
-    Family(
-        "separate, with tensors of their own beside",
-        {
-            "bitnet": "a norm over all heads, with gains of its own, stands between them and W_O",
-            "flint": replace(QWEN3, per_query=per_head("softmax_offset", "sinks")),
-            "minimax_m3_vl_text": replace(ONE_PLUS, keys=False),
-            "qwen4_exp_text": GATED,
-        },
-        note="attn_sub_norm, softmax_offset and the sparse indexer do not depend on KV heads",
-        unchanged=("attn_sub_norm", "indexer.*"),
-        not_layerwise={"qwen4_exp_text": "several streams run through its layers, which are mixed after the last"},
     ),
     Family(
         "k norm per head",
@@ -187,43 +160,10 @@ FAMILIES: tuple[Family, ...] = (
         edits=lambda groups, heads, config: {"num_key_value_heads": groups} if groups % 2 == 0 else None,
     ),
     Family(
-        "depthwise convolution of keys and values",
-        {"inkling_text": CONVOLVED},
-        rules=(
-            *SEPARATE,
-            Rule("k_sconv.conv1d", Separate("key"), projection=False),
-            Rule("v_sconv.conv1d", Separate("value"), projection=False),
-        ),
-        unchanged=("r_proj", "rel_logits_proj.proj"),
-        kv_fields=("num_key_value_heads", "swa_num_key_value_heads"),
-        heads=_inkling_heads,
-    ),
-    Family(
-        "dynamic convolution of keys and values",
-        {"inkling2_text": CONVOLVED},
-        attention=("attn",),
-        rules=(
-            Rule("wk_dv", Separate("key")),
-            Rule("wv_dv", Separate("value")),
-            *_inkling2_convolution("k_sconv", Separate("key")),
-            *_inkling2_convolution("v_sconv", Separate("value")),
-        ),
-        unchanged=("wq_du", "wr_du", "wo_ud", "attn_sink_proj", "gate_attn", "q_l2_clip.scale", "rel_l2_clip.scale",
-                   "rel_logits_proj.proj"),
-        kv_fields=("num_key_value_heads", "swa_num_key_value_heads"),
-        heads=_inkling_heads,
-        not_layerwise={"inkling2_text": "its layers read the streams of several layers before them"},
-    ),
-    Family(
         "sliding layers with twice the KV heads",
         {"mimo_v2_flash": Symmetry(per_query=per_head("attention_sink_bias", "sinks"))},
         note="G is that of the full-attention layers",
         heads=_mimo_heads,
-    ),
-    Family(
-        "query heads per layer",
-        {"laguna": replace(QWEN3, per_query=per_head("g_proj"), unless=GATED_IF)},
-        heads=_laguna_heads,
     ),
     Family(
         "KV heads and head dimension per layer",
@@ -238,19 +178,16 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "other names for self_attn",
         {
+            "dia_decoder": Symmetry(norms=("pre_sa_norm",)),
             "nemotron_h": Symmetry(rotates=False, norms=("norm",)),
             "recurrent_gemma": Symmetry(norms=("temporal_pre_norm",), one_plus=True),
-            "zamba": _SHARED,
+            **dict.fromkeys(("zamba", "zamba2"), _SHARED),
         },
-        attention=("mixer", "temporal_block", "shared_transf.self_attn"),
-        not_layerwise={"zamba": _SHARED},
-    ),
-    Family(
-        "shared transformer blocks",
-        {"zamba2": _SHARED},
-        attention=("shared_transformer.self_attn",),
-        not_layerwise={"zamba2": _SHARED},
-        refusal=lambda config: _ADAPTERS if getattr(config, "use_shared_attention_adapter", False) else None,
+        note="cross-attention of dia_decoder counts its heads apart and is left alone",
+        attention=(
+            "mixer", "self_attention", "shared_transf.self_attn", "shared_transformer.self_attn", "temporal_block",
+        ),
+        not_layerwise=dict.fromkeys(("zamba", "zamba2"), _SHARED),
     ),
     Family(
         "k_proj.linear and v_proj.linear",
@@ -271,12 +208,6 @@ FAMILIES: tuple[Family, ...] = (
         rules=(Rule("key_net", Separate("key")), Rule("value_net", Separate("value"))),
     ),
     Family(
-        "decoder self-attention",
-        {"dia_decoder": Symmetry(norms=("pre_sa_norm",))},
-        note="cross-attention counts its heads apart and is left alone",
-        attention=("self_attention",),
-    ),
-    Family(
         "self- and cross-attention",
         {
             "mllama_text_model": Symmetry(
@@ -292,11 +223,5 @@ FAMILIES: tuple[Family, ...] = (
             "mllama_text_model": "some of its layers read an image",
             "canary_decoder": _HEARS,
         },
-    ),
-    Family(
-        "global transformer of a byte model",
-        {"blt_global_transformer": Symmetry(pairing="interleaved")},
-        note="the local encoder, decoder and patcher stay as they are",
-        not_layerwise={"blt_global_transformer": "it is given patches of bytes, which other models make"},
     ),
 )  # fmt: skip
