@@ -139,8 +139,9 @@ class Comparison:
                 record.pop(key, None)
 
     def measure(self, subject: Subject, alone: bool = False) -> Record:
-        """Measurements by their keys in the record of a model. With `options.kl` the base model is scored in lockstep
-        with the second model, unless it is measured `alone`.
+        """Measurements of a model by their keys in its record; a refusal of recall is stored in `refused`. With
+        `options.kl` the base model stays loaded: its quality comes from the models that are scored beside it, or is
+        measured here if it is measured `alone`.
 
         Raises RefusedError if quality cannot be measured.
         """

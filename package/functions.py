@@ -90,7 +90,7 @@ class Study:
 
     def recommend(self, max_loss_increase: float = 0.1) -> str:
         """The smallest KV cache within so many nats per token above the base model, and why."""
-        from gqa.eval.study.recommendation import recommend
+        from gqa.eval.study.report import recommend
 
         return recommend(self.rows, max_loss_increase)[1]
 
@@ -209,16 +209,12 @@ def ablate(model: str | os.PathLike[str] | AblateOptions, **options: Any) -> Stu
         TypeError: There is no option of that name.
         StoppedError: A signal asked for the end.
     """
-    from gqa.eval.study.ablation import open_study, run_study
-    from gqa.eval.study.directory import remove_study
+    from gqa.eval.study.ablation import Ablation
     from gqa.eval.study.report import write_study_report
 
     with called_from_python(bool(options.get("quiet"))):
         settings = _build(AblateOptions, model, options, model=model)
-        study = open_study(settings)
-        if settings.overwrite:
-            remove_study(settings.output)
-        run_study(study)
+        Ablation(settings).run()
         rows, _ = write_study_report(settings.output, settings.max_loss_increase)
     return Study(path=settings.output, rows=rows)
 

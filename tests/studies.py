@@ -16,12 +16,7 @@ from checkpoints import Result, check_refused, run, snapshot
 from training import BLOCK, expert_options, tiny_checkpoint, words_for, write_corpus
 
 from gqa.corpus.sources import row_digest
-from gqa.eval.study.options import AblateOptions, Cell
-
-# Columns that depend on the machine, the time or the command.
-TIMED = ("seconds_converting", "seconds_training", "seconds_evaluating", "environment", "options")
-# Of `study()`, beside the defaults of `words`.
-SAME: dict[str, Any] = {"groups": "1,4"}
+from gqa.eval.study.options import AblateOptions
 
 
 @cache
@@ -49,16 +44,15 @@ def words(out: Path, **options: Any) -> list[str]:
     return words_for(options.pop("model"), options.pop("data"), out, **options)
 
 
-def ablate(out: Path, pictures: bool = False, **options: Any) -> Result:
+def ablate(out: Path, **options: Any) -> Result:
     with expert_options(options, AblateOptions) as rest:
-        return gqa_ablate(*words(out, **rest), pictures=pictures)
+        return gqa_ablate(*words(out, **rest))
 
 
-def gqa_ablate(*words: object, pictures: bool = False) -> Result:
-    """`gqa-ablate WORDS`, by default without pictures, which take longer than the measurements."""
+def gqa_ablate(*words: object) -> Result:
+    """`gqa-ablate WORDS` without pictures, which take longer than the measurements."""
     with pytest.MonkeyPatch.context() as patch:
-        if not pictures:
-            patch.setattr("gqa.eval.study.report.no_pictures", lambda: "no pictures")
+        patch.setattr("gqa.eval.study.report.no_pictures", lambda: "no pictures")
         return run(*words, program="gqa-ablate")
 
 
@@ -69,10 +63,10 @@ def measured(out: Path, **options: Any) -> list[dict[str, Any]]:
     return rows(out)
 
 
-def refused(out: Path, *says: str, **options: Any) -> None:
+def refused(out: Path, *messages: str, **options: Any) -> None:
     """A study that must be refused, with nothing written."""
     before = snapshot(out.parent)
-    check_refused(ablate(out, **options), *says, program="gqa-ablate", advice="")
+    check_refused(ablate(out, **options), *messages, program="gqa-ablate", advice="")
     assert snapshot(out.parent) == before
 
 
@@ -80,22 +74,9 @@ def rows(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
-def by_cell(out: Path) -> dict[Cell, dict[str, Any]]:
-    return {Cell.of(row): row for row in rows(out)}
-
-
-def untimed(out: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if name not in TIMED} for row in rows(out)]
-
-
-def copied(directory: Path) -> Path:
-    """A finished study that may be changed."""
-    return Path(shutil.copytree(study(), directory / "study"))
-
-
 @cache
 def study() -> Path:
     """A finished study: 2 methods, 1 and 4 heads, 3 alphas."""
     out = place() / "study"
-    measured(out, pictures=True, **SAME)
+    measured(out, groups="1,4")
     return out

@@ -7,7 +7,7 @@ import sys
 import click
 
 from gqa.checkpoint.console import fail, run, say_device, wrap_lines
-from gqa.checkpoint.errors import StoppedError, one_line
+from gqa.checkpoint.errors import StoppedError
 from gqa.checkpoint.options import command as command_of
 from gqa.eval.study.options import AblateOptions
 
@@ -28,25 +28,19 @@ def command(options: AblateOptions) -> None:
     """
     import transformers
 
-    from gqa.eval.study.ablation import open_study, plan_table, run_study
-    from gqa.eval.study.directory import remove_study
-    from gqa.eval.study.recommendation import recommend
-    from gqa.eval.study.report import short_table, write_study_report
+    from gqa.eval.study.ablation import Ablation
+    from gqa.eval.study.report import cells_table, recommend, short_table, write_study_report
 
     transformers.utils.logging.set_verbosity_error()
     options.check()
     if options.model:
-        study = open_study(options)
-        for method, reason in study.left_out.items() if not options.quiet else ():
-            click.echo(one_line(f"without {method}: {reason}"), err=True)
+        study = Ablation(options)
         if options.dry_run:
-            click.echo(plan_table(study).text())
+            click.echo(cells_table(study.subject.name, study.cells, study.unmeasured).text())
             return
-        if options.overwrite:
-            remove_study(options.output)
         try:
             say_device(options.maps.device, options.quiet)
-            run_study(study, sys.argv[1:])
+            study.run(sys.argv[1:])
         except StoppedError as stopped:
             fail("gqa-ablate", "stopped; the same command continues", 128 + stopped.number)
     rows, names = write_study_report(options.output, options.max_loss_increase)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
-from gqa.checkpoint.options import COUNT, FROM_ZERO, SHARE, Options, Tokens, option, same_as
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.options import COUNT, FROM_ZERO, SHARE, Options, Tokens, flag, option, same_as
 from gqa.checkpoint.provenance import request
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions, refuse_unused
+from gqa.corpus.sources import is_self
+from gqa.eval.options import EvaluateOptions
 from gqa.uptrain.options import NO_TEACHER, Schedule, Scope, TrainOptions
 
+if TYPE_CHECKING:
+    from gqa.checkpoint.read import Checkpoint
+
 UNMERGED = "none"  # the method of cells with as many KV heads as the base model
+BASE = "base model"  # what reports call it
 
 
 class Cell(NamedTuple):
@@ -34,7 +41,8 @@ class Cell(NamedTuple):
     @property
     def order(self) -> tuple[Any, ...]:
         """Sort key: the base model first, then by groups, method and alpha."""
-        return not self.is_base_model, self.groups, (UNMERGED, *METHODS).index(self.method), self.alpha
+        names = (UNMERGED, *METHODS, self.method)  # of another version perhaps
+        return not self.is_base_model, self.groups, names.index(self.method), self.alpha
 
     @property
     def is_base_model(self) -> bool:
@@ -57,55 +65,49 @@ class AblateOptions(Options):
         metavar="DIR", free=True)
     model: str | None = option(None, argument="[MODEL]", free=True)
     methods: tuple[str, ...] = option(
-        ("mean", "first", "aligned", "calibrated", "refined"), "How heads are merged: those of the default as far as "
-        "MODEL can have them, or any; random is a control.", click.Choice([*METHODS]), heading="Basic",
-        metavar="METHOD[,...]", free=True, needs=("model",))
+        ("mean", "first", "aligned", "calibrated", "refined"), "How heads are merged; random is a control.",
+        click.Choice([*METHODS]), heading="Basic", metavar="METHOD[,...]", free=True)
     groups: tuple[int, ...] | None = option(
         None, "How many key/value heads are kept.  [default: a half, a quarter and one of MODEL's; all, as the "
-        "control, with --teacher none]", COUNT, short="-g", heading="Basic", metavar="G[,...]", free=True,
-        needs=("model",))
+        "control, with --teacher none]", COUNT, short="-g", heading="Basic", metavar="G[,...]", free=True)
     alphas: tuple[float, ...] = option(
         (0.0, 0.05), "Shares of the data to train on; 0: none.", SHARE, heading="Basic", metavar="SHARE[,...]",
-        free=True, needs=("model",))
-    train: Scope | None = same_as(TrainOptions, "train", needs=("model",))
+        free=True)
+    train: Scope | None = same_as(TrainOptions, "train")
     teacher: Literal["source", "none"] = option(
-        "source", "source: learn MODEL's predictions; none: learn from text alone.", heading="Basic", needs=("model",))
+        "source", "source: learn MODEL's predictions; none: learn from text alone.", heading="Basic")
     data: tuple[str, ...] = option(
         (), "Text to train on, as for gqa-uptrain; several times, or with commas, for several.", heading="Data",
-        metavar="SOURCE[,...]", needs=("model",))
-    field: str = same_as(TrainOptions, "field", needs=("model",))
-    target_field: str | None = same_as(TrainOptions, "target_field", needs=("model",))
+        metavar="SOURCE[,...]")
+    field: str = same_as(TrainOptions, "field")
+    target_field: str | None = same_as(TrainOptions, "target_field")
     heldout: str | None = option(
         None, "Text to measure on, which also selects the best state of a training.", heading="Data",
-        metavar="SOURCE", needs=("model",))
-    heldout_fraction: float = same_as(TrainOptions, "heldout_fraction", needs=("model",))
+        metavar="SOURCE")
+    heldout_fraction: float = same_as(TrainOptions, "heldout_fraction")
     context: int | None = option(
         None, "Tokens of a block in training and of a window in measuring.  [default: the model's positions, 2048 at "
-        "most]", Tokens(4), heading="Data", metavar="COUNT", needs=("model",))
-    batch_size: int | None = same_as(TrainOptions, "batch_size", needs=("model",))
-    learning_rate: float = same_as(TrainOptions, "learning_rate", needs=("model",))
-    seed: int = same_as(TrainOptions, "seed", needs=("model",))
+        "most]", Tokens(4), heading="Data", metavar="COUNT")
+    batch_size: int | None = same_as(TrainOptions, "batch_size")
+    learning_rate: float = same_as(TrainOptions, "learning_rate")
+    seed: int = same_as(TrainOptions, "seed")
     precision: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "What training and measuring compute in.  [default: float32 for training, as stored for measuring]",
-        heading="Quality", needs=("model",))
-    calibration: tuple[str, ...] = option(
-        (), "Text for calibrated and refined, as gqa-convert's --data.  [default: the data]", heading="Data",
-        metavar="SOURCE[,...]", needs=("model",), methods="reads_text")
-    calibration_tokens: int = same_as(ConvertOptions, "tokens", needs=("model",))
-    refine_steps: int = same_as(ConvertOptions, "refine_steps", needs=("model",))
+        heading="Quality")
+    calibration_tokens: int = same_as(ConvertOptions, "tokens")
+    refine_steps: int = same_as(ConvertOptions, "refine_steps")
     eval_tokens: int | None = option(
         None, "Held-out tokens to measure on: whole documents, until they are so many.  [default: all]", Tokens(),
-        heading="Data", metavar="COUNT", needs=("model",))
+        heading="Data", metavar="COUNT")
     skip: tuple[Literal["kl", "recall"], ...] = option(
         (), "Do not compare predictions with MODEL's (kl), or measure recall from the context (recall).",
-        heading="Quality", metavar="NAME[,...]", needs=("model",))
-    device: str | None = same_as(TrainOptions, "device", needs=("model",))
+        heading="Quality", metavar="NAME[,...]")
+    device: str | None = same_as(TrainOptions, "device")
     max_loss_increase: float = option(
         0.1, "Recommend the smallest KV cache within so many nats per token above MODEL's.", FROM_ZERO,
         heading="Quality", free=True)
-    dry_run: bool = option(False, "List the cells, and stop.", heading="Basic", free=True, needs=("model",))
-    overwrite: bool = option(
-        False, "Remove the study at DIR first.", heading="Output", free=True, needs=("model",))
+    dry_run: bool = option(False, "List the cells, and stop.", heading="Basic", free=True)
+    overwrite: bool = option(False, "Remove the study at DIR first.", heading="Output", free=True)
     verbose: bool = same_as(TrainOptions, "verbose")
     quiet: bool = same_as(TrainOptions, "quiet")
     # For Python callers.
@@ -116,13 +118,13 @@ class AblateOptions(Options):
     trust_remote_code: bool = same_as(TrainOptions, "trust_remote_code", free=True, expert=True)
     # fmt: on
 
-    def cells(self, heads: int, methods: Sequence[str]) -> list[Cell]:
-        """The grid for a base model of `heads` KV heads: the base model, then every combination of `methods`, groups
-        and alphas. As many heads as the base model's are one conversion, whatever the method.
+    def cells(self, heads: int) -> list[Cell]:
+        """The grid for a base model of `heads` KV heads: the base model, then every combination of methods, groups and
+        alphas. As many heads as the base model's are one conversion, whatever the method.
         """
         cells = {Cell(UNMERGED, heads, 0.0)}
         for groups in self.groups or self._default_groups(heads):
-            for method in methods if groups < heads else (UNMERGED,):
+            for method in self.methods if groups < heads else (UNMERGED,):
                 cells |= {Cell(method, groups, alpha) for alpha in self.alphas}
         return sorted(cells, key=lambda cell: cell.order)
 
@@ -134,40 +136,55 @@ class AblateOptions(Options):
         control = not divisors or (any(self.alphas) and self.teacher == "none")
         return {*divisors[:1], *divisors[-2:], *([heads] if control else [])}
 
-    @property
-    def training(self) -> TrainOptions:
-        """Training options that all cells share."""
-        names = TrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys() - {"dry_run"}
-        options = {name: getattr(self, name) for name in names}
-        teacher = self.model if self.model and self.teacher == "source" else NO_TEACHER
-        return TrainOptions(**options | {"precision": self.precision or "float32", "teacher": teacher})
+    def check(self) -> None:
+        """Raise RefusedError for options that conflict or that no method uses."""
+        for name in vars(self) if not self.model else ():
+            if self.is_set(name) and name not in ("output", "max_loss_increase", "verbose", "quiet"):
+                raise RefusedError(f"{flag(name)} means nothing without MODEL: give both or none")
+        if self.model and not self.data:
+            raise RefusedError("no data is named: give text to train and calibrate on with --data, like stdlib:train")
+        if any(map(is_self, self.data)):
+            raise RefusedError("--data self is no text that can be held out; name text")
+        refuse_unused(self, self.methods, f"--methods {','.join(self.methods)}")
+
+    def identity(self, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+        """The base model and the options that all cells of a study share, JSON-ready."""
+        from gqa.checkpoint.provenance import checkpoint_digest
+
+        options, bound = request(self, ())["options"], self.binding()
+        shared = {key: value for key, value in options.items() if key in bound}
+        return {"model": checkpoint.hub_id or name, "fingerprint": checkpoint_digest(checkpoint), **shared}
 
     @property
     def maps(self) -> MapsOptions:
         """Calibration options. Raises RefusedError if the device cannot be used."""
-        from gqa.eval.evaluate import usable_device  # here: `--help` loads this file
+        from gqa.checkpoint.loading import find_device  # here: `--help` loads this file
 
         text = CalibrationText(
-            self.calibration or self.data or ("self",), self.calibration_tokens, self.calibration_context, self.seed,
+            self.data or ("self",), self.calibration_tokens, self.calibration_context, self.seed,
             self.field, self.target_field, trust_remote_code=self.trust_remote_code, heldout=self.heldout,
             heldout_fraction=self.heldout_fraction,
         )  # fmt: skip
         refinement = Refinement(self.refine_steps, seed=self.seed)
-        return MapsOptions(text=text, refinement=refinement, device=usable_device(self.device))
+        return MapsOptions(text=text, refinement=refinement, device=find_device(self.device))
 
-    def check(self) -> None:
-        """Raise RefusedError for options that conflict or that no method uses."""
-        self.check_needs()
-        refuse_unused(self, self.methods, f"--methods {','.join(self.methods)}")
+    def training(self, alpha: float | None, model: Path, output: Path) -> TrainOptions:
+        """Training options of a cell: from the conversion `model` to `output`, continued if it was interrupted."""
+        from gqa.uptrain.state import States
 
-    def identity(self) -> dict[str, Any]:
-        """Options that all cells of a study share, JSON-ready."""
-        options, bound = request(self, ())["options"], self.binding()
-        return {name: value for name, value in options.items() if name in bound}
+        names = TrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys() - {"dry_run"}
+        changes = {
+            "model": str(model), "output": output, "alpha": alpha, "overwrite": True,
+            "resume": bool(States(output.with_name(f"{output.name}-state")).complete()),
+            "precision": self.precision or "float32",
+            "teacher": self.model if self.model and self.teacher == "source" else NO_TEACHER,
+        }  # fmt: skip
+        return TrainOptions(**{name: getattr(self, name) for name in names} | changes)
 
-    def training_of(self, cell: Cell, model: Path, directory: Path) -> TrainOptions:
-        """Training options of a cell, from the conversion `model`, with the result in `directory`."""
-        return replace(
-            self.training, model=str(model), output=directory / f"alpha-{cell.alpha:g}", alpha=cell.alpha,
-            overwrite=True,
+    @property
+    def evaluation(self) -> EvaluateOptions:
+        """Options of measuring. Raises RefusedError if the device cannot be used."""
+        return EvaluateOptions(
+            batch_size=self.eval_batch, precision=self.precision or "auto", device=self.maps.device, quiet=True,
+            kl="kl" not in self.skip,
         )  # fmt: skip

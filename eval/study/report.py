@@ -1,28 +1,30 @@
-"""The report of a study: the recommendation, tables and pictures, from its rows."""
+"""The report of a study from its rows: the recommendation (the smallest KV cache within a bound of the loss), tables
+and pictures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.provenance import command_line
-from gqa.eval.page import PAGE, Page, made_aside, no_pictures
+from gqa.convert.summary import size
+from gqa.eval.page import Page, made_aside, no_pictures
 from gqa.eval.report import measured_with, what_is_scored
-from gqa.eval.study.directory import ROWS, Row, read_rows, writing
-from gqa.eval.study.options import UNMERGED, Cell
-from gqa.eval.study.recommendation import BASE, loss, measured, recommend
+from gqa.eval.study.options import BASE, UNMERGED, Cell
+from gqa.eval.study.rows import FILES, Row, read_rows, writing
 from gqa.eval.tables import Column, Table, number, table
 
-CELL_COLUMNS: list[Column] = [
+_CELL: list[Column] = [
     ("method", lambda r: BASE if r["method"] == UNMERGED else r["method"]),
     ("KV heads", lambda r: str(r["groups"])),
     ("alpha", lambda r: f"{r['alpha']:g}"),
 ]
 _CACHE: Column = ("KV bytes/token", lambda r: f"{r['kv_bytes_per_token']:,.0f}")
 _COLUMNS: list[Column] = [
-    *CELL_COLUMNS,
+    *_CELL,
     ("error", lambda r: r["error"] or ""),
     ("trains", lambda r: r["train"] or ""),
     ("train tokens", lambda r: f"{r['train_tokens']:,}"),
@@ -47,12 +49,58 @@ _COLUMNS: list[Column] = [
 ]
 
 
-def open_rows(directory: Path) -> list[Row]:
-    """The rows of a study, the base model's first. Raises RefusedError if it is missing or not measured."""
-    rows = [*read_rows(directory).values()]
-    if not rows or not Cell.of(rows[0]).is_base_model or rows[0]["error"]:
-        raise RefusedError(f"{directory} has no measured study; pass MODEL to start one")
-    return rows
+def measured(rows: Sequence[Row]) -> list[Row]:
+    """Rows with a finite loss."""
+    return [row for row in rows if not row["error"] and row["loss"] is not None]
+
+
+def loss(row: Row) -> float:
+    return float(row["loss"])
+
+
+def cache_bytes(row: Row) -> int:
+    """KV cache bytes of one token."""
+    return int(row["kv_bytes_per_token"])
+
+
+def recommend(rows: Sequence[Row], max_loss_increase: float) -> tuple[Row | None, str]:
+    """The row with the smallest KV cache within so many nats per token above the base model; then with the fewest
+    training tokens, then with the least loss. None if there is none smaller than the base model. And why.
+    """
+    base = rows[0]
+    smaller = [row for row in measured(rows) if cache_bytes(row) < cache_bytes(base)]
+    within = [row for row in smaller if row["loss_increase"] <= max_loss_increase]
+    limit = f"within {max_loss_increase:g} nats per token above the base model"
+    if not smaller:
+        return None, "recommended nothing: no KV cache smaller than the base model's was measured"
+    if not within:
+        return None, (
+            f"recommended nothing: of {len(smaller)} combinations none is {limit}\n"
+            f"closest     {_describe(min(smaller, key=loss), base)}\n"
+            "advice      allow more with --max-loss-increase, or add longer training or methods to the study"
+        )
+    row = min(within, key=lambda row: (cache_bytes(row), row["train_tokens"], loss(row)))
+    text = f"recommended {_describe(row, base)}\nwhy         {len(within)} of {len(smaller)} combinations are {limit}"
+    if below := [other for other in smaller if cache_bytes(other) < cache_bytes(row)]:
+        text += f"\nsmaller     {_describe(min(below, key=loss), base)}"
+    best = min((other for other in within if cache_bytes(other) == cache_bytes(row)), key=loss)
+    return row, text + (f"\nbetter      {_describe(best, base)}" if loss(best) < loss(row) else "")
+
+
+def _describe(row: Row, base: Row) -> str:
+    """A row, its quality and its cache, in words."""
+    trained = f"alpha {row['alpha']:g}" if row["alpha"] else "untrained"
+    loses = f"{row['loss_increase']:+.4f} nats per token (perplexity x{row['perplexity_ratio']:.3g})"
+    recall = f", {row['recall_text']:.1%} of second copies right" if "recall_text" in row else ""
+    cache = f"{size(cache_bytes(row))} of KV cache a token ({cache_bytes(row) / cache_bytes(base):.0%})"
+    return f"{row['method']}, {row['groups']} of {base['groups']} KV heads, {trained}: {loses}{recall}, {cache}"
+
+
+def cells_table(name: str, cells: Sequence[Cell], unmeasured: Sequence[Cell]) -> Table:
+    """The cells of a study, and which of them are measured."""
+    records = [cell._asdict() | {"state": "" if cell in unmeasured else "done"} for cell in cells]
+    columns = [*_CELL, ("", lambda r: str(r["state"]))]
+    return table(f"Study of {name}", columns, records, f"{len(unmeasured)} of {len(cells)} cells to measure")
 
 
 def short_table(rows: Sequence[Row]) -> Table:
@@ -60,23 +108,13 @@ def short_table(rows: Sequence[Row]) -> Table:
     note = "nats per token on held-out text"
     if failed := sum(bool(row["error"]) for row in rows):
         note += f"; {failed} of {len(rows)} cells failed, as the report says"
-    return _by_alpha(rows, f"Study of {rows[0]['options']['model']}", lambda row: f"{loss(row):.4f}", note)
-
-
-def _recall(rows: Sequence[Row]) -> Table:
-    """Recall of second copies, laid out as the short table."""
-    note = f"share of tokens right at all distances within {rows[0]['text']['context']:,} tokens"
-    return _by_alpha(rows, "Recall: second copies of the text", lambda row: f"{row['recall_text']:.1%}", note)
-
-
-def _by_alpha(rows: Sequence[Row], title: str, format_row: Callable[[Row], str], note: str) -> Table:
     records: dict[Any, Row] = {}
     for row in measured(rows):
-        records.setdefault((row["groups"], row["method"]), row | {"at": {}})["at"][row["alpha"]] = format_row(row)
-    columns: list[Column] = [*CELL_COLUMNS[:2], _CACHE]
+        records.setdefault((row["groups"], row["method"]), row | {"at": {}})["at"][row["alpha"]] = loss(row)
+    columns: list[Column] = [*_CELL[:2], _CACHE]
     for alpha in sorted({row["alpha"] for row in rows}):
-        columns.append((f"alpha {alpha:g}", lambda r, alpha=alpha: r["at"][alpha]))  # type: ignore[misc]
-    return table(title, columns, [*records.values()], note)
+        columns.append((f"alpha {alpha:g}", lambda r, alpha=alpha: f"{r['at'][alpha]:.4f}"))  # type: ignore[misc]
+    return table(f"Study of {rows[0]['options']['model']}", columns, [*records.values()], note)
 
 
 def _cells(rows: Sequence[Row]) -> Table:
@@ -94,25 +132,25 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
 
     Raises RefusedError where there are no rows, OutputError.
     """
-    rows = open_rows(directory)
+    rows = [*read_rows(directory).values()]
+    if not rows or not Cell.of(rows[0]).is_base_model or rows[0]["error"]:
+        raise RefusedError(f"{directory} has no measured study; pass MODEL to start one")
     with writing(directory), made_aside(directory) as aside:
         pictures: list[tuple[str, str]] = []
         if not (remark := no_pictures()):
             from gqa.eval.study.plots import draw_study
 
-            pictures = draw_study(rows, aside)
+            pictures = draw_study(measured(rows), aside)
         environments = sorted((row["environment"] for row in rows), key=lambda one: str(one["created"]))
         commands = [one_line(command_line("gqa-ablate", one["argv"]), 4000) for one in environments if one["argv"]]
-        names = ("seconds_converting", "seconds_training", "seconds_evaluating")
-        seconds = sum(row.get(name) or 0 for row in rows for name in names)
         _, recommendation = recommend(rows, max_loss_increase)
         Page(
             title=f"{rows[0]['options']['model']}: methods, groups and training",
             verdicts=[f"{line[:12].strip().capitalize()}: {line[12:]}." for line in recommendation.splitlines()],
-            lead=f"{len(rows)} cells, measured in {seconds:,.0f} seconds.",
+            lead=f"{len(rows)} cells.",
             pictures=pictures,
-            tables=[short_table(rows), *([_recall(rows)] if "recall_text" in rows[0] else []), _cells(rows)],
+            tables=[short_table(rows), _cells(rows)],
             commands=list(dict.fromkeys(commands)),
             foot=" ".join([*filter(None, [remark]), f"{measured_with(environments[-1])}."]),
         ).write(aside)
-        return rows, [*sorted((path.name for path in aside.iterdir()), key=lambda name: (name != PAGE, name)), ROWS]
+    return rows, [name for name in FILES if (directory / name).exists()]

@@ -1,0 +1,124 @@
+"""The rows of a study: one a cell, appended to results.jsonl as soon as the cell is measured.
+
+`pandas.read_json("results.jsonl", lines=True)` reads it. A cell that failed is measured again; its latest row counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from gqa.checkpoint.errors import OutputError, RefusedError
+from gqa.checkpoint.write import finite, locked
+from gqa.eval.page import PAGE
+from gqa.eval.report import recalled
+from gqa.eval.study.options import Cell
+from gqa.uptrain.options import differences
+
+Row = dict[str, Any]
+
+ROWS, WORK = "results.jsonl", ".work"
+FILES = (PAGE, "alphas.svg", "tradeoff.svg", ROWS)
+
+
+def columns_of(record: Row, cache: Any, base_cache: Any) -> Row:
+    """The measurements of a model (`Comparison.measure`) as columns; both caches are by formula (`Subject.cache`)."""
+    quality, against = record["quality"], record.get("against_baseline", {"log_ratio": 0.0})
+    row: Row = {
+        "loss": quality["nats_per_token"],
+        "loss_increase": against["log_ratio"],
+        "loss_increase_error": against.get("log_ratio_error"),
+        "perplexity": quality["token_perplexity"],
+        **{f"perplexity_{name}": against.get(name) for name in ("ratio", "ratio_low", "ratio_high")},
+        "bits_per_byte": quality["bits_per_byte"],
+        "kl": against["kl"]["mean"] if "kl" in against else None,
+        "top1_agreement": against.get("same_top"),
+        "acceptance": against.get("acceptance"),
+        "kv_bytes_per_token": cache.bytes_per_token,
+        "kv_share": cache.bytes_per_token / base_cache.bytes_per_token,
+    }
+    if cross := cache.cross_bytes_per_token:
+        row["cross_bytes_per_token"] = cross  # of each token of the source
+    if "recall" in record:
+        row |= {f"recall_{kind.replace('-', '_')}": share for kind, share in recalled(record).items()}
+        row |= {"greedy_tokens": record["greedy"]["tokens"], "recall_by_distance": record["recall"]}
+    return row
+
+
+@contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Turn an OSError into an OutputError."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise OutputError(
+            f"{directory} cannot be written: {reason}; rows that were measured are kept, the same command continues"
+        ) from error
+
+
+def read_rows(directory: Path) -> dict[Cell, Row]:
+    """The latest row of each cell, in the order of the grid. Raises RefusedError if results.jsonl is not a study's."""
+    path = directory / ROWS
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        # A killed run may have left half a line.
+        rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        latest = {Cell.of(row): {"error": row["error"], "options": row["options"], **row} for row in rows}
+        return dict(sorted(latest.items(), key=lambda item: item[0].order))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RefusedError(f"{path} holds no rows of a study; give another directory") from error
+
+
+def append_row(directory: Path, row: Row) -> None:
+    """Append a row and fsync; half a line of a killed run is cut off first. Raises OutputError."""
+    with writing(directory), (directory / ROWS).open("ab+") as stream:
+        stream.seek(0)
+        stream.truncate(stream.read().rfind(b"\n") + 1)
+        stream.write(json.dumps(finite(row)).encode() + b"\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def check_directory(directory: Path, identity: Row, overwrite: bool) -> None:
+    """Raise RefusedError if the directory holds files and no study, or, unless `overwrite`, rows with other options
+    than `identity`.
+    """
+    names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    if directory.exists() and (not directory.is_dir() or (names and not {ROWS, WORK} & names)):
+        raise RefusedError(f"{directory} exists and holds no study; give another directory with -o")
+    before = next((row["options"] for row in read_rows(directory).values()), identity)
+    if not overwrite and (changed := differences(identity, before)):
+        raise RefusedError(
+            f"{directory} holds another study: {'; '.join(changed)}; give another directory with -o, the same "
+            "options, or start over with --overwrite"
+        )
+
+
+@contextmanager
+def locked_work(directory: Path) -> Iterator[Path]:
+    """Lock and yield the directory for intermediate files; remove it at the end if it is empty.
+
+    Raises RefusedError where another process runs the same study, OutputError where nothing can be written.
+    """
+    work = directory / WORK
+    with writing(directory):
+        work.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(work / "lock", f"another run is working on {directory}; wait for it or give another -o"):
+            yield work
+    finally:
+        with suppress(OSError):  # it is not empty
+            work.rmdir()
+
+
+def remove_work(work: Path) -> None:
+    """Remove intermediate files, but not the lock."""
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
