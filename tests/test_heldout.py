@@ -105,7 +105,7 @@ def test_a_study_calibrates_on_no_heldout_text(tokenizer: Any, how: dict[str, An
     options = AblateOptions(Path("study"), "m", data=("twice.jsonl",), calibration_context=64, **how)
     text = replace(options.maps.text, repeats=False)
     ids = text.blocks(read_checkpoint(SOURCE), "cpu", SILENT).numpy()
-    [source] = heldout_sources(options.training)
+    [source] = heldout_sources(options.training(None, Path("model"), Path("out")))
     held = grams(block for block, _ in pack((ids for _, ids in Encoder(tokenizer).encode(source.texts())), 64))
     assert len(held) > 200
     assert not grams({"input_ids": block} for block in ids) & held
