@@ -4,7 +4,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,17 +37,13 @@ Break = Callable[[Path], object]
 ONE = torch.ones(1)
 
 
-def check_untouched(model: Path, before: Mapping[str, str], out: Path) -> None:
-    assert snapshot(model) == before
-    assert not os.path.lexists(out)
-    assert leftovers(out.parent) == []
-
-
 def refused(model: Path, says: tuple[str, ...]) -> None:
     """The command refuses the model, both to plan and to convert it."""
     before, out = snapshot(model), model.parent / "out"
     check_refused(run(*MERGED, "-o", out, model), *says)
-    check_untouched(model, before, out)
+    assert snapshot(model) == before
+    assert not os.path.lexists(out)
+    assert leftovers(out.parent) == []
     check_refused(run(*MERGED, "--dry-run", "--json", model), *says)
 
 
@@ -180,6 +176,8 @@ CASES: Cases = {
          ("k_proj.weight [32, 32] has 32 rows where the config asks for 16 (4 key heads x 4)",)),
     # which weights
     "no weights": (remove(SINGLE), ("no weights at all", "give a directory")),
+    "weights of another name": (settings(transformers_weights="mine.safetensors"),
+         ("names another file of weights, 'mine.safetensors'", "rename it to")),
     "GGUF only": (rename(SINGLE, "model.gguf"), ("model.gguf", "GGUF is another")),
     "adapter only": (both(rename(SINGLE, "adapter_model.bin"), rename("config.json", "adapter_config.json")),
          ("no config.json", "merged into its base model first")),
@@ -268,6 +266,13 @@ def test_pickle_is_never_executed(zipped: bool, tmp_path: Path) -> None:
 def test_too_large_json_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gqa.checkpoint.read.MAX_JSON_BYTES", 100)
     refused(llama(tmp_path / "m"), says=("config.json has", "at most 100 are allowed"))
+
+
+def test_a_side_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known before anything is written, not after the weights."""
+    model, access = llama(tmp_path / "m"), os.access
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "tokenizer.json" and access(path, mode))
+    check_refused(run(*MERGED, "--dry-run", model), "tokenizer.json: Permission denied", code=1)
 
 
 def test_hub_cache_links_are_followed_to_their_blobs_only(tmp_path: Path) -> None:
