@@ -9,7 +9,7 @@ from torch import Tensor
 from gqa.convert.heads.family import LayerHeads, Rotary
 from gqa.convert.merge import closed_form, linear_algebra
 from gqa.convert.merge.closed_form import output_roots, significance_of, visible_keys
-from gqa.convert.merge.linear_algebra import ridge, shared_key, shared_value
+from gqa.convert.merge.linear_algebra import shared_key, shared_value
 from gqa.convert.merge.moments import Moments
 
 HEADS, REPEAT, DIM = 3, 2, 6
@@ -113,17 +113,6 @@ def test_slow_pairs_share_what_one_frequency_each_cannot(size: float) -> None:
 
     assert lost(Rotary(4, slow=(0.0, 0.0))) < (1e-10 if size == 1 else 1e-5)
     assert lost(Rotary(4)) > 0.01
-
-
-def test_a_ridge_where_inputs_are_nothing_stays_at_its_start() -> None:
-    start = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    nothing = torch.zeros(4, 4, dtype=torch.float64)
-    for strength in (0.0, 0.03):
-        assert torch.allclose(ridge(nothing, nothing, start, strength), start)
-    inputs = torch.diag(torch.tensor([2.0, 1.0, 0.0, 0.0], dtype=torch.float64))
-    found = ridge(inputs, inputs, start, 0.0)
-    assert torch.allclose(found[:, :2], torch.eye(4, dtype=torch.float64)[:, :2])
-    assert torch.allclose(found[:, 2:], start[:, 2:])
 
 
 @pytest.mark.parametrize("rows", [1, 6])

@@ -18,8 +18,7 @@ from gqa.convert.merge import from_weights
 from gqa.convert.merge.from_weights import InputMoments, Mlp, gram
 
 KNOWN = (
-    "llama", "phi3", "qwen2", "phi", "starcoder2", "nemotron", "gpt_bigcode", "gqa_gpt2", "gqa_opt", "olmo2", "gemma2",
-    "gemma3_text", "glm4", "granite",
+    "llama", "phi3", "qwen2", "phi", "starcoder2", "gpt_bigcode", "gqa_gpt2", "gqa_opt", "olmo2", "gemma2", "glm4",
 )  # fmt: skip
 UNKNOWN = ("mixtral",)  # experts
 
@@ -60,7 +59,7 @@ def test_moments_of_an_mlp(act: str, gated: bool) -> None:
 
 
 def test_the_units_of_a_wide_mlp_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 random signs by less than a fifth, which more signs lessen; units differ by much more."""
+    """Of 100 random signs by less than a fifth; units differ by much more."""
     torch.manual_seed(0)
     width, units = 256, 512
     root = torch.randn(width, 3)
@@ -72,12 +71,9 @@ def test_the_units_of_a_wide_mlp_are_estimated(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("gqa.convert.merge.from_weights._PROBES", probes)
         return gram(Mlp(gate, up, down, ACT2FN["silu"]).root(factor)).diagonal()
 
-    exact, off = sizes(width // 2), []
+    exact = sizes(width // 2)
     assert exact.std() > exact.mean()
-    for probes in (16, 100):
-        off.append(float((sizes(probes) / exact - 1).abs().median()))
-    assert 0 < off[1] < 0.2
-    assert off[1] < off[0] / 1.5
+    assert 0 < (sizes(100) / exact - 1).abs().median() < 0.2
 
 
 def moments(stream: Tensor) -> Tensor:
@@ -105,16 +101,15 @@ def test_the_guess_is_like_what_the_model_sees(monkeypatch: pytest.MonkeyPatch) 
         assert alike(guess, true) > 1.5 * alike(independent, true)
 
 
-def mixed(second: Tensor) -> Tensor:
-    """The moments of a stream -> those that a normed layer is taken to be given."""
-    return 0.99 * second * (32 / second.trace()) + 0.01 * torch.eye(32)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2"])
 def test_what_attention_adds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The average of two tokens' values, or as much as a norm after it says; written down once more, where the MLP adds
     nothing. Embeddings of Gemma are multiplied first.
     """
+
+    def mixed(second: Tensor) -> Tensor:  # what a normed layer reads
+        return 0.99 * second * (32 / second.trace()) + 0.01 * torch.eye(32)
+
     model = build(TINY[name], 4)
     layer, gemma = model.model.layers[0], name == "gemma2"
     layer.mlp.down_proj.weight.data.zero_()
