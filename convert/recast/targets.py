@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from gqa.checkpoint.custom_code import BY_LAYER, PREFIX, auto_map, file_of, loads_as_decilm, stand_in
-from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
+from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
 from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import Checkpoint, read_json
 from gqa.convert.heads.config import KVCache, kv_cache, read_config, read_top, transformers_config, valid_groups
@@ -38,39 +38,26 @@ _BUFFERS = re.compile(r".*\.(attn|attention)\.(masked_)?bias|.*\.rotary_emb\.inv
 def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
     """The checkpoint itself, or a view of it as one of a class that holds `groups` KV heads; of several the first.
 
-    Raises RefusedError where no class does, or none expresses what the config says.
+    Raises RefusedError where no class expresses what the config says.
     """
     name, model_type, by_layer = checkpoint.name, checkpoint.config.get("model_type"), isinstance(groups, tuple)
-    table = _BY_LAYER if by_layer else RECASTINGS
-    entries = [entry for entry in table if entry.source == model_type]
+    entries = [entry for entry in (_BY_LAYER if by_layer else RECASTINGS) if entry.source == model_type]
     if by_layer and not entries and model_type not in {entry.target for entry in _BY_LAYER}:
         raise RefusedError(
             f"{name} ({model_type}) must have as many key/value heads in all layers; they can differ in models of type "
             f"{listing(BY_LAYER, 40)}: give one number"
         )
-    if not entries:  # it has different numbers of heads already, which is refused later
-        return checkpoint
-    config = read_top(checkpoint.config, name)
-    reasons: list[str] = []
-    allowed: set[int] = set()
+    config = read_top(checkpoint.config, name) if entries else None
     for entry in entries:
         try:
             raw = _target_config(checkpoint, entry, config)
-            possible = valid_groups(read_config(raw, name))
-            if by_layer or groups in possible:
+            # The plan refuses a number that the last does not hold either.
+            if entry is entries[-1] or groups in valid_groups(read_config(raw, name)):
                 return _view(checkpoint, entry, config, raw)
-            allowed.update(possible)
-        except CorruptError:
-            raise
-        except RefusedError as error:  # another entry may do
-            reasons.append(str(error))
-    if not allowed:
-        raise RefusedError(f"{name} ({model_type}) cannot be converted: {'; '.join(reasons)}")
-    why = "; ".join([f"as {' or '.join(entry.target for entry in entries)}", *reasons])
-    raise RefusedError(
-        f"--groups {groups} is not possible for the {query_heads(config)} heads of {name} ({why}); "
-        f"choose {alternatives(allowed)}"
-    )
+        except RefusedError as error:
+            if entry is entries[-1] or isinstance(error, CorruptError):
+                raise
+    return checkpoint
 
 
 def as_it_is(checkpoint: Checkpoint) -> Checkpoint:
@@ -110,8 +97,8 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
             if loads_as_decilm(target):
                 new |= {key: getattr(config, key) for key in _READ_FROM_THE_FILE if key not in raw}
         transformers_config(new)
-    except RefusedError:
-        raise
+    except RefusedError as error:
+        raise RefusedError(f"{checkpoint.name} ({recasting.source}) cannot be converted: {error}") from error
     except Exception as error:  # whatever a config class raises on nonsense is the config's fault
         raise CorruptError(
             f"{checkpoint.name}: the {recasting.source} config.json makes no sense as {target}: {explain(error)}; "
