@@ -27,7 +27,7 @@ def load(options: dict[str, Any]) -> tuple[Any, Any, str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from gqa.corpus.stdlib import stdlib_texts
-    from gqa.eval.text import make_text
+    from gqa.eval.text import make_text, text_windows
 
     torch.set_num_threads(options["threads"])
     model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=getattr(torch, options["dtype"])).eval()
@@ -35,7 +35,12 @@ def load(options: dict[str, Any]) -> tuple[Any, Any, str, Any]:
     joined = "\n\n".join(stdlib_texts("heldout"))
     ids = tokenizer(joined, add_special_tokens=False, verbose=False)["input_ids"]
     text = tokenizer.decode(ids[: options["windows"] * options["context"]])
-    return model, tokenizer, text, make_text([text], tokenizer, options["context"])
+    return (
+        model,
+        tokenizer,
+        text,
+        make_text(text_windows([text], tokenizer, options["context"]), "rolling", options["context"]),
+    )
 
 
 def bare_forward(options: dict[str, Any]) -> Callable[[], None]:

@@ -61,7 +61,7 @@ class OutputDirectory:
     def __enter__(self) -> OutputDirectory:
         with ExitStack() as stack, _system_errors(self.out):
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            busy = f"another conversion is writing {self.out}; wait for it or give another -o"
+            busy = f"another run is writing {self.out}; wait for it or give another -o"
             stack.enter_context(locked(self.sibling("lock"), busy))
             stack.callback(shutil.rmtree, self.work, ignore_errors=True)  # what stays is removed by the next run
             self._restore()
@@ -136,7 +136,7 @@ class OutputDirectory:
 def _unlisted_files(directory: Path) -> list[str]:
     """Files in a directory that the records in it do not list as parts of a result."""
     listed: set[str] = set()
-    for record in directory.glob("gqa_*.json"):
+    for record in (*directory.glob("gqa_*.json"), directory / "results.json"):
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # a record of another tool
             listed |= set(json.loads(record.read_bytes())["files"])
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())

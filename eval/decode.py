@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.compat import attention_name
+from gqa.checkpoint.console import progress_bar
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name
 from gqa.checkpoint.write import Progress, no_progress
 from gqa.corpus.tokens import first_token
-from gqa.eval.subjects import Subject
+from gqa.eval.options import EvaluateOptions
+from gqa.eval.subjects import Subject, numerics
 
 SEED = 0
 MAX_DECODE = 4096
@@ -42,6 +43,7 @@ def decode_contexts(subjects: Sequence[Subject], lengths: Sequence[int] | None, 
     longest = min([subject.positions or MAX_DECODE for subject in subjects] + [MAX_DECODE])
     contexts = tuple(lengths or dict.fromkeys(max(1, share - steps) for share in (longest // 2, longest)))
     for subject in subjects:
+        subject.check_predicts_tokens()
         if not subject.cache:
             raise RefusedError(f"--decode is for models with key/value heads, and {subject.name} is none")
         if subject.positions and max(contexts) + steps > subject.positions:
@@ -61,61 +63,69 @@ class Decoded:
     seconds_per_token: float
 
 
+def time_decoding(
+    subjects: Sequence[Subject], records: Sequence[dict[str, Any]], options: EvaluateOptions, contexts: Sequence[int]
+) -> None:
+    """Add decode timing after prompts of `contexts` to each record. All models are in memory at once: their runs are
+    interleaved.
+    """
+    models = [subject.load(options.precision, options.device) for subject in subjects]
+    runs = len(models) * len(options.decode_batches) * len(contexts) * REPEATS
+    with progress_bar(runs, "run", "decoding", options.quiet) as bar:
+        points = measure_decode(models, options.decode_batches, contexts, options.decode_steps, bar.update)
+    for record, model_points in zip(records, points, strict=True):
+        record["decode"] = {"steps": options.decode_steps, "repeats": REPEATS, "points": model_points}
+
+
 def measure_decode(
-    models: Mapping[str, PreTrainedModel],
+    models: Sequence[PreTrainedModel],
     batches: Sequence[int],
     contexts: Sequence[int],
     steps: int,
-    repeats: int,
     progress: Progress = no_progress,
-) -> dict[str, list[dict[str, Any]]]:
-    """Time prefill and greedy decoding of every model at every batch size and context length.
+) -> list[list[dict[str, Any]]]:
+    """Time prefill and greedy decoding of every model at every batch size and context length, REPEATS times.
 
     Runs are interleaved (A, B, A, B ...) after a warm-up of each model, so that noise affects all alike. All models
     read the same random prompts. `decode_contexts` refuses contexts that a model cannot have.
 
     Args:
-        models: By name; all of them stay loaded.
         batches: Numbers of sequences.
         contexts: Tokens of each prompt, which is the source where there is an encoder.
         steps: Decode steps of a run, each of one token per sequence, after the prefill has given the first.
-        repeats: Timed runs of each model at each point.
-        progress: Called with 1 after each of them.
+        progress: Called with 1 after each run.
 
     Returns:
-        Points by model, in the order of batches and, within one, of contexts; JSON-ready.
+        Points of each model, in the order of batches and, within one, of contexts; JSON-ready.
 
     Raises:
         torch.OutOfMemoryError: A batch does not fit on the GPU.
     """
-    vocabulary = min(model.config.get_text_config(decoder=True).vocab_size for model in models.values())
-    points: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
+    vocabulary = min(model.config.get_text_config(decoder=True).vocab_size for model in models)
+    points: list[list[dict[str, Any]]] = [[] for _ in models]
     for batch, context in product(batches, contexts):
-        prompts = random_tokens(vocabulary, batch, context)
-        for model in models.values():
+        prompts = torch.randint(vocabulary, (batch, context), generator=torch.Generator().manual_seed(SEED))
+        for model in models:
             greedy_decode(model, prompts.to(model.device), min(steps, WARM_UP_STEPS))
-        runs: dict[str, dict[int, Decoded]] = {name: {} for name in models}
-        for turn, (name, model) in enumerate([*models.items()] * repeats):
-            runs[name][turn] = greedy_decode(model, prompts.to(model.device), steps)
-            progress(1)
-        for name, model in models.items():
-            points[name].append({"batch": batch, "context": context, **_point(model, runs[name])})
+        runs: list[list[Decoded]] = [[] for _ in models]
+        for _ in range(REPEATS):
+            for model, model_runs in zip(models, runs, strict=True):
+                model_runs.append(greedy_decode(model, prompts.to(model.device), steps))
+                progress(1)
+        for number, (model, model_runs) in enumerate(zip(models, runs, strict=True)):
+            seconds = [run.seconds_per_token for run in model_runs]
+            points[number].append({
+                "batch": batch,
+                "context": context,
+                "prefill_seconds": statistics.median(run.prefill_seconds for run in model_runs),  # to the first token
+                "seconds_per_token": statistics.median(seconds),  # of one decode step: a token for every sequence
+                "fastest": min(seconds),
+                "slowest": max(seconds),
+                "tokens_per_second": batch / statistics.median(seconds),  # of the whole batch
+                **numerics(model),
+                "turns": tuple(range(number, REPEATS * len(models), len(models))),  # among the runs of all models
+            })  # fmt: skip
     return points
-
-
-def _point(model: PreTrainedModel, runs: Mapping[int, Decoded]) -> dict[str, Any]:
-    """Record of a model's `runs` at one batch size and context length; seconds are medians."""
-    seconds = [run.seconds_per_token for run in runs.values()]
-    return {
-        "prefill_seconds": statistics.median(run.prefill_seconds for run in runs.values()),  # to the first token (TTFT)
-        "seconds_per_token": statistics.median(seconds),  # of one decode step, which gives every sequence a token
-        "fastest": min(seconds),
-        "slowest": max(seconds),
-        "tokens_per_second": len(runs[min(runs)].tokens) / statistics.median(seconds),  # of the whole batch
-        "attention": attention_name(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "turns": tuple(runs),  # when each run was among those of all models: (0, 2) beside another model's (1, 3)
-    }
 
 
 @torch.inference_mode()
@@ -127,9 +137,9 @@ def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> Decoded:
         ids: Prompts (batch, context), without padding: sources where there is an encoder, which is part of the prefill.
         steps: Forward passes of one token per sequence.
     """
-    start = clock(model.device)
-    encoder_inputs = _encoded(model, ids)
-    if encoder_inputs:
+    start, encoder_inputs = clock(model.device), dict[str, Any]()
+    if model.config.is_encoder_decoder:
+        encoder_inputs["encoder_outputs"] = model.get_encoder()(input_ids=ids, return_dict=True)
         ids = ids.new_full((len(ids), 1), first_token(model.config, model.name_or_path))
     token, cache = _read(model, ids, **encoder_inputs)
     prefilled, tokens = clock(model.device), [token]
@@ -137,13 +147,6 @@ def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> Decoded:
         token, cache = _read(model, token, cache, **encoder_inputs)
         tokens.append(token)
     return Decoded(torch.cat(tokens, dim=1), prefilled - start, (clock(model.device) - prefilled) / steps)
-
-
-def _encoded(model: PreTrainedModel, sources: Tensor) -> dict[str, Any]:
-    """Encoder outputs of sources (batch, T) as arguments of the model; empty for a decoder."""
-    if not model.config.is_encoder_decoder:
-        return {}
-    return {"encoder_outputs": model.get_encoder()(input_ids=sources, return_dict=True)}
 
 
 def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **encoder_inputs: Any) -> tuple[Tensor, Any]:
@@ -156,11 +159,6 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **encoder_inpu
     if output.get(name) is None:
         raise RefusedError(f"--decode is for models that return a key/value cache, and {model.name_or_path} does not")
     return output.logits[:, -1:].argmax(-1), output[name]
-
-
-def random_tokens(vocabulary: int, batch: int, tokens: int) -> Tensor:
-    """Random token ids (batch, tokens), from a fixed seed."""
-    return torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(SEED))
 
 
 def clock(device: torch.device) -> float:

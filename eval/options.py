@@ -51,11 +51,10 @@ class EvaluateOptions(Options):
     decode_steps: int = option(32, "How many tokens --decode writes.", COUNT, heading="Quality", needs=("decode",))
     memory: int | None = option(
         None, "Say what fits into so much memory of a device.", ByteSize(), heading="Basic", metavar="SIZE")
-    tensor_parallel: int = option(1, "How many devices share a model, of --memory.", COUNT, needs=("memory",))
     batch_size: int = option(
         8, "How many windows are scored at a time.", COUNT, heading="Quality", needs=("data", "recall"))
     precision: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "What is computed in; auto: as stored.", heading="Quality")
+        "auto", "What is computed in; auto: as stored.", heading="Quality", needs=("data", "recall", "decode"))
     device: str | None = option(
         None, "Where models run: cpu, cuda, cuda:1, mps, or auto: on all devices, then in the host's memory and on "
         "its disk.  [default: a GPU where there is one]", heading="Basic", metavar="NAME",
@@ -66,8 +65,7 @@ class EvaluateOptions(Options):
         None, "Write results.json and report.html here.", short="-o", heading="Basic", metavar="DIR")
     overwrite: bool = option(False, "Replace the report at DIR.", heading="Output", needs=("output",))
     json: bool = same_as(ConvertOptions, "json")
-    verbose: bool = option(
-        False, "Show every table, and where an error comes from.", short="-v", heading="Output")
+    verbose: bool = option(False, "Show where an error comes from.", short="-v", heading="Output")
     quiet: bool = option(False, "Show no progress and no tables.", short="-q", heading="Output")
     # fmt: on
 

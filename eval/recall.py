@@ -1,8 +1,12 @@
-"""Recall of the context, which perplexity hardly shows: repeated passages, values by their keys, passkeys. No data is
-needed: passages are from text, from self-generated text, or random tokens.
+"""Recall of the context, which perplexity hardly shows: repeated passages, values by their keys, passkeys; and
+agreement with the baseline's greedy texts. No data is needed: passages are from text, from self-generated text, or
+random tokens.
 
 A question is a window (`gqa.eval.scoring`). Its answers are the predictions that the context determines; an answer is
 right if it is the most probable token.
+
+Two greedy texts are equal up to the first difference, so only the baseline generates. A model scores that text and
+leaves it at the first token that is not its most probable one.
 """
 
 from __future__ import annotations
@@ -13,10 +17,17 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, PreTrainedModel
 
+from gqa.checkpoint.errors import RefusedError, explain
+from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
 from gqa.eval.scoring import Scores, Window
 from gqa.eval.statistics import mean_interval
+from gqa.eval.subjects import Subject, run_device
 
 Ints = NDArray[np.integer[Any]]
 
@@ -29,6 +40,24 @@ DIGITS = 5  # tokens of a passkey
 DEPTHS = 5  # places of a passkey, from the beginning of the context to its end
 RUN = 32  # answers next to each other that are resampled together for an interval
 _PASSKEY = "\nThe pass key is"
+
+SAMPLE, SAMPLES = 256, 64  # tokens of a self-generated text, and number of texts
+STEPS = 64
+OPENING = 32  # tokens of a sample that are a prompt
+PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "List three things to pack for a hike in the mountains.",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about the sea.",
+    "Rewrite this politely: Send me the report now.",
+    "My name is Alina and I live in Oslo. What is my name, and where do I live?",
+    "Translate to French: The library opens at nine.",
+    "What is 17 plus 25? Show your steps.",
+    "Write a Python function that returns the largest number of a list.",
+    "Summarise: The meeting was moved from Monday to Thursday because two people were ill.",
+    "Give me a recipe for pancakes with the amounts.",
+    "Sort these words: pear, apple, fig, banana.",
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +72,27 @@ class Questions:
     windows: tuple[Window, ...]
     answers: Ints
     cluster: Ints
+
+
+def check_recall(subjects: Sequence[Subject], context: int) -> None:
+    """Raise RefusedError if recall cannot be measured in windows of `context` tokens."""
+    first, least = subjects[0], 2 * DISTANCES[0]
+    for subject in subjects:
+        subject.check_predicts_tokens()
+    if first.config.is_encoder_decoder:
+        raise RefusedError(f"--recall is for decoders, and {first.name} is an encoder-decoder")
+    if context < least:
+        raise RefusedError(f"--recall needs a context of at least {least} tokens, and --context is {context}")
+
+
+def self_samples(subject: Subject, length: int, device: str | None) -> list[Any]:
+    """Self-generated token ids, each (length,); the seed differs from those of calibration and training."""
+    blocks = sampled_blocks(
+        lambda dtype, device=device: subject.load(dtype, device), run_device(device),
+        subject.checkpoint, length, SAMPLES, derive_seed(0, "evaluation"), plain=True,
+        trust_remote_code=subject.trust_remote_code,
+    )  # fmt: skip
+    return [blocks[index]["input_ids"] for index in range(len(blocks))]
 
 
 def make_questions(
@@ -178,3 +228,65 @@ def recall(questions: Sequence[Questions], scores: Scores) -> list[dict[str, Any
             "nats": mean, "nats_low": nats_low, "nats_high": nats_high,
         })  # fmt: skip
     return records
+
+
+def prompts(tokenizer: Any, samples: Sequence[Sequence[int]]) -> list[list[int]]:
+    """PROMPTS in the chat template if there is one, else the beginnings of `samples`."""
+    if not getattr(tokenizer, "chat_template", None):
+        return [list(sample[:OPENING]) for sample in samples]
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
+
+
+@torch.inference_mode()
+def continued(model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS) -> list[Window]:
+    """Greedy texts after each opening, up to EOS or `steps` tokens, as windows that score them.
+
+    Raises RefusedError for a model that transformers cannot generate with.
+    """
+    eos = model.generation_config.eos_token_id if model.generation_config else None
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0)
+    greedy.eos_token_id = sorted(ends) or None
+    checkpoint_config = model.generation_config
+    model.generation_config = greedy  # without the checkpoint's penalties and sampling
+    ids, mask = (
+        pad_sequence([torch.tensor(line) for line in lines], batch_first=True, padding_side="left").to(model.device)
+        for lines in (openings, [[1] * len(opening) for opening in openings])
+    )
+    try:
+        output: Tensor = model.generate(input_ids=ids, attention_mask=mask, generation_config=greedy)
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        raise RefusedError(f"{model.name_or_path} cannot write text: {explain(error)}; give --no-recall") from error
+    finally:
+        model.generation_config = checkpoint_config
+    windows = []
+    for number, (opening, text) in enumerate(zip(openings, output[:, ids.shape[1] :].tolist(), strict=True)):
+        end = next((length for length, token in enumerate(text, 1) if token in ends), steps)
+        windows.append(Window((*opening, *text[:end]), end, number))
+    return windows
+
+
+def agreement(hits: NDArray[np.bool_], windows: Sequence[Window]) -> dict[str, float]:
+    """Mean number of tokens before the model leaves the baseline's text, with a 95 % bootstrap interval, and the share
+    of texts that are equal to their end. `hits`: for each scored token of `windows`, whether it is the most probable.
+    """
+    ends = np.cumsum([window.scored for window in windows])[:-1]
+    lengths = np.array([np.append(text_hits, False).argmin() for text_hits in np.split(hits, ends)], float)
+    whole = np.array([window.scored for window in windows])
+    mean, low, high = mean_interval(lengths, np.arange(len(lengths)))
+    return {
+        "texts": len(windows), "longest": float(whole.mean()), "tokens": mean, "tokens_low": low, "tokens_high": high,
+        "whole": float((lengths == whole).mean()),
+    }  # fmt: skip
+
+
+def as_text(tokenizer: Any, windows: Sequence[Window]) -> list[dict[str, str]]:
+    """Prompts and greedy texts, decoded for a report."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    return [{"prompt": decode(w.ids[: -w.scored]), "text": decode(w.ids[-w.scored :])} for w in windows]

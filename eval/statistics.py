@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 Floats = NDArray[np.floating[Any]]
 
 BOOTSTRAP_SAMPLES = 2000
-BOOTSTRAP_NUMBERS = 1 << 20  # of the samples' weights, held at a time
 
 
 def mean_and_error(values: NDArray[Any]) -> tuple[float, float]:
@@ -68,17 +67,13 @@ def _interval(
 ) -> tuple[float, float]:
     """95 % bootstrap bounds of a function of the mean of values (n,): samples of clusters (n,) from a fixed seed.
 
-    Samples are drawn a few at a time, so that memory does not grow with the number of clusters.
+    One sample is drawn at a time, so that memory does not grow with the number of clusters.
     """
     _, group = np.unique(cluster, return_inverse=True)
     sums, counts = np.bincount(group, values), np.bincount(group)
-    generator, n, means = np.random.default_rng(0), len(sums), []
+    generator, n = np.random.default_rng(0), len(sums)
     if n < 2:
         return math.nan, math.nan
-    at_once = max(1, BOOTSTRAP_NUMBERS // n)
-    for start in range(0, BOOTSTRAP_SAMPLES, at_once):
-        size = min(at_once, BOOTSTRAP_SAMPLES - start)
-        weights = generator.multinomial(n, np.full(n, 1 / n), size=size)
-        means.append(weights @ sums / (weights @ counts))
-    low, high = np.percentile(function(np.concatenate(means)), (2.5, 97.5))
+    samples = (generator.multinomial(n, np.full(n, 1 / n)) for _ in range(BOOTSTRAP_SAMPLES))
+    low, high = np.percentile(function(np.array([w @ sums / (w @ counts) for w in samples])), (2.5, 97.5))
     return float(low), float(high)

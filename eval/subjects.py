@@ -1,23 +1,36 @@
-"""The checkpoints to evaluate, and their records from config and headers."""
+"""The checkpoints to evaluate: their records from config and headers, and the loaded models."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 from gqa.checkpoint.hub import open_model
-from gqa.checkpoint.loading import check_predicts_tokens, load_tokenizer, positions, read_auto_config
+from gqa.checkpoint.loading import (
+    check_predicts_tokens,
+    find_device,
+    load_model,
+    load_tokenizer,
+    out_of_memory,
+    positions,
+    ranks,
+    read_auto_config,
+)
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import KVCache, read_config
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.pairs import PairEncoder
-from gqa.eval.cache_bits import layers_with_cache
+from gqa.eval.cache_bits import layers_with_cache, quantise_cache
 
 
 @dataclass(frozen=True)
@@ -29,10 +42,6 @@ class Subject:
     checkpoint: Checkpoint
     trust_remote_code: bool = False
     cache_bits: int | None = None
-
-    def quantised(self, bits: int) -> Subject:
-        """The same checkpoint with a KV cache of `bits`."""
-        return replace(self, name=f"{self.name} (int{bits})", cache_bits=bits)
 
     @cached_property
     def config(self) -> Any:
@@ -73,8 +82,8 @@ class Subject:
             return None
         return formula.quantised(self.cache_bits) if self.cache_bits else formula
 
-    def record(self) -> dict[str, Any]:
-        """JSON-ready record from config and headers."""
+    def record(self, memory: int | None = None, context: int = 0) -> dict[str, Any]:
+        """JSON-ready record from config and headers, with what fits into `memory` bytes."""
         record: dict[str, Any] = {
             "name": self.name,
             "path": self.path,
@@ -87,45 +96,106 @@ class Subject:
         }
         if self.cache:
             config = read_config(as_it_is(self.checkpoint).config, self.name)
-            context = self.cache.context
+            limit = self.cache.context
             record["heads"] = {"query": config.main.query, "kv": config.average_kv}
             record["kv_cache"] = {
                 "bytes_per_token": self.cache.bytes_per_token,
                 "cross_bytes_per_token": self.cache.cross_bytes_per_token,
-                "context": context,
-                "bytes_at_context": self.cache.bytes_at(context) if context else None,
+                "context": limit,
+                "bytes_at_context": self.cache.bytes_at(limit) if limit else None,
                 "remark": self.cache.remark,
                 "bits": self.cache_bits or 8 * self.cache.bytes_per_number,
             }
+            if memory:
+                fits = what_fits(self.cache, self.checkpoint.nbytes, memory, context)
+                record["kv_cache"]["fits"] = dict(zip(("batch", "longest"), fits, strict=True))
         return record
 
+    def load(self, precision: str = "auto", device: str | None = None) -> PreTrainedModel:
+        """The model, with a quantised cache if the subject has one. Raises RefusedError."""
+        model = load_model(
+            self.path, dtype=precision, device="auto" if device == "auto" else run_device(device),
+            trust_remote_code=self.trust_remote_code,
+        )  # fmt: skip
+        if self.cache_bits:
+            quantise_cache(model, self.cache_bits, layers_with_cache(self.checkpoint), self.name)
+        return model
 
-def open_subjects(models: Sequence[str], trust_remote_code: bool = False, revision: str | None = None) -> list[Subject]:
-    """Open directories and hub ids, each with a distinct name; hub ids are downloaded."""
+
+def open_subjects(
+    models: Sequence[str], trust_remote_code: bool = False, revision: str | None = None, cache_bits: Sequence[int] = ()
+) -> list[Subject]:
+    """Open directories and hub ids, each with a distinct name; hub ids are downloaded. All of them come once more for
+    each cache width of `cache_bits`. Raises RefusedError, also for a cache that cannot have one.
+    """
     if revision is not None and all(map(os.path.lexists, models)):
         raise RefusedError("--revision is for hub ids, and all of these are local paths")
     checkpoints = [open_model(model, None if os.path.lexists(model) else revision) for model in models]
-    paths = [(c.hub_id,) if c.hub_id else Path(os.path.abspath(c.directory or "")).parts for c in checkpoints]
-    return [
+    subjects = [
         Subject(name, str(checkpoint.directory), checkpoint, trust_remote_code)
-        for name, checkpoint in zip(distinct_names(paths), checkpoints, strict=True)
+        for name, checkpoint in zip(distinct_names(models, checkpoints), checkpoints, strict=True)
     ]
-
-
-def with_bits(subjects: list[Subject], bits: Sequence[int] | None) -> list[Subject]:
-    """`subjects`, and each once more per cache width of `bits`. Raises RefusedError for unsupported caches."""
-    for subject in subjects if bits else ():
+    for subject in subjects if cache_bits else ():
         layers_with_cache(subject.checkpoint)  # refuses
-    return [*subjects, *(subject.quantised(width) for width in bits or () for subject in subjects)]
+    return subjects + [
+        replace(subject, name=f"{subject.name} (int{bits})", cache_bits=bits)
+        for bits in cache_bits for subject in subjects
+    ]  # fmt: skip
 
 
-def distinct_names(paths: Sequence[tuple[str, ...]]) -> list[str]:
-    """The shortest distinct end of each path; repeated paths are numbered."""
-    names: list[str] = []
-    for parts in paths:
-        different = [other for other in paths if other != parts]
-        lengths = (n for n in range(1, len(parts)) if all(other[-n:] != parts[-n:] for other in different))
-        name = one_line("/".join(parts[-next(lengths, len(parts)) :]))
-        repeats = sum(other == name or other.startswith(f"{name} (") for other in names)
-        names.append(f"{name} ({repeats + 1})" if repeats else name)
-    return names
+def distinct_names(models: Sequence[str], checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Names of checkpoints, or as the user names them where several have one name; repeated ones are numbered."""
+    names = [checkpoint.hub_id or checkpoint.name for checkpoint in checkpoints]
+    pairs = {*zip(models, names, strict=True)}
+    shared = {name for name in names if sum(other == name for _, other in pairs) > 1}
+    names = [model if name in shared else name for model, name in zip(models, names, strict=True)]
+    repeats = [names[:number].count(name) for number, name in enumerate(names)]
+    return [one_line(f"{name} ({n + 1})" if n else name) for name, n in zip(names, repeats, strict=True)]
+
+
+def what_fits(cache: KVCache, weights_bytes: int, memory_bytes: int, context: int) -> tuple[int, int | None]:
+    """Number of sequences of `context` tokens that fit beside the weights, and tokens of the longest single sequence.
+
+    Both are 0 if the weights alone do not fit. The second is None if memory is no limit: every layer has a window and
+    all windows fit. `KVCache.context` limits what the model can use. Activations, an engine's blocks and fragmentation
+    are not modelled: the result is an upper bound.
+    """
+    free = max(memory_bytes - weights_bytes, 0)
+    batch = free // cache.bytes_at(context)
+    window = max((layer.window or 0 for layer in cache.layers), default=0)  # from here on the cache grows linearly
+    growth = cache.bytes_at(window + 1) - cache.bytes_at(window)
+    if not growth and cache.bytes_at(window) <= free:
+        return batch, None
+    return batch, bisect_right(range(free // max(growth, 1) + 1), free, key=cache.bytes_at) - 1  # it grows no slower
+
+
+def usable_device(name: str | None) -> str:
+    """`name`, or without one this rank's device. Raises RefusedError if it cannot be used."""
+    default = ranks().device
+    return str(default) if name is None or name == default.type else find_device(name)
+
+
+def run_device(name: str | None) -> str:
+    """Device of inputs; with `auto` this rank's. Raises RefusedError if several processes would each use all."""
+    if name == "auto" and (processes := ranks().num_processes) > 1:
+        raise RefusedError(f"--device auto is for one process, and there are {processes}; start it without a launcher")
+    return usable_device(None if name == "auto" else name)
+
+
+def numerics(model: PreTrainedModel) -> dict[str, str]:
+    """The dtype and the attention implementation of a loaded model, for a record."""
+    return {"dtype": str(model.dtype).removeprefix("torch."), "attention": attention_name(model)}
+
+
+@contextmanager
+def explain_memory() -> Iterator[None]:
+    """Turn an out-of-memory error into a RefusedError that says what to change."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise RefusedError(
+            f"the memory of the device is too small ({explain(error, 100)}); give a smaller --batch-size, --context or "
+            "--decode-batches, another --precision, or --device auto"
+        ) from error

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import parse_source
+from gqa.corpus.tokens import check_ids
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.scoring import Window, rolling_windows
 from gqa.eval.statistics import Floats
@@ -22,19 +24,14 @@ from gqa.eval.subjects import Subject
 MAX_CONTEXT = 2048  # by default: windows of 128k tokens for a model of 128k positions would take hours
 
 
-def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
+def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: int) -> Text:
     """The text of `options`, tokenised for the first checkpoint. Raises RefusedError and CorpusError."""
-    first, target = subjects[0], options.target_field
-    check_target_field(first, target)
-    context = choose_context(subjects, options.context)
-    source = parse_source(str(options.data), field=options.field, target_field=target, split="test")
+    for subject in subjects:
+        subject.check_predicts_tokens()
+    check_target_field(subjects[0], options.target_field)
+    source = parse_source(str(options.data), field=options.field, target_field=options.target_field, split="test")
     check_models_agree(subjects, next(source.texts())[:2000])
-    if first.encoder:
-        text = make_pairs(source.rows(), first.encoder, context, options.tokens)
-    else:
-        text = make_text(source.texts(), first.tokenizer, context, options.tokens)
-    check_ids(subjects, text)
-    return text
+    return cut_text(subjects, source.rows(), context, options.tokens)
 
 
 def check_target_field(subject: Subject, target_field: str | None) -> None:
@@ -48,34 +45,20 @@ def check_target_field(subject: Subject, target_field: str | None) -> None:
 
 
 def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
-    """Raise RefusedError if two checkpoints tokenise differently: their losses per token do not compare."""
+    """Raise RefusedError unless all checkpoints read and predict the same tokens: else losses per token do not
+    compare. `sample`: a text that shows differences of tokenizers with one vocabulary.
+    """
+    traits: dict[str, Callable[[Subject], Any]] = {
+        "tokenizers": lambda one: (one.tokenizer.get_vocab(), one.tokenizer(sample, verbose=False)["input_ids"]),
+        "kinds of models (one is an encoder-decoder)": lambda one: one.config.is_encoder_decoder,
+        "numbers of tokens to predict": lambda one: one.vocabulary,
+    }
     first = subjects[0]
-    vocabulary, ids = first.tokenizer.get_vocab(), first.tokenizer(sample, verbose=False)["input_ids"]
-    for other in subjects[1:]:
-        other_vocabulary = other.tokenizer.get_vocab()
-        if other_vocabulary != vocabulary or other.tokenizer(sample, verbose=False)["input_ids"] != ids:
+    for (name, trait), subject in product(traits.items(), subjects[1:]):
+        if trait(subject) != trait(first):
             raise RefusedError(
-                f"{first.name} ({len(vocabulary):,} tokens) and {other.name} ({len(other_vocabulary):,}) have "
-                "different tokenizers, so their losses per token do not compare; evaluate each alone and compare bits "
-                "per byte"
-            )
-        if other.config.is_encoder_decoder != first.config.is_encoder_decoder:
-            raise RefusedError(f"of {first.name} and {other.name} only one is an encoder-decoder: they do not compare")
-        if other.vocabulary != first.vocabulary:
-            raise RefusedError(
-                f"{first.name} predicts {first.vocabulary:,} tokens and {other.name} {other.vocabulary:,}; "
-                "give conversions of the same checkpoint"
-            )
-
-
-def check_ids(subjects: Sequence[Subject], text: Text) -> None:
-    """Raise RefusedError if a token id is outside a model's vocabulary: the tokenizer belongs to another model."""
-    largest = max(max(*window.ids, *window.source) for window in text.windows)
-    for subject in subjects:
-        if largest >= subject.vocabulary:
-            raise RefusedError(
-                f"the tokenizer of {subject.name} gives token {largest:,} and its model knows {subject.vocabulary:,}: "
-                "they do not belong together"
+                f"{first.name} and {subject.name} have different {name}, so their losses per token do not compare; "
+                "give conversions of one checkpoint, or evaluate each alone and compare bits per byte"
             )
 
 
@@ -118,42 +101,82 @@ class Text:
         return {**vars(self), "tokens": self.tokens, "windows": len(self.windows)}
 
 
-def make_text(texts: Iterable[str], tokenizer: Any, context: int, max_tokens: int | None = None) -> Text:
-    """Tokenise and cut into windows as lm-evaluation-harness does: every token of every document is scored once.
+def cut_text(
+    subjects: Sequence[Subject], rows: Iterable[tuple[str, ...]], context: int, max_tokens: int | None
+) -> Text:
+    """Rows of one text, or of a source and a target for encoder-decoders, as windows of the first checkpoint's tokens.
 
-    Words and bytes are those of the text as it is. BOS (or else EOS) stands before the first token, even if the
-    tokenizer puts one there itself, which is scored then. `max_tokens`: stop after the document that reaches it.
-
-    Raises RefusedError for less text than one window.
+    Raises RefusedError for too little text, and for a token id outside a model's vocabulary; CorpusError.
     """
-    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if prefix is None:
-        raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with")
-    taken = _take(((text, encode(tokenizer, text)) for text in texts), max_tokens)
-    if (tokens := sum(len(ids) for _, ids in taken)) < context:
+    first = subjects[0]
+    if first.encoder:
+        text = make_text(pair_windows(rows, first.encoder, context), "pairs", context, max_tokens)
+    else:
+        texts = (row[0] for row in rows)
+        text = make_text(text_windows(texts, first.tokenizer, context), "rolling", context, max_tokens)
+    largest = max(max(*window.ids, *window.source) for window in text.windows)
+    for subject in subjects:
+        check_ids(largest, subject.vocabulary, subject.name)
+    return text
+
+
+def make_text(
+    documents: Iterable[tuple[str, list[Window], bool]], protocol: Literal["rolling", "pairs"], context: int,
+    max_tokens: int | None = None,
+) -> Text:  # fmt: skip
+    """Documents up to the one that reaches `max_tokens`: the text that is scored, its windows, and whether they are cut
+    to the context. Words and bytes are those of the text as it is. Raises RefusedError for less text than one window.
+    """
+    windows, documents_read, n_bytes, words, tokens, cuts = list[Window](), 0, 0, 0, 0, 0
+    for text, parts, cut in documents:
+        windows += parts
+        documents_read += 1
+        n_bytes += len(text.encode())
+        words += len(re.split(r"\s+", text))  # as lm-evaluation-harness: with empty ones at the ends
+        tokens += sum(window.scored for window in parts)
+        cuts += cut
+        if max_tokens and tokens >= max_tokens:
+            break
+    if tokens < (context if protocol == "rolling" else 1):
         raise RefusedError(
             f"the text has {tokens:,} tokens, less than one window of {context:,}; give more text or a smaller "
             "--context"
         )
-    windows = [window for n, (_, ids) in enumerate(taken) for window in rolling_windows(ids, context, prefix, n)]
-    return Text(tuple(windows), "rolling", context, len(taken), *_sizes(text for text, _ in taken))
+    return Text(tuple(windows), protocol, context, documents_read, n_bytes, words, cuts)
 
 
-def _take(documents: Iterable[tuple[Any, ...]], max_tokens: int | None) -> list[tuple[Any, ...]]:
-    """Documents (text, token ids, ...) up to the one that reaches `max_tokens`."""
-    taken, tokens = [], 0
-    for document in documents:
-        taken.append(document)
-        tokens += len(document[1])
-        if max_tokens and tokens >= max_tokens:
-            break
-    return taken
+def text_windows(texts: Iterable[str], tokenizer: Any, context: int) -> Iterator[tuple[str, list[Window], bool]]:
+    """Tokenise and cut into windows as lm-evaluation-harness does: every token of every document is scored once.
+
+    BOS (or else EOS) stands before the first token, even if the tokenizer puts one there itself, which is scored then.
+    """
+    prefix = prefix_token(tokenizer)
+    for number, text in enumerate(texts):
+        yield text, [*rolling_windows(encode(tokenizer, text), context, prefix, number)], False
 
 
-def _sizes(texts: Iterable[str]) -> tuple[int, int]:
-    """Bytes and words."""
-    sizes = [(len(text.encode()), count_words(text)) for text in texts]
-    return sum(size for size, _ in sizes), sum(words for _, words in sizes)
+def pair_windows(
+    pairs: Iterable[tuple[str, ...]], encoder: PairEncoder, context: int
+) -> Iterator[tuple[str, list[Window], bool]]:
+    """Source and target texts for an encoder-decoder: every target token is scored, after the decoder start token.
+    Pairs are cut to the context; those without a target are left out.
+    """
+    number = 0
+    for source, target in pairs:
+        ids = encoder.encode([source])[0], encoder.encode([target], target=True)[0]
+        if ids[1]:
+            source_ids, target_ids = encoder.framed(*ids, context)
+            window = Window((encoder.start, *target_ids), len(target_ids), number, tuple(source_ids))
+            yield target, [window], encoder.cuts(*ids, context)
+            number += 1
+
+
+def prefix_token(tokenizer: Any) -> int:
+    """The token that a sequence begins with: BOS, or else EOS. Raises RefusedError if there is neither."""
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with")
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -161,38 +184,6 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     ids: list[int] = tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
     return ids
-
-
-def make_pairs(
-    pairs: Iterable[tuple[str, ...]], encoder: PairEncoder, context: int, max_tokens: int | None = None
-) -> Text:
-    """Source and target texts for an encoder-decoder: every target token is scored, after the decoder start token.
-
-    Pairs are cut to the context; `max_tokens` counts targets. Raises RefusedError and CorpusError.
-    """
-
-    def scored_pairs() -> Iterator[tuple[str, list[int], list[int], bool]]:
-        for source, target in pairs:
-            ids = encoder.encode([source])[0], encoder.encode([target], target=True)[0]
-            if ids[1]:
-                source_ids, target_ids = encoder.framed(*ids, context)
-                yield target, target_ids, source_ids, encoder.cuts(*ids, context)
-
-    taken = _take(scored_pairs(), max_tokens)
-    windows = [_pair_window(encoder, source, target, n) for n, (_, target, source, _) in enumerate(taken)]
-    if not windows:
-        raise RefusedError("there is no pair of a source and a target text; give more with --data")
-    cut = sum(row[3] for row in taken)
-    return Text(tuple(windows), "pairs", context, len(taken), *_sizes(row[0] for row in taken), cut=cut)
-
-
-def _pair_window(encoder: PairEncoder, source_ids: Sequence[int], target_ids: Sequence[int], number: int) -> Window:
-    return Window((encoder.start, *target_ids), len(target_ids), number, tuple(source_ids))
-
-
-def count_words(text: str) -> int:
-    """Words as lm-evaluation-harness counts them: parts between white space, with empty ones at the ends."""
-    return len(re.split(r"\s+", text))
 
 
 def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:

@@ -179,19 +179,19 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
         OutputError: The report cannot be written.
     """
     from gqa.eval.evaluate import measure
-    from gqa.eval.report import reserved, write_report
+    from gqa.eval.report import open_report, write_report
 
     with called_from_python(bool(options.get("quiet"))), ExitStack() as stack:
         settings = _build(EvaluateOptions, models[0] if models else None, options, models=models)
         settings.check()
-        stack.enter_context(reserved(settings.output, settings.overwrite))
+        report = stack.enter_context(open_report(settings))
         if not isinstance(models[0], EvaluateOptions):
             alone = not any(map(in_memory, models))  # then the tokenizer is refused
             copies = [saved(model, tokenizer if in_memory(model) or alone else None) for model in models]
             settings = replace(settings, models=tuple(stack.enter_context(copy)[0] for copy in copies))
         record = measure(settings, ())
-        if record and settings.output:
-            write_report(record, settings.output)
+        if report:
+            write_report(record, report)
     return Evaluation(record=record, path=settings.output)
 
 

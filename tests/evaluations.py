@@ -70,7 +70,7 @@ def cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
 def few_questions(patch: pytest.MonkeyPatch) -> None:
     """About the context, and few texts that the model writes for them."""
     patch.setattr("gqa.eval.recall.READ", 256)
-    patch.setattr("gqa.eval.evaluate.SAMPLES", 12)
+    patch.setattr("gqa.eval.recall.SAMPLES", 12)
     patch.setattr("gqa.convert.merge.self_samples.SAMPLED", 12)
 
 

@@ -126,7 +126,7 @@ def test_two_at_a_time(runs: Runs, big: Path, tmp_path: Path) -> None:
         assert second.wait() == 2
     finally:
         os.kill(first.pid, signal.SIGCONT)
-    assert "another conversion is writing" in second.said()
+    assert "another run is writing" in second.said()
     assert first.wait() == 0, first.said()
     assert contents(out) == contents(convert_checkpoint(big, 2, tmp_path / "alone", method="mean").out)
     assert leftovers(tmp_path) == []

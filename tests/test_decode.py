@@ -103,24 +103,25 @@ def test_points_of_two_models(pair: dict[str, PreTrainedModel], monkeypatch: pyt
     clock = (n * (n + 1) / 2 for n in count())
     monkeypatch.setattr(decode, "clock", lambda device: next(clock))
     ticks: list[int] = []
-    points = measure_decode(pair, [1, 4], [8, 30], steps=2, repeats=3, progress=ticks.append)
+    monkeypatch.setattr(decode, "REPEATS", 3)
+    points = measure_decode([*pair.values()], [1, 4], [8, 30], steps=2, progress=ticks.append)
     cells = [(1, 8), (1, 30), (4, 8), (4, 30)]
     assert ticks == [1] * len(cells) * 3 * 2
-    for name, turns in (("mha", (0, 2, 4)), ("gqa2", (1, 3, 5))):
-        assert [(p["batch"], p["context"]) for p in points[name]] == cells
-        for p in points[name]:
+    for model_points, turns in zip(points, ((0, 2, 4), (1, 3, 5)), strict=True):
+        assert [(p["batch"], p["context"]) for p in model_points] == cells
+        for p in model_points:
             assert p["tokens_per_second"] == p["batch"] / p["seconds_per_token"]
             assert (p["attention"], p["dtype"], p["turns"]) == ("sdpa", "float32", turns)
         # The warm-up of two models takes the first six readings: the prefill of run r of all ends at 6 + 3 r + 1.
-        first, prefills = points[name][0], [7 + 3 * turn for turn in turns]
+        first, prefills = model_points[0], [7 + 3 * turn for turn in turns]
         assert first["prefill_seconds"] == prefills[1]
         seconds = [first[key] for key in ("fastest", "seconds_per_token", "slowest")]
         assert seconds == [(prefill + 1) / 2 for prefill in prefills]
 
 
 def test_models_read_the_same_prompts(pair: dict[str, PreTrainedModel], calls: Calls) -> None:
-    measure_decode(pair, [2], [5], steps=1, repeats=2)
+    measure_decode([*pair.values()], [2], [5], steps=1)
     prompts = [ids for inputs in calls.values() for ids, _ in inputs if ids.shape == (2, 5)]
-    assert len(prompts) == 2 * (1 + 2)  # a warm-up and two repeats of each
+    assert len(prompts) == 2 * (1 + 5)  # a warm-up and five repeats of each
     assert all(torch.equal(ids, prompts[0]) for ids in prompts)
     assert len(prompts[0].unique()) > 5

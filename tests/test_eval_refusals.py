@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import signal
@@ -22,9 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
-from gqa.eval import evaluate
+from gqa.eval import decode, evaluate
+from gqa.eval.subjects import Subject
 
-LOAD = evaluate.load
+LOAD = Subject.load
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ LOAD = evaluate.load
         ("SRC --decode --no-recall -o PLACE/none --context 64", "--context means nothing without --data or --recall"),
         ("SRC --decode --batch-size 4", "--batch-size means nothing without --data or --recall"),
         ("SRC --memory 1GB --device cpu", "--device means nothing without --data or --recall or --decode"),
-        ("SRC --data TEXT --tensor-parallel 2", "--tensor-parallel means nothing without --memory: give both"),
+        ("SRC --memory 1GB --precision float32", "--precision means nothing without --data or --recall or --decode"),
         ("SRC --decode --decode-contexts 500", "500 tokens and 32 steps are more than the 512 positions of stdlib-mha"),
         ("SRC --decode --decode-contexts 1,x", "'x' is not a number of tokens"),
         ("SRC --data TEXT --device nonsense", "--device nonsense cannot be used"),
@@ -54,7 +54,7 @@ LOAD = evaluate.load
         ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is none"),
         ("T5 --data TEXT --target-field text", "are the same text; name two columns"),
         ("T5 --data PLACE/text.txt --target-field other", "text.txt is plain text and has no field 'other'"),
-        ("T5 SRC --data TEXT --target-field other", "only one is an encoder-decoder"),
+        ("T5 SRC --data TEXT --target-field other", "different kinds of models (one is an encoder-decoder)"),
     ],
 )
 def test_refusals(line: str, message: str) -> None:
@@ -117,10 +117,10 @@ def damaged(path: Path, damage: str) -> Path:
         ("nan", "SRC BAD --data TEXT", "bad: the logits of window 0 (document 0) are not finite; look for NaN"),
         ("nan", "SRC BAD --data TEXT --kl", "bad: the logits of window 0"),
         ("nan", "BAD SRC --data TEXT --kl", "bad: the logits of window 0"),
-        ("vocabulary", "SRC BAD --data TEXT", "stdlib-mha predicts 4,096 tokens and bad 3,000"),
-        ("vocabulary", "BAD --data TEXT", "and its model knows 3,000: they do not belong together"),
+        ("vocabulary", "SRC BAD --data TEXT", "stdlib-mha and bad have different numbers of tokens to predict"),
+        ("vocabulary", "BAD --data TEXT", "its embedding has 3000; they do not belong together"),
         ("tokenizer", "SRC BAD --data TEXT", "transformers cannot load the tokenizer of bad"),
-        ("other tokenizer", "SRC BAD --data TEXT", "(4,096 tokens) and bad (4,096) have different tokenizers"),
+        ("other tokenizer", "SRC BAD --data TEXT", "stdlib-mha and bad have different tokenizers"),
     ],
 )
 def test_bad_checkpoints(tmp_path: Path, damage: str, line: str, message: str) -> None:
@@ -169,14 +169,15 @@ NO_MEMORY = [
 ]
 
 
-@pytest.mark.parametrize(("run", "error"), [*zip((2, 3, 5), NO_MEMORY, strict=True)], ids=["device", "machine", "file"])
-def test_a_model_that_does_not_fit(run: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever memory ends: while the head is found to split (runs 1 and 2 of it) and in any batch."""
-    runs: list[int] = []
+@pytest.mark.parametrize("where", ["weights", "head, found to split", "head", "decoding"])
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["device", "machine", "file"])
+def test_a_model_that_does_not_fit(where: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever memory ends, and for decoding before anything else is measured."""
+    runs, fails = list[int](), Mock(side_effect=error)
 
     def forward(module: torch.nn.Module, *args: Any) -> Any:
         runs.append(1)
-        if isinstance(module, torch.nn.Linear) and len(runs) == run:
+        if len(runs) == {"head, found to split": 2, "head": 5}.get(where):
             raise error
         return torch.nn.functional.linear(*args, module.weight)
 
@@ -185,45 +186,17 @@ def test_a_model_that_does_not_fit(run: int, error: Exception, monkeypatch: pyte
         model.lm_head.forward = partial(forward, model.lm_head)
         return model
 
-    monkeypatch.setattr(evaluate, "load", load)
-    size = "a batch of 3 windows of 64 tokens; give a smaller --batch-size or --context"
-    message = refused("SRC --data TEXT --context 64 --batch-size 3")
-    assert f"stdlib-mha: the memory of cpu is too small for {size}" in message
-
-
-def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    for error in NO_MEMORY:
-        monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", Mock(side_effect=error))
-        message = refused("SRC --data TEXT --context 64")
-        assert "stdlib-mha: the memory of cpu is too small for its weights; choose another --precision" in message
-
-
-def test_decoding_that_does_not_fit_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured before is printed and written; where nothing was, it is a refusal like others."""
-    monkeypatch.setattr(evaluate, "measure_decode", Mock(side_effect=NO_MEMORY[0]))
-    line = "SRC G2 --decode --decode-contexts 8 --decode-batches 1 --decode-steps 1"
-    why = "stdlib-mha, gqa2: the memory of cpu is too small for batches of 1 sequences of 8 tokens; give smaller"
-    more = [
-        "--data",
-        model_directory() / "text.jsonl",
-        "--context",
-        64,
-        "--tokens",
-        300,
-        "-o",
-        tmp_path / "report",
-        "--json",
-    ]
-    result = run(*words(line), *more, program="gqa-eval")
-    *_, last = result.err.strip().splitlines()
-    assert (result.code, last.startswith(f"gqa-eval: {why}")) == (1, True), result
-    assert f"\n\nDecoding\nnot measured\n{why[:17]}" in result.err
-    for found in (json.loads(result.out), json.loads((tmp_path / "report" / "results.json").read_text())):
-        assert found["decode"]["refused"].startswith(why)
-        assert all("quality" in model and "decode" not in model for model in found["models"])
-    fit = run(*words(line), "--memory", "1GB", "--json", program="gqa-eval")
-    assert (fit.code, json.loads(fit.out)["memory"]["bytes"]) == (1, 10**9)
-    assert why in refused(line)
+    monkeypatch.setattr(Subject, "load", load)
+    line = "SRC --data TEXT --context 64 --batch-size 3"
+    if where == "weights":
+        monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", fails)
+    if where == "decoding":
+        monkeypatch.setattr(decode, "measure_decode", fails)
+        monkeypatch.setattr(evaluate, "score", Mock(side_effect=AssertionError))
+        line += " --decode"
+    message = refused(line)
+    assert f"the memory of the device is too small ({' '.join(str(error).split())[:40]}" in message
+    assert "give a smaller --batch-size, --context or --decode-batches, another --precision, or --device" in message
 
 
 def test_an_error_of_the_head_is_not_taken_for_another_kind_of_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +209,6 @@ def test_an_error_of_the_head_is_not_taken_for_another_kind_of_head(monkeypatch:
         raise RuntimeError("a kernel failed")
 
     outcomes = iter([lambda output: output, fails])  # the whole model's run, then the backbone's own
-    monkeypatch.setattr(evaluate, "load", load)
+    monkeypatch.setattr(Subject, "load", load)
     result = run(*words("SRC --data TEXT"), program="gqa-eval")
     assert (result.code, "a kernel failed" in result.err) == (1, True)

@@ -20,11 +20,10 @@ from embedded import copy_source
 from evaluations import evaluate_models, few_questions, model_directory, refused, results, words
 from safetensors.torch import load_file, save_file
 
-from gqa.eval import report
-from gqa.eval.page import Page
-from gqa.eval.report import as_json, verdicts
-from gqa.eval.subjects import distinct_names
-from gqa.eval.tables import Table, number
+from gqa.checkpoint import write
+from gqa.eval.options import EvaluateOptions
+from gqa.eval.page import Table, number, write_page
+from gqa.eval.report import as_json, open_report, verdicts
 
 MODEL_KEYS = {
     "name", "path", "revision", "model_type", "parameters", "weight_bytes", "provenance", "training", "heads",
@@ -37,7 +36,7 @@ KEYS = {
     },
     "versions": {"python", "gqa", "torch", "transformers", "accelerate", "datasets", "numpy"},
     "text": {"data", "protocol", "context", "tokens", "documents", "bytes", "words", "windows", "cut"},
-    "memory": {"bytes", "ranks", "context", "precision"},
+    "memory": {"bytes", "context"},
     "models/0": MODEL_KEYS,
     "models/1": MODEL_KEYS | {"against_baseline"},
     "models/1/kv_cache": {
@@ -71,8 +70,9 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
 def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
     """Whoever reads results.json relies on them: another schema is another number."""
     record = json.loads(full[0].out)
-    assert record == json.loads((full[1] / "results.json").read_text())
-    assert record["schema"] == 2
+    files = ["report.html", "results.json"]
+    assert record | {"files": files} == json.loads((full[1] / "results.json").read_text())
+    assert record["schema"] == 3
     for path, keys in KEYS.items():
         part = record
         for key in filter(None, path.split("/")):
@@ -87,6 +87,8 @@ def test_report(full: tuple[Result, Path]) -> None:
     result, out = full
     assert sorted(path.name for path in out.iterdir()) == ["report.html", "results.json"]
     assert result.err.startswith("2 of 8 heads: ")
+    assert "\nDecoding\n" in result.err
+    assert max(map(len, result.err.splitlines()[:-1])) <= 80
     assert result.err.endswith(f"\nwritten to {out}: results.json, report.html\n")
     html, record = (out / "report.html").read_text(), json.loads(result.out)
     assert all(link.startswith("data:") for link in re.findall(r'(?:src|href)="([^"]*)"', html))
@@ -100,10 +102,10 @@ def test_text_of_a_page_stays_text(tmp_path: Path) -> None:
     picture = '<svg xmlns="http://www.w3.org/2000/svg"/>'
     (tmp_path / "x.svg").write_text(picture)
     tables = [Table("<b>", ("<i>",), (("<script>alert(1)</script>",),), "<em>"), Table("two", ("a",), (("1",),))]
-    Page(
-        title="<u>", verdicts=["<cite>"], lead="<dfn>", commands=["<q>"], tables=tables, foot="<s>",
+    write_page(
+        tmp_path, title="<u>", verdicts=["<cite>"], lead="<dfn>", commands=["<q>"], tables=tables, foot="<s>",
         pictures=[("x", '"><a')], samples=[("<code>", [("<kbd>", "<a>", "<strong>")])],
-    ).write(tmp_path)  # fmt: skip
+    )  # fmt: skip
     html = (tmp_path / "report.html").read_text()
     assert html.count("<script>") == 1
     assert not re.search("<(a|b|i|u|q|s|em|code|kbd|strong|cite|dfn)>", html)
@@ -117,12 +119,10 @@ def test_json_has_the_records_of_conversion_and_training(tmp_path: Path) -> None
         copy = shutil.copytree(model_directory() / "gqa2", tmp_path / parent / "m")
         (copy / "gqa_uptraining.json").write_text(training)
     models = results(f"SRC G2 {tmp_path}/a/m {tmp_path}/b/m SRC --memory 1GB")["models"]
-    assert [model["name"] for model in models] == ["stdlib-mha", "gqa2", "a/m", "b/m", "stdlib-mha (2)"]
+    names = ["stdlib-mha", "gqa2", f"{tmp_path}/a/m", f"{tmp_path}/b/m", "stdlib-mha (2)"]
+    assert [model["name"] for model in models] == names
     assert [model["training"] for model in models] == [None, None, {"tokens": 512}, None, None]
     assert [model["provenance"] is None for model in models] == [True, False, False, False, True]
-    paths = [("/", "x", "a", "m"), ("/", "y", "a", "m"), ("/", "n"), ("lab/m",)]
-    assert distinct_names(paths) == ["x/a/m", "y/a/m", "n", "lab/m"]
-    assert distinct_names([("/", "x", "\x1b[31m\n")]) == [r"\x1b[31m\n"]
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
@@ -137,29 +137,24 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     assert quality["token_perplexity_error"] is None or isinstance(quality["token_perplexity_error"], str)
 
 
-@pytest.mark.parametrize("name", ["results.json", "report.html"])
-def test_a_report_replaces_another_only_if_asked(tmp_path: Path, name: str) -> None:
-    for file in (name, "notes.md"):
-        (tmp_path / file).write_text("mine")
-    message = refused("SRC --data TEXT", "-o", tmp_path)
-    assert f"{tmp_path} holds {name}; give --overwrite to replace them, or another directory" in message
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine", "notes.md": "mine"}
-    evaluate_models("SRC --memory 1GB --no-recall --overwrite", "-o", tmp_path)
-    assert (tmp_path / "notes.md").read_text() == "mine"
-    assert "mine" not in (tmp_path / name).read_text()
-
-
-def test_two_runs_do_not_write_the_same_report(tmp_path: Path) -> None:
-    """The second is refused before it measures anything."""
-    out = tmp_path / "report"
-    with report.reserved(out, overwrite=False):
-        assert "another run writes a report to" in refused("SRC --memory 1GB", "-o", out)
-    assert list(tmp_path.iterdir()) == []
-    with report.reserved(tmp_path / "other", overwrite=False):
-        evaluate_models("SRC --memory 1GB --no-recall", "-o", out)
-    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+def test_a_report_replaces_only_a_report_and_only_if_asked(tmp_path: Path) -> None:
+    """The second of two runs is refused before it measures anything; whatever fails leaves everything as it was."""
+    out, line = tmp_path / "report", "SRC --memory 1GB --no-recall"
+    evaluate_models(line, "-o", out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert "exists; choose another output with -o, or replace it with --overwrite" in refused(line, "-o", out)
+    with open_report(EvaluateOptions(("m",), output=out, overwrite=True)):
+        assert "another run is writing" in refused(line, "--overwrite", "-o", out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    evaluate_models(line, "-o", out, "--overwrite")
+    assert sorted(path.name for path in out.iterdir()) == sorted(before)
+    assert (out / "results.json").read_bytes() != before["results.json"]
+    (out / "notes.md").write_text("mine")
+    assert "holds notes.md, which --overwrite will not remove" in refused(line, "-o", out, "--overwrite")
+    (tmp_path / "results.json").write_text('{"mine": 1}')
+    assert "holds report/notes.md, " in refused(line, "-o", tmp_path, "--overwrite")
     (tmp_path / "file").touch()
-    assert "no report can be written to" in refused("SRC --memory 1GB", "-o", tmp_path / "file", code=1)
+    assert "file exists and is not a directory" in refused(line, "-o", tmp_path / "file")
 
 
 def test_a_full_disk_leaves_the_last_report_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,17 +165,17 @@ def test_a_full_disk_leaves_the_last_report_as_it_was(tmp_path: Path, monkeypatc
     out = tmp_path / "report"
     evaluate_models("SRC --memory 1GB --no-recall", "-o", out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    monkeypatch.setattr(report, "write_text", full)
+    monkeypatch.setattr(write, "write_text", full)
     for target in (out, tmp_path / "other"):
         result = run(*words("G2 --memory 1GB --no-recall -q --overwrite"), "-o", target, program="gqa-eval")
         assert (result.code, result.out) == (1, "")
-        assert result.err == f"gqa-eval: no report was written to {target}: No space left on device\n"
+        assert result.err.startswith(f"gqa-eval: no space left for {target}: nothing was kept; ")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
-CACHE = {"heads": {"kv": 8}, "kv_cache": {"bytes_per_token": 800, "bits": 16}}
-FEWER = {"heads": {"kv": 2}, "kv_cache": {"bytes_per_token": 200, "bits": 16}}
+CACHE = {"heads": {"kv": 8}, "kv_cache": {"bytes_per_token": 800}}
+FEWER = {"heads": {"kv": 2}, "kv_cache": {"bytes_per_token": 200}}
 RATIO = {"quality": {}, "against_baseline": {"ratio": 1.0903, "ratio_low": 1.0841, "ratio_high": 1.1}}
 
 
@@ -197,13 +192,7 @@ def recall(*shares: float) -> dict[str, Any]:
             recall(0.9, 0.8), FEWER | recall(0.5, 0.1),
             "2 of 8 heads: KV cache 4x smaller, recall 88% -> 40% (random tokens 45% -> 25%)",
         ),
-        ({}, {}, "8 of 8 heads: the same KV cache"),
-        ({}, {"kv_cache": {"bytes_per_token": 1600, "bits": 16}}, "8 of 8 heads: KV cache 2x larger"),
-        (
-            {}, {"kv_cache": {"bytes_per_token": 800, "bits": 32}},
-            "8 of 8 heads: the same KV cache (32 bits, not 16, as stored)",
-        ),
-        ({}, {"kv_cache": {"bytes_per_token": 400, "bits": 8}}, "8 of 8 heads: KV cache 2x smaller"),
+        ({}, {"kv_cache": {"bytes_per_token": 1600}}, "8 of 8 heads: KV cache 2x larger"),
         (
             {}, {"quality": {}, "against_baseline": {"ratio": 1234.5}},
             "8 of 8 heads: the same KV cache, perplexity x1,234",
@@ -235,4 +224,3 @@ def test_a_table_is_aligned_and_continues_below() -> None:
     assert [line[:5] for line in lines] == ["T", *(["model", "base/", "base/"] * ((len(lines) - 1) // 3))]
     assert [line.split()[0][-12:] for line in lines[2:4]] == ["base/refined", "se/base/mean"]
     assert [cell for line in lines[2::3] for cell in line.split()[1:]] == list("123456789")
-    assert Table("T", table.header, table.rows, "n", short=2).brief().header == ("model", "number 0")

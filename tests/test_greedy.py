@@ -11,7 +11,7 @@ from evaluations import model_directory
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.eval.greedy import agreement, continued, prompts
+from gqa.eval.recall import agreement, continued, prompts
 from gqa.eval.scoring import Window, score
 
 STEPS = 16

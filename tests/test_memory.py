@@ -13,19 +13,14 @@ from hypothesis import strategies as st
 from tiny_models import TINY, build
 from transformers import LlamaConfig
 
-from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.heads.config import CachedLayer, KVCache, kv_cache, read_config
 from gqa.convert.recast.targets import checkpoint_cache
-from gqa.eval.memory import rank_cache, what_fits
+from gqa.eval.subjects import what_fits
 
 LAYERS, DIM = 6, 32  # of stdlib-mha, which has 8 heads
 WINDOW = 5  # of the tiny models
-
-LLAMA_2_7B = KVCache((CachedLayer(32, 128, 128, None),) * 32, 2, 4096)
-LLAMA_2_7B_WEIGHTS = 2 * 6_738_415_616
-GB = 10**9
 
 
 def converted(groups: int) -> Path:
@@ -85,26 +80,16 @@ def test_llama_2_7b_by_hand() -> None:
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32,
         max_position_embeddings=4096, dtype="bfloat16",
     )  # fmt: skip
-    grouped = rank_cache(LLAMA_2_7B, 4)  # what a rank of 4 holds is what 8 heads take
-    for heads, cache in ((32, LLAMA_2_7B), (8, grouped)):
-        raw = config.to_dict() | {"num_key_value_heads": heads}
-        assert kv_cache(read_config(raw, "llama"), range(32), "BF16") == cache
-    assert LLAMA_2_7B.bytes_per_token == 524_288
+    cache, grouped = (
+        kv_cache(read_config(config.to_dict() | {"num_key_value_heads": heads}, "llama"), range(32), "BF16")
+        for heads in (32, 8)
+    )
+    assert cache == KVCache((CachedLayer(32, 128, 128, None),) * 32, 2, 4096)
+    assert (cache.bytes_per_token, grouped.bytes_per_token) == (524_288, 131_072)
+    weights = 2 * 6_738_415_616
     # 80 GB less 13,476,831,232 bytes of weights are 66,523,168,768: 30.98 x 4096 x 524,288, and 126,882.87 x 524,288.
-    assert what_fits(LLAMA_2_7B, LLAMA_2_7B_WEIGHTS, 80 * GB, 4096) == (30, 126_882)
-    assert what_fits(grouped, LLAMA_2_7B_WEIGHTS, 80 * GB, 4096) == (123, 507_531)
-    # Two ranks hold 6,738,415,616 bytes of weights and 262,144 a token each: 24 GB less weights are 17,261,584,384.
-    assert what_fits(LLAMA_2_7B, LLAMA_2_7B_WEIGHTS, 24 * GB, 4096, ranks=2) == (16, 65_847)
-
-
-def test_heads_are_split_or_replicated() -> None:
-    cache = replace(LLAMA_2_7B, layers=(CachedLayer(8, 128, 128, None), CachedLayer(16, 128, 128, 64)))
-    heads = {ranks: [layer.heads for layer in rank_cache(cache, ranks).layers] for ranks in (1, 2, 4, 8, 16, 32)}
-    assert heads == {1: [8, 16], 2: [4, 8], 4: [2, 4], 8: [1, 2], 16: [1, 1], 32: [1, 1]}
-    assert [layer.window for layer in rank_cache(cache, 8).layers] == [None, 64]
-    for ranks in (3, 12, 0, -8):
-        with pytest.raises(RefusedError, match=f"^{ranks} ranks are not possible for 32 key/value heads"):
-            what_fits(LLAMA_2_7B, 0, GB, 8, ranks)
+    assert what_fits(cache, weights, 80 * 10**9, 4096) == (30, 126_882)
+    assert what_fits(grouped, weights, 80 * 10**9, 4096) == (123, 507_531)
 
 
 _sizes = st.integers(1, 9)
@@ -113,19 +98,13 @@ caches = st.builds(lambda found: KVCache(tuple(found), 2, None), st.lists(layers
 
 
 @settings(max_examples=60, deadline=None)
-@given(caches, st.integers(0, 500), st.integers(0, 9000), st.integers(1, 60), st.sampled_from([1, 2, 8, 16]))
-def test_the_largest_fits_and_one_more_does_not(
-    kv: KVCache, weights: int, memory: int, context: int, ranks: int
-) -> None:
+@given(caches, st.integers(0, 500), st.integers(0, 9000), st.integers(1, 60))
+def test_the_largest_fits_and_one_more_does_not(kv: KVCache, weights: int, memory: int, context: int) -> None:
     def fits(batch: int, tokens: int) -> bool:
-        heads = [max(layer.heads // ranks, 1) for layer in kv.layers]
-        held = [
-            h * (n.key_dim + n.value_dim) * min(tokens, n.window or tokens) * 2
-            for h, n in zip(heads, kv.layers, strict=True)
-        ]
-        return ranks * (memory - batch * sum(held)) >= weights
+        held = [n.heads * (n.key_dim + n.value_dim) * min(tokens, n.window or tokens) * 2 for n in kv.layers]
+        return memory - batch * sum(held) >= weights
 
-    batch, longest = what_fits(kv, weights, memory, context, ranks)
+    batch, longest = what_fits(kv, weights, memory, context)
     assert fits(batch, context) or batch == 0
     assert not fits(batch + 1, context)
     if longest is None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from checkpoints import run
 from embedded import SOURCE
-from evaluations import evaluate_models, few_questions, flat_output, refused, results, words
+from evaluations import evaluate_models, few_questions, flat_output, refused, results
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
-from gqa.eval import evaluate
 from gqa.eval.recall import Questions, make_questions
 
 STREAM = np.random.default_rng(1).integers(300, 4000, 8192)
@@ -96,27 +92,11 @@ def test_a_report_has_recall_unless_it_is_left_out(tmp_path: Path, monkeypatch: 
     )
 
 
-def test_recall_that_cannot_be_measured_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def samples(*args: Any, **options: Any) -> None:
-        raise RefusedError("it writes nothing")
-
-    monkeypatch.setattr("gqa.eval.evaluate.sampled_blocks", samples)
+def test_recall_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report says why; who asks for recall is refused before anything else is measured."""
+    monkeypatch.setattr("gqa.eval.recall.sampled_blocks", Mock(side_effect=RefusedError("it writes nothing")))
     text = "SRC --data TEXT --context 128 --tokens 300"
     assert "not measured it writes nothing" in flat_output(text, "-o", tmp_path / "report")
     assert "it writes nothing" in (tmp_path / "report" / "report.html").read_text()
-    explicit = run(*words(text), "--recall", program="gqa-eval")
-    assert (explicit.code, explicit.err) == (1, "gqa-eval: it writes nothing; the rest is measured\n")
-    assert "it writes nothing" in refused("SRC --recall --context 128")
-    monkeypatch.setattr("gqa.eval.evaluate.time_decoding", samples)  # nor is anything else measured
-    assert "it writes nothing" in refused("SRC --decode --decode-contexts 8 --decode-steps 2", "-o", tmp_path / "none")
-    assert not (tmp_path / "none").exists()
-
-
-def test_recall_that_one_model_cannot_have_is_left_out_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_questions(monkeypatch)
-    outcomes = iter([evaluate.continued, Mock(side_effect=RefusedError("it writes nothing"))])
-    monkeypatch.setattr(evaluate, "continued", lambda *args: next(outcomes)(*args))
-    result = run(*words("SRC G2 --recall --context 128 --memory 1GB --json -q"), program="gqa-eval")
-    record = json.loads(result.out)
-    assert (result.code, record["recall"]["refused"]) == (1, "it writes nothing")
-    assert not {"recall", "greedy", "samples"} & (record["models"][0].keys() | record["models"][1].keys())
+    monkeypatch.setattr("gqa.eval.evaluate.score", Mock(side_effect=AssertionError))
+    assert "it writes nothing" in refused(f"{text} --recall")

@@ -17,8 +17,7 @@ from transformers import LlamaForCausalLM
 from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.eval.greedy import agreement, continued
-from gqa.eval.recall import Questions, make_questions, recall
+from gqa.eval.recall import Questions, agreement, continued, make_questions, recall
 from gqa.eval.scoring import score
 
 VOCABULARY, CONTEXT = 4096, 256

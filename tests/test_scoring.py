@@ -16,8 +16,8 @@ from tokenizers.processors import TemplateProcessing
 
 import gqa.corpus.likelihood
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.eval.scoring import score
-from gqa.eval.text import encode, make_text, perplexity
+from gqa.eval.scoring import Window, score
+from gqa.eval.text import encode, make_text, perplexity, text_windows
 
 TEXTS = texts(4, 1500)
 
@@ -29,7 +29,7 @@ def source():
 
 @pytest.fixture(scope="module")
 def text():
-    return make_text(TEXTS, tokenizer(), context=128)
+    return make_text(text_windows(TEXTS, tokenizer(), 128), "rolling", 128)
 
 
 @pytest.fixture(scope="module")

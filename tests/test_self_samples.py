@@ -21,8 +21,7 @@ from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.options import CalibrationText
 from gqa.convert.merge.self_samples import Draw, PreallocatedLayer, SampledBlocks, sampled_blocks, samples
 from gqa.corpus.sources import SelfText, is_self, parse_self
-from gqa.eval.evaluate import SAMPLES, _samples
-from gqa.eval.options import EvaluateOptions
+from gqa.eval.recall import SAMPLES, self_samples
 from gqa.eval.subjects import Subject
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import build_data
@@ -96,7 +95,7 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teac
         return [data.blocks[data.first + number]["input_ids"].tobytes() for number in range(8)]
 
     def measured() -> list[bytes]:
-        return [row.tobytes() for row in _samples(Subject(SOURCE.name, str(SOURCE), source), SIZE, EvaluateOptions())]
+        return [row.tobytes() for row in self_samples(Subject(SOURCE.name, str(SOURCE), source), SIZE, None)]
 
     uses = [calibrated(), trained(), measured()]
     assert uses == [calibrated(), trained(), measured()]

@@ -26,7 +26,7 @@ from gqa.eval.study import rows
 from gqa.eval.study.options import UNMERGED, AblateOptions, Cell
 from gqa.eval.study.rows import Row
 from gqa.eval.subjects import open_subjects
-from gqa.eval.text import Text, check_ids, check_target_field, choose_context, make_pairs, make_text
+from gqa.eval.text import Text, check_target_field, choose_context, cut_text
 from gqa.uptrain.dataloader import heldout_sources
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import prepare
@@ -74,12 +74,7 @@ class Ablation:
             )
         context, limit = choose_context([subject], options.context), options.eval_tokens
         documents = sorted((row for source in sources for row in source.rows()), key=lambda row: row_digest(*row))
-        if subject.encoder:
-            text = make_pairs(documents, subject.encoder, context, limit)
-        else:
-            text = make_text((text for (text,) in documents), subject.tokenizer, context, limit)
-        check_ids([subject], text)
-        return text
+        return cut_text([subject], documents, context, limit)
 
     @property
     def unmeasured(self) -> list[Cell]:
@@ -138,12 +133,13 @@ class Ablation:
         """Measure the base model, with which others are compared; add its row if it is the `first` cell."""
         subject, text, comparison = self.subject, self._text, self._comparison
         start = time.perf_counter()
+        row: Row = {"text": text.record(), "train_tokens": 0}
         if "recall" not in self.options.skip:
-            comparison.prepare_recall([subject], text.context)
-        row = rows.columns_of(comparison.measure(subject, alone=True), subject.cache, subject.cache)
-        row |= {"text": text.record(), "train_tokens": 0}
-        if "recall" in comparison.refused:
-            row["recall_refused"] = comparison.refused["recall"]
+            try:
+                comparison.prepare_recall([subject], text.context)
+            except RefusedError as error:
+                row["recall_refused"] = str(error)
+        row |= rows.columns_of(comparison.measure(subject, alone=True), subject.cache, subject.cache)
         if first.is_base_model:
             self._add_row(first, **row, seconds_evaluating=time.perf_counter() - start)
 
@@ -180,9 +176,7 @@ class Ablation:
         return out
 
     def _measure_cell(self, cell: Cell, converted: Path) -> Row:
-        """Train a cell and measure it: its columns. Raises RefusedError if its recall cannot be measured and the base
-        model's can.
-        """
+        """Train a cell and measure it: its columns."""
         options, comparison = self.options, self._comparison
         row: Row = {"train_tokens": 0, "seconds_training": 0.0}
         path, start = converted, time.perf_counter()
@@ -195,10 +189,7 @@ class Ablation:
             row |= {"train": setup.options.train, "train_tokens": progress.tokens, "train_loss": progress.loss}
             row["seconds_training"] = time.perf_counter() - start
         subject, start = open_subjects([str(path)], options.trust_remote_code)[0], time.perf_counter()
-        has_recall = "recall" not in comparison.refused
         row |= rows.columns_of(comparison.measure(subject), subject.cache, self.subject.cache)
-        if has_recall and (reason := comparison.refused.pop("recall", "")):
-            raise RefusedError(reason)
         if cell.alpha:
             shutil.rmtree(path)
         return row | {"seconds_evaluating": time.perf_counter() - start}

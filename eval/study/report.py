@@ -11,11 +11,10 @@ from typing import Any
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.provenance import command_line
 from gqa.convert.summary import size
-from gqa.eval.page import Page, made_aside, no_pictures
+from gqa.eval.page import Column, Table, made_aside, no_pictures, number, table, write_page
 from gqa.eval.report import measured_with, what_is_scored
 from gqa.eval.study.options import BASE, UNMERGED, Cell
 from gqa.eval.study.rows import FILES, Row, read_rows, writing
-from gqa.eval.tables import Column, Table, number, table
 
 _CELL: list[Column] = [
     ("method", lambda r: BASE if r["method"] == UNMERGED else r["method"]),
@@ -144,7 +143,8 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
         environments = sorted((row["environment"] for row in rows), key=lambda one: str(one["created"]))
         commands = [one_line(command_line("gqa-ablate", one["argv"]), 4000) for one in environments if one["argv"]]
         _, recommendation = recommend(rows, max_loss_increase)
-        Page(
+        write_page(
+            aside,
             title=f"{rows[0]['options']['model']}: methods, groups and training",
             verdicts=[f"{line[:12].strip().capitalize()}: {line[12:]}." for line in recommendation.splitlines()],
             lead=f"{len(rows)} cells.",
@@ -152,5 +152,5 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
             tables=[short_table(rows), _cells(rows)],
             commands=list(dict.fromkeys(commands)),
             foot=" ".join([*filter(None, [remark]), f"{measured_with(environments[-1])}."]),
-        ).write(aside)
+        )
     return rows, [name for name in FILES if (directory / name).exists()]
