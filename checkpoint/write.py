@@ -42,7 +42,7 @@ class OutputDirectory:
     What keeps `out` from being written is refused when the object is made.
     """
 
-    def __init__(self, out: Path, source: Path, overwrite: bool = False) -> None:
+    def __init__(self, out: Path, source: Path | None, overwrite: bool = False) -> None:
         has_name = out.name not in ("", "..")  # the way to it shall not lead through itself, which is renamed
         self.out = Path(os.path.realpath(out.parent), out.name) if has_name else out.resolve()
         self.work = self.sibling("partial")
@@ -104,12 +104,13 @@ class OutputDirectory:
         if self._old.is_dir() and not self._old.is_symlink() and not os.path.lexists(self.out):
             self._old.rename(self.out)
 
-    def _check_place(self, source: Path) -> None:
-        real, inside = Path(os.path.realpath(self.out)), source.resolve()
-        if real.is_relative_to(inside):
-            raise RefusedError(f"the output {self.out} is the model itself or inside it; give another with -o")
-        if inside.is_relative_to(real):
-            raise RefusedError(f"the output {self.out} contains the model {source}; give another with -o")
+    def _check_place(self, source: Path | None) -> None:
+        if source:
+            real, inside = Path(os.path.realpath(self.out)), source.resolve()
+            if real.is_relative_to(inside):
+                raise RefusedError(f"the output {self.out} is the model itself or inside it; give another with -o")
+            if inside.is_relative_to(real):
+                raise RefusedError(f"the output {self.out} contains the model {source}; give another with -o")
         place = next(path for path in self.out.parents if os.path.lexists(path))
         if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
             raise NotADirectoryError(errno.ENOTDIR, f"{place} is not a directory that you may write to")
