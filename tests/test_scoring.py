@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 import gqa.corpus.likelihood
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.eval.scoring import Window, score
+from gqa.eval.scoring import score
 from gqa.eval.text import encode, make_text, perplexity, text_windows
 
 TEXTS = texts(4, 1500)
