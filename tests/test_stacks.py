@@ -22,7 +22,7 @@ from transformers.models.timm_wrapper import modeling_timm_wrapper
 
 from gqa.checkpoint.files import byte_size, format_header
 from gqa.checkpoint.names import saved_tensors
-from gqa.convert import CorruptError, OutputError, RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert import OutputError, RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.families.table import FAMILIES, NESTED
 
@@ -128,26 +128,20 @@ def test_layers_that_predict_further_tokens_are_aligned(name: str, method: str, 
 
 
 @pytest.mark.parametrize(
-    ("path", "said"), [("draft.layers.0", "several stacks"), ("model.resampled", "is not in one of its layers")]
+    ("added", "removed", "method", "says"),
+    [
+        ("draft.layers.0", (), "mean", "several stacks"),
+        ("model.resampled", (), "mean", "is not in one of its layers"),
+        ("", (K, V), "mean", r"layers\.1\.self_attn has queries but no keys and values"),
+        ("", ("self_attn.o_proj.weight",), "mean", r"layers\.1\.self_attn\.o_proj\.weight is not stored"),
+        ("", ("self_attn.o_proj.weight",), "calibrated", r"has k_proj, q_proj, v_proj but no o_proj"),
+    ],
 )
-def test_unknown_stacks_are_refused(source: Path, path: str, said: str) -> None:
-    change(source, attention(path))
-    with pytest.raises(RefusedError, match=said):
-        plan_conversion(source, 2)
-
-
-def test_a_layer_without_keys_and_values_is_refused(source: Path) -> None:
-    change(source, {}, removed=(f"model.layers.1.{K}", f"model.layers.1.{V}"))
-    with pytest.raises(CorruptError, match=r"layers\.1\.self_attn has queries but no keys and values"):
-        plan_conversion(source, 2)
-
-
-@pytest.mark.parametrize("method", ["procrustes", "calibrated"])
-def test_heads_without_the_output_projection_are_not_aligned(source: Path, method: str) -> None:
-    change(source, {}, removed=("model.layers.1.self_attn.o_proj.weight",))
-    with pytest.raises(RefusedError, match=r"layers\.1\.self_attn\.o_proj\.weight is not stored, and LlamaForCausalLM"):
-        plan_conversion(source, 2, method="mean")
-    with pytest.raises(CorruptError, match=r"layers\.1\.self_attn has k_proj, q_proj, v_proj but no o_proj"):
+def test_unknown_stacks_and_incomplete_modules_are_refused(
+    source: Path, added: str, removed: tuple[str, ...], method: str, says: str
+) -> None:
+    change(source, attention(added) if added else {}, tuple(f"model.layers.1.{name}" for name in removed))
+    with pytest.raises(RefusedError, match=says):
         plan_conversion(source, 2, method=method)
 
 
@@ -166,16 +160,14 @@ def test_what_several_parts_state_is_edited_in_each(tmp_path: Path) -> None:
     assert new["dtype"] == new["text_config"]["dtype"] == new["vision_config"]["dtype"] == "bfloat16"
 
 
-def test_a_dtype_too_narrow_is_refused(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.norm.weight", f"model.layers.0.{K}"])
+def test_a_dtype_too_narrow_is_refused(source: Path, tmp_path: Path, name: str) -> None:
     """1e30 is infinite in float16: nothing is published, in copied and in merged tensors alike."""
-    for name in ("model.norm.weight", f"model.layers.0.{K}"):
-        broken = write_checkpoint(build(TINY["llama"], 4), tmp_path / name)
-        for file in broken.glob("*.safetensors"):
-            tensors = load_file(file)
-            if name in tensors:
-                tensors[name][0] = 1e30
-                save_file(tensors, file, metadata={"format": "pt"})
-        with pytest.raises(OutputError, match=name):
-            convert_checkpoint(broken, 2, tmp_path / "out", dtype="float16", method="mean")
-        assert not (tmp_path / "out").exists()
     assert convert_checkpoint(source, 2, tmp_path / "fine", dtype="float16", method="mean").out.exists()
+    tensor = all_tensors(source)[name]
+    tensor[0] = 1e30
+    change(source, {}, (name,))
+    change(source, {name: tensor})
+    with pytest.raises(OutputError, match=name):
+        convert_checkpoint(source, 2, tmp_path / "out", dtype="float16", method="mean")
+    assert not (tmp_path / "out").exists()
