@@ -65,14 +65,14 @@ def rows(given: dict[str, Tensor], prefix: str = "") -> list[list[int]]:
 
 def test_columns_of_a_data_set(place: Path) -> None:
     """Each target behind its source, chosen by the seed; the decoder is given it shifted by one."""
-    given, plain = inputs(place, "t5", "pairs.jsonl", field="said", target_field="meant"), tokenizer()
+    pairs, plain = inputs(place, "t5", "pairs.jsonl", field="said", target_field="meant"), tokenizer()
     # Its tokenizer puts the decoder's first token before a text.
     known = {tuple(plain(row["said"])["input_ids"][:24]): plain(row["meant"])["input_ids"][1:] for row in ROWS}
-    assert len(rows(given)) == 12
-    for source, target in zip(rows(given), rows(given, "decoder_"), strict=True):
+    assert len(rows(pairs)) == 12
+    for source, target in zip(rows(pairs), rows(pairs, "decoder_"), strict=True):
         assert target == [START, *known[tuple(source)]]
     again = inputs(place, "t5", "pairs.jsonl", field="said", target_field="meant")
-    assert torch.equal(again["input_ids"], given["input_ids"])
+    assert torch.equal(again["input_ids"], pairs["input_ids"])
 
 
 def test_spans_are_left_out_and_asked_for() -> None:
@@ -91,45 +91,46 @@ def test_spans_are_left_out_and_asked_for() -> None:
     assert (masked.count(5), whole) == (10, ids.tolist())
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
-def test_plain_text_makes_pairs(place: Path, name: str) -> None:
-    given = inputs(place, name, "text.txt")
-    marks = {"t5": "<extra_id_0>", "bart": "<mask>"}
-    mark = read_marks(place / name)[marks[name]]
-    assert all(mark in row for row in rows(given))
-    assert all((mark in row) == (name == "t5") for row in rows(given, "decoder_"))
-    assert all(row[0] == START for row in rows(given, "decoder_"))
-
-
-def read_marks(model: Path) -> dict[str, int]:
-    return {one["content"]: one["id"] for one in json.loads((model / "tokenizer.json").read_text())["added_tokens"]}
+@pytest.mark.parametrize(("name", "mark"), [("t5", "<extra_id_0>"), ("bart", "<mask>")])
+def test_plain_text_makes_pairs(place: Path, name: str, mark: str) -> None:
+    """No side is longer than its text: what the tokenizer puts before it and the end of the target have their room."""
+    pairs, checkpoint = inputs(place, name, "text.txt"), read_checkpoint(place / name)
+    own = load_tokenizer(checkpoint)
+    token = own.convert_tokens_to_ids(mark)
+    assert all(token in row for row in rows(pairs))
+    assert all((token in row) == (name == "t5") for row in rows(pairs, "decoder_"))
+    assert all(row[0] == START for row in rows(pairs, "decoder_"))
+    encoder = PairEncoder(transformers_config(checkpoint.config), own, name)
+    for length in (8, 24):
+        source, target = encoder.corrupt(np.arange(10, 10 + length), np.random.default_rng(0))
+        assert source[0] == own.bos_token_id
+        assert target[-1] == END
+        assert max(len(source), len(target)) <= length
+        assert len(encoder.framed(source * 9, target * 9, length)[1]) == length
 
 
 @pytest.mark.parametrize("name", ["t5", "marian"])
-def test_the_decoder_writes(place: Path, name: str) -> None:
-    """The same each time; a target ends where the decoder ends it."""
-    given, again = (inputs(place, name, "self", 4) for _ in range(2))
-    assert all(torch.equal(given[key], again[key]) for key in given)
-    assert len({tuple(row) for row in rows(given)}) == 4
-    assert all(END not in row[:-1] for row in rows(given))
-    assert all(END not in row for row in rows(given, "decoder_"))
+def test_the_decoder_writes(place: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same each time, with random numbers of their own for sources, targets, and what stands twice; a target ends
+    where the decoder ends it.
+    """
+    seeds, sample = list[int](), pairs_module.samples
 
-
-def test_whatever_is_written_has_random_numbers_of_its_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sources and targets, and what stands twice; the first source is what it is alone."""
-    seeds, plain = list[int](), pairs_module.samples
-
-    def told(*given: Any, seed: int, **how: Any) -> Tensor:
+    def recorded(*args: Any, seed: int, **options: Any) -> Tensor:
         seeds.append(seed)
-        return plain(*given, seed=seed, **how)
+        return sample(*args, seed=seed, **options)
 
-    monkeypatch.setattr(pairs_module, "samples", told)
-    alone = inputs(place, "marian", "self", 4)
+    monkeypatch.setattr(pairs_module, "samples", recorded)
+    once = inputs(place, name, "self", 4)
     text = CalibrationText(("self", "self"), 24 * 8, 24)
-    both = text.inputs(read_checkpoint(place / "marian"), "cpu", SILENT)
+    twice = text.inputs(read_checkpoint(place / name), "cpu", SILENT)
     assert seeds[:2] == seeds[2:4]
     assert len(set(seeds)) == 4
-    assert rows(both)[:4] == rows(alone)
+    assert rows(twice)[:4] == rows(once)
+    assert rows(twice, "decoder_")[:4] == rows(once, "decoder_")
+    assert len({tuple(row) for row in rows(once)}) == 4
+    assert all(END not in row[:-1] for row in rows(once))
+    assert all(END not in row for row in rows(once, "decoder_"))
 
 
 def test_the_command(place: Path, tmp_path: Path) -> None:
@@ -172,16 +173,3 @@ def test_padding_in_some_batches_only(place: Path, name: str) -> None:
         calibrator = Calibrator(plan, inputs, MapsOptions(batch=8, device="cpu"))
         errors.append([result.error for layer in range(calibrator.layers) for result in calibrator.run(layer)])
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["t5", "bart"])
-@pytest.mark.parametrize("length", [8, 24])
-def test_no_side_of_a_pair_is_longer_than_its_text(place: Path, name: str, length: int) -> None:
-    """What the tokenizer puts before it and the end of the target have their room in it."""
-    checkpoint = read_checkpoint(place / name)
-    made = PairEncoder(transformers_config(checkpoint.config), load_tokenizer(checkpoint), name)
-    source, target = made.corrupt(np.arange(10, 10 + length), np.random.default_rng(0))
-    assert source[0] == tokenizer().bos_token_id
-    assert target[-1] == END
-    assert max(len(source), len(target)) <= length
-    assert len(made.framed(source * 9, target * 9, length)[1]) == length
