@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import check_refused, run
+from documents import Counted
 from embedded import SOURCE, bring_class, bring_tokenizer, copy_source, tokenizer
 from test_calibration import Told
 from torch import Tensor
@@ -21,7 +22,7 @@ from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.budget import FITTED, MEASURED, _text
 from gqa.convert.merge.options import CalibrationText, MapsOptions
 from gqa.corpus.sources import parse_source
-from gqa.corpus.tokens import Blocks, Encoder, permutation, tokenise
+from gqa.corpus.tokens import Blocks, permutation, tokenise
 
 LENGTH = 16
 
@@ -39,25 +40,18 @@ def blocks(source: str, count: int, seed: int = 0, length: int = LENGTH, repeats
     return text.blocks(read_checkpoint(SOURCE), "cpu", lambda tokens: None)
 
 
-def test_no_more_is_tokenised_than_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 blocks of 20,000 documents: pieces of several, the same for a seed, others for another."""
-    source, read = written(tmp_path, 20_000), list[str]()
-
-    class Counted(Encoder):
-        def tokens(self, texts: list[str]) -> list[list[int]]:
-            read.extend(texts)
-            return super().tokens(texts)
-
-    monkeypatch.setattr("gqa.corpus.tokens.Encoder", Counted)
-    found = blocks(source, 4)
-    assert found.shape == (4, LENGTH)
-    assert found.dtype == torch.int64
-    assert 4 <= len(read) < 200
-    numbers = sorted(int(text.split()[1]) for text in read)
-    assert numbers[0] < 5_000
-    assert numbers[-1] > 15_000
-    assert torch.equal(blocks(source, 4), found)
-    assert not torch.equal(blocks(source, 4, seed=1), found)
+def test_no_more_is_tokenised_than_is_needed(tmp_path: Path, counted: Counted) -> None:
+    """4 blocks of 20,000 documents: the same for a seed, others for another. With repeats half of a text is changed."""
+    source = written(tmp_path, 20_000)
+    pieces = blocks(source, 4)
+    assert 4 <= counted.taken() < 200
+    assert pieces.shape == (4, LENGTH)
+    assert pieces.dtype == torch.int64
+    assert torch.equal(blocks(source, 4), pieces)
+    assert not torch.equal(blocks(source, 4, seed=1), pieces)
+    plain, mixed = (blocks(source, 16, length=64, repeats=repeats) for repeats in (False, True))
+    assert 7 <= int((plain == mixed).all(dim=1).sum()) <= 9
+    assert torch.isin(mixed, plain).all()
 
 
 @pytest.mark.parametrize(("documents", "characters"), [(1, 256), (30, 256), (30, 1)])
@@ -74,13 +68,6 @@ def test_a_small_source_is_used_from_end_to_end(
     count = min(8, len(whole))
     expected = np.stack([whole[int(i)]["input_ids"] for i in np.linspace(0, len(whole) - 1, count)])
     assert np.array_equal(blocks(source, 8, seed=3).numpy(), expected)
-
-
-def test_half_of_a_text_repeats_itself(tmp_path: Path) -> None:
-    source = written(tmp_path, 100)
-    plain, mixed = blocks(source, 16, length=64), blocks(source, 16, length=64, repeats=True)
-    assert 7 <= int((plain == mixed).all(dim=1).sum()) <= 9
-    assert torch.isin(mixed, plain).all()
 
 
 def test_a_tokenizer_that_is_code_is_run_only_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -56,23 +56,16 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(f"files/{number}.txt").write_text(f"{text}\n")
     write(Path("lines.jsonl"), [text + "\n" for text in texts[5:12]])
     Path("one.txt").write_text(random_texts(1, 4, 4000)[0])
-    Path("copies").mkdir()
-    for number in range(4):
-        Path(f"copies/{number}.txt").write_text(random_texts(1, number // 2, 2000)[0])
 
 
 STREAM = {"streaming": True}
 CASES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("twice.jsonl",), {}),
-    (("a.jsonl@1", "more.jsonl@2"), {}),
     (("a.jsonl@1", "more.jsonl@2"), {"heldout_fraction": 0.1}),
     (("one.txt",), {}),
-    (("a.jsonl",), {"heldout": "some.jsonl"}),
     (("more.jsonl",), {"heldout": "a.jsonl"}),
     (("a.jsonl",), {"heldout": "lines.jsonl"}),
     (("a.jsonl@1", "files@2"), STREAM),
-    (("twice.jsonl",), STREAM),
-    (("a.jsonl@1", "more.jsonl@2"), STREAM),
     (("a.jsonl@1", "more.jsonl@2"), STREAM | {"heldout_fraction": 0.1}),
     (("a.jsonl",), STREAM | {"heldout": "some.jsonl"}),
 ]

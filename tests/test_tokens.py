@@ -99,7 +99,6 @@ def test_several_sources_as_one(tokenizer: Any, tmp_path: Path) -> None:
     whole, parts = tokenise(sources, tokenizer), [tokenise([source], tokenizer) for source in sources]
     assert whole.sizes == tuple(map(len, parts))
     assert stream(whole, range(len(whole))) == [t for part in parts for t in stream(part, range(len(part)))]
-    assert whole.digests.tolist() == [row for part in parts for row in part.digests.tolist()]
     assert len({each.fingerprint for each in (whole, tokenise(sources[::-1], tokenizer), *parts)}) == 5
 
 
@@ -107,20 +106,16 @@ def test_nothing_is_tokenised_twice(tokenizer: Any, tmp_path: Path, counted: Cou
     path = write(tmp_path / "a.jsonl", texts_of(30))
 
     def again(source: Source, tokenizer: Any = tokenizer) -> tuple[str, int]:
-        made = tokenise([source], tokenizer)
-        return made.fingerprint, counted.taken()
+        return tokenise([source], tokenizer).fingerprint, counted.taken()
 
     first, fresh = again(read(path))
     assert fresh == 33
-    assert again(read(path)) == (first, 0)
     path = path.rename(tmp_path / "b.jsonl")
-    assert again(read(path)) == (first, 0)
     padded, larger = (AutoTokenizer.from_pretrained(MODEL) for _ in range(2))
     padded.pad_token = "</s>"
     padded(["a", "a b"], padding=True, truncation=True, max_length=1)  # which is kept in the backend
     assert json.loads(padded.backend_tokenizer.to_str())["truncation"] is not None
     assert again(read(path), padded) == (first, 0)
-
     larger.add_tokens(["import os"])
     silent = variant(eos_token="</s>", bos_token="<s>")
     silent.backend_tokenizer.post_processor = None
@@ -158,9 +153,6 @@ def test_what_fails_is_not_kept(
         with pytest.raises(CorpusError, match=r"a\.jsonl: field 'text' is no text but int; name a field of text"):
             tokenise([read(path)], tokenizer)
     assert not list((tmp_path / "cache").rglob("*.arrow"))
-    path.write_text("")
-    with pytest.raises(CorpusError, match="holds no text: it is empty or blank"):
-        tokenise([read(path)], tokenizer)
     assert len(tokenised(path, ["a", "b"], tokenizer)) == 2
     (stored,) = (tmp_path / "cache").rglob("*.arrow")
     for rest in (b"", stored.read_bytes()[:-300]):
