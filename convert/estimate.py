@@ -65,7 +65,7 @@ def measure_flops(device: str, width: int) -> float:
 
 def _cost(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]:
     """Multiplications and additions, and the bytes held at the most, of float32 unless said."""
-    largest = max((spec.numel for tensor in plan.changed for spec in tensor.sources), default=0)
+    largest = max((tensor.source.numel for tensor in plan.changed), default=0)
     writing = _OVERHEAD_BYTES + 4 * DEFAULT_JOBS * 4 * largest
     if not method.aligns:
         return 0.0, writing

@@ -10,7 +10,7 @@ Letters: H query heads, Hk key/value heads, G groups of m = Hk / G, d and e the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -241,12 +241,12 @@ class Merging:
     def how(self) -> Method:
         return METHODS[self.method]
 
-    def apply(self, change: Change, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What stored tensors become: split into heads, merged, joined. On meta tensors: the shapes of that."""
-        if self.maps and change.outputs[0] in self.maps.names:
-            return [self.maps.tensor(name) for name in change.outputs]
+    def apply(self, change: Change, tensor: Tensor) -> Tensor:
+        """What a stored tensor becomes: split into heads, merged, joined. Of a meta tensor: the shape of that."""
+        if self.maps and change.source.name in self.maps.names:
+            return self.maps.tensor(change.source.name)
         generator = self._generator(change)
-        return change.mapped(tensors, lambda role, heads: self.merge(change, role, heads, generator))
+        return change.mapped(tensor, lambda role, heads: self.merge(change, role, heads, generator))
 
     def merge(self, change: Change, role: Role, heads: Tensor, generator: Generator) -> Tensor:
         """Keys or values (Hk, rows, *rest) -> (G, rows, *rest); queries and outputs (H, rows, *rest) -> the same.
@@ -266,7 +266,7 @@ class Merging:
         """Of random numbers that are the same whatever the order of shards and jobs."""
         import torch
 
-        digest = hashlib.sha256(f"{self.seed}:{change.outputs[0]}".encode()).digest()
+        digest = hashlib.sha256(f"{self.seed}:{change.source.name}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     def _random(self, change: Change, heads: Tensor, generator: Generator) -> Tensor:
@@ -274,6 +274,6 @@ class Merging:
         import torch
 
         shape = (change.groups, *heads.shape[1:])
-        if heads.is_meta or change.outputs[0].endswith(".bias"):
+        if heads.is_meta or change.source.name.endswith(".bias"):
             return heads.new_zeros(shape)
         return torch.normal(0.0, self.initializer_range, shape, generator=generator).to(heads.dtype)

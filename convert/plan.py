@@ -44,12 +44,12 @@ _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor of the result: its only source, copied or cast, or an output of `change`."""
+    """One tensor of the result: its source, copied or cast, or changed."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    sources: tuple[TensorSpec, ...]
+    source: TensorSpec
     change: Change | None = None
 
     @property
@@ -59,7 +59,7 @@ class OutputTensor:
     @property
     def copied(self) -> bool:
         """Whether the bytes are the source's own."""
-        return self.change is None and self.sources[0].dtype == self.dtype
+        return self.change is None and self.source.dtype == self.dtype
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,7 @@ class Plan:
 
     def changes_of(self, module: AttentionModule) -> list[Change]:
         """What happens to one attention module; nothing where its heads stay."""
-        changes = (t.change for t in self.tensors if t.change and t.name == t.change.outputs[0])
-        return [change for change in changes if change.module == module.path]
+        return [t.change for t in self.tensors if t.change and t.change.module == module.path]
 
     @property
     def total_bytes(self) -> int:
@@ -262,17 +261,14 @@ def _outputs(
     """All tensors of the result in the order of the source's bytes."""
     import torch
 
-    starts = {change.sources[0].name: change for change in changes}
-    consumed = {spec.name for change in changes for spec in change.sources}
+    by_name = {change.source.name: change for change in changes}
     outputs: list[OutputTensor] = []
     for name, spec in checkpoint.tensors.items():
         dtype = stored if stored and spec.dtype in TORCH_DTYPES else spec.dtype
-        if change := starts.get(name):
-            metas = [torch.empty(s.shape, device="meta") for s in change.sources]
-            for output, meta in zip(change.outputs, merging.apply(change, metas), strict=True):
-                outputs.append(OutputTensor(output, dtype, tuple(meta.shape), change.sources, change))
-        elif name not in consumed:
-            outputs.append(OutputTensor(name, dtype, spec.shape, (spec,)))
+        change, shape = by_name.get(name), spec.shape
+        if change:
+            shape = tuple(merging.apply(change, torch.empty(spec.shape, device="meta")).shape)
+        outputs.append(OutputTensor(name, dtype, shape, spec, change))
     return outputs
 
 
@@ -284,7 +280,7 @@ def _shards(outputs: Sequence[OutputTensor], checkpoint: Checkpoint, max_bytes: 
         size += tensor.nbytes
         if max_bytes is not None and size > max_bytes:
             number, size = number + 1, tensor.nbytes
-        parts.setdefault(tensor.sources[0].file if max_bytes is None else number, []).append(tensor)
+        parts.setdefault(tensor.source.file if max_bytes is None else number, []).append(tensor)
     shards = [tuple(part) for part in parts.values() if part]
     return tuple(map(Shard, shard_names(len(shards)), shards))
 

@@ -93,29 +93,26 @@ def _write_shard(job: _Job, shard: Shard) -> None:
     import numpy as np
 
     job.progress(0)
-    checkpoint, change = job.plan.checkpoint, None
-    merged: dict[str, Tensor] = {}
+    checkpoint = job.plan.checkpoint
     # Memory to read into, the same for all tensors: fresh pages for every tensor cost as much as reading it.
-    largest = max((tensor.sources[0].nbytes for tensor in shard.tensors if tensor.change), default=0)
+    largest = max((tensor.source.nbytes for tensor in shard.tensors if tensor.change), default=0)
     buffer = np.empty(max(largest, 8 * CAST_CHUNK), np.uint8)
     with new_shard(job.work / shard.file, shard.tensors) as target:
         for tensor in shard.tensors:
-            source = tensor.sources[0]
+            source = tensor.source
             if tensor.copied and checkpoint.has_range(source):
                 with checkpoint.path(source.file).open("rb") as stream:
                     copy_range(stream, target, source.begin, source.nbytes, job.progress)
             elif tensor.change is None:
                 _cast(job, target, tensor, buffer)
             else:
-                if tensor.change is not change:
-                    change, merged = tensor.change, _merge(job, tensor.change, buffer)
-                write_tensor(target, stored_as(merged[tensor.name], tensor.dtype), job.progress)
+                write_tensor(target, stored_as(_merge(job, tensor.change, buffer), tensor.dtype), job.progress)
     verify_shard(job.plan, job.work / shard.file, shard, {name for name, _ in job.not_finite})
 
 
 def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.uint8]) -> None:
     """Write an untouched tensor in another dtype, out of a `.bin` or computed by a view, a bounded piece at a time."""
-    source = tensor.sources[0]
+    source = tensor.source
     for piece in _pieces(job.plan.checkpoint, source, buffer):
         cast = stored_as(piece, tensor.dtype)
         if cast.dtype != piece.dtype and not all_finite(cast) and not cast.isfinite().equal(piece.isfinite()):
@@ -134,24 +131,22 @@ def _pieces(checkpoint: Checkpoint, spec: TensorSpec, buffer: NDArray[np.uint8])
         yield checkpoint.read(replace(spec, shape=((end - start) // size,), begin=start, end=end), buffer)
 
 
-def _merge(job: _Job, change: Change, buffer: NDArray[np.uint8]) -> dict[str, Tensor]:
+def _merge(job: _Job, change: Change, buffer: NDArray[np.uint8]) -> Tensor:
     """Merge in float32 (float64 for F64) and round once: to the stored dtype, or to that of --dtype.
 
     `HeadMaps` returns heads in the dtype of its inputs. Inputs are cast up first if rounding comes later: with --dtype,
-    or after the sums in `join` (`ReadsValues`).
+    or of what belongs to heads.
     """
     import torch
 
-    read, sources = job.plan.checkpoint.read, change.sources
     # The buffer can be reused: results are written before the next tensor is read.
-    tensors = [read(sources[0], buffer)] + [read(spec) for spec in sources[1:]]
-    precise = torch.float64 if sources[0].dtype == "F64" else torch.float32
+    tensor = job.plan.checkpoint.read(change.source, buffer)
     if job.plan.dtype or not change.rule.projection:
-        tensors = [tensor.to(precise) for tensor in tensors]
-    for part, heads in change.split(tensors).items():
+        tensor = tensor.to(torch.float64 if change.source.dtype == "F64" else torch.float32)
+    for part, heads in change.split(tensor).items():
         if part != "whole" and not all_finite(heads):
-            job.not_finite.append((sources[0].name, part))
-    return dict(zip(change.outputs, job.merging.apply(change, tensors), strict=True))
+            job.not_finite.append((change.source.name, part))
+    return job.merging.apply(change, tensor)
 
 
 def _write_side_files(plan: Plan, work: Path) -> None:
@@ -196,10 +191,9 @@ def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str
     with path.open("rb", buffering=0) as copy:
         for tensor in shard.tensors:
             spec = tensors[tensor.name]
-            known = any(part.name in tolerated for part in tensor.sources)
-            if tensor.change and not known and not all_finite(written.read(spec)):
+            if tensor.change and tensor.source.name not in tolerated and not all_finite(written.read(spec)):
                 raise OutputError(f"the result does not verify: {spec.name} has NaN or Inf though its source has none")
-            if tensor.copied and not _is_copy(plan.checkpoint, tensor.sources[0], copy, spec):
+            if tensor.copied and not _is_copy(plan.checkpoint, tensor.source, copy, spec):
                 raise OutputError(f"the result does not verify: {spec.name} is not as it was in the source")
 
 

@@ -78,8 +78,7 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
         "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
         "config_edits": [edit._asdict() for edit in plan.config_edits],
         "changed_tensors": [
-            {"name": t.name, "shape": list(t.shape), "source_shapes": [list(spec.shape) for spec in t.sources]}
-            for t in plan.changed
+            {"name": t.name, "shape": list(t.shape), "source_shapes": [list(t.source.shape)]} for t in plan.changed
         ],
         "shards": [{"file": s.file, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in plan.shards],
         "total_bytes": plan.total_bytes,
@@ -122,9 +121,7 @@ def plan_text(plan: Plan, tensors: bool) -> str:
     if not tensors:
         lines.append(f"tensors     {len(record['changed_tensors'])} changed")
     for tensor in plan.changed if tensors else ():
-        several = f"{len(tensor.sources)} x " if len(tensor.sources) > 1 else ""
-        before = f"{several}{list(tensor.sources[0].shape)}"
-        lines.append(f"tensor      {tensor.name}: {before} -> {list(tensor.shape)} {tensor.dtype}")
+        lines.append(f"tensor      {tensor.name}: {list(tensor.source.shape)} -> {list(tensor.shape)} {tensor.dtype}")
     return "\n".join(map(one_line, lines))
 
 

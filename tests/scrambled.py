@@ -123,12 +123,6 @@ def _rearrange_module(stored: Stored, path: str, heads: LayerHeads, swapped: boo
             found = stored.get(f"{path}.{name}", {}).get(f"{path}.{name}")
             if found is not None and not ("norm" in name and found.shape == (heads.key_dim,)):  # shared by all heads
                 move(name, places)
-    for places, norms in ((queries, "q_layernorm.norms"), (kv, "k_layernorm.norms")):
-        numbered = [f"{path}.{norms}.{head}.weight" for head in range(len(places))]
-        if numbered[0] in stored:
-            before = [stored[name][name] for name in numbered]
-            for name, head in zip(numbered, places, strict=True):
-                stored[name][name] = before[head]
 
 
 def _scramble_module(

@@ -11,6 +11,7 @@ from tiny_models import TINY, build
 from torch import Tensor
 
 from gqa.checkpoint.errors import CorruptError
+from gqa.checkpoint.files import TensorSpec
 from gqa.convert import convert_checkpoint, methods
 from gqa.convert.heads.family import Conv1D, Fused, LayerHeads, Layout, Rule, Separate
 from gqa.convert.heads.modules import Change
@@ -124,8 +125,8 @@ def test_fused_layouts_agree_with_separate_ones(order: str, groups: int) -> None
 
 
 def merged(layout: Layout, tensor: Tensor, heads: LayerHeads, groups: int) -> Tensor:
-    (made,) = Merging().apply(Change(Rule("x", layout), (), ("x.weight",), heads, groups), [tensor])
-    return made
+    spec = TensorSpec("x.weight", "F32", tuple(tensor.shape), "", 0, 0)
+    return Merging().apply(Change(Rule("x", layout), spec, heads, groups), tensor)
 
 
 LAYOUTS: dict[str, tuple[Layout, tuple[int, ...]]] = {

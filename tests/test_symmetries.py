@@ -59,7 +59,6 @@ CASES: dict[str, Tiny] = {model_type: TINY[WITHIN.get(model_type, model_type)] f
     **{name: TINY[name] for name in (
         "cohere+qk_norm", "falcon+rw", "falcon+rw_rotary", "glm4_moe+qk_norm", "granitemoehybrid+nope", "llama+bias",
         "llama+wide", "molmo2_text+olmo_norm", "nemotron+bias", "phi+qk_norm", "recurrent_gemma+bias",
-        "stablelm+qk_norm",
     )},
     "llama+queries": _other("llama", "queries", num_attention_heads=8),
     "glm+queries": _other("glm", "queries", num_attention_heads=8),

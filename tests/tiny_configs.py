@@ -262,8 +262,6 @@ VARIANTS: tuple[Tiny, ...] = (
     _variant("phi", "qk_norm", qk_layernorm=True),
     _variant("qwen2_moe", "no_bias", qkv_bias=False),
     _variant("stablelm", "bias", use_qkv_bias=True),
-    _variant("stablelm", "qk_norm", qk_layernorm=True),
-    _variant("stablelm", "parallel", qk_layernorm=True, use_parallel_residual=True),
     _variant("starcoder2", "no_bias", use_bias=False),
     # The adapters of the shared blocks keep their width, so transformers runs it with all heads only.
     _variant("zamba2", "adapter", use_shared_attention_adapter=True, kv_counts=(4,)),

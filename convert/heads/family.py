@@ -24,7 +24,6 @@ does not name inside an attention module is an error, not a guess.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -167,8 +166,6 @@ class Conv1D(Layout):
 class Rule:
     """One kind of tensor below an attention module: its name (without `.weight`/`.bias`) and its layout.
 
-    With `{head}` in the name there is one tensor per head (StableLM's `k_layernorm.norms.7.weight`): the layout is that
-    of their stack (Hk, d).
     `projection` tells keys and values themselves from what belongs to their heads (norms, convolutions, gates).
     `when` is a config field and the value it must have for the rule to hold.
     """
@@ -178,15 +175,10 @@ class Rule:
     projection: bool = True
     when: tuple[str, Any] | None = None
 
-    @property
-    def numbered(self) -> bool:
-        return "{head}" in self.tensor
-
     def matches(self, tail: str, text: Any) -> bool:
         """Whether it is about a tensor, by its name below the module, of a model with this config."""
-        name = re.escape(self.tensor).replace(r"\{head\}", r"\d+")
         holds = self.when is None or getattr(text, self.when[0], None) == self.when[1]
-        return holds and re.fullmatch(rf"{name}(?:\.weight|\.bias)?", tail) is not None
+        return holds and tail in (self.tensor, f"{self.tensor}.weight", f"{self.tensor}.bias")
 
 
 Pairing = Literal["half", "interleaved"]

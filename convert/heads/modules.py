@@ -17,7 +17,7 @@ from gqa.checkpoint.errors import CorruptError, RefusedError, listing
 from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig, target_heads
-from gqa.convert.heads.family import QUERY_ROLES, Groups, LayerHeads, Layout, Part, Role, Rule, Separate, Symmetry
+from gqa.convert.heads.family import Groups, LayerHeads, Layout, Part, Role, Rule, Symmetry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,11 +44,10 @@ _TOWERS = re.compile(
 
 @dataclass(frozen=True)
 class Change:
-    """Stored tensors whose heads are merged together, and what they become."""
+    """A stored tensor whose heads are merged; the result has it under the same name."""
 
     rule: Rule
-    sources: tuple[TensorSpec, ...]
-    outputs: tuple[str, ...]
+    source: TensorSpec
     heads: LayerHeads
     groups: int
     module: str = ""
@@ -58,34 +57,28 @@ class Change:
         """Whether it leaves fewer heads than there were."""
         return self.groups < self.heads.kv
 
-    def split(self, tensors: Sequence[Tensor]) -> dict[Part, Tensor]:
-        """The heads in the sources. Raises CorruptError where they are not as many as the config says."""
-        import torch
-
-        layout = self.rule.layout
+    def split(self, tensor: Tensor) -> dict[Part, Tensor]:
+        """The heads in the source. Raises CorruptError where they are not as many as the config says."""
         try:
-            return layout.split(torch.stack(list(tensors)) if self.rule.numbered else tensors[0], self.heads)
+            return self.rule.layout.split(tensor, self.heads)
         except CorruptError as error:
             raise CorruptError(
-                f"{self.sources[0].name} {list(self.sources[0].shape)} {error}; "
-                + (ZERO_3 if 0 in self.sources[0].shape else "is it of another model?")
+                f"{self.source.name} {list(self.source.shape)} {error}; "
+                + (ZERO_3 if 0 in self.source.shape else "is it of another model?")
             ) from error
 
-    def join(self, parts: Mapping[Part, Tensor]) -> list[Tensor]:
-        """The outputs of heads: the inverse of `split`, for the number of heads that there now is."""
-        joined = self.rule.layout.join(parts, self.heads)
-        return list(joined.unbind()) if self.rule.numbered else [joined]
+    def mapped(self, tensor: Tensor, merge: Callable[[Role, Tensor], Tensor]) -> Tensor:
+        """The output: each role's heads as `merge` makes them; what has no heads as it is."""
+        parts = self.split(tensor).items()
+        merged = {part: heads if part == "whole" else merge(part, heads) for part, heads in parts}
+        return self.rule.layout.join(merged, self.heads)
 
-    def mapped(self, tensors: Sequence[Tensor], merge: Callable[[Role, Tensor], Tensor]) -> list[Tensor]:
-        """The outputs: each role's heads as `merge` makes them; what has no heads as it is."""
-        parts = self.split(tensors)
-        return self.join({part: heads if part == "whole" else merge(part, heads) for part, heads in parts.items()})
-
-    def repeated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of outputs: tensors like the sources, in which each key and value head stands as often as it is shared."""
-        parts = replace(self, heads=replace(self.heads, kv=self.groups)).split(tensors)
+    def repeated(self, tensor: Tensor) -> Tensor:
+        """Of an output: a tensor like the source, in which each key and value head stands as often as it is shared."""
+        parts = self.rule.layout.split(tensor, replace(self.heads, kv=self.groups))
         times, shared = self.heads.kv // self.groups, ("key", "value")
-        return self.join({k: t.repeat_interleave(times, 0) if k in shared else t for k, t in parts.items()})
+        repeated = {k: t.repeat_interleave(times, 0) if k in shared else t for k, t in parts.items()}
+        return self.rule.layout.join(repeated, self.heads)
 
 
 @dataclass(frozen=True)
@@ -171,25 +164,15 @@ def module_changes(
 
     heads = config.heads(module.layer)
     target = target_heads(config, module.layer, groups).kv
-    stored: dict[tuple[str, Rule], list[TensorSpec]] = defaultdict(list)
+    changes = []
     for tail, spec in module.tensors.items():
         if rule := rule_of(tail, config, extra):
-            stored[re.sub(r"\d+", "{head}", tail) if rule.numbered else tail, rule].append(spec)
+            changes.append(Change(rule, spec, heads, target, module.path))
         else:
             _check_unchanged(tail, spec, heads, config)
-    changes = []
-    for (name, rule), specs in stored.items():
-        names: Sequence[str] = [name]
-        if rule.numbered:
-            assert isinstance(rule.layout, Separate)
-            specs.sort(key=lambda spec: int(re.findall(r"\d+", spec.name)[-1]))
-            count = len(specs) if rule.layout.role in QUERY_ROLES else target
-            names = [name.replace("{head}", str(head)) for head in range(count)]
-        outputs = tuple(f"{module.path}.{name}" for name in names)
-        changes.append(Change(rule, tuple(specs), outputs, heads, target, module.path))
     _check_projections(module, (*config.family.rules, *extra), changes, heads)
     for change in changes:  # shapes are checked also where nothing changes: a verified output is planned once more
-        change.split([torch.empty(spec.shape, device="meta") for spec in change.sources])
+        change.split(torch.empty(change.source.shape, device="meta"))
     return changes
 
 
@@ -224,7 +207,7 @@ def _check_projections(
     module: AttentionModule, rules: Sequence[Rule], changes: Sequence[Change], heads: LayerHeads
 ) -> None:
     """Raises where one that a rule names is missing, or of another dtype than the others."""
-    parts = {c.rule.tensor: c.sources[0] for c in changes if c.rule.projection and c.outputs[0].endswith("weight")}
+    parts = {c.rule.tensor: c.source for c in changes if c.rule.projection and c.source.name.endswith("weight")}
     expected = {rule.tensor for rule in rules if rule.projection and type(rule.layout) is not Layout}
     if heads.keys_only:
         expected = {name for name in expected if not name.startswith("v_")}

@@ -40,8 +40,8 @@ def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]
     by_role: dict[str, Tensor] = {}
     for change in changes:
         if change.rule.projection:
-            suffix = ".bias" if change.sources[0].name.endswith(".bias") else ""
-            parts = change.split([checkpoint.read(spec) for spec in change.sources])
+            suffix = ".bias" if change.source.name.endswith(".bias") else ""
+            parts = change.split(checkpoint.read(change.source))
             by_role |= {part + suffix: heads.float() for part, heads in parts.items() if part != "whole"}
     return by_role
 

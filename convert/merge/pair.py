@@ -72,18 +72,14 @@ class Pair:
         repeated: dict[str, Tensor] = {}
         for module in self.modules_of(layer) if before else ():
             for change in self.plan.changes_of(module):
-                if before and change.outputs[0] in before:
-                    tensors = change.repeated([before[name] for name in change.outputs])
-                    repeated |= dict(zip((spec.name for spec in change.sources), tensors, strict=True))
+                if before and (name := change.source.name) in before:
+                    repeated[name] = change.repeated(before[name])
         return Layer(layer, self.source.load(layer, repeated), self.source.device)
 
     def mapped(self, module: AttentionModule, maps: HeadMaps) -> dict[str, Tensor]:
         """The converted model's tensors of a module by their stored names."""
-        read, outputs = self.plan.checkpoint.read, dict[str, Tensor]()
-        for change in self.plan.changes_of(module):
-            tensors = change.mapped([read(spec).float() for spec in change.sources], maps.merge)
-            outputs |= dict(zip(change.outputs, tensors, strict=True))
-        return outputs
+        changes, read = self.plan.changes_of(module), self.plan.checkpoint.read
+        return {change.source.name: change.mapped(read(change.source).float(), maps.merge) for change in changes}
 
     def merged(self, layer: int, module: AttentionModule, changed: Mapping[str, Tensor]) -> Layer:
         """The converted model's layer with the tensors `changed`, by their stored names. Modules of which none is
@@ -91,7 +87,7 @@ class Pair:
         """
         tensors: dict[str, Tensor] = {}
         for other in self.modules_of(layer):
-            if not any(name in changed for change in self.plan.changes_of(other) for name in change.outputs):
+            if not any(change.source.name in changed for change in self.plan.changes_of(other)):
                 tensors |= self.mapped(other, self.mean(other))
         loaded = self.target.load(layer, tensors | dict(changed))
         return self.with_attention(module, Layer(layer, loaded, self.target.device), self.target)
@@ -103,7 +99,7 @@ class Pair:
 
     def trainable(self, module: AttentionModule, attention: nn.Module) -> dict[str, str]:
         """Parameters of a converted attention module that are stored in what changes: name below it -> full name."""
-        changed = {name for change in self.plan.changes_of(module) for name in change.outputs}
+        changed = {change.source.name for change in self.plan.changes_of(module)}
         full = {id(parameter): name for name, parameter in self.target.model.named_parameters()}
         names = {name: full[id(parameter)] for name, parameter in attention.named_parameters()}
         return {name: path for name, path in names.items() if changed & {*self.target.loading.parts(path)}}

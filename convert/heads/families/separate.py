@@ -108,6 +108,7 @@ FAMILIES: tuple[Family, ...] = (
             "olmo": Symmetry(unless=CLIPPED),
             "openai_privacy_filter": replace(GLM, per_query=per_head("sinks")),
             "phi": Symmetry(output="dense", keys="qk_layernorm"),
+            "stablelm": LLAMA,
             "smollm3": Symmetry(_rotates_by_list),
             "step3p5": replace(ONE_PLUS, keys=False, per_query=per_head("g_proj"), unless=GATED_IF),
         },
@@ -140,17 +141,6 @@ FAMILIES: tuple[Family, ...] = (
         },
         note="k_norm (H * d) is merged with the heads; its RMS is taken over all of them",
         rules=(*SEPARATE, Rule("k_norm", Separate("key"), projection=False)),
-    ),
-    Family(
-        "numbered k norms",
-        {
-            "stablelm": Symmetry(
-                keys="qk_layernorm",
-                per_query=(Rule("q_layernorm.norms.{head}", Separate("query", width="one"), projection=False),),
-            )
-        },
-        note="k_layernorm.norms.0 ... H-1 become 0 ... G-1",
-        rules=(*SEPARATE, Rule("k_layernorm.norms.{head}", Separate("key", width="one"), projection=False)),
     ),
     Family(
         "differential heads",
