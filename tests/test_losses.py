@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import gqa.corpus.likelihood
 from gqa.corpus.likelihood import ChunkedHead, nats
-from gqa.uptrain.losses import chunked_sum
+from gqa.uptrain.training_model import chunked_sum
 
 VOCABULARY = 96
 # Tied, with a bias in the head (Phi), soft-capped (Gemma 2), scaled (Cohere, Granite), mixtures, inside a larger model.
@@ -94,7 +94,7 @@ def test_distillation_equals_that_on_whole_logits(
     assert float(told[1] / told[0]) == pytest.approx(float(likelihood), abs=1e-5)
 
 
-def test_the_teacher_is_no_part_of_the_model_and_a_gradient_is_taken_once() -> None:
+def test_the_teacher_is_no_part_of_the_model() -> None:
     model, teacher = pair()
     training = training_model(model, teacher)
     assert {name.removeprefix("model.") for name in training.state_dict()} == set(model.state_dict())
@@ -105,9 +105,6 @@ def test_the_teacher_is_no_part_of_the_model_and_a_gradient_is_taken_once() -> N
         unseen, sums_again = training(**batch())
     assert float(unseen) == pytest.approx(float(loss))
     assert sums_again.tolist() == pytest.approx(sums.tolist())
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="already taken"):
-        loss.backward()
 
 
 class Widest(TorchDispatchMode):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoints import header_only, load
 from embedded import SOURCE
-from training import Runs, difference, tiny_checkpoint
+from training import Runs, tiny_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.scale
@@ -37,34 +37,6 @@ def test_no_process_holds_a_model(runs: Runs, tmp_path: Path) -> None:
         both = size["model"] + size.get(teacher, 0)
         assert len(held) == ranks
         assert min(held) > both if way == "whole" else max(held) < both / 2, (way, held, size)
-
-
-WHOLE = """
-import gqa.uptrain.run as module
-gather_on_lookup = module.gather_on_lookup
-@contextmanager
-def at_once(weights):
-    with gather_on_lookup(weights) as found:
-        yield dict(found) if os.environ["RANK"] == "0" else {}
-module.gather_on_lookup = at_once
-"""
-
-
-def test_no_process_holds_the_result(runs: Runs, tmp_path: Path) -> None:
-    """While the result is written each of two holds less than a third of it beyond its share. Control: the first
-    gathers all before it writes, which gives the same result.
-    """
-    sizes = SIZES | {"num_hidden_layers": 4}
-    model = tiny_checkpoint(tmp_path / "model", kv_heads=4, num_attention_heads=16, **sizes)
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    for way, before in (("parts", ""), ("whole", WHOLE)):
-        words = [model, *runs.words(tmp_path / way, steps=2, batch_size=4, train="all")[1:], "--teacher", "none"]
-        told = tmp_path / f"told-{way}"
-        runs.finish(*words, ranks=2, before=f"shard(); set_losses(9, 8, 9); note_result({str(told)!r})\n{before}")
-        found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"{told.name}-*"))]
-        assert found[1] < size / 3, (found, size)
-        assert found[0] > size if before else found[0] < size / 3, (found, size)
-    assert difference(tmp_path / "parts", tmp_path / "whole") == 0
 
 
 LATE = """

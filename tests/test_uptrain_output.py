@@ -23,10 +23,10 @@ from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.uptrain.lora import merge_adapters
+from gqa.uptrain.models import attention_parameters
 from gqa.uptrain.run import _write_weights, uptrain
-from gqa.uptrain.scope import attention_parameters
 from gqa.uptrain.setup import check_exportable, prepare
+from gqa.uptrain.weights import merge_adapters
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -20,7 +20,7 @@ from gqa.uptrain.state import States, _readable
 
 STEPS = 4
 VARIANTS: dict[str, dict[str, Any]] = {
-    "streaming": {"streaming": True, "heldout_fraction": 0.1, "optimizer": "adafactor", "schedule": "cosine"},
+    "streaming": {"streaming": True, "heldout_tokens": 640, "optimizer": "adafactor", "schedule": "cosine"},
     "lora": {"train": "lora", "lora_rank": 4, "teacher": "teacher", "micro_batch": 2},
     "ranks": {"model": "dropout", "ranks": 2, "precision": "bfloat16"},
 }
@@ -99,14 +99,7 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
         assert not all(torch.equal(tensor, last[key]) for key, tensor in first.items())
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "given"),
-    [
-        (1, 2, {}),
-        (3, 1, {"batch_size": 6, "micro_batch": 2}),
-        (2, 1, {"batch_size": None, "steps": None, "tokens": 512}),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "given"), [(1, 2, {}), (3, 1, {"batch_size": 6, "micro_batch": 2})])
 def test_more_or_fewer_ranks_may_continue(
     runs: Runs, tmp_path: Path, before: int, after: int, given: dict[str, Any]
 ) -> None:
@@ -138,25 +131,24 @@ def test_a_signal_saves_and_leaves(runs: Runs, tmp_path: Path, number: int, code
 
 
 def test_a_save_that_was_killed_is_never_picked_up(runs: Runs, tmp_path: Path) -> None:
-    """Killed before the first, second ... last change on disk: the newest state is the one before, whole, or the new
-    one, whole; and when the run is continued nothing of the killed one is left.
+    """Killed before a change on disk: the newest state is the one before, whole, or the new one, whole; and when the
+    run is continued nothing of the killed one is left.
     """
     saved, steps = states(tmp_path / "out"), []
-    for change in range(1, 40):
-        done = runs.run(before=f"save_and_kill({str(saved.directory)!r}, {change})")
+    words = saving(runs, tmp_path / "out", steps=3, save_every=1)
+    for change in range(1, 40, 2):
+        done = runs.run(*words, before=f"kill_save_after(2, {change})")
         newest, record = saved.latest()
-        assert newest == state(tmp_path / "out", record["step"])
-        assert (newest.stat().st_mode & 0o777) == 0o755
+        assert (newest, done.code) == (state(tmp_path / "out", record["step"]), -signal.SIGKILL), done.err
         steps.append(record["step"])
         with saved.lock():
             assert saved.latest()[0] == newest
             assert not list(saved.directory.glob("*.partial"))
-        if done.code == 0:
-            break
-        assert done.code == -signal.SIGKILL, done.err
         shutil.rmtree(saved.directory)
+        if steps.count(2) > 1:
+            break
     assert steps == sorted(steps)
-    assert min(steps.count(2), steps.count(4)) >= 2
+    assert steps.count(1) > 2
 
 
 @pytest.fixture(scope="module")

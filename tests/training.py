@@ -8,7 +8,6 @@ is here are in conftest.py.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import json
 import os
@@ -27,7 +26,7 @@ from unittest import mock
 import pytest
 from checkpoints import Result, call, load
 from embedded import SOURCE, UNIFORM_VOCABULARY, texts
-from processes import Forks, Running, free_port
+from processes import Forks, Running, die_at, free_port
 
 BLOCK = 64  # tokens, the positions of tiny models
 
@@ -273,9 +272,16 @@ def after(owner: Any, name: str, action: Callable[..., object]) -> None:
 
 def kill_at(step: int, number: int = signal.SIGKILL) -> None:
     """Send a signal as soon as `step` is recorded, before its state is saved; those before are there."""
-    from gqa.uptrain.log import Log
+    from gqa.uptrain.loop import Log
 
-    after(Log, "step", lambda log, done, *numbers: done == step and os.kill(os.getpid(), number))
+    after(Log, "step", lambda log, progress, *numbers: progress.step == step and os.kill(os.getpid(), number))
+
+
+def kill_save_after(step: int, change: int) -> None:
+    """SIGKILL just before the nth change of names on disk after `step` is recorded: its state is being saved."""
+    from gqa.uptrain.loop import Log
+
+    after(Log, "step", lambda log, progress, *numbers: progress.step == step and die_at(change))
 
 
 def at_hub(endpoint: str, home: str, name: str) -> None:
@@ -291,42 +297,6 @@ def at_hub(endpoint: str, home: str, name: str) -> None:
     importlib.reload(constants)
     close_session()
     datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE = endpoint, False
-
-
-def save_and_kill(directory: str, change: int) -> None:
-    """The states of steps 2 and 4 of a small module; SIGKILL just before that of step 4 changes
-    the disk for the nth time: a file, a name, a directory.
-    """
-    import torch
-    from accelerate import Accelerator
-    from torch.distributed.checkpoint.filesystem import FileSystem
-
-    import gqa.uptrain.state as module
-
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(2, 2)
-    wrapped = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    states, left = module.States(Path(directory)), [change]
-
-    def fatal(owner: Any, name: str) -> None:
-        call = getattr(owner, name)
-
-        def counted(*given: Any, **options: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*given, **options)
-
-        setattr(owner, name, counted)
-
-    with states.lock():
-        states.save(accelerator, *wrapped, {}, {"step": 2})
-        for owner, name in ((FileSystem, "create_stream"), (FileSystem, "rename"), (FileSystem, "mkdir"),
-                            (module, "save_accelerator_state"), (module, "write_text"), (module, "fsync_directory"),
-                            (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree")):  # fmt: skip
-            fatal(owner, name)
-        states.save(accelerator, *wrapped, {}, {"step": 4})
-    sys.exit()
 
 
 def shard(load_once: bool = False) -> None:
@@ -391,19 +361,17 @@ def set_losses(*losses: float) -> None:
 
 def infinite_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:
     """An Inf in the gradient of these steps (from 1)."""
-    import torch
+    from accelerate import Accelerator
 
-    import gqa.uptrain.loop as module
+    clip, done = Accelerator.clip_grad_norm_, [0]
 
-    clip, done = module._clip, [0]
-
-    def spoil(accelerator: Any, model: Any, limit: float) -> float:
+    def spoil(accelerator: Any, parameters: list[Any], limit: float) -> Any:
         done[0] += 1
         if done[0] in steps:
-            next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = torch.inf
-        return clip(accelerator, model, limit)
+            next(p for p in parameters if p.grad is not None).grad.view(-1)[0] = float("inf")
+        return clip(accelerator, parameters, limit)
 
-    patch.setattr(module, "_clip", spoil)
+    patch.setattr(Accelerator, "clip_grad_norm_", spoil)
 
 
 def keep_samples(cache: str, batch: int, file: str) -> None:
@@ -449,13 +417,3 @@ def resident(key: str = "VmRSS") -> int:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
-
-
-def note_result(file: str) -> None:
-    """How many bytes more than after the training a process has held while the result is written."""
-    import gqa.uptrain.run as module
-
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # from a megabyte on what is free goes back to the system
-    before: list[int] = []
-    after(module, "train", lambda setup: before.append(resident()))
-    after(module, "uptrain", lambda setup: note(file, resident("VmHWM") - before[0]))

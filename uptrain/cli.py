@@ -36,9 +36,8 @@ def command(options: TrainOptions) -> None:
 
     from gqa.checkpoint.console import Watcher
     from gqa.checkpoint.loading import ranks
-    from gqa.uptrain.run import uptrain
+    from gqa.uptrain.run import plan_record, plan_text, result_text, uptrain
     from gqa.uptrain.setup import prepare
-    from gqa.uptrain.summary import plan_record, plan_text, result_text
 
     transformers.utils.logging.set_verbosity_error()
     main = ranks().is_main_process

@@ -8,30 +8,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.provenance import file_digests, without_place
-from gqa.convert.merge.self_samples import SampledBlocks
+from gqa.checkpoint.loading import load_model, positions, ranks
+from gqa.checkpoint.provenance import file_digests
+from gqa.checkpoint.read import Checkpoint
+from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_blocks
 from gqa.convert.merge.text_pairs import PairMaker
 from gqa.corpus.alpha import Heldout, hold_back, hold_back_of_each, n_blocks_for, reading_order, shares_of
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenise_pairs
 from gqa.corpus.sources import Source, is_self, parse_self, parse_source, parse_sources, row_digest
 from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import Block, Blocks, Documents, Encoder, mixed, pack, tokenise
-from gqa.uptrain.defaults import settle_steps
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.training_model import Batch
 
+MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens of a block; of a source or target with relative positions, as for T5
+_STEPS = 250  # of a run at least, if smaller batches and blocks allow it
+_BATCH, _BLOCK = 8, 256  # most blocks of a step, fewest tokens of a block
 _ENDLESS = 2**62  # tokens of a stream
 MakeBlock = Callable[[Block, list[int]], Block]  # (stored block, seeds) -> the block that the model reads
-MakePairs = Callable[[int], PairMaker]  # tokens of a side -> the teacher, which writes pairs
+Write = Callable[[int, int], SampledBlocks]  # (tokens of a block, number of blocks) -> what the teacher writes
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Dataloader:
     def tokens_per_step(self) -> int:
         return self.tokens(self.options.blocks_per_step)
 
-    def batches(self, first_step: int, rank: int, ranks: int, micro: int) -> Iterator[list[Batch]]:
+    def batches(self, first_step: int, rank: int, ranks: int, micro: int) -> Iterator[list[dict[str, Tensor]]]:
         """The micro-batches of one rank for each step from `first_step` on; a rank has every `ranks`th block."""
         batch = self.options.blocks_per_step
         for step in range(first_step, self.steps):
@@ -80,18 +88,8 @@ class Dataloader:
         ids = mixed(lambda number: self.blocks[number]["input_ids"], index, self.options.seed, 0, first=first)
         return {"input_ids": ids.astype(np.int64)}
 
-    @property
-    def positions(self) -> list[Any]:
-        """This process' positions in a stream, JSON-ready, for `seek`."""
-        return self.blocks.positions if isinstance(self.blocks, StreamedBlocks) else []
 
-    def seek(self, positions: list[Any]) -> None:
-        """Continue a stream from the positions of all processes."""
-        if isinstance(self.blocks, StreamedBlocks):
-            self.blocks.seek(positions)
-
-
-def stack(blocks: list[Block]) -> Batch:
+def stack(blocks: list[Block]) -> dict[str, Tensor]:
     """Stack B blocks of T tokens into tensors (B, T). Pairs are padded at the end: their masks are 0 and their labels
     -100 there.
     """
@@ -103,26 +101,25 @@ def stack(blocks: list[Block]) -> Batch:
 
 def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: int = 1) -> Dataloader:
     """A dataloader of blocks of at most `longest` tokens (see `settle_steps`). Raises RefusedError and CorpusError."""
-    sources = parse_sources(options.data, **source_options(options))
+    sources = data_sources(options)
     if options.streaming:
         return _open_stream(options, sources, tokenizer, longest, ranks)
     text = tokenise(sources, tokenizer)
     options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
     heldout, blocks = open_heldout(options, tokenizer)
-    if heldout is None:
+    if not blocks:
         heldout = Heldout(hold_back_of_each(text, count_held_back(options, text) * options.block))
         numbers = dict(zip(map(bytes, text.digests), range(len(text)), strict=True))
         ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
         blocks = _pack_heldout((text.tokens(number)[limit:] for number, limit in ends), options)
     lengths, size = heldout.lengths(text), options.block
+    weights = [source.weight for source in sources if source.weight is not None]
     order, n_blocks, data_tokens = reading_order(
-        text, lengths, block_size=size, seed=options.seed, weights=mixture_weights(sources), **length_arguments(options)
+        text, lengths, block_size=size, seed=options.seed, weights=weights or None, **length_arguments(options)
     )
     summary = f"{n_blocks:,} blocks of {size:,}: {n_blocks * size:,} of {data_tokens:,} tokens"
     if (epochs := n_blocks * size / data_tokens) > 1:
         summary += f", which are read {epochs:.2f} times, each time in another order"
-    if count := int((lengths == 0).sum()):
-        summary += f"; {count:,} documents held out"
     steps = count_steps(n_blocks, options)
     return Dataloader(options, Blocks(text, order, size, n_blocks, lengths), steps, text.fingerprint, summary, blocks)
 
@@ -130,12 +127,10 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
 def _open_stream(
     options: TrainOptions, sources: Sequence[Source], tokenizer: Any, longest: int, ranks: int
 ) -> Dataloader:
-    if options.alpha is not None and options.pretraining_tokens is None:
-        raise RefusedError("--alpha of a stream, whose length is unknown; give pretraining_tokens too")
     options = settle_steps(options, _ENDLESS, longest, ranks)
     steps = count_steps(n_blocks_for(_ENDLESS, options.block, **length_arguments(options)), options)
     heldout, heldout_blocks = open_heldout(options, tokenizer)
-    if heldout is None:  # the first documents
+    if not heldout_blocks:  # the first documents
         limits, documents = dict[bytes, int](), dict[bytes, list[int]]()
         for source, share in zip(sources, shares_of([source.weight or 1.0 for source in sources]), strict=True):
             encoded = Encoder(tokenizer).encode(source.texts())
@@ -169,11 +164,9 @@ def count_held_back(options: TrainOptions, data: Documents) -> int:
     return min(count_heldout(options), int(data.lengths.sum()) // (20 * options.block))
 
 
-def open_sampled(
-    options: TrainOptions, tokenizer: Any, write: Callable[[int, int], SampledBlocks], longest: int, ranks: int = 1
-) -> Dataloader:
-    """A dataloader of self-generated text; `write(size, count)` gives the teacher's blocks, which are empty in a dry
-    run. The first ones are held out, unless --heldout names other text. Raises RefusedError and CorpusError.
+def open_sampled(options: TrainOptions, tokenizer: Any, write: Write, longest: int, ranks: int = 1) -> Dataloader:
+    """A dataloader of the text that the teacher writes, whose blocks are empty in a dry run. The first ones are held
+    out, unless --heldout names other text. Raises RefusedError and CorpusError.
     """
     sample = parse_self(options.data[0])
     data_tokens = sample.tokens or _ENDLESS
@@ -187,18 +180,16 @@ def open_sampled(
     steps, (_, heldout) = count_steps(n_blocks, options), open_heldout(options, tokenizer)
     count, first = steps * options.blocks_per_step, 0 if heldout else count_heldout(options)
     blocks = write(options.block, first + count)
-    summary = f"{count:,} blocks of {options.block:,} that {without_place(options.teacher)} writes"
+    summary = f"{count:,} blocks of {options.block:,} that {Path(options.teacher).name} writes"
     heldout = heldout or [blocks[number] if blocks.fingerprint else {} for number in range(first)]
     return Dataloader(options, blocks, steps, blocks.fingerprint, summary, heldout, first)
 
 
 def open_pairs(
-    options: TrainOptions, encoder: PairEncoder, tokenizer: Any, longest: int, ranks: int, teacher: MakePairs | None,
-    write: bool = True,
+    options: TrainOptions, encoder: PairEncoder, tokenizer: Any, longest: int, ranks: int = 1,
+    write: Write | None = None,
 ) -> Dataloader:  # fmt: skip
-    """A dataloader of pairs with at most `longest` tokens a side, and its held-out pairs. Unless `write`, the teacher
-    writes nothing and its blocks are empty. Raises RefusedError and CorpusError.
-    """
+    """A dataloader of pairs with at most `longest` tokens a side. Raises RefusedError and CorpusError."""
     if options.repeats:
         raise RefusedError(f"repeats are for decoders, {encoder.name} is an encoder-decoder")
     sampled = any(map(is_self, options.data))
@@ -210,28 +201,24 @@ def open_pairs(
     def corrupt(block: Block, seeds: list[int]) -> Block:
         return pair_block(encoder.corrupt(block["input_ids"], np.random.default_rng(seeds)))
 
+    def split(block: Block, seeds: list[int]) -> Block:
+        source, target = (side[side >= 0] for side in np.split(block["input_ids"], 2))  # each is padded with -1
+        return pair_block((source, target))
+
     if sampled:
-        assert teacher is not None
-        loader = open_sampled(options, tokenizer, lambda size, n: teacher(size).sampled(n, write), longest, ranks)
-        make: MakeBlock = _split_pair
+        assert write is not None
+        loader, make = open_sampled(options, tokenizer, write, longest, ranks), split
     else:
         encoder.check_marks()
-        loader = open_dataloader(options, tokenizer, longest, ranks)
-        make = corrupt
+        loader, make = open_dataloader(options, tokenizer, longest, ranks), corrupt
     make_heldout = corrupt if options.heldout else make
     heldout = [block and make_heldout(block, [number]) for number, block in enumerate(loader.heldout)]
     return replace(loader, heldout=heldout, make=make)
 
 
-def _split_pair(block: Block, seeds: list[int]) -> Block:
-    """The pair of a sampled block, whose two halves are padded with -1."""
-    source, target = (side[side >= 0] for side in np.split(block["input_ids"], 2))
-    return pair_block((source, target))
-
-
 def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: int) -> Dataloader:
     """A dataloader of two columns. Lengths count pairs, not tokens, so alpha is a share of the pairs."""
-    sources = parse_sources(options.data, **source_options(options))
+    sources = data_sources(options)
     table = tokenise_pairs(sources, encoder)
     tokens = np.stack([table.count("source"), table.count("target")])
     count, mean = len(table), float(np.minimum(tokens, size).sum(0).mean())
@@ -239,31 +226,21 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
     def pairs(tokens: int) -> int:
         return max(1, int(tokens / mean))
 
-    all_pairs = options.pretraining_tokens and pairs(options.pretraining_tokens)
-    if options.alpha is not None and int(options.alpha * (all_pairs or count)) < 1:
-        raise RefusedError(f"--alpha {options.alpha:g} of {count:,} pairs is none; give more")
-    counted = replace(
-        options, context=1, tokens=options.tokens and pairs(options.tokens), pretraining_tokens=all_pairs,
-        heldout_tokens=pairs(options.heldout_tokens),
-    )  # fmt: skip
-    counted = settle_steps(counted, count, 1, ranks)
-    heldout_table = table
-    if options.heldout:
-        heldout_table = tokenise_pairs(heldout_sources(options), encoder)
+    length, heldout_count = options.tokens and pairs(options.tokens), pairs(options.heldout_tokens)
+    counted = settle_steps(replace(options, context=1, tokens=length, heldout_tokens=heldout_count), count, 1, ranks)
+    if texts := heldout_sources(options):
+        heldout_table = tokenise_pairs(texts, encoder)
         heldout = Heldout({bytes(digest): 0 for digest in heldout_table.digests})
         numbers = np.arange(len(heldout_table))
     else:
-        limits = {} if options.heldout_fraction else hold_back_of_each(table, count_held_back(counted, table))
-        heldout = Heldout(limits, options.heldout_fraction)
+        heldout_table, heldout = table, Heldout(hold_back_of_each(table, count_held_back(counted, table)))
         numbers = np.flatnonzero(heldout.lengths(table) == 0)
-        if options.heldout_fraction and not len(numbers):
-            raise RefusedError("--heldout-fraction holds out no pair; give more, or pairs of their own with --heldout")
     numbers = numbers[np.linspace(0, len(numbers) - 1, min(counted.heldout_tokens, len(numbers))).astype(int)]
     heldout_pairs = PairBlocks(heldout_table, numbers, encoder, size)
+    lengths, weights = heldout.lengths(table), [source.weight for source in sources if source.weight is not None]
     order, n_blocks, _ = reading_order(
-        table, heldout.lengths(table), block_size=1, seed=options.seed, weights=mixture_weights(sources),
-        **length_arguments(counted),
-    )  # fmt: skip
+        table, lengths, block_size=1, seed=options.seed, weights=weights or None, **length_arguments(counted)
+    )
     steps = count_steps(n_blocks, counted)
     summary = f"{steps * counted.blocks_per_step:,} pairs out of {count:,}, of {mean:.0f} tokens"
     if cut := int((tokens > size).any(0).sum()):
@@ -278,7 +255,7 @@ def length_arguments(options: TrainOptions) -> dict[str, Any]:
     """The arguments of `n_blocks_for` that say how long to train."""
     return {
         "alpha": options.alpha, "tokens": options.tokens, "steps": options.steps,
-        "blocks_per_step": options.blocks_per_step, "pretraining_tokens": options.pretraining_tokens,
+        "blocks_per_step": options.blocks_per_step,
     }  # fmt: skip
 
 
@@ -293,27 +270,17 @@ def count_steps(n_blocks: int, options: TrainOptions) -> int:
     )
 
 
-def mixture_weights(sources: Sequence[Source]) -> list[float] | None:
-    """The weights of a mixture, if its sources have any."""
-    return [source.weight for source in sources if source.weight is not None] or None
-
-
-def open_heldout(options: TrainOptions, tokenizer: Any) -> tuple[Heldout | None, list[Block]]:
-    """The rule by which training skips the held-out sources, and blocks spread evenly over them; None and no blocks
-    without such sources. Raises RefusedError and CorpusError.
+def open_heldout(options: TrainOptions, tokenizer: Any) -> tuple[Heldout, list[Block]]:
+    """The rule by which training skips the held-out sources, and blocks spread evenly over them; no blocks without such
+    sources. Raises RefusedError and CorpusError.
     """
     if not (sources := heldout_sources(options)):
-        return None, []
-    if options.streaming and options.heldout_fraction:
-        texts = chain.from_iterable(source.texts() for source in sources)
-        heldout = Heldout(fraction=options.heldout_fraction)
-        blocks = _pack_heldout((tokens for _, tokens in Encoder(tokenizer).encode(texts)), options)
-    else:
-        text = tokenise(sources, tokenizer)
-        heldout = Heldout({bytes(digest): 0 for digest in text.digests})
-        whole = Blocks(text, np.arange(len(text)), options.block)
-        count = min(count_heldout(options), len(whole))
-        blocks = [whole[int(number)] for number in np.linspace(0, len(whole) - 1, count)]
+        return Heldout(), []
+    text = tokenise(sources, tokenizer)
+    heldout = Heldout({bytes(digest): 0 for digest in text.digests})
+    whole = Blocks(text, np.arange(len(text)), options.block)
+    count = min(count_heldout(options), len(whole))
+    blocks = [whole[int(number)] for number in np.linspace(0, len(whole) - 1, count)]
     if not blocks:
         raise RefusedError(f"the held-out text has less than one block of {options.block} tokens; give more")
     return heldout, blocks
@@ -324,20 +291,92 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
     CorpusError.
     """
     if options.heldout:
-        fields = {"field": options.field, "target_field": options.target_field}
-        return [*parse_sources([options.heldout], **fields)]
-    if not options.heldout_fraction:
-        return [parse_source("stdlib:heldout")] if options.data == ("stdlib:train",) else []
-    sources = parse_sources(options.data, **source_options(options))
-    parts = [source.part(options.heldout_fraction) for source in sources]
-    if parts := [part for part in parts if next(part.read(part.dataset()), None)]:
-        return parts
-    raise RefusedError(
-        f"--heldout-fraction {options.heldout_fraction:g} holds out no document of {', '.join(options.data)}; give "
-        "more, or text of its own with --heldout"
+        return [*data_sources(replace(options, data=(options.heldout,), streaming=False))]
+    if options.heldout_fraction:
+        return [source.part(options.heldout_fraction) for source in data_sources(options)]
+    return [parse_source("stdlib:heldout")] if options.data == ("stdlib:train",) else []
+
+
+def data_sources(options: TrainOptions) -> tuple[Source, ...]:
+    """The sources of --data. Raises CorpusError."""
+    return parse_sources(
+        options.data, field=options.field, target_field=options.target_field, streaming=options.streaming
     )
 
 
-def source_options(options: TrainOptions) -> dict[str, Any]:
-    """The arguments of `parse_sources`."""
-    return {"field": options.field, "target_field": options.target_field, "streaming": options.streaming}
+def settle_steps(options: TrainOptions, data_tokens: int, longest: int, ranks: int) -> TrainOptions:
+    """The options with the tokens of a block and the blocks of a step decided.
+
+    By default a step has eight blocks of `longest` tokens. If that makes less than 250 steps, a step has fewer blocks,
+    and blocks are shorter: with few tokens the number of steps decides the result (docs/uptraining.md). A constant
+    learning rate keeps the default, so that a longer run begins with the steps of a shorter one. `ranks` share a step.
+    """
+    tokens = options.tokens or data_tokens
+    if options.alpha is not None:
+        tokens = int(options.alpha * data_tokens)
+    short = options.steps is None and options.schedule != "constant"
+    block, batch = options.context or longest, options.batch_size
+    while short and options.context is None and tokens < _STEPS * block and block // 2 >= _BLOCK:
+        block //= 2
+    if batch is None:
+        unit = ranks * (options.micro_batch or 1)
+        target = min(_BATCH, tokens // (_STEPS * block)) if short else _BATCH
+        batch = max(1, target // unit) * unit
+    return replace(options, context=block, batch_size=batch)
+
+
+def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
+    """Tokens of a block: --context, or the model's positions, `MAX_BLOCK` at most. Raises RefusedError."""
+    default = MAX_PAIR if config.is_encoder_decoder else MAX_BLOCK
+    config = config.get_text_config(decoder=True)
+    if len(tokenizer) > config.vocab_size:
+        raise RefusedError(
+            f"the tokenizer of {checkpoint.name} has {len(tokenizer):,} tokens, its embedding only "
+            f"{config.vocab_size:,}; give the tokenizer that belongs to the model"
+        )
+    longest = positions(config)
+    if longest and options.context and options.context > longest:
+        raise RefusedError(f"--context {options.context} is more than the {longest} positions of {checkpoint.name}")
+    return options.context or min(longest or default, MAX_BLOCK)
+
+
+def build_data(
+    options: TrainOptions, checkpoint: Checkpoint, base: Checkpoint | None, config: Any, tokenizer: Any, device: str,
+    watcher: Watcher, dry: bool,
+) -> Dataloader:  # fmt: skip
+    """The data to train on, which the model of `base` may write, and the held-out blocks, for a model of a transformers
+    `config`. Raises RefusedError and CorpusError.
+    """
+    longest, processes = find_block_size(config, tokenizer, checkpoint, options), ranks().num_processes
+    trusted, encoder = options.trust_remote_code, None
+
+    def write(size: int, count: int) -> SampledBlocks:
+        assert base is not None
+        if encoder:
+            return PairMaker(base, device, size, options.seed, watcher, trusted).sampled(count, not dry)
+        attention, seed = options.attn_implementation, derive_seed(options.seed, "training")
+        load = partial(load_model, str(base.directory), device=device, attention=attention, trust_remote_code=trusted)
+        plain = parse_self(options.data[0]).plain
+        return sampled_blocks(load, device, base, size, count, seed, plain, watcher, not dry, trust_remote_code=trusted)
+
+    # One process tokenises, or samples from the teacher, and the others read its cache.
+    with main_first():
+        if config.is_encoder_decoder:
+            encoder = PairEncoder(config, tokenizer, checkpoint.name)
+            return open_pairs(options, encoder, tokenizer, longest, processes, write)
+        if is_self(options.data[0]):
+            return open_sampled(options, tokenizer, write, longest, processes)
+        return open_dataloader(options, tokenizer, longest, processes)
+
+
+@contextmanager
+def main_first() -> Iterator[None]:
+    """The main process goes through the block, then the others do, also if it fails."""
+    processes = ranks()
+    if not processes.is_main_process:
+        processes.wait_for_everyone()
+    try:
+        yield
+    finally:
+        if processes.is_main_process:
+            processes.wait_for_everyone()

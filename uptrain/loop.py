@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,19 +19,22 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from gqa.checkpoint.errors import DivergedError, RefusedError, StoppedError
 from gqa.checkpoint.provenance import checkpoint_digest
+from gqa.checkpoint.write import finite, replacing
+from gqa.corpus.streamed import StreamedBlocks
 from gqa.uptrain.dataloader import stack
-from gqa.uptrain.log import Log
-from gqa.uptrain.options import Schedule
-from gqa.uptrain.scope import make_optimizer, trained_names
+from gqa.uptrain.models import make_optimizer, trained_names
+from gqa.uptrain.options import Schedule, differences
 from gqa.uptrain.setup import Setup
-from gqa.uptrain.state import check_run, load
-from gqa.uptrain.training_model import Batch, predictions
+from gqa.uptrain.state import load
+from gqa.uptrain.training_model import Batch, split_batch
 from gqa.uptrain.weights import local_shard, prepare_model, stored_weights
 
 EVALUATIONS = 4  # held-out evaluations of a run, unless `eval_every` is given
+STATUS_SECONDS = 5  # between two status lines
 Weights = dict[str, Tensor]
 
 
@@ -62,8 +69,9 @@ def train(setup: Setup, *, quiet: bool = True) -> tuple[TrainingProgress, Weight
     training = setup.training_model
     model, optimizer = prepare_model(accelerator, training, make_optimizer(training, options))
     progress, best = _resume(setup, model, optimizer) if options.resume else (TrainingProgress(), {})
-    first_losses = _evaluate(setup, model, progress, best) if progress.step == 0 and setup.dataloader.heldout else {}
-    log = Log(setup, progress.step, quiet, first_losses.get("heldout_loss"))
+    if progress.step == 0 and dataloader.heldout:
+        _evaluate(setup, model, progress, best)
+    log = Log(setup, progress.step, quiet)
     warmup = warmup_steps(options.warmup, options.schedule, dataloader.steps)
     eval_every = options.eval_every or math.ceil(dataloader.steps / EVALUATIONS)
     model.train()
@@ -76,20 +84,20 @@ def train(setup: Setup, *, quiet: bool = True) -> tuple[TrainingProgress, Weight
             seconds = time.perf_counter() - start
 
             last = progress.step == dataloader.steps
-            if setup.dataloader.heldout and (last or progress.step % eval_every == 0):
+            if dataloader.heldout and (last or progress.step % eval_every == 0):
                 numbers |= _evaluate(setup, model, progress, best)
-            log.step(progress.step, numbers, seconds)
+            log.step(progress, numbers, seconds)
 
             # The last step is saved too: if writing the result fails, nothing has to be trained again.
             signal_number = _shared_signal(accelerator, signals)
             if signal_number or (options.save_every and (last or progress.step % options.save_every == 0)):
-                state = vars(progress) | _run_identity(setup) | {"stream": gather_object(dataloader.positions)}
+                positions = getattr(dataloader.blocks, "positions", [])
+                state = vars(progress) | _run_identity(setup) | {"stream": gather_object(positions)}
                 state["ranks"] = accelerator.num_processes
                 setup.states.save(accelerator, model, optimizer, best, state)
             if signal_number:
                 raise StoppedError(signal_number, progress.step)
             start = time.perf_counter()
-    log.close()
     return progress, _best(setup, model, progress, best)
 
 
@@ -126,7 +134,8 @@ def train_step(
     changes; in float16 the gradient scaler skips the step, and then lowers its scale.
     """
     device = accelerator.device
-    total = accelerator.reduce(torch.tensor(float(sum(map(predictions, micro_batches))), device=device), "sum")
+    predictions = sum(int((split_batch(batch)[1] >= 0).sum()) for batch in micro_batches)
+    total = accelerator.reduce(torch.tensor(float(predictions), device=device), "sum")
     batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in micro_batches]
     # accelerate divides by the micro-batches, DDP and FSDP by the ranks: undone here, as the sum is divided only once.
     scale = len(batches) * accelerator.num_processes / total.clamp_min(1.0)
@@ -139,17 +148,12 @@ def train_step(
             sums += numbers
             accelerator.backward(loss * scale)
     sums = accelerator.reduce(sums, "sum")
-    norm = _clip(accelerator, model, clip)
+    norm = accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], clip)
+    norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if accelerator.scaler is not None or _is_finite(sums, norm):
         optimizer.step()
     optimizer.zero_grad()
     return sums, norm
-
-
-def _clip(accelerator: Accelerator, model: Any, limit: float) -> float:
-    """Clip the gradient to a norm; return the norm before."""
-    norm = accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], limit)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def _is_finite(sums: Tensor, norm: float) -> bool:
@@ -192,9 +196,10 @@ def _evaluate(setup: Setup, model: Any, progress: TrainingProgress, best: Weight
     """
     with stored_weights(setup.model, setup.checkpoint):
         losses, lowest = heldout_losses(setup, model), progress.heldout_after
-    if math.isnan(losses["loss"]) and not progress.step:
+    if not progress.step and not math.isfinite(losses["loss"]):
         raise RefusedError(
-            f"{setup.checkpoint.name} or its teacher gives losses that are not numbers; give intact checkpoints"
+            f"{setup.checkpoint.name} or its teacher has weights that are NaN or infinite: its held-out loss is no "
+            "number; give intact checkpoints"
         )
     if lowest is None:
         progress.heldout_before = progress.heldout_after = losses
@@ -262,11 +267,17 @@ def _run_identity(setup: Setup) -> dict[str, Any]:
 def _resume(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress, Weights]:
     """The progress and the best weights of the last state, whose weights and optimiser are loaded."""
     path, record = setup.states.latest()
-    check_run(path, record, _run_identity(setup))
+    run = json.loads(json.dumps(_run_identity(setup), default=str))
+    changed = differences(run["options"], record.get("options", {}))
+    if record.get("data") != run["data"]:
+        changed.append("the content of the data")
+    if changed:
+        raise RefusedError(f"{path} was saved by another run: {'; '.join(changed)}; start without --resume, or as then")
     progress = TrainingProgress(**{name: record[name] for name in vars(TrainingProgress())})
     best = _copy_trained(setup, model) if 0 < progress.best_step < setup.dataloader.steps else {}
     load(path, record, setup.accelerator, model, optimizer, best)
-    setup.dataloader.seek(record.get("stream", []))
+    if isinstance(blocks := setup.dataloader.blocks, StreamedBlocks):
+        blocks.seek(record["stream"])
     return progress, best
 
 
@@ -293,3 +304,43 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+class Log:
+    """Writes a record of each step to metrics.jsonl, and a status line to stderr every few seconds."""
+
+    def __init__(self, setup: Setup, first: int, quiet: bool) -> None:
+        """`first` steps are done already; later lines of metrics.jsonl are dropped, as those steps are repeated."""
+        self._device, self._main = setup.accelerator.device, setup.accelerator.is_main_process
+        self._path, self._steps, self._first = setup.metrics, setup.dataloader.steps, first
+        self._quiet, self._start, self._last_line = quiet, time.perf_counter(), -math.inf
+        if self._main and self._path.is_file():
+            lines = self._path.read_text().splitlines(keepends=True)[:first]
+            with replacing(self._path) as temporary:
+                temporary.write_text("".join(lines))
+
+    def step(self, progress: TrainingProgress, numbers: dict[str, float], seconds: float) -> None:
+        """Record a step, which took so many seconds: `numbers` are its losses, learning rate and gradient norm."""
+        if not self._main:
+            return
+        step, rate = progress.step, numbers["step_tokens"] / seconds
+        record = {"step": step, **numbers, "tokens_per_second": round(rate, 1), "memory_bytes": memory(self._device)}
+        with self._path.open("a") as stream:
+            stream.write(json.dumps(finite(record)) + "\n")
+        now = time.perf_counter()
+        if not self._quiet and (step == self._steps or now - self._last_line > STATUS_SECONDS):
+            self._last_line = now
+            left = (now - self._start) / (step - self._first) * (self._steps - step)
+            heldout = progress.heldout_after and progress.heldout_after["loss"]
+            losses = {"loss": numbers["loss"], "kl": numbers.get("distillation"), "held-out": heldout}
+            line = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]
+            line = [f"step {step}/{self._steps}", f"eta {timedelta(seconds=int(left))}", *line, f"{rate:,.0f} tok/s"]
+            print(" | ".join(line), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def memory(device: torch.device) -> int:
+    """Peak memory of this process in bytes: of the GPU that it uses, else of the host."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -33,8 +33,8 @@ AUTO_TEACHER, NO_TEACHER = "auto", "none"
 class TrainOptions(Options):
     """See `gqa-uptrain --help`. Batches are counted in blocks; at most one of alpha, tokens and steps is given.
 
-    `gqa.uptrain.defaults` fills in the defaults that depend on the checkpoint (teacher, data, length, scope) or on the
-    data (context, batch).
+    `settle` and `settle_steps` fill in the defaults that depend on the checkpoint (teacher, data, length, scope) and on
+    the data (context, batch).
     """
 
     # fmt: off
@@ -108,7 +108,6 @@ class TrainOptions(Options):
     # For Python callers.
     lora_rank: int = option(16, "", COUNT, expert=True)  # of the adapters of train="lora"
     weight_decay: float = option(0.1, "", FROM_ZERO, expert=True)
-    pretraining_tokens: int | None = option(None, "", Tokens(), expert=True)  # what alpha is a fraction of
     repeats: bool | None = option(None, expert=True)  # half of the blocks repeat themselves; None: with a teacher
     clip: float = option(1.0, "", POSITIVE, expert=True)  # the norm of the gradient, at most
     distill: float = option(1.0, "", SHARE, expert=True)  # the teacher's share of the loss; the rest is cross-entropy
@@ -142,27 +141,36 @@ class TrainOptions(Options):
 
     def check(self, ranks: int) -> None:
         """Raise RefusedError if options contradict each other."""
-        for message in self._conflicts(ranks):
-            raise RefusedError(message)
+        for applies, message in self._conflicts(ranks):
+            if applies:
+                raise RefusedError(message)
 
-    def _conflicts(self, ranks: int) -> Iterator[str]:
-        if len(lengths := self.lengths) > 1:
-            yield f"the length is given by {' and '.join(lengths)}; give one of --alpha, --tokens and --steps"
-        if self.heldout and self.heldout_fraction:
-            yield "held-out text is given by --heldout and --heldout-fraction; give one"
-        if any(map(is_self, self.data)):
-            if len(self.data) > 1 or self.streaming or self.heldout_fraction:
-                yield "--data self:TOKENS stands alone: no other source, stream or held-out share"
-            if not self.distills:
-                yield "--data self is what the --teacher writes; give the model before conversion"
-            if parse_self(self.data[0]).tokens is None and self.alpha is not None:
-                yield "--alpha is a fraction of the data; say how much of --data self there is, like self:1M"
+    def _conflicts(self, ranks: int) -> Iterator[tuple[bool, str]]:
+        """Whether a conflict applies, and what to do."""
+        given, sampled, part = " and ".join(self.lengths), any(map(is_self, self.data)), self.heldout_fraction > 0
+        has_alpha, stands_alone = self.alpha is not None, len(self.data) == 1 and not self.streaming and not part
+        yield len(self.lengths) > 1, f"the length is given by {given}; give one of --alpha, --tokens and --steps"
+        yield part and self.heldout is not None, "--heldout and --heldout-fraction both name held-out text; give one"
+        yield part and self.streaming, "--heldout-fraction is not for a stream; name other text with --heldout"
+        yield has_alpha and self.streaming, "--alpha of a stream, whose length is unknown; give --tokens or --steps"
+        for name, applies, needed in (
+            ("distill", self.distills, "--teacher"),
+            ("temperature", self.distills, "--teacher"),
+            ("lora_rank", self.train == "lora", "--train lora"),
+            ("repeats", not sampled, "text of yours; self repeats itself, self:plain does not"),
+        ):
+            yield self.is_set(name) and not applies, f"{name} needs {needed}; give both or leave it out"
+        if sampled:
+            yield not stands_alone, "--data self:TOKENS stands alone: no other source, stream or held-out share"
+            yield not self.distills, "--data self is what the --teacher writes; give the model before conversion"
+            endless = parse_self(self.data[0]).tokens is None
+            yield has_alpha and endless, "--alpha of --data self without end; say how much there is, like self:1M"
         if self.batch_size is not None:  # else `settle_steps` decides it
-            share = self.batch_size // ranks
-            if self.batch_size % ranks:
-                yield f"--batch-size {self.batch_size} is not a multiple of the {ranks} processes; give one that is"
-            elif share % (self.micro_batch or share):
-                yield f"--micro-batch {self.micro_batch} does not divide the {share} blocks of a process in a batch"
+            share, rest = divmod(self.batch_size, ranks)
+            multiple = f"--batch-size {self.batch_size} is not a multiple of the {ranks} processes; give one that is"
+            yield rest > 0, multiple
+            divisor = f"--micro-batch {self.micro_batch} does not divide the {share} blocks of a process in a batch"
+            yield share % (self.micro_batch or share) > 0, divisor
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:

@@ -15,9 +15,19 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.files import TensorSpec, new_shard, shard_names, write_index
-from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.names import saved_tensors, sources
-from gqa.checkpoint.provenance import UPTRAINING
+from gqa.checkpoint.loading import out_of_memory, ranks
+from gqa.checkpoint.names import saved_tensors
+from gqa.checkpoint.provenance import (
+    PROVENANCE,
+    UPTRAINING,
+    command_line,
+    format_card,
+    read_record,
+    request,
+    source_card,
+    stamp,
+    versions,
+)
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import (
     OutputDirectory,
@@ -28,13 +38,12 @@ from gqa.checkpoint.write import (
     write_tensor,
     write_text,
 )
-from gqa.uptrain.loop import TrainingProgress, train
-from gqa.uptrain.lora import adapter_parts, merge_adapters
+from gqa.uptrain.loop import TrainingProgress, train, warmup_steps
 from gqa.uptrain.setup import Setup
-from gqa.uptrain.summary import card, record_of
-from gqa.uptrain.weights import gather_on_lookup
+from gqa.uptrain.weights import gather, merge_adapters
 
 METRICS = "gqa_uptraining.jsonl"
+_MOMENTS = {"adamw": 8, "adafactor": 1}  # bytes of the optimiser's state for each weight that trains
 _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
 
 
@@ -44,16 +53,26 @@ def uptrain(setup: Setup, *, quiet: bool = True, argv: Sequence[str] = ()) -> tu
     `argv` are the arguments of the command. Raises what `train` raises, and OutputError.
     """
     with setup.states.lock():
-        with setup.explain_memory():
+        try:
             progress, weights = train(setup, quiet=quiet)
-        record = finite(record_of(setup, progress, argv))
-        with gather_on_lookup(weights) as full_weights:
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise RefusedError(
+                f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
+                f"{setup.micro_batch}) or --context (now {setup.options.block:,}), or give --checkpointing, "
+                "--train lora or --optimizer adafactor"
+            ) from error
+        record, whole = finite(record_of(setup, progress, argv)), gather(weights)
+        try:
             if setup.accelerator.is_main_process:
-                _export(setup, full_weights, record)
+                _export(setup, whole, record)
+        finally:
+            ranks().wait_for_everyone()
     return progress, record
 
 
-def _export(setup: Setup, weights: Mapping[str, Tensor], record: dict[str, Any]) -> None:
+def _export(setup: Setup, weights: dict[str, Tensor], record: dict[str, Any]) -> None:
     """Write and verify the checkpoint, then remove the states. Without `weights` those of the source are written.
 
     The directory appears only when it is complete.
@@ -70,30 +89,25 @@ def _export(setup: Setup, weights: Mapping[str, Tensor], record: dict[str, Any])
         copy_file(setup.metrics, work / METRICS)
         write_text(work / "README.md", card(source, output.out.name, record))
         write_text(work / "config.json", json.dumps(source.config, indent=2, ensure_ascii=False) + "\n")
-        _verify(work, source, options.trust_remote_code)
+        _verify(work, source)
         output.commit(UPTRAINING, record)
     if not options.keep_state:
         setup.states.remove()
 
 
-def _write_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Checkpoint, work: Path) -> None:
-    """Write the files of the source with their tensors in order; tensors that the class does not use are copied. Each
-    weight is looked up only when it is written.
+def _write_weights(model: PreTrainedModel, weights: dict[str, Tensor], source: Checkpoint, work: Path) -> None:
+    """Write the files of the source with their tensors in order; tensors that the class does not use are copied.
 
     Raises OutputError if a number is too large for its dtype.
     """
     files = [list(part) for _, part in groupby(source.tensors.values(), key=lambda spec: spec.file)]
     shards = dict(zip(shard_names(len(files)), files, strict=True))
-    stored, parts = sources(model) if weights else {}, adapter_parts(weights)
-    ready: dict[str, Tensor] = {}
+    stored = saved_tensors(model, merge_adapters(weights)) if weights else {}
     for file, specs in shards.items():
         with new_shard(work / file, specs) as target:
             for spec in specs:
-                if spec.name in stored and spec.name not in ready:
-                    needed = [part for name in stored[spec.name][1] for part in parts[name]]
-                    ready |= saved_tensors(model, merge_adapters({name: weights[name] for name in needed}))
-                if spec.name in ready:
-                    write_tensor(target, _cast(ready.pop(spec.name), spec))
+                if spec.name in stored:
+                    write_tensor(target, _cast(stored[spec.name], spec))
                 elif source.has_range(spec):
                     with source.path(spec.file).open("rb") as stream:
                         copy_range(stream, target, spec.begin, spec.nbytes)
@@ -109,13 +123,133 @@ def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return cast
 
 
-def _verify(work: Path, source: Checkpoint, trust_remote_code: bool) -> None:
-    try:
-        written = read_checkpoint(work)
-        load_model(str(work), device="meta", trust_remote_code=trust_remote_code)
-    except RefusedError as error:
-        raise OutputError(f"the result does not verify: {error}") from error
-    expected = {name: (spec.dtype, spec.shape) for name, spec in source.tensors.items()}
-    actual = {name: (spec.dtype, spec.shape) for name, spec in written.tensors.items()}
+def _verify(work: Path, source: Checkpoint) -> None:
+    """Raise OutputError unless the written headers name the source's tensors in their dtypes and shapes."""
+    written = read_checkpoint(work).tensors
+    expected, actual = (
+        {name: (spec.dtype, spec.shape) for name, spec in tensors.items()} for tensors in (source.tensors, written)
+    )
     if wrong := {name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)}:
         raise OutputError(f"the result does not verify: {listing(wrong)} not as in {source.name}")
+
+
+def plan_record(setup: Setup) -> dict[str, Any]:
+    """The plan of a run, JSON-ready."""
+    options, dataloader, model, processes = setup.options, setup.dataloader, setup.model, ranks().num_processes
+    parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+    teacher = sum(p.numel() * p.element_size() for p in setup.teacher.parameters()) if setup.teacher else 0
+    return {
+        "model": setup.checkpoint.hub_id or setup.checkpoint.name,
+        "parameters": parameters,
+        "trained_parameters": trained,
+        "data": dataloader.summary,
+        "steps": dataloader.steps,
+        "tokens": dataloader.steps * dataloader.tokens_per_step,
+        "tokens_per_step": dataloader.tokens_per_step,
+        "block_size": options.block,
+        "micro_batch": setup.micro_batch,
+        "processes": processes,
+        "warmup_steps": warmup_steps(options.warmup, options.schedule, dataloader.steps),
+        "heldout_tokens": dataloader.tokens(len(dataloader.heldout)),
+        # Weights, gradients and optimiser state of a process, without activations.
+        "memory_bytes": (4 * parameters + (4 + _MOMENTS[options.optimizer]) * trained + teacher)
+        // (processes if setup.accelerator.is_fsdp2 else 1),
+    }
+
+
+def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
+    """The plan in words."""
+    options = setup.options
+    lines = [
+        f"model       {record['model']}: {record['trained_parameters']:,} of {record['parameters']:,} parameters train "
+        f"({options.train})",
+        f"teacher     {setup.teacher_text}" if options.distills else f"no teacher  {setup.teacher_text}",
+        f"data        {', '.join(options.data)}: {record['data']}",
+        f"steps       {record['steps']:,} of {options.batch_size} blocks = {record['tokens_per_step']:,} tokens, "
+        f"{record['tokens']:,} tokens in all",
+        f"rate        {options.learning_rate:g} {options.optimizer}, {options.schedule}, "
+        f"{record['warmup_steps']} steps of warm-up",
+        f"memory      {record['memory_bytes'] / 2**30:.1f} GiB in a process for weights, gradients and optimiser, "
+        "activations on top",
+        f"held out    {record['heldout_tokens']:,} tokens; the state that does best on them is written"
+        if setup.dataloader.heldout
+        else "held out    nothing, as the data is short: the last state is written (see --heldout)",
+    ]
+    return "\n".join(lines)
+
+
+def result_text(setup: Setup, progress: TrainingProgress) -> str:
+    """The result in words."""
+    lines, before, after = [], progress.heldout_before, progress.heldout_after
+    if before and after:
+        name, unit = ("distillation", "nats from the teacher") if setup.options.distills else ("nats", "nats per token")
+        lines.append(
+            f"held out    {before[name]:.4f} {unit} before, {after[name]:.4f} after {progress.best_step} steps"
+        )
+        if not progress.best_step:
+            lines.append(
+                f"unchanged   no step did better: the weights are those of {setup.checkpoint.name}. Try a lower "
+                f"--learning-rate (now {setup.options.learning_rate:g}), or more tokens"
+            )
+    if progress.skipped:
+        lines.append(f"skipped     {progress.skipped} steps whose loss or gradient was not finite")
+    loads = "trust_remote_code=True" if "auto_map" in setup.checkpoint.config else "plain transformers"
+    return "\n".join([*lines, f"written     {setup.options.output}: loads with {loads}, verified"])
+
+
+def record_of(setup: Setup, progress: TrainingProgress, argv: Sequence[str]) -> dict[str, Any]:
+    """The record of a run, JSON-ready, with the records of the source checkpoint inside. `argv`: arguments of the
+    command.
+    """
+    source, options, dataloader = setup.checkpoint, setup.options, setup.dataloader
+    recorded = request(options, argv)["options"]
+    return {
+        **stamp("gqa-uptrain", argv),
+        "model": source.hub_id or source.name,
+        "revision": source.revision,
+        "data": recorded["data"],
+        "alpha": options.alpha,
+        "tokens": progress.tokens,
+        "steps": progress.step,
+        "skipped_steps": progress.skipped,
+        "teacher": recorded["teacher"] if options.distills else None,
+        "teacher_revision": setup.teacher_checkpoint and setup.teacher_checkpoint.revision,
+        "losses": _losses(setup, progress),
+        "data_summary": dataloader.summary,
+        "data_fingerprint": dataloader.fingerprint,
+        "ranks": setup.accelerator.num_processes,
+        "options": recorded,
+        "conversion": read_record(source, PROVENANCE),
+        "trained_before": read_record(source, UPTRAINING),
+        "versions": versions("torch", "transformers", "accelerate"),
+    }
+
+
+def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
+    """Losses in nats per token; with a teacher also the divergence from it, which selects the best state."""
+    losses: dict[str, Any] = {"training": progress.loss}
+    for when, heldout in (("before", progress.heldout_before), ("after", progress.heldout_after)):
+        losses[f"heldout_{when}"] = heldout and heldout["nats"]
+        if setup.options.distills:
+            losses[f"distillation_{when}"] = heldout and heldout["distillation"]
+    return losses | {"best_step": progress.best_step if setup.dataloader.heldout else progress.step}
+
+
+def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
+    """README.md: the source card's metadata, a description of the training, and the source card below."""
+    metadata, text = source_card(source, whole=UPTRAINING not in source.side_files)
+    metadata.pop("model-index", None)  # results of the source weights
+    tagged = {**metadata, "tags": [*metadata.get("tags", []), "gqa-uptrain"]}
+    losses, heldout = record["losses"], ""
+    if losses["heldout_before"] is not None:
+        before, after = (f"{losses[f'heldout_{time}']:.4f}" for time in ("before", "after"))
+        heldout = f"; held-out loss {before} before, {after} after (nats per token)"
+        heldout += "" if losses["best_step"] else ", as no step made it better: these weights are unchanged"
+    teacher = f", taught by `{record['teacher']}`" if record["teacher"] else ""
+    share = f" (alpha {record['alpha']:g})" if record["alpha"] else ""
+    description = (
+        f"`{record['model']}` trained further{teacher}: {record['tokens']:,} tokens{share} of "
+        f"{', '.join(record['data'])} in {record['steps']:,} steps{heldout} (gqa-uptrain {record['version']}; more in "
+        f"`{UPTRAINING}`)."
+    )
+    return format_card(tagged, [f"# {name}", "", description], command_line(record["tool"], record["argv"]), text)

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import out_of_memory, ranks
 from gqa.checkpoint.write import fsync_directory, locked, write_text
-from gqa.uptrain.options import differences
 
 RECORD = "trainer_state.json"
 KEPT = 2  # states
@@ -150,12 +149,3 @@ def _cause(error: BaseException) -> BaseException:
     """The error of the first rank that failed, from an error of torch.distributed.checkpoint."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     return next((failure for failure, _ in failures.values()), error)
-
-
-def check_run(path: Path, record: dict[str, Any], run: dict[str, Any]) -> None:
-    """Raise RefusedError with all differences if the options or the data of a state are not those of this run."""
-    changed = differences(json.loads(json.dumps(run["options"], default=str)), record.get("options", {}))
-    if record.get("data") != run["data"]:
-        changed.append("the content of the data")
-    if changed:
-        raise RefusedError(f"{path} was saved by another run: {'; '.join(changed)}; start without --resume, or as then")

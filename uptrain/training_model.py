@@ -5,8 +5,8 @@ DDP and FSDP hook into a module's forward, so everything that uses parameters ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.compat import layer_classes, set_layer_classes
-from gqa.corpus.likelihood import ChunkedHead
-from gqa.uptrain.losses import chunked_sum, next_token_loss
+from gqa.corpus.likelihood import ChunkedHead, chunks, nats
 from gqa.uptrain.options import TrainOptions
 
 Batch = dict[str, Tensor]
+# (rows (n, D) with gradient, their slice) -> (loss to descend, numbers to report), both summed over the rows.
+SliceLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 class TrainingModel(nn.Module):
@@ -47,19 +48,23 @@ class TrainingModel(nn.Module):
             inputs["decoder_input_ids"] = shift_right(self.model, batch["labels"])
         options, teacher = self._options, self._teacher
         hidden = self._head.hidden(**inputs).flatten(0, 1)
-        with gathered(teacher.model) if teacher else nullcontext():
+        shards = teacher.model if teacher and isinstance(teacher.model, FSDPModule) else None
+        if shards:  # parameters outside its layers are gathered until all slices have passed its head
+            shards.unshard()
+        with torch.no_grad():
+            teacher_hidden = teacher.hidden(**inputs).flatten(0, 1) if teacher else None
+
+        def slice_loss(rows: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
             with torch.no_grad():
-                teacher_hidden = teacher.hidden(**inputs).flatten(0, 1) if teacher else None
+                teacher_logits = None
+                if teacher is not None and teacher_hidden is not None:
+                    teacher_logits = teacher.logits(teacher_hidden[piece])
+            logits = self._head.logits(rows)
+            return next_token_loss(logits, targets[piece], teacher_logits, options.distill, options.temperature)
 
-            def slice_loss(rows: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
-                with torch.no_grad():
-                    teacher_logits = None
-                    if teacher is not None and teacher_hidden is not None:
-                        teacher_logits = teacher.logits(teacher_hidden[piece])
-                logits = self._head.logits(rows)
-                return next_token_loss(logits, targets[piece], teacher_logits, options.distill, options.temperature)
-
-            loss, sums = chunked_sum(slice_loss, self._head.vocabulary, hidden, self._head_parameters())
+        loss, sums = chunked_sum(slice_loss, self._head.vocabulary, hidden, self._head_parameters())
+        if shards:
+            shards.reshard()
         return loss, torch.cat([(targets >= 0).sum(dtype=sums.dtype).reshape(1), sums])
 
     def _head_parameters(self) -> list[nn.Parameter]:
@@ -71,17 +76,6 @@ class TrainingModel(nn.Module):
         table = self.model.get_output_embeddings()
         tied = [p for p in (table.parameters() if table is not None else ()) if id(p) in inside]
         return [p for p in (*outside, *tied) if p.requires_grad]
-
-
-@contextmanager
-def gathered(teacher: PreTrainedModel) -> Iterator[None]:
-    """Gather a sharded teacher's parameters outside its layers until all slices have passed its head."""
-    sharded = isinstance(teacher, FSDPModule)
-    if sharded:
-        teacher.unshard()
-    yield
-    if sharded:
-        teacher.reshard()
 
 
 def split_batch(batch: Batch) -> tuple[Batch, Tensor]:
@@ -107,6 +101,75 @@ def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
     return ids.masked_fill(ids == -100, pad or 0)
 
 
-def predictions(batch: Batch) -> int:
-    """Count the predictions of a batch."""
-    return int((split_batch(batch)[1] >= 0).sum())
+class _ChunkedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, loss: SliceLoss, vocabulary: int, differentiate: bool, rows: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        total, report = rows.new_zeros((), dtype=torch.float32), None
+        row_gradient = torch.empty_like(rows) if differentiate else None
+        sums: list[Tensor | None] = [None] * len(parameters)
+        for piece in chunks(len(rows), vocabulary, rows.device):
+            with torch.set_grad_enabled(differentiate):
+                leaf = rows[piece].detach().requires_grad_(differentiate)
+                value, numbers = loss(leaf, piece)
+            total += value.detach()
+            report = numbers.detach() if report is None else report + numbers.detach()
+            if row_gradient is not None:
+                with torch.autocast(rows.device.type, enabled=False):  # as every backward pass is
+                    row_gradient[piece], *gradients = torch.autograd.grad(value, [leaf, *parameters], allow_unused=True)
+                sums = [_add(before, part) for before, part in zip(sums, gradients, strict=True)]
+        ctx.gradients = None if row_gradient is None else (row_gradient, sums)
+        assert report is not None
+        ctx.mark_non_differentiable(report)
+        return total, report
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        (rows, sums), ctx.gradients = ctx.gradients, None  # they are scaled in place, so only once
+        # In float32: float16 cannot hold the loss scale. autograd casts the result.
+        return (None, None, None, *(None if part is None else part.float().mul_(upstream[0]) for part in (rows, *sums)))
+
+
+def _add(before: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """Add in float32: bfloat16 would round small slices away."""
+    if before is None or part is None:
+        return before if part is None else part.float()
+    return before.add_(part)
+
+
+def chunked_sum(
+    loss: SliceLoss, vocabulary: int, rows: Tensor, parameters: Sequence[nn.Parameter]
+) -> tuple[Tensor, Tensor]:
+    """Sum of `loss` over slices of (N, D) rows, differentiable (once) in them and in `parameters` (those of the head).
+
+    Return the sum and the summed numbers to report. Divide the gradient afterwards: a mean could underflow in float16.
+    All `parameters` need a gradient.
+    """
+    differentiate = torch.is_grad_enabled()
+    sums: tuple[Tensor, Tensor] = _ChunkedSum.apply(loss, vocabulary, differentiate, rows, *parameters)  # type: ignore[no-untyped-call]
+    return sums
+
+
+def next_token_loss(
+    logits: Tensor, targets: Tensor, teacher: Tensor | None = None, weight: float = 1.0, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(1 - weight) x cross-entropy + weight x distillation, summed; and (sum of nats, sum of distillation).
+
+    Distillation is T^2 KL(teacher || student) at temperature T (Hinton et al., arXiv 1503.02531, section 2); T^2 keeps
+    the gradient's size the same for every temperature.
+
+    Args:
+        logits: (n, V) of the student, any dtype; computed in float32.
+        targets: (n,) ids; rows of -100 do not count.
+        teacher: (n, V) of the teacher, or None: then the loss is the cross-entropy.
+    """
+    logits = logits.float()
+    likelihood = nats(logits, targets).sum()
+    if teacher is None:
+        return likelihood, torch.stack([likelihood, likelihood.new_zeros(())])
+    p, q = (teacher.float() / temperature).log_softmax(-1), (logits / temperature).log_softmax(-1)
+    kl = temperature**2 * torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    divergence = kl.where(targets >= 0, 0.0).sum()
+    loss = divergence if weight == 1 else (1 - weight) * likelihood + weight * divergence
+    return loss, torch.stack([likelihood, divergence])

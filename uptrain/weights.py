@@ -4,14 +4,13 @@ whole model), and as they would be stored.
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, fsdp2_prepare_model
+from accelerate.utils import fsdp2_prepare_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -19,11 +18,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.compat import add_model, layer_classes
+from gqa.checkpoint.errors import OutputError
 from gqa.checkpoint.loading import ranks, read_shards
 from gqa.checkpoint.names import sources
 from gqa.checkpoint.read import Checkpoint, stored_as
-from gqa.uptrain.lora import adapter_parts, merge_adapter
 from gqa.uptrain.training_model import TrainingModel
+
+LORA_ALPHA = 32  # adapters (LoRA, arXiv 2106.09685) are scaled by LORA_ALPHA / rank
+_BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def shard_model(training: TrainingModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
@@ -60,40 +62,21 @@ def prepare_model(accelerator: Accelerator, training: Any, optimizer: Any) -> tu
     return training, accelerator.prepare_optimizer(optimizer)
 
 
-@contextmanager
-def gather_on_lookup(weights: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-    """Rank 0 all-gathers a DTensor on lookup; other ranks serve these gathers until it is done (or failed), and enter
-    the block then.
-    """
-    main = ranks().is_main_process
-    while not main and (name := broadcast_object_list([""])[0]):
-        _whole(weights[name])
-    try:
-        yield _GatherOnLookup(weights)
-    finally:
-        if main:
-            broadcast_object_list([""])
-        ranks().wait_for_everyone()
-
-
-class _GatherOnLookup(UserDict[str, Tensor]):
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self.data[name]
-        if isinstance(tensor, DTensor):
-            broadcast_object_list([name])
-            tensor = _whole(tensor).cpu()
-        return tensor
+def gather(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole weights in the host's memory of the first process, gathered one at a time; nothing in the others."""
+    whole = {}
+    for name, tensor in weights.items():
+        full = tensor
+        if isinstance(tensor, DTensor):  # on the device of the mesh: offloaded shards cannot be gathered on the host
+            full = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+        if ranks().is_main_process:
+            whole[name] = full.cpu()
+    return whole
 
 
 def local_shard(tensor: Tensor) -> Tensor:
     """This process' part of a DTensor, or a whole tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(tensor: Any) -> Tensor:
-    """Gather a DTensor, on the device of the mesh: offloaded shards cannot be gathered in the host's memory."""
-    full: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
-    return full
 
 
 @contextmanager
@@ -103,27 +86,49 @@ def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[N
     """
     specs = ((checkpoint.tensors.get(stored), names) for stored, (_, names) in sources(model).items())
     dtypes = {name: spec.dtype for spec, names in specs if spec for name in names}
-    parameters = dict(model.named_parameters())
-    replaced: list[tuple[Tensor, Tensor]] = []
-
-    def replace(parameter: Tensor, value: Tensor) -> None:
-        replaced.append((parameter, local_shard(parameter).to("cpu", copy=True)))
-        parameter.copy_(value)
-
+    parameters, before = dict(model.named_parameters()), dict[str, Tensor]()
     try:
         with torch.no_grad():
             for name, (base, *adapter) in adapter_parts(parameters).items():
                 weight, dtype = parameters[base], dtypes.get(name, "F32")
                 if dtype == "F32" or not (weight.requires_grad or adapter):
                     continue
-                if not adapter:
-                    replace(weight, stored_as(weight, dtype))
-                    continue
-                down, up = (parameters[part] for part in adapter)
-                replace(weight, stored_as(merge_adapter(weight, down, up), dtype))
-                replace(up, torch.zeros_like(up))
+                for part in (base, *adapter[1:]):
+                    before[part] = local_shard(parameters[part]).to("cpu", copy=True)
+                weight.copy_(stored_as(merge_adapter(weight, *(parameters[part] for part in adapter)), dtype))
+                for up in adapter[1:]:
+                    parameters[up].zero_()
         yield
     finally:
         with torch.no_grad():
-            for parameter, before in replaced:
-                local_shard(parameter).copy_(before)
+            for name, tensor in before.items():
+                local_shard(parameters[name]).copy_(tensor)
+
+
+def adapter_parts(names: Iterable[str]) -> dict[str, list[str]]:
+    """Plain name of each weight -> the names in a state dict that make it: W, or W, A and B."""
+    parts = {}
+    for name in names:
+        path, base, tail = name.rpartition(_BASE)
+        if base:
+            parts[f"{path}.{tail}"] = [name, path + _DOWN, path + _UP] if tail == "weight" else [name]
+        elif ".lora_" not in name:
+            parts[name] = [name]
+    return parts
+
+
+def merge_adapter(weight: Tensor, *adapter: Tensor) -> Tensor:
+    """W + LORA_ALPHA / r x B A: (out, in) weight; the adapter, if there is one: (r, in) A, (out, r) B."""
+    if not adapter:
+        return weight
+    down, up = adapter
+    return weight + (LORA_ALPHA / len(down)) * (up @ down)
+
+
+def merge_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Merge the adapters of a state dict into its weights, which get their plain names. Raises OutputError."""
+    plain = {name: merge_adapter(*(weights[part] for part in parts)) for name, parts in adapter_parts(weights).items()}
+    for name, parts in adapter_parts(weights).items():
+        if len(parts) > 1 and not bool(plain[name].isfinite().all()):
+            raise OutputError(f"the adapter of {name.rpartition('.')[0]} is not finite; nothing was written")
+    return plain
