@@ -203,7 +203,7 @@ def bad_data(place: Path, root: Path) -> Refusals:
         ({"heldout": broken}, "broken.jsonl cannot be read: "),
         ({"heldout": place / "data.jsonl"}, "all documents are held out"),
         ({"heldout": small}, "the held-out text has less than one block of 64 tokens"),
-        ({"heldout_fraction": 1e-6}, "(1e-06 held out) holds no text"),
+        ({"heldout_fraction": 1e-6}, "--heldout-fraction 1e-06 holds out no document; give more"),
         ({"heldout_fraction": 1.0}, "all documents are held out"),
         ({"tokens": "1M"}, "the length is given by --tokens and --steps; give one"),
     ]

@@ -292,9 +292,12 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
     """
     if options.heldout:
         return [*data_sources(replace(options, data=(options.heldout,), streaming=False))]
-    if options.heldout_fraction:
-        return [source.part(options.heldout_fraction) for source in data_sources(options)]
-    return [parse_source("stdlib:heldout")] if options.data == ("stdlib:train",) else []
+    if not options.heldout_fraction:
+        return [parse_source("stdlib:heldout")] if options.data == ("stdlib:train",) else []
+    parts = [source.part(options.heldout_fraction) for source in data_sources(options)]
+    if parts := [part for part in parts if next(part.read(part.dataset()), None)]:
+        return parts
+    raise RefusedError(f"--heldout-fraction {options.heldout_fraction:g} holds out no document; give more")
 
 
 def data_sources(options: TrainOptions) -> tuple[Source, ...]:
