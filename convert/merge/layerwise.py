@@ -54,7 +54,10 @@ PLAIN: dict[str, tuple[Attend, Any]] = {"sdpa": (attend_sdpa, sdpa_mask), "eager
 
 
 def register(name: str, attend: Attend, mask: Callable[..., Any]) -> None:
-    """Let models be built and run whose attention implementation has that name."""
+    """Let models be built and run whose attention implementation has that name.
+
+    A module's `gqa_record`, if any, is called with queries, keys, values, mask and options first.
+    """
     AttentionInterface.register(name, partial(_attention, attend))
     AttentionMaskInterface.register(name, mask)
 
@@ -63,20 +66,13 @@ def _attention(
     attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
+    if record := getattr(module, "gqa_record", None):
+        record(query, key, value, attention_mask, options)
     return attend(module, query, key, value, attention_mask, **options), None
 
 
-def _attend_recorded(
-    attend: Attend, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
-) -> Tensor:
-    """Call `module.gqa_record`, where there is one, with queries, keys, values, mask and options first."""
-    if record := getattr(module, "gqa_record", None):
-        record(q, k, v, mask, options)
-    return attend(module, q, k, v, mask, **options)
-
-
 for _name, (_attend, _mask) in PLAIN.items():
-    register(f"gqa_{_name}", partial(_attend_recorded, _attend), _mask)
+    register(f"gqa_{_name}", _attend, _mask)
 
 
 class _Captured(Exception):  # noqa: N818 - it is no error
@@ -253,11 +249,10 @@ class Layerwise:
             tensor = self.loading.assemble(name, tensors)
             set_module_tensor_to_device(self.model, name, self.device, tensor, dtype=self.model.dtype)
 
-    def load(self, index: int, changed: Mapping[str, Tensor]) -> nn.Module:
+    def load(self, index: int, changed: Mapping[str, Tensor]) -> Layer:
         """Layer `index` with its weights; the stored tensors `changed` replace the checkpoint's."""
-        layer = self.layers[index]
-        self._fill([f"{self.prefix}.{index}.{name}" for name in layer.state_dict()], changed)
-        return layer
+        self._fill([f"{self.prefix}.{index}.{name}" for name in self.layers[index].state_dict()], changed)
+        return Layer(index, self.layers[index], self.device)
 
     def release(self, index: int) -> None:
         for name in self.layers[index].state_dict():
@@ -322,7 +317,7 @@ class Layerwise:
         def forward(index: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             calls[index] = hidden, (args, kwargs)
             if not self._ran:
-                layer = self.load(index, {})
+                layer = self.load(index, {}).module
                 result = type(layer).forward(layer, hidden, *args, **kwargs)
                 self._ran, self._extras = True, None if isinstance(result, Tensor) else tuple(result[1:])
                 self.release(index)

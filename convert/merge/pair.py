@@ -74,7 +74,7 @@ class Pair:
             for change in self.plan.changes_of(module):
                 if before and (name := change.source.name) in before:
                     repeated[name] = change.repeated(before[name])
-        return Layer(layer, self.source.load(layer, repeated), self.source.device)
+        return self.source.load(layer, repeated)
 
     def mapped(self, module: AttentionModule, maps: HeadMaps) -> dict[str, Tensor]:
         """The converted model's tensors of a module by their stored names."""
@@ -89,8 +89,7 @@ class Pair:
         for other in self.modules_of(layer):
             if not any(change.source.name in changed for change in self.plan.changes_of(other)):
                 tensors |= self.mapped(other, self.mean(other))
-        loaded = self.target.load(layer, tensors | dict(changed))
-        return self.with_attention(module, Layer(layer, loaded, self.target.device), self.target)
+        return self.with_attention(module, self.target.load(layer, tensors | dict(changed)), self.target)
 
     def mean(self, module: AttentionModule) -> HeadMaps:
         """The maps of the plainest method."""
@@ -125,10 +124,10 @@ class Pair:
             decoder["encoder_hidden_states"] = source.encode([_select(encoder, rows) for rows in blocks])
             if "attention_mask" in inputs:
                 decoder["encoder_attention_mask"] = inputs["attention_mask"]
-        _, arguments = source.layer_inputs(_select(decoder, torch.arange(1)))
-        if not has_encoder:
-            _, others = source.layer_inputs({**decoder, "input_ids": inputs["input_ids"][:1].flip(1)})
-            if not all(tree_leaves(tree_map(_equal, arguments, others))):
+        else:
+            ids = inputs["input_ids"][:1]
+            one, other = (source.layer_inputs({**decoder, "input_ids": ids})[1] for ids in (ids, ids.flip(1)))
+            if not all(tree_leaves(tree_map(_equal, one, other))):
                 raise RefusedError(
                     f"layers of {type(source.model).__name__} are given more than hidden states of the text; "
                     "it cannot be run layer by layer"
