@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import RefusedError
@@ -51,24 +51,18 @@ class CalibrationText:
     heldout: str | None = None
     heldout_fraction: float = 0.0
 
-    def check(self, config: Any, name: str, option: str = "--context") -> None:
-        """Raises RefusedError where blocks are longer than an encoder-decoder takes; `option` is what they come from.
-
-        Of a decoder transformers' class says it, or takes them.
-        """
-        from gqa.checkpoint.loading import positions
-
-        longest = positions(config) if config.is_encoder_decoder else None
-        if longest and self.length > longest:
-            raise RefusedError(f"{name} has {longest} positions, {option} is {self.length}; give at most {longest}")
-
     def inputs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
         """What the model is given, by the names of its forward's arguments. Raises RefusedError and CorpusError."""
+        from gqa.checkpoint.loading import positions
         from gqa.convert.heads.config import transformers_config
 
         config = transformers_config(checkpoint.config)
         if config.is_encoder_decoder:
-            self.check(config, checkpoint.name)
+            longest = positions(config)
+            if longest and self.length > longest:  # transformers' classes of decoders say it, or take them
+                raise RefusedError(
+                    f"{checkpoint.name} has {longest} positions, --context is {self.length}; give at most {longest}"
+                )
             inputs = self._pairs(checkpoint, device, watcher)
         else:
             inputs = {"input_ids": self.blocks(checkpoint, device, watcher)}
@@ -214,12 +208,6 @@ def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
     return np.concatenate([parts[number] for number in chosen.tolist()])
 
 
-def _default_device() -> str:
-    from gqa.checkpoint.loading import default_device
-
-    return default_device()
-
-
 @dataclass(frozen=True)
 class Refinement:
     """How long and how fast: steps of `batch` blocks; `learning_rate`, relative to the size of each tensor, falls
@@ -248,7 +236,7 @@ class MapsOptions:
     ridge: float = 0.03
     refinement: Refinement = field(default_factory=Refinement)
     dtype: str = "float32"
-    device: str = field(default_factory=_default_device)
+    device: str = "cpu"
     batch: int = 8
 
     @property

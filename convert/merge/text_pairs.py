@@ -74,7 +74,7 @@ class PairMaker:
         """So many pairs of the model's own: what its decoder writes for no source at all, spans left out where the
         tokenizer allows it, and the targets that it then writes.
         """
-        self._announce(2 * count)
+        self._watcher.stage(f"{self.name} writes", 2 * count * self.length)
         return self._own(count, seed)
 
     def _own(self, count: int, seed: int) -> list[Pair]:
@@ -95,7 +95,7 @@ class PairMaker:
             return SampledBlocks(Path(), size, count, "", self._seed, 0, plain=True)
 
         def sample(numbers: Sequence[int]) -> Iterable[Tensor]:
-            self._announce(2 * WRITTEN * len(numbers))
+            self._watcher.stage(f"{self.name} writes", 2 * WRITTEN * len(numbers) * self.length)
             for number in numbers:
                 rows = torch.full((WRITTEN, 2, self.length), -1)
                 for row, pair in enumerate(self._own(WRITTEN, derive_seed(self._seed, number))):
@@ -122,9 +122,6 @@ class PairMaker:
         check_ids(max(int(row.max()) for row in rows), self._vocabulary, self.name)
         masks = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         return pad_sequence(rows, batch_first=True, padding_value=self._encoder.pad), masks
-
-    def _announce(self, texts: int) -> None:
-        self._watcher.stage(f"{self.name} writes", texts * self.length)
 
     def _write(self, sources: Sequence[list[int]], seed: int, banned: Sequence[int] = ()) -> list[list[int]]:
         """What the decoder writes at temperature 1 for each source: up to its end, or `length` tokens, none of those
