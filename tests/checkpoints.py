@@ -8,7 +8,7 @@ import os
 import signal
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from gqa.checkpoint.files import byte_size, format_header
@@ -81,26 +82,15 @@ def tensor_bytes(tensor: Tensor) -> bytes:
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def header_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The safetensors header as an object, to be broken before it is written."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, tensor in tensors.items():
-        end = position + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
-        position = end
-    return header
-
-
 def write_raw(path: Path, header: bytes, data: bytes, length: int | None = None) -> None:
     """A file that says its header has `length` bytes, whatever the truth."""
     path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A valid file, written without the safetensors library."""
-    data = b"".join(tensor_bytes(tensor) for tensor in tensors.values())
-    write_raw(path, json.dumps(header_of(tensors)).encode(), data)
+    """A file with the tensors in this order, as the safetensors library would not write it."""
+    header = format_header({name: (_STORED[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()})
+    path.write_bytes(header + b"".join(map(tensor_bytes, tensors.values())))
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -110,28 +100,18 @@ def read_header(path: Path) -> tuple[dict[str, Any], bytes]:
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
 
 
-def split(tensors: Tensors, shards: int) -> list[Tensors]:
-    """Tensors dealt out like cards; K and V of a layer come to lie in different shards."""
-    parts: list[Tensors] = [{} for _ in range(shards)]
-    for number, (name, tensor) in enumerate(tensors.items()):
-        parts[number % shards][name] = tensor
-    for name in tensors:
-        if ".k_proj." in name and shards > 1:
-            assert not any(name in part and name.replace(".k_", ".v_") in part for part in parts)
-    return parts
-
-
 def write_shards(directory: Path, tensors: Tensors, shards: int) -> None:
-    """model.safetensors, or numbered shards and their index."""
+    """model.safetensors, or numbered shards and their index; K and V of a layer lie in different ones."""
     if shards == 1:
         write_safetensors(directory / SINGLE, tensors)
         return
     weight_map: dict[str, str] = {}
-    for number, part in enumerate(split(tensors, shards), 1):
-        file = f"model-{number:05d}-of-{shards:05d}.safetensors"
-        write_safetensors(directory / file, part)
+    for number in range(shards):
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        write_safetensors(directory / file, part := dict(list(tensors.items())[number::shards]))
         weight_map |= dict.fromkeys(part, file)
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    assert weight_map.get(K0) != weight_map.get(V0) or K0 not in weight_map
+    total = sum(tensor.nbytes for tensor in tensors.values())
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
@@ -169,14 +149,9 @@ def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
 
 def load(directory: Path) -> Tensors:
     """All tensors of a directory, read by the safetensors library."""
-    from safetensors.torch import load_file
-
-    made: Tensors = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        part = load_file(path)
-        assert not made.keys() & part.keys()
-        made |= part
-    return made
+    parts = [load_file(path) for path in sorted(directory.glob("*.safetensors"))]
+    assert len(set().union(*parts)) == sum(map(len, parts))
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def contents(directory: Path) -> dict[str, str]:
@@ -190,18 +165,17 @@ def contents(directory: Path) -> dict[str, str]:
 
 def snapshot(directory: Path) -> dict[str, str]:
     """Every path below a directory with the SHA-256 of its bytes (or where it links to), its mode and its time."""
-
-    def entries() -> Iterator[tuple[str, str]]:
-        for path in sorted(directory.rglob("*")):
-            status = path.lstat()
-            content = (
-                f"-> {path.readlink()}" if path.is_symlink()
-                else hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "directory"
-            )  # fmt: skip
-            written = status.st_mtime_ns if path.is_file() else 0
-            yield path.relative_to(directory).as_posix(), f"{content} {status.st_mode:o} {written}"
-
-    return dict(entries())
+    entries = {}
+    for path in sorted(directory.rglob("*")):
+        status, content, written = path.lstat(), "directory", 0
+        if path.is_symlink():
+            content = f"-> {path.readlink()}"
+        elif path.is_file():
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file():
+            written = status.st_mtime_ns
+        entries[path.relative_to(directory).as_posix()] = f"{content} {status.st_mode:o} {written}"
+    return entries
 
 
 @dataclass(frozen=True)
