@@ -35,12 +35,6 @@ class Command(click.Command):
                 with formatter.section(title):
                     formatter.write_dl(records, col_max=26)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """At once it says that it has begun: to import torch and transformers takes seconds."""
-        if is_interactive() and not ctx.params.get("quiet"):
-            click.echo(f"{ctx.info_name} {installed('gqa')} is starting", err=True)
-        return super().invoke(ctx)
-
 
 def version_option(command: click.Command) -> click.Command:
     """Add --version, which also prints the versions of torch and transformers."""

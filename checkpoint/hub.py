@@ -26,15 +26,11 @@ from gqa.checkpoint.files import (
     side_files,
     weight_files,
 )
-from gqa.checkpoint.read import Checkpoint, cached_revision, read_checkpoint, read_json
+from gqa.checkpoint.read import ADVICE, Checkpoint, cached_revision, read_checkpoint, read_json
 
 FIRST_BYTES = 2**16  # of a shard at the hub: nearly always its whole header
 MAX_HEADER_BYTES = 100_000_000  # safetensors allows no more
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_ADVICE = (
-    "give a repository with config.json and safetensors or .bin weights "
-    "(GGUF and ONNX are made from one, an adapter is merged into one)"
-)
 # Whether a caller from Python wants no progress bars.
 without_bars: ContextVar[bool] = ContextVar("without_bars", default=False)
 
@@ -112,11 +108,11 @@ def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: 
         names = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
     fetch = partial(_fetch, model, commit, unreachable is not None)
     if "config.json" not in names:
-        raise unreachable or RefusedError(f"{model} has no config.json; {_ADVICE}")
+        raise unreachable or RefusedError(f"{model} has no config.json; {ADVICE}")
     files, _ = weight_files(read_json(directory, "config.json"), names, lambda name: read_json(fetch(name), name))
     if not files:
         raise unreachable or RefusedError(
-            f"{model} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index); {_ADVICE}"
+            f"{model} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index); {ADVICE}"
         )
     if missing := set(files) - names:
         raise unreachable or RefusedError(

@@ -48,11 +48,6 @@ def follow_prefix(model: PreTrainedModel, names: Collection[str]) -> None:
         set_weight_conversions(model, [PrefixChange(prefix_to_add=model.base_model_prefix), *conversions])
 
 
-def tied_names(model: PreTrainedModel) -> set[str]:
-    """Names of parameters that have several names."""
-    return {name for name, same in shared_names(model).items() if len(same) > 1}
-
-
 def _hollow(model: PreTrainedModel) -> dict[str, Tensor]:
     """A state dict without a byte in it; of shards that of the whole, without adapters."""
     return {

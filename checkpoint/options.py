@@ -3,7 +3,7 @@
     @dataclass(frozen=True)
     class Windows(Options):
         model: str = option(MISSING, argument="MODEL")
-        context: int | None = option(None, "Tokens of a window.  [default: the model's]", Tokens(4), heading="Data")
+        context: int | None = option(None, "Tokens.  [default: the model's]", tokens_type(4), heading="Data")
         recall: bool | None = option(None, "Measure recall.", needs=("context",))
 
     @command(Windows)
@@ -34,7 +34,8 @@ from gqa.checkpoint.errors import RefusedError
 
 T = TypeVar("T")
 Heading = Literal["Basic", "Quality", "Data", "Output", "Advanced"]
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 _COMPARE = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": operator.lt}
@@ -68,40 +69,33 @@ POSITIVE, FROM_ZERO = Number(float, f"above 0 to {LARGEST}"), Number(float, f"fr
 SHARE = Number(float, "from 0 to 1")
 
 
-class Tokens(click.ParamType[int]):
-    """`64k`, `500M`, `1B`: a number of tokens, at least `least`."""
+class Amount(click.ParamType[int]):
+    """`64k`, `1.5GB`: a whole number with one of the `units`, of `least` to 10^15; `allowed` says so in words."""
 
-    name = "count"
+    name = "amount"
 
-    def __init__(self, least: int = 1) -> None:
-        self._least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        count = None if isinstance(value, bool | float) else read_count(str(value))
-        if count is None:
-            self.fail(f"{value!r} is not a number of tokens; give one like 65536, 64k, 500M or 1B", param, ctx)
-        if not self._least <= count <= 10**15:
-            self.fail(f"{value} is not a number of tokens from {self._least} to 1000T", param, ctx)
-        return count
-
-
-def read_count(text: str) -> int | None:
-    """A number of tokens like 65536, 64k, 500M or 1B; None for what is no such number above zero."""
-    match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)([KMBT]?)", text.strip().upper())
-    return int(Fraction(match[1]) * 1000 ** (" KMBT".index(match[2] or " "))) or None if match else None
-
-
-class ByteSize(click.ParamType[int]):
-    """`5GB`, `500MiB`."""
-
-    name = "size"
+    def __init__(self, units: Mapping[str, int], allowed: str, least: int = 1) -> None:
+        self._units, self._allowed, self._least = units, allowed, least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-        size = Fraction(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0
-        if not 1 <= size <= 2**62:
-            self.fail(f"{value!r} is not a size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB", param, ctx)
-        return int(size)
+        amount = None if isinstance(value, bool | float) else read_amount(str(value), self._units)
+        if amount is None or not self._least <= amount <= 10**15:
+            self.fail(f"{value!r} is not a {self._allowed}", param, ctx)
+        return amount
+
+
+def read_amount(text: str, units: Mapping[str, int] = _COUNTS) -> int | None:
+    """A number like 65536, 64k, 500M or 1B; None for what is no such number above zero."""
+    match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
+    return int(Fraction(match[1]) * units.get(match[2], 0)) or None if match else None
+
+
+def tokens_type(least: int = 1) -> Amount:
+    """A number of tokens."""
+    return Amount(_COUNTS, f"number of tokens from {least} to 1000T; give one like 65536, 64k, 500M or 1B", least)
+
+
+BYTES = Amount(_SIZES, "size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB")
 
 
 class Text(click.ParamType[str]):

@@ -38,6 +38,10 @@ _STORED_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+ADVICE = (
+    "give a checkpoint with config.json and safetensors or .bin weights (GGUF and ONNX are made from one, "
+    "an adapter is merged into one)"
+)
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Ends of the names that GPTQ, AWQ, bitsandbytes and compressed-tensors give to packed weights and their scales.
 _PACKED = (
@@ -199,13 +203,13 @@ def read_checkpoint(
         raise RefusedError(f"{directory} is no directory; give the one that holds config.json")
     present = present or {p.name for p in directory.iterdir()}
     if "config.json" not in present:
-        raise RefusedError(f"{directory} has no config.json; {_advice(present)}")
+        raise RefusedError(f"{directory} has no config.json; {ADVICE}")
     config = read_json(directory, "config.json")
     files, index = weight_files(config, present, partial(read_json, directory))
     if not files:
         others = listing(n for n in present if Path(n).suffix in WEIGHT_SUFFIXES) or "no weights at all"
         raise RefusedError(
-            f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}; {_advice(present)}"
+            f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}; {ADVICE}"
         )
     pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}
     if read_table:
@@ -230,15 +234,6 @@ def cached_revision(directory: Path) -> tuple[str | None, str | None]:
     if snapshots != "snapshots" or not repository.startswith("models--"):
         return None, None
     return repository.removeprefix("models--").replace("--", "/"), commit
-
-
-def _advice(present: AbstractSet[str]) -> str:
-    """What to do with a directory that is no checkpoint."""
-    if {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"} & present:
-        return "an adapter is merged into its base model first (peft: merge_and_unload)"
-    if any(name.endswith(".gguf") for name in present):
-        return "GGUF is another format: give the Hugging Face checkpoint that it was made from"
-    return "give a directory with config.json and safetensors weights"
 
 
 def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any] | None) -> dict[str, TensorSpec]:

@@ -11,15 +11,15 @@ import click
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import (
+    BYTES,
     COUNT,
     SEED,
-    ByteSize,
     KVHeads,
     Number,
     Options,
-    Tokens,
     flag,
     option,
+    tokens_type,
 )
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import AUTO, AUTOMATIC, GROUPINGS, MEASURING, METHODS
@@ -48,10 +48,10 @@ class ConvertOptions(Options):
         "self:plain, a file, a hub data set, stdlib:train; several times, or with commas, for a mixture "
         "(SOURCE@WEIGHT).", heading="Data", metavar="SOURCE[,...]", methods="reads_text")
     tokens: int = option(
-        CalibrationText.tokens, "Tokens of text in all, shared by SOURCE@WEIGHT.", Tokens(), heading="Data",
+        CalibrationText.tokens, "Tokens of text in all, shared by SOURCE@WEIGHT.", tokens_type(), heading="Data",
         metavar="COUNT", methods="reads_text")
     context: int = option(
-        CalibrationText.length, "Tokens of one block of text.", Tokens(2), heading="Data", metavar="COUNT",
+        CalibrationText.length, "Tokens of one block of text.", tokens_type(2), heading="Data", metavar="COUNT",
         methods="reads_text")
     field: str = option(
         "text", "The column that holds the text, in jsonl, csv, parquet and data sets.", heading="Data", metavar="NAME",
@@ -74,7 +74,7 @@ class ConvertOptions(Options):
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = option(
         None, "Store all weights so.  [default: as they are]", heading="Output")
     max_shard_size: int | None = option(
-        None, "Bytes of one file at most, like 5GB.  [default: as MODEL]", ByteSize(), heading="Output", metavar="SIZE")
+        None, "Bytes of one file at most, like 5GB.  [default: as MODEL]", BYTES, heading="Output", metavar="SIZE")
     revision: str | None = option(None, "The branch, tag or commit of a hub id.", metavar="NAME")
     trust_remote_code: bool = option(
         False, "Run code that a checkpoint brings (dangerous).", methods="reads_text")

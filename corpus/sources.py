@@ -25,7 +25,7 @@ from typing import Any
 
 from gqa.checkpoint.errors import CorpusError, explain, listing
 from gqa.checkpoint.hub import error_chain, hub_reason, quiet
-from gqa.checkpoint.options import read_count
+from gqa.checkpoint.options import read_amount
 from gqa.checkpoint.provenance import file_digests
 from gqa.corpus.stdlib import stdlib_texts
 
@@ -64,7 +64,7 @@ def parse_self(spec: str) -> SelfText:
     words = split_weight(spec)[0].split(":")
     plain = words[1:2] == ["plain"]
     count = words[1 + plain :]
-    tokens = read_count(count[0]) if len(count) == 1 else None
+    tokens = read_amount(count[0]) if len(count) == 1 else None
     if count and not tokens:
         raise CorpusError(
             f"{spec} is not understood; give self, or the tokens that the model is to write, like self:1M, or "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.options import COUNT, ByteSize, Number, Options, Tokens, option, same_as
+from gqa.checkpoint.options import BYTES, COUNT, Number, Options, option, same_as, tokens_type
 from gqa.convert.options import ConvertOptions
 
 CACHE_BITS = Number(int, "from 2 to 8")
@@ -30,9 +30,9 @@ class EvaluateOptions(Options):
         needs=("data",))
     context: int | None = option(
         None, "Tokens of a window.  [default: the model's positions, 2048 at most]",
-        Tokens(4), heading="Data", metavar="COUNT", needs=("data", "recall", "memory"))
+        tokens_type(4), heading="Data", metavar="COUNT", needs=("data", "recall", "memory"))
     tokens: int | None = option(
-        None, "Stop after the document that reaches so many tokens.", Tokens(), heading="Data", metavar="COUNT",
+        None, "Stop after the document that reaches so many tokens.", tokens_type(), heading="Data", metavar="COUNT",
         needs=("data",))
     kl: bool = option(
         False, "Compare next-token distributions with the baseline's, in lockstep.", heading="Basic", needs=("data",))
@@ -47,10 +47,10 @@ class EvaluateOptions(Options):
         (1, 8), "How many sequences --decode times at once.", COUNT, heading="Quality", needs=("decode",))
     decode_contexts: tuple[int, ...] | None = option(
         None, "How long the prompts of --decode are.  [default: a half, all of the positions, 4096 at most]",
-        Tokens(), heading="Quality", metavar="N[,...]", needs=("decode",))
+        tokens_type(), heading="Quality", metavar="N[,...]", needs=("decode",))
     decode_steps: int = option(32, "How many tokens --decode writes.", COUNT, heading="Quality", needs=("decode",))
     memory: int | None = option(
-        None, "Say what fits into so much memory of a device.", ByteSize(), heading="Basic", metavar="SIZE")
+        None, "Say what fits into so much memory of a device.", BYTES, heading="Basic", metavar="SIZE")
     batch_size: int = option(
         8, "How many windows are scored at a time.", COUNT, heading="Quality", needs=("data", "recall"))
     precision: Literal["auto", "float32", "bfloat16", "float16"] = option(

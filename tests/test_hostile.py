@@ -154,7 +154,7 @@ Cases = dict[str, tuple[Break, tuple[str, ...]]]
 # A way to break a sound checkpoint of one file, and what the message must contain.
 CASES: Cases = {
     # config.json
-    "no config": (remove("config.json"), ("no config.json", "give a directory")),
+    "no config": (remove("config.json"), ("no config.json", "give a checkpoint")),
     "config is not JSON": (text("config.json", b"{"), ("config.json is not JSON", AGAIN)),
     "config is nested deeply": (text("config.json", b"[" * 100_000), ("config.json is not JSON", AGAIN)),
     "config has half a surrogate pair": (text("config.json", b'{"model_type":"llama","a":"\\ud800"}'),
@@ -175,12 +175,12 @@ CASES: Cases = {
     "another head_dim": (tensors(widen),
          ("k_proj.weight [32, 32] has 32 rows where the config asks for 16 (4 key heads x 4)",)),
     # which weights
-    "no weights": (remove(SINGLE), ("no weights at all", "give a directory")),
+    "no weights": (remove(SINGLE), ("no weights at all", "give a checkpoint")),
     "weights of another name": (settings(transformers_weights="mine.safetensors"),
          ("names another file of weights, 'mine.safetensors'", "rename it to")),
-    "GGUF only": (rename(SINGLE, "model.gguf"), ("model.gguf", "GGUF is another")),
+    "GGUF only": (rename(SINGLE, "model.gguf"), ("model.gguf", "GGUF and ONNX are made from one")),
     "adapter only": (both(rename(SINGLE, "adapter_model.bin"), rename("config.json", "adapter_config.json")),
-         ("no config.json", "merged into its base model first")),
+         ("no config.json", "an adapter is merged into one")),
     "packed names": (tensors(lambda t: t | {K0.replace("weight", "qweight"): torch.ones(4, 4)}),
          ("k_proj.q", "quantised", "dequantise")),
     "MLX": (tensors(lambda t: t | MLX),

@@ -201,7 +201,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], bool, str]] = {
     "no weights": (lambda source: (source / INDEX).rename(source / "x.gguf"), False,
                    f"{NAME} has neither {SINGLE} nor pytorch_model.bin (nor their index);"),
     "no config": (lambda source: (source / "config.json").rename(source / "adapter_config.json"), False,
-                  f"{NAME} has no config.json; give a repository with"),
+                  f"{NAME} has no config.json; give a checkpoint with"),
     "truncated": (shard(lambda data: data[:-9]), True, "is truncated or no safetensors file: "),
     "header too long": (shard(lambda data: b"\xff" * 7 + b"\x7f" + data[8:]), True,
                         "is truncated or no safetensors file: "),

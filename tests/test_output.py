@@ -35,7 +35,7 @@ WRONG_USAGE = {
     "m": "give --groups G, or --kv-budget SHARE",
     "-g2": "Missing argument 'MODEL'",
     "-g2 m/config.json": "config.json is no directory; give the one",
-    "-g2 empty": "empty has no config.json; give a directory",
+    "-g2 empty": "empty has no config.json; give a checkpoint",
     "-g2 ./broken": "broken is no directory; give the one",
     **{f"-g2 {shlex.quote(nothing)}": "there is no directory" for nothing in NOTHING},
 }

@@ -18,7 +18,7 @@ from gqa.checkpoint.compat import unsaved_names
 from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.names import follow_prefix, parameter_names, sources, tied_names
+from gqa.checkpoint.names import follow_prefix, parameter_names, shared_names, sources
 from gqa.checkpoint.provenance import PROVENANCE, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config
@@ -232,7 +232,7 @@ def trained_names(model: PreTrainedModel) -> list[str]:
 def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
     """Raise RefusedError if the model's class would store other tensors or shapes than its source has."""
     stored = {name: shape for name, (shape, _) in sources(model).items()}
-    tied = {name.replace(".base_layer.", ".") for name in tied_names(model)}
+    tied = {name.replace(".base_layer.", ".") for name, same in shared_names(model).items() if len(same) > 1}
     known = {name: spec.shape for name, spec in source.tensors.items()}
     wrong = [name for name, shape in stored.items() if known.get(name) != shape and (name in known or name not in tied)]
     if wrong or not known.keys() & stored.keys():

@@ -17,9 +17,9 @@ from gqa.checkpoint.options import (
     SHARE,
     Number,
     Options,
-    Tokens,
     option,
     same_as,
+    tokens_type,
 )
 from gqa.convert.options import ConvertOptions
 from gqa.corpus.sources import is_self, parse_self
@@ -56,16 +56,16 @@ class TrainOptions(Options):
         heading="Data", metavar="SOURCE")
     heldout_fraction: float = option(0.0, "Hold back this share of the documents.", SHARE, heading="Data")
     heldout_tokens: int = option(
-        8192, "How much of it to hold back or to read, at most.", Tokens(), heading="Data", metavar="COUNT")
+        8192, "How much of it to hold back or to read, at most.", tokens_type(), heading="Data", metavar="COUNT")
     alpha: float | None = option(
         None, "Train on this fraction of the data (0.05 in the GQA paper).", Number(float, "above 0 to 1"),
         heading="Basic")
     tokens: int | None = option(
-        None, "Train on so many tokens, like 1B.  [default: 512K]", Tokens(), heading="Data", metavar="COUNT")
+        None, "Train on so many tokens, like 1B.  [default: 512K]", tokens_type(), heading="Data", metavar="COUNT")
     steps: int | None = option(None, "Train for so many steps.", COUNT, heading="Basic")
     context: int | None = option(
         None, "Tokens of one block.  [default: the model's positions, 2048 at most, less where there are less than 250 "
-        "blocks]", Tokens(), heading="Data", metavar="COUNT")
+        "blocks]", tokens_type(), heading="Data", metavar="COUNT")
     batch_size: int | None = option(
         None, "Blocks of one step, over all processes.  [default: 8, less in a run of less than 250 such steps]", COUNT,
         heading="Quality")

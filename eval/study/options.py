@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.options import COUNT, FROM_ZERO, SHARE, Options, Tokens, flag, option, same_as
+from gqa.checkpoint.options import COUNT, FROM_ZERO, SHARE, Options, flag, option, same_as, tokens_type
 from gqa.checkpoint.provenance import request
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import METHODS
@@ -87,7 +87,7 @@ class AblateOptions(Options):
     heldout_fraction: float = same_as(TrainOptions, "heldout_fraction")
     context: int | None = option(
         None, "Tokens of a block in training and of a window in measuring.  [default: the model's positions, 2048 at "
-        "most]", Tokens(4), heading="Data", metavar="COUNT")
+        "most]", tokens_type(4), heading="Data", metavar="COUNT")
     batch_size: int | None = same_as(TrainOptions, "batch_size")
     learning_rate: float = same_as(TrainOptions, "learning_rate")
     seed: int = same_as(TrainOptions, "seed")
@@ -97,7 +97,7 @@ class AblateOptions(Options):
     calibration_tokens: int = same_as(ConvertOptions, "tokens")
     refine_steps: int = same_as(ConvertOptions, "refine_steps")
     eval_tokens: int | None = option(
-        None, "Held-out tokens to measure on: whole documents, until they are so many.  [default: all]", Tokens(),
+        None, "Held-out tokens to measure on: whole documents, until they are so many.  [default: all]", tokens_type(),
         heading="Data", metavar="COUNT")
     skip: tuple[Literal["kl", "recall"], ...] = option(
         (), "Do not compare predictions with MODEL's (kl), or measure recall from the context (recall).",
