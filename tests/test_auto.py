@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import edit_json, llama, load, run, weights
+from checkpoints import MERGED, llama, run, weights
 from safetensors.torch import save_file
 from test_families import write_checkpoint
 from tiny_models import TINY, build
-from training import tiny_checkpoint
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.convert import convert_checkpoint, estimate, plan_conversion
@@ -72,17 +71,12 @@ def test_the_result_is_that_of_the_method_and_says_so(tmp_path: Path) -> None:
     assert convert_checkpoint(model, 1).out == tmp_path / "m-mqa-aligned", "the default of Python too"
 
 
-@pytest.mark.parametrize("head", ["LlamaModel", "LlamaForSequenceClassification"])
-def test_nothing_is_advised_for_a_model_that_predicts_no_tokens(head: str, tmp_path: Path) -> None:
+def test_nothing_is_advised_for_a_model_that_predicts_no_tokens(tmp_path: Path) -> None:
     """It can be neither trained nor evaluated as a language model; the control with its head is above."""
-    model = tiny_checkpoint(tmp_path / "m", kv_heads=4)
-    tensors = load(model)
-    tensors["score.weight"] = tensors.pop("lm_head.weight")[:2].clone()
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    edit_json(model / "config.json", lambda config: config.update(architectures=[head]))
-    said = run("--groups", 2, "--method", "mean", model).out
+    tensors = {name: tensor for name, tensor in weights().items() if not name.startswith("lm_head")}
+    said = run(*MERGED, llama(tmp_path / "m", tensors=tensors, architectures=["LlamaModel"])).out
     assert "written     " in said
-    assert not {"next", "expect", "gqa-uptrain"} & {*said.split()}
+    assert not {"next", "gqa-uptrain"} & {*said.split()}
 
 
 def test_the_last_resort_warns_first(tmp_path: Path) -> None:
@@ -117,22 +111,21 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     """Without reading a weight: there is none in the file."""
     monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 1e6)
     model = llama(tmp_path / "m", shards=1)
-    done = run("--groups", 2, "--dry-run", "--json", model)
-    told = json.loads(done.out)["estimates"]
-    found = {method: each["seconds"] for method, each in told.items()}
-    memory = {method: each["memory_bytes"] for method, each in told.items()}
-    assert list(found) == ["mean", "first", "procrustes", "aligned", "calibrated", "refined"]
-    assert found["mean"] < found["procrustes"] < found["aligned"] < found["calibrated"] < found["refined"]
-    assert memory["mean"] < memory["aligned"] < memory["calibrated"] < memory["refined"]
-    assert done.err.count("estimate    ") == len(found)
-    assert "tensors     8 changed\n" in done.err, "and which, with -v"
-    assert "tensor      model.layers.0.self_attn.k_proj" in run("--groups", 2, "--dry-run", "-v", model).out
-    more = run("--groups", 2, "--dry-run", "--json", "--method", "refined", "--refine-steps", 400, model)
-    assert json.loads(more.out)["estimates"]["refined"]["seconds"] > 1.5 * found["refined"]
-    own = run("--groups", 2, "--dry-run", "--json", "--method", "calibrated", "--data", "self:128k", model)
-    assert json.loads(own.out)["estimates"]["calibrated"]["memory_bytes"] > 1.5 * memory["calibrated"]
-    unaligned = run("--groups", 2, "--dry-run", "--json", tiny("bitnet", tmp_path / "d"))
-    assert list(json.loads(unaligned.out)["estimates"]) == ["mean", "first", "refined"]
+
+    def estimates(*words: object) -> dict[str, dict[str, float]]:
+        done = run("--groups", 2, "--dry-run", "--json", *words)
+        assert done.err.count("estimate    ") == (0 if "-q" in words else len(json.loads(done.out)["estimates"]))
+        return dict(json.loads(done.out)["estimates"])
+
+    before = estimates(model)
+    assert list(before) == ["mean", "first", "procrustes", "aligned", "calibrated", "refined"]
+    for name in ("seconds", "memory_bytes"):
+        values = [before[method][name] for method in ("mean", "aligned", "calibrated", "refined")]
+        assert values == sorted(set(values))
+    more = estimates("--method", "refined", "--refine-steps", 400, model)["refined"]
+    assert more["seconds"] > 1.5 * before["refined"]["seconds"]
+    sampled = estimates("--method", "calibrated", "--data", "self:128k", model)["calibrated"]
+    assert sampled["memory_bytes"] > 1.5 * before["calibrated"]["memory_bytes"]
+    assert list(estimates(tiny("bitnet", tmp_path / "d"))) == ["mean", "first", "refined"]
     monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 2e6)
-    quiet = json.loads(run("--groups", 2, "--dry-run", "--json", "--quiet", model).out)["estimates"]
-    assert quiet["refined"]["seconds"] == pytest.approx(found["refined"] / 2, rel=0.01)
+    assert estimates("-q", model)["refined"]["seconds"] == pytest.approx(before["refined"]["seconds"] / 2, rel=0.01)
