@@ -60,9 +60,6 @@ def load_model(
             beside its weights.
         RuntimeError, MemoryError: There is no memory left for it (`devices.out_of_memory`).
     """
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
     if (Path(name) / "adapter_config.json").exists():  # transformers would apply it to weights that may have it already
         raise RefusedError(
             f"{name} has an adapter beside its weights (adapter_config.json), which would be applied to them: remove "
@@ -100,15 +97,18 @@ def load_model(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without the tables and hints that transformers logs while it loads: what matters of them is in our errors."""
+    """Without the bars, tables and hints of transformers while it loads: what matters of them is in our errors."""
     from transformers.utils import logging as transformers_logging
 
-    level = transformers_logging.get_verbosity()
+    level, has_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(level)
+        if has_bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _spread() -> dict[str, Any]:

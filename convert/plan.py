@@ -319,7 +319,6 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
         for tensor in outputs
         if tensor.name.rpartition(".")[0] not in packed
     }
-    transformers.utils.logging.disable_progress_bar()
     try:
         with quiet_transformers():
             # Not what a class has in its place, which may ask the hub for more files.

@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.study.options import AblateOptions
 from gqa.uptrain.options import TrainOptions
 
-from .models import Model, called_from_python, in_memory, name_of, saved
+from .models import Model, options_of_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,37 +35,26 @@ class Result:
     def __fspath__(self) -> str:
         return os.fspath(self.path)
 
-    def load(
-        self, *, dtype: str = "auto", device: str = "cpu", attn_implementation: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> PreTrainedModel:  # fmt: skip
+    def load(self, dtype: str = "auto", device: str = "cpu") -> PreTrainedModel:
         """The model, in evaluation mode. `dtype`: auto (as stored), float32, bfloat16 or float16.
 
         Raises RefusedError if transformers cannot load it.
         """
         from gqa.checkpoint.loading import load_model
 
-        with called_from_python():
-            return load_model(
-                str(self.path), dtype=dtype, device=device, attention=attn_implementation,
-                trust_remote_code=trust_remote_code,
-            )  # fmt: skip
+        return load_model(str(self.path), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What `evaluate` measured: `record` is results.json of gqa-eval, `path` the directory of the report, if any."""
+    """What `evaluate` measured: `record` is results.json of gqa-eval, `path` the directory of the report, if any.
+    `str` gives the verdicts and tables that gqa-eval prints.
+    """
 
     path: Path | None = None
     record: Mapping[str, Any] = field(repr=False)
 
-    @property
-    def models(self) -> list[dict[str, Any]]:
-        """The record of each model, the baseline first."""
-        return list(self.record["models"])
-
     def __str__(self) -> str:
-        """The verdicts and tables that gqa-eval prints."""
         from gqa.eval.report import as_text
 
         return as_text(dict(self.record))
@@ -77,22 +62,18 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What `ablate` measured: `rows` are those of results.jsonl, one a cell; `path` is the directory of the report."""
+    """What `ablate` measured: `rows` are those of results.jsonl, one a cell; `path` is the directory of the report;
+    `recommendation` and, from `str`, the table are those that gqa-ablate prints.
+    """
 
     path: Path
     rows: list[dict[str, Any]] = field(repr=False)
+    recommendation: str
 
     def __str__(self) -> str:
-        """The table that gqa-ablate prints."""
         from gqa.eval.study.report import short_table
 
         return short_table(self.rows).text()
-
-    def recommend(self, max_loss_increase: float = 0.1) -> str:
-        """The smallest KV cache within so many nats per token above the base model, and why."""
-        from gqa.eval.study.report import recommend
-
-        return recommend(self.rows, max_loss_increase)[1]
 
 
 def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **options: Any) -> Result:
@@ -113,11 +94,7 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
     from gqa.checkpoint.console import Watcher
     from gqa.convert.api import convert, prepare
 
-    with called_from_python(bool(options.get("quiet"))), ExitStack() as stack:
-        settings, directory = _build(ConvertOptions, model, options, model=model), None
-        if not isinstance(model, ConvertOptions):
-            path, directory = stack.enter_context(saved(model, tokenizer))
-            settings = replace(settings, model=path)
+    with options_of_call(ConvertOptions, options, tokenizer, model=model) as (settings, directory):
         settings.check()
         with Watcher(settings.quiet) as bar:
             out = convert(prepare(settings, bar), settings, bar).out
@@ -148,14 +125,8 @@ def uptrain_model(
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
 
-    with called_from_python(bool(options.get("quiet"))), ExitStack() as stack:
-        settings, directory = _build(TrainOptions, model, options, model=model, teacher=teacher), None
-        if not isinstance(model, TrainOptions):
-            path, directory = stack.enter_context(saved(model, tokenizer))
-            settings = replace(settings, model=path)
-            if in_memory(teacher):
-                settings = replace(settings, teacher=stack.enter_context(saved(teacher, tokenizer))[0])
-        stack.enter_context(fresh_accelerator())
+    call = options_of_call(TrainOptions, options, tokenizer, model=model, teacher=teacher)
+    with call as (settings, directory), fresh_accelerator():
         with Watcher(settings.quiet) as bar:
             setup = prepare(settings, watcher=bar)
         _, record = uptrain(setup, quiet=settings.quiet)
@@ -181,26 +152,22 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
     from gqa.eval.evaluate import measure
     from gqa.eval.report import open_report, write_report
 
-    with called_from_python(bool(options.get("quiet"))), ExitStack() as stack:
-        settings = _build(EvaluateOptions, models[0] if models else None, options, models=models)
+    subjects = models[0] if models and isinstance(models[0], EvaluateOptions) else models
+    with options_of_call(EvaluateOptions, options, tokenizer, models=subjects) as (settings, _):
         settings.check()
-        report = stack.enter_context(open_report(settings))
-        if not isinstance(models[0], EvaluateOptions):
-            alone = not any(map(in_memory, models))  # then the tokenizer is refused
-            copies = [saved(model, tokenizer if in_memory(model) or alone else None) for model in models]
-            settings = replace(settings, models=tuple(stack.enter_context(copy)[0] for copy in copies))
-        record = measure(settings, ())
-        if report:
-            write_report(record, report)
+        with open_report(settings) as report:
+            record = measure(settings, ())
+            if report:
+                write_report(record, report)
     return Evaluation(record=record, path=settings.output)
 
 
-def ablate(model: str | os.PathLike[str] | AblateOptions, **options: Any) -> Study:
+def ablate(model: Model | AblateOptions, *, tokenizer: Any = None, **options: Any) -> Study:
     """Measure every combination of methods, numbers of heads and further training, and write a report to `output`.
     The same call continues a study that was stopped.
 
     Args:
-        model: A directory, a hub id or a result of another function. Or all options as `AblateOptions`.
+        model: As of `convert_model`. Or all options as `AblateOptions`.
         options: The fields of `AblateOptions` (`data="corpus.jsonl"`, `output="study"`, `methods=["mean", "aligned"]`,
             `groups=[1, 2]`, `alphas=[0, 0.05]` ...).
 
@@ -210,24 +177,10 @@ def ablate(model: str | os.PathLike[str] | AblateOptions, **options: Any) -> Stu
         StoppedError: A signal asked for the end.
     """
     from gqa.eval.study.ablation import Ablation
-    from gqa.eval.study.report import write_study_report
+    from gqa.eval.study.report import recommend, write_study_report
 
-    with called_from_python(bool(options.get("quiet"))):
-        settings = _build(AblateOptions, model, options, model=model)
+    with options_of_call(AblateOptions, options, tokenizer, model=model) as (settings, _):
         Ablation(settings).run()
         rows, _ = write_study_report(settings.output, settings.max_loss_increase)
-    return Study(path=settings.output, rows=rows)
-
-
-def _build(kind: type[T], first: Any, fields: dict[str, Any], **models: Any) -> T:
-    """The options of a call: `first` if it is a `kind`, else one of `fields` and the names of `models`. Raises
-    TypeError if both are given, RefusedError for a dry run, which returns nothing.
-    """
-    if getattr(first, "dry_run", False) or fields.get("dry_run"):
-        raise RefusedError("dry_run is for the commands; leave it out")
-    if not isinstance(first, kind):
-        names = {name: tuple(map(name_of, m)) if isinstance(m, tuple) else name_of(m) for name, m in models.items()}
-        return kind(**names, **fields)
-    if fields:
-        raise TypeError(f"{kind.__name__} holds all options: change it instead of giving {', '.join(fields)} too")
-    return first
+    _, recommendation = recommend(rows, settings.max_loss_increase)
+    return Study(path=settings.output, rows=rows, recommendation=recommendation)
