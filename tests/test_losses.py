@@ -75,7 +75,7 @@ def test_equals_the_loss_of_transformers(name: str, monkeypatch: pytest.MonkeyPa
     assert_equals(monkeypatch, model(**given, labels=given["input_ids"], use_cache=False).loss, model, given)
 
 
-@pytest.mark.parametrize(("weight", "temperature"), [(1.0, 1.0), (0.3, 2.0), (0.0, 3.0), (1.0, 0.5)])
+@pytest.mark.parametrize(("weight", "temperature"), [(1.0, 1.0), (0.3, 2.0)])
 def test_distillation_equals_that_on_whole_logits(
     weight: float, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

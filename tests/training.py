@@ -136,17 +136,6 @@ def state_files(state: Path) -> dict[str, bytes]:
     return {str(path.relative_to(state)): path.read_bytes() for path in files}
 
 
-def state_weights(state: Path) -> dict[str, Any]:
-    """Those that a state holds, by their names in what is trained."""
-    import torch
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    with tempfile.NamedTemporaryFile() as whole:
-        dcp_to_torch_save(state / "shards", whole.name)
-        found: dict[str, Any] = torch.load(whole.name)["model"]
-    return found
-
-
 def command(job: dict[str, Any]) -> None:
     """`gqa-uptrain` or another program, after what `job["before"]` says in the names of this module. A word of JSON has
     the options that are only for Python callers.
@@ -372,32 +361,6 @@ def infinite_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:
         return clip(accelerator, parameters, limit)
 
     patch.setattr(Accelerator, "clip_grad_norm_", spoil)
-
-
-def keep_samples(cache: str, batch: int, file: str) -> None:
-    """Text that a model writes is kept there, so many sequences a batch; notes the sequences of each batch."""
-    import datasets.config
-
-    import gqa.convert.merge.self_samples as module
-
-    datasets.config.HF_DATASETS_CACHE, module.SAMPLED = Path(cache), batch
-    write = module.samples
-
-    def samples(*given: Any, seed: Any, **options: Any) -> Any:
-        note(file, len(seed))
-        return write(*given, seed=seed, **options)
-
-    module.samples = samples  # type: ignore[assignment]
-
-
-def note_teacher(file: str) -> None:
-    """After each pass: how many numbers of the teacher a process holds."""
-    from gqa.uptrain.training_model import TrainingModel
-
-    def size(parameter: Any) -> int:
-        return int(getattr(parameter, "_local_tensor", parameter).numel())
-
-    after(TrainingModel, "forward", lambda model: note(file, sum(map(size, model._teacher.model.parameters()))))
 
 
 def note_memory(file: str) -> None:
