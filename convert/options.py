@@ -45,10 +45,10 @@ class ConvertOptions(Options):
         AUTO, "How the heads of a group become one: see below.", click.Choice((AUTO, *METHODS)), heading="Basic")
     data: tuple[str, ...] = option(
         CalibrationText.sources, "Text for calibrated and refined: self (sampled from the model), self:TOKENS, "
-        "self:plain, a file, a hub data set, stdlib:train; several times, or with commas, for a mixture "
-        "(SOURCE@WEIGHT).", heading="Data", metavar="SOURCE[,...]", methods="reads_text")
+        "self:plain, a file, a hub data set, stdlib:train; several times, or with commas.",
+        heading="Data", metavar="SOURCE[,...]", methods="reads_text")
     tokens: int = option(
-        CalibrationText.tokens, "Tokens of text in all, shared by SOURCE@WEIGHT.", tokens_type(), heading="Data",
+        CalibrationText.tokens, "Tokens of text in all, equally of each source.", tokens_type(), heading="Data",
         metavar="COUNT", methods="reads_text")
     context: int = option(
         CalibrationText.length, "Tokens of one block of text.", tokens_type(2), heading="Data", metavar="COUNT",

@@ -7,15 +7,12 @@ documents are identified by a hash of their text, so no seed, alpha or other sou
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError
 from gqa.corpus.sources import is_below
@@ -43,28 +40,25 @@ class Heldout:
         return np.array([self.limit(digest.tobytes(), length) for digest, length in pairs], np.int64)
 
 
-def hold_back(documents: Iterable[tuple[bytes, int]], tokens: int, limits: dict[bytes, int]) -> None:
-    """Add so many tokens to the `limits` of a `Heldout`: whole documents (digest, length) in order, and the end of
-    the last one.
+def hold_back(documents: Iterable[tuple[bytes, int]], tokens: int) -> dict[bytes, int]:
+    """The `limits` of a `Heldout` that hold back so many tokens: whole documents (digest, length) in order, and the end
+    of the last one.
     """
+    limits: dict[bytes, int] = {}
     for digest, length in documents:
         if tokens <= 0:
-            return
+            break
         if digest not in limits:
             limits[digest] = max(length - tokens, 0)
             tokens -= length - limits[digest]
-
-
-def hold_back_of_each(documents: Documents, tokens: int) -> dict[bytes, int]:
-    """Hold back so many tokens: from each source its share, documents in the order of their hash."""
-    limits: dict[bytes, int] = {}
-    lengths, digests = documents.lengths, documents.digests
-    for first, end in pairwise(np.cumsum([0, *documents.sizes])):
-        hashes = np.ascontiguousarray(digests[first:end, :8]).view(">u8").ravel()
-        order = first + np.argsort(hashes, kind="stable")
-        share = -(-tokens * int(lengths[order].sum()) // int(lengths.sum()))
-        hold_back(((digests[i].tobytes(), int(lengths[i])) for i in order), share, limits)
     return limits
+
+
+def in_hash_order(documents: Documents) -> Iterator[tuple[bytes, int]]:
+    """Digest and length of each document, in the order of their digests."""
+    hashes = np.ascontiguousarray(documents.digests[:, :8]).view(">u8").ravel()
+    for i in np.argsort(hashes, kind="stable"):
+        yield documents.digests[i].tobytes(), int(documents.lengths[i])
 
 
 def n_blocks_for(
@@ -75,12 +69,11 @@ def n_blocks_for(
     tokens: int | None = None,
     steps: int | None = None,
     blocks_per_step: int = 1,
-    pretraining_tokens: int | None = None,
 ) -> int:
     """Number of blocks to train on: those that fit into alpha x all tokens, or into `tokens`, or that `steps` need.
 
-    Give one of alpha, tokens and steps. All tokens are `pretraining_tokens` if given, else `data_tokens`.
-    `blocks_per_step` is the global batch. Raises CorpusError if that is less than one block.
+    Give one of alpha, tokens and steps. `blocks_per_step` is the global batch. Raises CorpusError if that is less than
+    one block.
     """
     if data_tokens < block_size:
         raise CorpusError(f"the data has {data_tokens} tokens, less than one block of {block_size}; use smaller blocks")
@@ -88,7 +81,7 @@ def n_blocks_for(
         return steps * blocks_per_step
     if alpha is not None:
         # Decimal: 0.29 of 100 is 29, not 28 as in binary.
-        tokens = int(Fraction(repr(float(alpha))) * (pretraining_tokens or data_tokens))
+        tokens = int(Fraction(repr(float(alpha))) * data_tokens)
     assert tokens is not None
     if tokens < block_size:
         length = f"tokens is {tokens}" if alpha is None else f"alpha {alpha:g} is {tokens} tokens"
@@ -97,49 +90,19 @@ def n_blocks_for(
 
 
 def reading_order(
-    documents: Documents, lengths: Ints, *, block_size: int, seed: int = 0, weights: Sequence[float] | None = None,
-    **length: Any,
-) -> tuple[Ints, int, int]:  # fmt: skip
+    documents: Documents, lengths: Ints, *, block_size: int, seed: int = 0, **length: Any
+) -> tuple[Ints, int, int]:
     """(N,) document numbers in training order, the number of blocks, and the tokens before any repeats.
 
-    `lengths`: (D,) tokens of each document to train on. `length`: the length arguments of `n_blocks_for`. `weights`:
-    each source's share of the tokens; the data then ends when the first source is exhausted. An exhausted source starts
-    again in another order. Raises CorpusError.
+    `lengths`: (D,) tokens of each document to train on. `length`: the length arguments of `n_blocks_for`. Exhausted
+    documents start again in another order; more tokens only append documents. Raises CorpusError.
     """
-    sizes = (len(lengths),) if weights is None else documents.sizes
-    sources = [np.flatnonzero(lengths[a:b]) + a for a, b in pairwise(np.cumsum([0, *sizes]))]
-    if not all(map(len, sources)):
-        raise CorpusError(
-            "all documents are held out and none of a source is left to train on; hold out other or fewer documents"
-        )
-    shares = shares_of([1.0] if weights is None else weights)
-    totals = [int(lengths[source].sum()) for source in sources]
-    data_tokens = min(int(total / share) for total, share in zip(totals, shares, strict=True))
+    numbers = np.flatnonzero(lengths)
+    if not len(numbers):
+        raise CorpusError("all documents are held out and none is left to train on; hold out other or fewer documents")
+    data_tokens = int(lengths.sum())
     n_blocks = n_blocks_for(data_tokens, block_size, **length)
-    return _merged(documents.digests, lengths, sources, shares, n_blocks * block_size, seed), n_blocks, data_tokens
-
-
-def shares_of(weights: Sequence[float]) -> list[Fraction]:
-    """Divide weights by their sum, exactly."""
-    exact = [Fraction(repr(float(weight))) for weight in weights]
-    return [weight / sum(exact) for weight in exact]
-
-
-def _merged(
-    digests: NDArray[np.uint8], lengths: Ints, sources: list[Ints], shares: list[Fraction], tokens: int, seed: int
-) -> Ints:
-    """Documents with at least so many tokens, from each source its share.
-
-    The next document is always from the source furthest behind its share: a sort by (tokens of the source before the
-    document) / share. A larger `tokens` only appends documents.
-    """
-    orders, due = [], []
-    for source, share in zip(sources, shares, strict=True):
-        needed = math.ceil(share * tokens)
-        epochs = -(-needed // int(lengths[source].sum()))
-        order = np.concatenate([source[permutation(digests[source], seed, epoch)] for epoch in range(epochs)])
-        before = np.cumsum(lengths[order]) - lengths[order]
-        orders.append(order[before < needed])
-        due.append(before[before < needed] / float(share))
-    order = np.concatenate(orders)[np.argsort(np.concatenate(due), kind="stable")]
-    return order[: int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1]
+    tokens = n_blocks * block_size
+    epochs = range(-(-tokens // data_tokens))
+    order = np.concatenate([numbers[permutation(documents.digests[numbers], seed, epoch)] for epoch in epochs])
+    return order[: int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1], n_blocks, data_tokens

@@ -4,8 +4,7 @@
     notes.txt   data/   'data/**/*.jsonl.gz'               files of one format, with any suffix of `FORMATS`
     org/name   org/name:config   org/name:config:split     a data set of the hub
 
-`datasets` reads them all; HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE mean what they mean there. In a mixture,
-`SPEC@WEIGHT` gives a source its share of the tokens.
+`datasets` reads them all; HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE mean what they mean there.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ class SelfText:
 
 
 def is_self(spec: str) -> bool:
-    """Whether a spec means self-generated text: `self`, `self:1M`, `self:plain@2`."""
-    return re.split("[:@]", spec)[0] == "self"
+    """Whether a spec means self-generated text: `self`, `self:1M`, `self:plain`."""
+    return spec.split(":")[0] == "self"
 
 
 def parse_self(spec: str) -> SelfText:
     """Parse a spec like `self:plain:1M`. Raises CorpusError."""
-    words = split_weight(spec)[0].split(":")
+    words = spec.split(":")
     plain = words[1:2] == ["plain"]
     count = words[1 + plain :]
     tokens = read_amount(count[0]) if len(count) == 1 else None
@@ -78,15 +77,13 @@ class Source:
     """Documents, or pairs of a source and a target, that can be read repeatedly, always in the same order.
 
     `load` gives the data set of `datasets`; its `columns` are the text, or the source and the target. `files`: shards,
-    if known. `weight`: share of a mixture's tokens, if given. `takes`: only documents whose digest it accepts.
-    `fraction`: of `part`.
+    if known. `takes`: only documents whose digest it accepts. `fraction`: of `part`.
     """
 
     spec: str
     load: Callable[[], Any]
     columns: tuple[str, ...] = ("text",)
     files: tuple[Path, ...] = ()
-    weight: float | None = None
     takes: Callable[[bytes], bool] | None = None
     fraction: float | None = None
 
@@ -213,42 +210,10 @@ def parse_source(
 
 
 def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
-    """The sources of a mixture, each `SPEC` or `SPEC@WEIGHT`; `options` are those of `parse_source`.
-
-    Weights are shares of the tokens and need not sum to 1. Without weights every document counts once.
-    Raises CorpusError, also where only some specs have a weight and where one is given twice.
-    """
-    return tuple(replace(parse_source(name, **options), weight=weight) for name, weight in weighted(specs))
-
-
-def weighted(specs: Sequence[str]) -> list[tuple[str, float | None]]:
-    """The names of a mixture with their weights. Raises CorpusError as `parse_sources` does."""
+    """The sources of specs; `options` are those of `parse_source`. Every document counts once. Raises CorpusError."""
     if not specs:
         raise CorpusError(_NO_DATA)
-    pairs = [split_weight(spec) for spec in specs]
-    names = [name for name, _ in pairs]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise CorpusError(f"{listing(repeated)} is given twice; give it once, with a weight if it should count more")
-    bare = [name for name, weight in pairs if weight is None]
-    if 0 < len(bare) < len(pairs):
-        raise CorpusError(
-            f"{listing(bare)} has no weight while others have; give every source one (SPEC@WEIGHT) or none"
-        )
-    return pairs
-
-
-def split_weight(spec: str) -> tuple[str, float | None]:
-    """`SPEC@WEIGHT` in two. A name with an @ in it is a name where there is such a file. Raises CorpusError."""
-    name, _, text = spec.rpartition("@")
-    try:
-        weight = float(text)
-    except ValueError:
-        return spec, None
-    if not name or os.path.exists(spec):
-        return spec, None
-    if not 0 < weight < float("inf"):
-        raise CorpusError(f"{spec}: the weight {text} is not above 0")
-    return name, weight
+    return tuple(parse_source(spec, **options) for spec in specs)
 
 
 def row_digest(*texts: str) -> bytes:

@@ -47,11 +47,10 @@ class Documents:
     """D tokenised documents, or pairs, of one or several sources.
 
     `data`: a memory-mapped `datasets.Dataset` of token ids ("tokens", or "source" and "target") and the "digest" of
-    each text. `sizes`: documents of each source. `fingerprint`: a hash of texts and tokenizer.
+    each text. `fingerprint`: a hash of texts and tokenizer.
     """
 
     data: Any
-    sizes: tuple[int, ...]
     fingerprint: str
 
     def __len__(self) -> int:
@@ -125,7 +124,7 @@ def tokenise_columns(
             raise CorpusError(f"stored tokens cannot be read: {explain(error)}; delete {directory}") from error
         parts.append(part)
     fingerprint = hashlib.sha256(" ".join(keys).encode()).hexdigest()[:32]
-    return Documents(datasets.concatenate_datasets(parts), tuple(map(len, parts)), fingerprint)
+    return Documents(datasets.concatenate_datasets(parts), fingerprint)
 
 
 class Encoder:

@@ -57,12 +57,12 @@ def tokenised(path: Path, texts: list[str], tokenizer: Any) -> Documents:
     return tokenise([parse_source(str(write(path, texts)))], tokenizer)
 
 
-def documents_of(tokens: list[list[int]], sizes: tuple[int, ...] = ()) -> Documents:
+def documents_of(tokens: list[list[int]]) -> Documents:
     """Documents of these tokens, with digests that differ."""
     digests = [row.tobytes() for row in np.random.default_rng(0).integers(0, 256, (len(tokens), 32), np.uint8)]
     features = datasets.Features({"tokens": datasets.List(datasets.Value("int32")), "digest": datasets.Value("binary")})
     data = datasets.Dataset.from_dict({"tokens": tokens, "digest": digests}, features)
-    return Documents(data, sizes or (len(tokens),), "")
+    return Documents(data, "")
 
 
 class Counted:

@@ -13,7 +13,7 @@ import pytest
 from documents import documents_of, texts_of, tokenised, write
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.alpha import Heldout, hold_back_of_each, n_blocks_for, reading_order
+from gqa.corpus.alpha import Heldout, hold_back, in_hash_order, n_blocks_for, reading_order
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Blocks, Documents, permutation, tokenise
 
@@ -34,7 +34,7 @@ def selected(text: Documents, heldout: Heldout | None = None, **options: Any) ->
     return [int(token) for block in blocks for token in block["input_ids"]], order, data_tokens
 
 
-@pytest.mark.parametrize("options", [{}, {"seed": 7}, {"heldout": Heldout(fraction=0.1)}, {"weights": [1]}])
+@pytest.mark.parametrize("options", [{}, {"seed": 7}, {"heldout": Heldout(fraction=0.1)}])
 def test_each_alpha_is_a_prefix_of_any_larger(text: Documents, options: dict[str, Any]) -> None:
     read = [selected(text, alpha=alpha, **options) for alpha in ALPHAS]
     for (smaller, *_), (larger, *_) in pairwise(read):
@@ -44,23 +44,17 @@ def test_each_alpha_is_a_prefix_of_any_larger(text: Documents, options: dict[str
         assert alpha * total - SIZE < len(tokens) <= alpha * total
 
 
-@pytest.mark.parametrize(
-    ("lengths", "sizes"), [([10_000], (1,)), ([7] * 1200, (1200,)), ([5000, 1, 300, 9, 4000, 700], (2, 4))]
-)
-def test_what_is_set_aside_is_never_read(lengths: list[int], sizes: tuple[int, ...]) -> None:
-    """Not in any epoch, also where all is one document; and of each source it is the same share."""
-    text = documents_of([piece.tolist() for piece in np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])], sizes)
-    heldout = Heldout(hold_back_of_each(text, 500))
+@pytest.mark.parametrize("lengths", [[10_000], [7] * 1200, [5000, 1, 300, 9, 4000, 700]])
+def test_what_is_set_aside_is_never_read(lengths: list[int]) -> None:
+    """Not in any epoch, also where all is one document."""
+    text = documents_of([piece.tolist() for piece in np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])])
+    heldout = Heldout(hold_back(in_hash_order(text), 500))
     left = heldout.lengths(text)
     tokens = {int(t) for i in range(len(text)) for t in text.tokens(i)[: left[i]]}
     aside = set(range(sum(lengths))) - tokens
-    assert 500 <= len(aside) < 500 + len(sizes)
-    epochs = {"tokens": 3 * sum(lengths), "weights": [1] * len(sizes) if len(sizes) > 1 else None}
-    assert {*selected(text, heldout, **epochs)[0]} == tokens
-    assert {*selected(text, **epochs)[0]} & aside  # the control
-    for first, end in pairwise(np.cumsum([0, *sizes])):
-        of_source = sum(lengths[first:end])
-        assert (of_source - left[first:end].sum()) == pytest.approx(500 * of_source / sum(lengths), abs=1)
+    assert len(aside) == 500
+    assert {*selected(text, heldout, tokens=3 * sum(lengths))[0]} == tokens
+    assert {*selected(text, tokens=3 * sum(lengths))[0]} & aside  # the control
 
 
 def test_the_order_is_the_definition(text: Documents) -> None:
@@ -96,27 +90,9 @@ def test_more_tokens_than_there_are(text: Documents) -> None:
     assert order[:20].tolist() != order[count : count + 20].tolist()
 
 
-def test_weights_are_shares_of_the_tokens(tokenizer: Any, tmp_path: Path) -> None:
-    sources = [parse_source(str(write(tmp_path / f"{n}.jsonl", texts_of(n, n)))) for n in (1000, 400, 700)]
-    text, parts = tokenise(sources, tokenizer), [tokenise([source], tokenizer) for source in sources]
-    owner, weights = np.repeat(np.arange(3), text.sizes), [6, 1, 3]
-    sizes = [int(part.lengths.sum()) for part in parts]
-    for alpha in (0.2, 1.0):
-        tokens, order, data_tokens = selected(text, alpha=alpha, weights=weights)
-        shares = np.bincount(owner[order], text.lengths[order])
-        assert shares / shares.sum() == pytest.approx([0.6, 0.1, 0.3], abs=text.lengths.max() / shares.sum())
-        assert len(set(order.tolist())) == len(order)  # none twice
-    assert data_tokens == min(int(size * 10 / weight) for size, weight in zip(sizes, weights, strict=True))
-    assert selected(text, tokens=2 * data_tokens, weights=weights)[0][: len(tokens)] == tokens
-    # Each source is read in the order that it has alone.
-    alone = permutation(parts[2].digests, 0) + sum(text.sizes[:2])
-    mixed = [int(i) for i in order if owner[i] == 2]
-    assert mixed == alone[: len(mixed)].tolist()
-
-
 def test_n_blocks_for() -> None:
     assert n_blocks_for(100, 1, alpha=0.29) == 29  # and not 28, which is 0.29 * 100 in binary, rounded down
-    assert n_blocks_for(1000, 10, alpha=0.05, pretraining_tokens=10**6) == 5000
+    assert n_blocks_for(10**6, 10, alpha=0.05) == 5000
     assert n_blocks_for(1000, 10, tokens=2_005) == 200
     assert n_blocks_for(1000, 10, steps=7, blocks_per_step=3) == 21
     assert n_blocks_for(2**60, 2**10, alpha=1e-9) == 2**60 // 10**9 // 2**10

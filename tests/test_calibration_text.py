@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 import gqa.convert.merge.options as module
 from gqa.checkpoint.console import SILENT
-from gqa.checkpoint.errors import CorpusError, RefusedError
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.budget import FITTED, MEASURED, _text
 from gqa.convert.merge.options import CalibrationText, MapsOptions
@@ -103,20 +102,9 @@ def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
     ]
 
 
-def test_weights_are_those_of_any_mixture(tmp_path: Path) -> None:
-    """All sources have one or none, and none stands twice; what the model writes beside them needs none."""
-    source = written(tmp_path, 50)
-    other = str(shutil.copy(source, tmp_path / "other.jsonl"))
-    for sources, reason in (
-        ((f"{source}@0.2", other), "has no weight while others have"),
-        ((source, source), "is given twice"),
-    ):
-        with pytest.raises(CorpusError, match=reason):
-            CalibrationText(sources, 64, LENGTH).blocks(read_checkpoint(SOURCE), "cpu", lambda tokens: None)
-    with pytest.raises(RefusedError, match=r"many.jsonl@1 gives less than a block of 16 tokens; give more calibration"):
-        CalibrationText((f"{other}@9", f"{source}@1"), 9 * LENGTH, LENGTH).shares()
-    found = CalibrationText((f"{source}@3", f"{other}@1"), 16 * LENGTH, LENGTH)
-    assert len(found.blocks(read_checkpoint(SOURCE), "cpu", lambda tokens: None)) == 16
+def test_a_share_that_is_less_than_a_block(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"many.jsonl gives less than a block of 16 tokens; give more calibration"):
+        CalibrationText((written(tmp_path, 50), "self"), LENGTH, LENGTH).shares()
 
 
 def measuring(length: int, *sources: str) -> tuple[Tensor, Tensor]:

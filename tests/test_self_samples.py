@@ -20,7 +20,7 @@ from gqa.checkpoint.loading import load_model, load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.options import CalibrationText
 from gqa.convert.merge.self_samples import Draw, PreallocatedLayer, SampledBlocks, sampled_blocks, samples
-from gqa.corpus.sources import SelfText, is_self, parse_self
+from gqa.corpus.sources import is_self, parse_self
 from gqa.eval.recall import SAMPLES, self_samples
 from gqa.eval.subjects import Subject
 from gqa.uptrain.options import TrainOptions
@@ -211,12 +211,10 @@ def test_a_part_repeats_itself_unless_it_is_plain(teacher, cache: Path) -> None:
 
 
 def test_what_is_asked_for() -> None:
-    asked = [parse_self(spec) for spec in ("self", "self:64", "self:1.5k", "self:2M@3", "self:plain", "self:plain:1k")]
+    asked = [parse_self(spec) for spec in ("self", "self:64", "self:1.5k", "self:2M", "self:plain", "self:plain:1k")]
     assert [own.tokens for own in asked] == [None, 64, 1500, 2_000_000, None, 1000]
     assert [own.plain for own in asked] == [False] * 4 + [True] * 2
-    assert parse_self("self:plain@2") == SelfText(None, True)
     assert is_self("self:1M")
-    assert is_self("self@2")
     assert not is_self("selfish.txt")
     for spec in ("self:", "self:0", "self:many", "self:1M:2", "self:1M:plain"):
         with pytest.raises(CorpusError, match="like self:1M"):

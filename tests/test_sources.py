@@ -12,7 +12,7 @@ import pytest
 from documents import lines, write
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.sources import ALLOWED, parse_source, parse_sources
+from gqa.corpus.sources import ALLOWED, parse_source
 
 # Whatever a loader that guesses types would turn into something else, and whatever could be cut in two.
 TEXTS = [
@@ -161,32 +161,6 @@ def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
     times, before = (other.stat().st_atime_ns, other.stat().st_mtime_ns), parse_source(str(other)).identify()
     os.utime(lines(other, {"text": "c"}), ns=times)  # the same size, as a copy by rsync has it
     assert parse_source(str(other)).identify() != before
-
-
-def test_mixtures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "b.txt", "at@0.5", "at@home.txt"):
-        (tmp_path / name).write_text(name)
-    (tmp_path / "at@0.5").rename("c@0.5.txt")
-
-    def weights(*specs: str) -> list[tuple[str, float | None]]:
-        return [(source.spec, source.weight) for source in parse_sources(specs)]
-
-    assert weights("a.txt", "at@home.txt") == [("a.txt", None), ("at@home.txt", None)]
-    assert weights("a.txt@7", "stdlib:train@3e-1") == [("a.txt", 7.0), ("stdlib:train", 0.3)]
-    assert weights("c@0.5.txt@2", "org/name:config:split@1")[0] == ("c@0.5.txt", 2.0)
-    said = {
-        (): "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train",
-        ("a.txt@0.7", "b.txt"): "b.txt has no weight while others have; give every source one (SPEC@WEIGHT) or none",
-        ("a.txt@1", "a.txt@2"): "a.txt is given twice; give it once, with a weight if it should count more",
-        ("a.txt@0",): "a.txt@0: the weight 0 is not above 0",
-        ("a.txt@nan",): "a.txt@nan: the weight nan is not above 0",
-        ("a.txt@much",): "there is no file or directory a.txt@much",
-    }
-    for specs, text in said.items():
-        with pytest.raises(CorpusError) as refused:
-            parse_sources(specs)
-        assert str(refused.value).startswith(text)
 
 
 def test_heldout_part(tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Documents:
 def test_documents_are_what_the_tokenizer_makes_of_them(text: Documents, tokenizer: Any) -> None:
     texts = texts_of(2000)
     assert len(text) == len(texts) == 2200
-    assert text.sizes == (2200,)
     for i in range(0, 2200, 37):
         alone = tokenizer(texts[i], add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert text.tokens(i).tolist() == [BOS, *alone, EOS]
@@ -97,7 +96,6 @@ def test_blocks_are_the_documents_one_after_the_other(lengths: list[int], size: 
 def test_several_sources_as_one(tokenizer: Any, tmp_path: Path) -> None:
     sources = [read(write(tmp_path / f"{i}.jsonl", texts_of(20 + i, i))) for i in range(3)]
     whole, parts = tokenise(sources, tokenizer), [tokenise([source], tokenizer) for source in sources]
-    assert whole.sizes == tuple(map(len, parts))
     assert stream(whole, range(len(whole))) == [t for part in parts for t in stream(part, range(len(part)))]
     assert len({each.fingerprint for each in (whole, tokenise(sources[::-1], tokenizer), *parts)}) == 5
 

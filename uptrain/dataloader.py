@@ -6,8 +6,7 @@ columns, plain text with spans left out, or what the teacher writes.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +26,7 @@ from gqa.checkpoint.provenance import file_digests
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_blocks
 from gqa.convert.merge.text_pairs import PairMaker
-from gqa.corpus.alpha import Heldout, hold_back, hold_back_of_each, n_blocks_for, reading_order, shares_of
+from gqa.corpus.alpha import Heldout, hold_back, in_hash_order, n_blocks_for, reading_order
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenise_pairs
 from gqa.corpus.sources import Source, is_self, parse_self, parse_source, parse_sources, row_digest
 from gqa.corpus.streamed import StreamedBlocks
@@ -103,19 +102,20 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
     """A dataloader of blocks of at most `longest` tokens (see `settle_steps`). Raises RefusedError and CorpusError."""
     sources = data_sources(options)
     if options.streaming:
-        return _open_stream(options, sources, tokenizer, longest, ranks)
+        if len(sources) > 1:
+            raise RefusedError("--streaming reads one source; give the files of all as one directory or pattern")
+        return _open_stream(options, sources[0], tokenizer, longest, ranks)
     text = tokenise(sources, tokenizer)
     options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
     heldout, blocks = open_heldout(options, tokenizer)
     if not blocks:
-        heldout = Heldout(hold_back_of_each(text, count_held_back(options, text) * options.block))
+        heldout = Heldout(hold_back(in_hash_order(text), count_held_back(options, text) * options.block))
         numbers = dict(zip(map(bytes, text.digests), range(len(text)), strict=True))
         ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
         blocks = _pack_heldout((text.tokens(number)[limit:] for number, limit in ends), options)
     lengths, size = heldout.lengths(text), options.block
-    weights = [source.weight for source in sources if source.weight is not None]
     order, n_blocks, data_tokens = reading_order(
-        text, lengths, block_size=size, seed=options.seed, weights=weights or None, **length_arguments(options)
+        text, lengths, block_size=size, seed=options.seed, **length_arguments(options)
     )
     summary = f"{n_blocks:,} blocks of {size:,}: {n_blocks * size:,} of {data_tokens:,} tokens"
     if (epochs := n_blocks * size / data_tokens) > 1:
@@ -124,26 +124,20 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
     return Dataloader(options, Blocks(text, order, size, n_blocks, lengths), steps, text.fingerprint, summary, blocks)
 
 
-def _open_stream(
-    options: TrainOptions, sources: Sequence[Source], tokenizer: Any, longest: int, ranks: int
-) -> Dataloader:
+def _open_stream(options: TrainOptions, source: Source, tokenizer: Any, longest: int, ranks: int) -> Dataloader:
     options = settle_steps(options, _ENDLESS, longest, ranks)
     steps = count_steps(n_blocks_for(_ENDLESS, options.block, **length_arguments(options)), options)
     heldout, heldout_blocks = open_heldout(options, tokenizer)
     if not heldout_blocks:  # the first documents
-        limits, documents = dict[bytes, int](), dict[bytes, list[int]]()
-        for source, share in zip(sources, shares_of([source.weight or 1.0 for source in sources]), strict=True):
-            encoded = Encoder(tokenizer).encode(source.texts())
-            pairs = ((row_digest(text), documents.setdefault(row_digest(text), tokens)) for text, tokens in encoded)
-            target = math.ceil(share * count_heldout(options) * options.block)
-            hold_back(((digest, len(tokens)) for digest, tokens in pairs), target, limits)
-        heldout = Heldout(limits)
+        documents = dict[bytes, list[int]]()
+        encoded = Encoder(tokenizer).encode(source.texts())
+        pairs = ((row_digest(text), documents.setdefault(row_digest(text), tokens)) for text, tokens in encoded)
+        target = count_heldout(options) * options.block
+        heldout = Heldout(limits := hold_back(((digest, len(tokens)) for digest, tokens in pairs), target))
         heldout_blocks = _pack_heldout((documents[digest][limit:] for digest, limit in limits.items()), options)
-    blocks = StreamedBlocks(
-        sources, tokenizer, block_size=options.block, heldout=heldout, batch=options.blocks_per_step
-    )
+    blocks = StreamedBlocks(source, tokenizer, block_size=options.block, heldout=heldout, batch=options.blocks_per_step)
     summary = f"a stream of {blocks}"
-    contents = file_digests(file for source in sources for file in source.files)
+    contents = file_digests(source.files)
     fingerprint = f"{summary} {blocks.encoder.identify()} {contents}"
     return Dataloader(options, blocks, steps, fingerprint, summary, heldout_blocks)
 
@@ -233,14 +227,12 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
         heldout = Heldout({bytes(digest): 0 for digest in heldout_table.digests})
         numbers = np.arange(len(heldout_table))
     else:
-        heldout_table, heldout = table, Heldout(hold_back_of_each(table, count_held_back(counted, table)))
+        heldout_table, heldout = table, Heldout(hold_back(in_hash_order(table), count_held_back(counted, table)))
         numbers = np.flatnonzero(heldout.lengths(table) == 0)
     numbers = numbers[np.linspace(0, len(numbers) - 1, min(counted.heldout_tokens, len(numbers))).astype(int)]
     heldout_pairs = PairBlocks(heldout_table, numbers, encoder, size)
-    lengths, weights = heldout.lengths(table), [source.weight for source in sources if source.weight is not None]
-    order, n_blocks, _ = reading_order(
-        table, lengths, block_size=1, seed=options.seed, weights=weights or None, **length_arguments(counted)
-    )
+    lengths = heldout.lengths(table)
+    order, n_blocks, _ = reading_order(table, lengths, block_size=1, seed=options.seed, **length_arguments(counted))
     steps = count_steps(n_blocks, counted)
     summary = f"{steps * counted.blocks_per_step:,} pairs out of {count:,}, of {mean:.0f} tokens"
     if cut := int((tokens > size).any(0).sum()):

@@ -44,8 +44,8 @@ class TrainOptions(Options):
         "MODEL]", short="-o", heading="Basic", metavar="DIR", free=True)
     data: tuple[str, ...] = option(
         (), "A file, a directory or glob of them, a hub data set, stdlib:train, or self: what the teacher writes, "
-        "self:TOKENS for so much of it; several times, or with commas, for a mixture (SOURCE@WEIGHT).  "
-        "[default: self]", heading="Data", metavar="SOURCE[,...]")
+        "self:TOKENS for so much of it; several times, or with commas.  [default: self]",
+        heading="Data", metavar="SOURCE[,...]")
     field: str = same_as(ConvertOptions, "field", methods="")
     target_field: str | None = option(
         None, "The column of targets for sources in --field, of encoder-decoders.  [default: plain text, of which "

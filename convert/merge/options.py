@@ -16,8 +16,6 @@ from gqa.corpus.sources import (
     parse_self,
     parse_sources,
     row_digest,
-    split_weight,
-    weighted,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +30,7 @@ AT_ONCE = 8192  # tokens that go through a layer together, unless one block has 
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """`sources` as `parse_sources` reads them, or `self[:plain][:TOKENS][@WEIGHT]`; `tokens` in all, in blocks of
+    """`sources` as `parse_sources` reads them, or `self[:plain][:TOKENS]`; `tokens` in all, in blocks of
     `length`; of an encoder-decoder, so many pairs of sources and targets of at most `length`. `field` is the column of
     text of files and data sets; `target_field` that of what its decoder writes.
     `repeats`: half of the blocks repeat themselves (`mixed` in corpus/tokens.py), but those of `self:plain` and pairs.
@@ -144,16 +142,12 @@ class CalibrationText:
         return sum(self._counts())
 
     def _counts(self) -> list[int]:
-        """Tokens of each source: what `self:TOKENS` says, and of the rest the share of its weight."""
+        """Tokens of each source: what `self:TOKENS` says; the others share `tokens` equally."""
         fixed = [(parse_self(source).tokens or 0) if is_self(source) else 0 for source in self.sources]
-        weights = [0.0 if f else split_weight(s)[1] or 1.0 for f, s in zip(fixed, self.sources, strict=True)]
-        total = sum(weights) or 1.0
-        return [f or int(self.tokens * weight / total) for f, weight in zip(fixed, weights, strict=True)]
+        return [count or self.tokens // fixed.count(0) for count in fixed]
 
     def shares(self) -> Sequence[tuple[str, int]]:
         """The sources and how many of their tokens are taken. Raises RefusedError and CorpusError."""
-        if others := [source for source in self.sources if not is_self(source)]:
-            weighted(others)  # refuses what no mixture is
         shares = list(zip(self.sources, self._counts(), strict=True))
         if short := [source for source, tokens in shares if tokens < self.length]:
             raise RefusedError(
