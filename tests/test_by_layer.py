@@ -19,7 +19,7 @@ import torch
 from checkpoints import check_refused, contents, edit_json, llama, load, refusal, run
 from safetensors.torch import save_file
 from test_families import error, write_checkpoint
-from tiny_custom import SOURCES
+from tiny_configs import SOURCES
 from tiny_models import QUERY_HEADS, TINY, build
 from torch import Tensor
 from training import options_for, tiny_checkpoint, trained

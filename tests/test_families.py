@@ -5,6 +5,7 @@ streaming rewriter, and loaded again with transformers. Tolerances are relative 
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_custom import COPIES
+from tiny_configs import COPIES
 from tiny_models import LEFT_OUT, QUERY_HEADS, TINY, Tiny, build, config, inputs, logits, model_class
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -32,11 +33,8 @@ TOLERANCE = 2e-5
 CONTROL = 100  # a wrong head order must be this many times worse than the tolerance
 VALUES = ("v_proj", "wv_dv", "value_net", "v_sconv")
 
-# Refused by their options or family, see test_refused.
-REFUSED_TINY = {n for n, t in TINY.items() if t.model_type in REFUSED} | {"zamba2+adapter"}
 # Only this part is converted and its share of the logits is small: made louder, so that a wrong order shows.
 QUIET = {"blt": "global_transformer"}
-CONVERTIBLE = [name for name in TINY if name not in REFUSED_TINY]
 COPIED = {f"gqa_{name}" for name in COPIES}
 
 
@@ -151,7 +149,7 @@ EXAMPLES = {next(iter(family.model_types)) for family in FAMILIES}
 
 
 # Copies are held against the classes that they extend by test_custom_code.
-@pytest.mark.parametrize("name", [name for name in CONVERTIBLE if name not in COPIED])
+@pytest.mark.parametrize("name", [name for name in TINY if name not in COPIED])
 def test_conversion(name: str, tmp_path: Path) -> None:
     """Every oracle on an example of each family, with each number of heads that it can have; on its other model types
     those that their own classes decide, with the most heads.
@@ -233,7 +231,7 @@ def check_cache_bytes(tiny: Tiny, model: PreTrainedModel, promised: KVCache) -> 
 def test_every_family_has_a_tiny_model() -> None:
     """A family nobody built is a family nobody tested."""
     stated = {t for family in FAMILIES for t in family.model_types}
-    assert stated - LEFT_OUT <= {t for name in CONVERTIBLE for t in (TINY[name].model_type, text_type(name))}
+    assert stated - LEFT_OUT <= {t for name in TINY for t in (TINY[name].model_type, text_type(name))}
 
 
 def text_type(name: str) -> str:
@@ -253,10 +251,9 @@ def test_no_model_type_is_in_two_tables() -> None:
     assert not set(NESTED) & set(REFUSED)
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED_TINY))
-def test_refused(name: str, tmp_path: Path) -> None:
-    """What cannot be converted is refused before anything is written."""
-    directory = write_checkpoint(build(TINY[name], QUERY_HEADS), tmp_path / "source")
-    with pytest.raises(RefusedError, match=r"cannot be converted|is not a known tensor"):
-        convert_checkpoint(directory, 1, tmp_path / "out", method="mean")
-    assert not (tmp_path / "out").exists()
+def test_refused() -> None:
+    """What cannot be converted is refused by its type, or by what its config says, with the reason."""
+    mla = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "kv_lora_rank": 8}
+    for raw, reason in (*(({"model_type": name}, REFUSED[name]) for name in REFUSED), (mla, REFUSED["deepseek_v3"])):
+        with pytest.raises(RefusedError, match=rf"cannot be converted: {re.escape(reason)}"):
+            read_config(raw, "model")

@@ -1,4 +1,6 @@
-"""The table behind `tiny_models`: for every family the options that a tiny model needs besides the common sizes."""
+"""The table behind `tiny_models`: for every family the options that a tiny model needs besides the common sizes; those
+with custom modelling code, and the classes that those extend.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -59,7 +61,6 @@ class Tiny:
     kv_counts: tuple[int, ...] = (4, 2, 1)  # what the class supports of 4, 2, 1
     attention: tuple[str, ...] = ("eager", "sdpa")
     has_cache: bool = True
-    contiguous: bool = True  # query head h reads KV head h // (H // G); False: another rule, so not convertible
     tokens: int = 96  # plain token ids end here
     token_inputs: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"input_ids": ()})
     float_inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shape after batch
@@ -123,11 +124,6 @@ def _fewer_global_kv(kv_heads: int) -> dict[str, Any]:
     return {KV: kv_heads, "per_layer_config": {"1": {"head_dim": 16, KV: kv_heads // 2}}}
 
 
-def _jetmoe_kv(kv_heads: int) -> dict[str, Any]:
-    """JetMoE has num_key_value_heads * num_experts_per_tok query heads."""
-    return {KV: kv_heads, "num_experts_per_tok": 4 // kv_heads}
-
-
 def _falcon_kv(kv_heads: int) -> dict[str, Any]:
     """The old architecture has one KV head or as many as query heads."""
     if kv_heads not in (1, 4):
@@ -184,7 +180,6 @@ FAMILIES: tuple[Tiny, ...] = (
             codebook_size=16, audio_stream_bos_id=14, audio_stream_eos_id=15),
     tiny_model("hunyuan_vl_text", rope_parameters={**MROPE, "mrope_section": [1, 1, 1, 1]}),
     tiny_model("jamba", attn_layer_period=2, attn_layer_offset=1),
-    tiny_model("jetmoe", kv=_jetmoe_kv, contiguous=False),
     tiny_model("laguna", layer_types=[FULL, SLIDING], num_attention_heads_per_layer=[4, 8]),
     tiny_model("lfm2", layer_types=["conv", FULL]),
     tiny_model("lfm2_moe", layer_types=["conv", FULL], num_dense_layers=1),
@@ -216,8 +211,6 @@ FAMILIES: tuple[Tiny, ...] = (
     # Its eager attention does not repeat KV heads, so eager runs with 4 (and, by broadcasting, 1) only.
     tiny_model("unlimited_ocr_text", attention=("sdpa",)),
     tiny_model("voxtral_realtime_text", float_inputs={"t_cond": (1, 32)}),
-    tiny_model("zaya", num_experts_per_tok=1, layer_types=["hybrid_sliding", "hybrid"], contiguous=False,
-            router_hidden_size=8),
     tiny_model("zamba", num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"], head_dim=16),
     tiny_model("zamba2", num_hidden_layers=4, n_mamba_heads=4, num_mem_blocks=2, adapter_rank=4, head_dim=16,
             layers_block_type=["linear_attention", "hybrid", "hybrid", "hybrid"]),
@@ -263,7 +256,41 @@ VARIANTS: tuple[Tiny, ...] = (
     _variant("qwen2_moe", "no_bias", qkv_bias=False),
     _variant("stablelm", "bias", use_qkv_bias=True),
     _variant("starcoder2", "no_bias", use_bias=False),
-    # The adapters of the shared blocks keep their width, so transformers runs it with all heads only.
-    _variant("zamba2", "adapter", use_shared_attention_adapter=True, kv_counts=(4,)),
     _variant("zamba2", "rope", use_mem_rope=True),
+)  # fmt: skip
+
+# Those whose attention in transformers is a copy of BART's or T5's.
+COPIES = ("mbart", "marian", "pegasus", "m2m_100", "mt5")
+
+
+def _source(model_type: str, model_class: str, /, **options: Any) -> Tiny:
+    return tiny_model(model_type, model_class, kv=lambda kv_heads: {}, kv_counts=(4,), **options)
+
+
+TEXTS = {"input_ids": (), "decoder_input_ids": ()}
+_BART: dict[str, Any] = {
+    "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64, "forced_eos_token_id": None, "decoder_start_token_id": 1, "token_inputs": TEXTS,
+}  # fmt: skip
+_T5: dict[str, Any] = {"d_ff": 64, "decoder_start_token_id": 1, "token_inputs": TEXTS}
+
+SOURCES: tuple[Tiny, ...] = (
+    _source("gpt2", "GPT2LMHeadModel"),
+    _source("opt", "OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=32),
+    _source("bart", "BartForConditionalGeneration", **_BART),
+    _source("mbart", "MBartForConditionalGeneration", **_BART),
+    _source("marian", "MarianMTModel", **_BART),
+    _source("pegasus", "PegasusForConditionalGeneration", **_BART),
+    _source("m2m_100", "M2M100ForConditionalGeneration", **_BART | {"decoder_layers": 3, "encoder_layerdrop": 0.0,
+                                                                    "decoder_layerdrop": 0.0}),
+    _source("t5", "T5ForConditionalGeneration", **_T5),
+    _source("mt5", "MT5ForConditionalGeneration", **_T5),
+)  # fmt: skip
+# The same in custom modelling code, with 4, 2 or 1 key/value heads.
+CUSTOM: tuple[Tiny, ...] = tuple(
+    replace(
+        tiny, name=f"gqa_{tiny.name}", model_type=f"gqa_{tiny.name}", model_class=f"GQA{tiny.model_class}",
+        kv=Tiny.kv, kv_counts=Tiny.kv_counts,
+    )
+    for tiny in SOURCES
 )  # fmt: skip

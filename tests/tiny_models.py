@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from tiny_configs import COMMON, FAMILIES, LENGTH, SPECIAL_IDS, TOWER, TOWERS, VARIANTS, Tiny
-from tiny_custom import CUSTOM
-from tiny_nested import NESTED, REFUSED
+from tiny_configs import COMMON, CUSTOM, FAMILIES, LENGTH, SPECIAL_IDS, TOWER, TOWERS, VARIANTS, Tiny
+from tiny_nested import NESTED
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -39,7 +38,7 @@ def _is_there(tiny: Tiny) -> bool:
     return tiny.model_type in MODEL_TYPES or tiny.model_type in CONFIG_MAPPING
 
 
-_ALL = (*FAMILIES, *VARIANTS, *NESTED, *CUSTOM, *REFUSED)
+_ALL = (*FAMILIES, *VARIANTS, *NESTED, *CUSTOM)
 TINY: dict[str, Tiny] = {tiny.name: tiny for tiny in _ALL if _is_there(tiny)}
 # None with the versions of constraints.txt.
 LEFT_OUT = frozenset(tiny.model_type for tiny in _ALL if tiny.name not in TINY)

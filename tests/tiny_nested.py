@@ -1,4 +1,4 @@
-"""Tiny models with key/value heads in a sub-config (multimodal, encoder-decoder, speech), and models to refuse."""
+"""Tiny models with key/value heads in a sub-config (multimodal, encoder-decoder, speech)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,14 +6,10 @@ from typing import Any
 
 from tiny_configs import (
     CONFIG_MAPPING,
-    DEFAULT_ROPE,
     FAMILIES,
-    FULL,
     KV,
     LENGTH,
-    MAMBA_MIXED,
     MIXED,
-    SLIDING,
     Tiny,
     tiny_model,
 )
@@ -21,7 +17,6 @@ from tiny_configs import (
 from gqa.convert.heads.families.table import NESTED as OWNERS
 
 TEXT: Mapping[str, Tiny] = {tiny.name: tiny for tiny in FAMILIES}
-NEO_ROPE = {**DEFAULT_ROPE, "partial_rotary_factor": 0.5}
 
 
 def _sections(options: dict[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> None:
@@ -152,9 +147,6 @@ NESTED: tuple[Tiny, ...] = (
              indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2,
              hc_lowrank=4, ngram_vocab_size_base=64, make_ngram_vocab_size_divisible_by=1, heads_per_ngram=1,
              split_ngram_parts=1, ple_embed_dim=8),
-    _several("neomme", {"": "neomme"}, "NeoMMEForMaskedLM", embedding_rank=8, patch_size=4,
-             embedding_dim=8, document_token_id=4, has_cache=False,
-             rope_parameters={SLIDING: NEO_ROPE, FULL: NEO_ROPE}),
 )  # fmt: skip
 
 
@@ -186,24 +178,3 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "shieldgemma2": {"model_class": "ShieldGemma2ForImageClassification"},
 }
 LARGER = sorted(OWNERS.keys() & set(CONFIG_MAPPING) - {tiny.model_type for tiny in NESTED})
-
-MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-
-
-def _refused(model_type: str, /, **options: Any) -> Tiny:
-    """A model whose config names key/value heads that its tensors do not have, or that it cannot vary."""
-    return tiny_model(model_type, kv_counts=(4,), contiguous=False, **options)
-
-
-REFUSED: tuple[Tiny, ...] = (
-    *(_refused(model_type, **MLA) for model_type in (
-        "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4",
-    )),
-    _refused("kimi_linear", **MLA, linear_head_dim=8, linear_num_heads=2, layer_types=MAMBA_MIXED),
-    _refused("longcat_flash", **MLA, num_layers=1, zero_expert_num=2, head_dim=4),
-    _refused("minicpm3", **MLA, dim_model_base=32),
-    _refused("youtu", **MLA, tie_word_embeddings=False),
-    _refused("moonshine", encoder_num_hidden_layers=1, decoder_num_hidden_layers=1, encoder_num_attention_heads=4,
-             float_inputs={"input_values": (2000,)}, token_inputs={"decoder_input_ids": ()},
-             kv=lambda kv_heads: {f"decoder_{KV}": kv_heads, f"encoder_{KV}": kv_heads}),
-)  # fmt: skip
