@@ -12,14 +12,12 @@ import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import check_refused, contents, edit_json, llama, load, refusal, run
 from safetensors.torch import save_file
 from test_families import error, write_checkpoint
-from tiny_configs import SOURCES
 from tiny_models import QUERY_HEADS, TINY, build
 from torch import Tensor
 from training import options_for, tiny_checkpoint, trained
@@ -27,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 import gqa
 from gqa.checkpoint import modelling
+from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.custom_code import BY_LAYER
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name, load_model
@@ -142,20 +141,18 @@ def test_engines_are_told_what_is_stored(source: Path, tmp_path: Path) -> None:
     edit_json(source / "config.json", lambda raw: {key: raw[key] for key in raw if key != "rms_norm_eps"})
     for heads in (HEADS, HEADS[::-1]):
         out = convert_checkpoint(source, heads, tmp_path / f"{heads[0]}", method="mean").out
-        tensors, raw = load(out), json.loads((out / "config.json").read_text())
+        tensors = load(out)
         dim = len(tensors["model.layers.0.self_attn.q_proj.weight"]) // QUERY_HEADS
         stored = [len(tensors[f"model.layers.{layer}.self_attn.k_proj.weight"]) // dim for layer in range(2)]
         assert as_engines_read_it(out) == stored == list(heads)
-        assert raw["rms_norm_eps"] == LlamaConfig().rms_norm_eps
+        assert json.loads((out / "config.json").read_text())["rms_norm_eps"] == LlamaConfig().rms_norm_eps
     half = convert_checkpoint(source, (2, 4), tmp_path / "half", method="mean").out
     assert as_engines_read_it(convert_checkpoint(half, 2, tmp_path / "less", method="mean").out) == [1, 2]
-    all_alike = json.loads((convert_checkpoint(source, 2, tmp_path / "2").out / "config.json").read_text())
-    assert all_alike["architectures"] == ["LlamaForCausalLM"]
-    assert not {"num_key_value_heads_per_layer", "rms_norm_eps"} & {*all_alike}
     qwen = write_checkpoint(build(TINY["qwen2"], QUERY_HEADS), tmp_path / "qwen")
-    raw = json.loads((convert_checkpoint(qwen, HEADS, tmp_path / "q", method="mean").out / "config.json").read_text())
-    assert raw["architectures"] == ["GQAQwen2ForCausalLM"]
-    assert "num_key_value_heads_per_layer" not in raw
+    for model, groups, name in ((source, 2, "LlamaForCausalLM"), (qwen, HEADS, "GQAQwen2ForCausalLM")):
+        out = convert_checkpoint(model, groups, tmp_path / name, method="mean").out
+        raw = json.loads((out / "config.json").read_text())
+        assert (raw["architectures"], "num_key_value_heads_per_layer" in raw) == ([name], False)
 
 
 @pytest.mark.usefixtures("alone")
@@ -244,9 +241,9 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_layer_loses_what_it_loses(uneven: Path) -> None:
     """Equal heads merge without loss, others do not; and what is measured is what the whole model computes."""
     checkpoint, how = read_checkpoint(uneven), small_options()
-    blocks = how.text.blocks(checkpoint, "cpu", watcher())
+    blocks = how.text.blocks(checkpoint, "cpu", SILENT)
     plan = make_plan(checkpoint, 1, "calibrated")
-    found = losses_alone(plan, blocks[:-4], blocks[-4:], how, watcher())
+    found = losses_alone(plan, blocks[:-4], blocks[-4:], how, SILENT)
     assert max(found[0], found[2]) < 1e-6
     assert min(found[1], found[3]) > 1e-4
     base = load_model(str(uneven), dtype="float32")
@@ -259,14 +256,8 @@ def test_a_layer_loses_what_it_loses(uneven: Path) -> None:
         assert found[layer] < float((one.exp() * (one - other)).sum(-1).mean())
 
 
-def watcher() -> Any:
-    from gqa.checkpoint.console import SILENT
-
-    return SILENT
-
-
 def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path: Path) -> None:
-    """And says what it took; --groups with those numbers gives the same bytes."""
+    """And says what it took; --groups with those numbers, in words or in a file, gives the same bytes."""
     words = ("--method", "calibrated", "--tokens", 512, "--context", 16, "--json")
     made = run(uneven, "--kv-budget", 0.625, *words, "-o", tmp_path / "budget")
     told = json.loads(made.out)
@@ -275,22 +266,15 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     assert f"in sum      {alone:.3f} nats" in made.err
     cache = told["kv_cache"]
     assert cache["bytes_per_token_after"] == 0.625 * cache["bytes_per_token_before"]
-    run(uneven, "--groups", "1,4,1,4", *words, "-o", tmp_path / "named")
     listed = tmp_path / "heads.txt"
     listed.write_text("1, 4\n1\n4\n")
-    planned = run(uneven, "--groups", listed, "--dry-run", *words)
-    assert json.loads(planned.out)["heads"]["kv_after"] == [1, 4, 1, 4]
+    run(uneven, "--groups", listed, *words, "-o", tmp_path / "named")
     assert contents(tmp_path / "budget") == contents(tmp_path / "named")
     record = json.loads((tmp_path / "budget/gqa_conversion.json").read_text())
     assert record["options"]["groups"] == [1, 4, 1, 4]
 
 
-def test_from_python(uneven: Path, tmp_path: Path) -> None:
-    """The same heads, also where they are then merged without text, which layers are measured on all the same."""
-    mean = gqa.convert_model(
-        uneven, kv_budget=0.625, method="mean", data="self:512", context=16, seed=1, output=tmp_path / "b", quiet=True
-    )
-    assert (mean.record["options"]["groups"], mean.record["options"]["method"]) == ([1, 4, 1, 4], "mean")
+def test_from_python(uneven: Path) -> None:
     for wrong in ({"groups": 1, "kv_budget": 0.5}, {}, {"kv_budget": 1.0}, {"groups": [1, 0, 1, 1]}):
         with pytest.raises(RefusedError, match=r"give|not a number above 0 below 1"):
             gqa.convert_model(str(uneven), **wrong)
@@ -321,23 +305,16 @@ def test_refused_before_anything_is_measured(
     uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """A place that is taken, a class whose layers cannot differ, and whatever the conversion would refuse."""
-    monkeypatch.setattr(CalibrationText, "blocks_of", lambda *given: pytest.fail("it was measured"))
+    measured = "gqa.convert.merge.self_samples.sampled_blocks"
+    monkeypatch.setattr(measured, lambda *_, **__: pytest.fail("it was measured"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out/config.json").write_text("{}")
     check_refused(run(uneven, "--kv-budget", "0.5", "-o", tmp_path / "out"), "--overwrite")
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         check_refused(run(uneven, "--kv-budget", "0.5", "-o", tmp_path / "new"), "1,000 are free at", code=1)
-    gpt2 = write_checkpoint(
-        build(next(tiny for tiny in SOURCES if tiny.name == "gpt2"), QUERY_HEADS), tmp_path / "gpt2"
-    )
-    assert "as many key/value heads in all layers" in refusal(gpt2, "--kv-budget", "0.5")
-    for words in ("--method", "mean", "--grouping", "search"):
+    for words in (("--method", "mean", "--grouping", "search"), ("--target-field", "x")):
         assert words[-2] in refusal(uneven, "--kv-budget", "0.5", *words)
-    monkeypatch.undo()
-    measured = "gqa.convert.merge.self_samples.sampled_blocks"
-    monkeypatch.setattr(measured, lambda *_, **__: pytest.fail("it was measured"))
-    assert "--target-field" in refusal(uneven, "--kv-budget", "0.5", "--target-field", "x")
 
 
 def test_the_page_lists_them() -> None:
@@ -346,15 +323,14 @@ def test_the_page_lists_them() -> None:
     assert listed.replace("\n", " ").split(", ") == sorted(BY_LAYER)
 
 
-HEAD = "LlamaForSequenceClassification"
-
-
 def test_a_class_that_is_not_known_to_allow_it(tmp_path: Path) -> None:
     model = write_checkpoint(build(TINY["starcoder2"], QUERY_HEADS), tmp_path / "model")
+    head = "LlamaForSequenceClassification"
     edit_json(model / "config.json", lambda raw: raw | {"model_type": "nemotron"})
-    assert "as many key/value heads in all layers" in refusal(model, "--groups", "1,4")
-    edit_json(model / "config.json", lambda raw: raw | {"model_type": "llama", "architectures": [HEAD]})
-    assert f"no class with the head of {HEAD}" in refusal(model, "--groups", "1,4")
+    for words in (("--kv-budget", "0.5"), ("--groups", "1,4")):
+        assert "as many key/value heads in all layers" in refusal(model, *words)
+    edit_json(model / "config.json", lambda raw: raw | {"model_type": "llama", "architectures": [head]})
+    assert f"no class with the head of {head}" in refusal(model, "--groups", "1,4")
     different = llama(tmp_path / "llama")
     out = convert_checkpoint(different, (1, 4), method="mean").out
     assert out.name == "llama-kv62-mean"  # of the key/value heads, not of the query heads
