@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gqa.convert.heads.family import LayerHeads, Rotary
+from gqa.convert.heads.family import Rotary
 from gqa.convert.merge import closed_form, linear_algebra
-from gqa.convert.merge.closed_form import output_roots, significance_of, visible_keys
+from gqa.convert.merge.closed_form import output_roots, significance_of
 from gqa.convert.merge.linear_algebra import shared_key, shared_value
-from gqa.convert.merge.moments import Moments
 
 HEADS, REPEAT, DIM = 3, 2, 6
 OWNER = torch.arange(HEADS).repeat_interleave(REPEAT)
@@ -134,24 +133,6 @@ def test_what_an_error_of_scores_does_without_a_mask(rows: int, monkeypatch: pyt
             assert bool(found[:, :, 0].max() < 0.1) is causal  # one key takes all
     bias = torch.zeros(1, 2, 6, 6).index_fill(3, torch.arange(1, 6), -torch.inf)
     assert significance_of(q, k, v, None, 0.3, roots, bias, False).max() < 0.1, "a bias is part of the scores"
-
-
-def test_keys_that_nobody_sees_are_padding() -> None:
-    """They are no part of the moments; those that one query sees are."""
-    mask = torch.ones(2, 1, 3, 4).tril(1).bool()
-    mask[1, :, :, 2:] = False
-    hidden = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) - 3
-    for given in (mask, hidden):
-        assert visible_keys(given, given).tolist() == [[True, True, True, True], [True, True, False, False]]
-    heads, generator = LayerHeads(2, 2, 4, 4), torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 2, n, 4, generator=generator) for n in (3, 4, 4))
-    counts, found = torch.ones(2, 2, 3), []
-    for padding in (0.0, 100.0):
-        k[1, :, 2:] = v[1, :, 2:] = padding
-        moments = Moments.zeros(heads, 1)
-        moments.add(q, k, v, counts, visible_keys(mask, k))
-        found.append(moments.averaged(6))
-    assert all(torch.equal(one, other) for one, other in zip(*(list(vars(m).values())[:4] for m in found), strict=True))
 
 
 def test_scores_count_by_what_they_move() -> None:
