@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
 MAX_JSON_BYTES = 64_000_000
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_STORED_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+_STORED_DTYPES = {name: stored for stored, name in TORCH_DTYPES.items()} | {
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 ADVICE = (
     "give a checkpoint with config.json and safetensors or .bin weights (GGUF and ONNX are made from one, "
@@ -83,13 +82,10 @@ class Checkpoint:
     way: str | None = None
     added: Mapping[str, str] = field(default_factory=dict)
     _pickled: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
-    _paths: dict[str, Path] = field(default_factory=dict, repr=False, compare=False)
 
     def path(self, file: str) -> Path:
-        """Where a file really lies (the hub's cache holds links), checked once to belong to the checkpoint."""
-        if file not in self._paths:
-            self._paths[file] = member_path(self.directory, file)
-        return self._paths[file]
+        """Where a file of the checkpoint really lies (the hub's cache holds links)."""
+        return member_path(self.directory, file)
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
         """One tensor, in its stored dtype and shape. Raises CorruptError when the file has become shorter.
@@ -216,7 +212,7 @@ def read_checkpoint(
         with ThreadPoolExecutor(8) as pool:
             tables = dict(zip(files, pool.map(read_table, files), strict=True))
     elif pickled:
-        tables = {file: _pickled_table(file, tensors) for file, tensors in pickled.items()}
+        tables = {file: table for file, (_, table) in pickled.items()}
     else:
         tables = {file: read_header(_weights_path(directory, file), file) for file in files}
     tensors = merge_tables(tables, read_json(directory, index) if index else None)
@@ -224,7 +220,8 @@ def read_checkpoint(
     hub_id, revision = cached_revision(directory)
     name = hub_id.split("/")[-1] if hub_id else directory.resolve().name
     return Checkpoint(
-        name, directory, config, tensors, tuple(files), side, left_out, revision, hub_id, _pickled=pickled
+        name, directory, config, tensors, tuple(files), side, left_out, revision, hub_id,
+        _pickled={file: stored for file, (stored, _) in pickled.items()},
     )  # fmt: skip
 
 
@@ -252,13 +249,14 @@ def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any
             tensors[spec.name] = spec
     if not tensors:
         raise CorruptError(f"{listing(tables)} hold no tensors; download the checkpoint again")
-    if index is not None:
-        files, weight_map = {name: spec.file for name, spec in tensors.items()}, index["weight_map"]
-        for name in sorted(files.keys() | weight_map.keys()):
-            if (file := files.get(name, "no file")) != (listed := weight_map.get(name, "no file")):
-                raise CorruptError(
-                    f"the index says that {name} is in {listed}, but it is in {file}; download the checkpoint again"
-                )
+    listed = {name: spec.file for name, spec in tensors.items()} if index is None else index["weight_map"]
+    for name in sorted(tensors.keys() | listed.keys()):
+        file = tensors[name].file if name in tensors else "no file"
+        if listed.get(name, "no file") != file:
+            raise CorruptError(
+                f"the index says that {name} is in {listed.get(name, 'no file')}, but it is in {file}; download the "
+                "checkpoint again"
+            )
     return tensors
 
 
@@ -270,8 +268,8 @@ def _weights_path(directory: Path, file: str) -> Path:
     return path
 
 
-def _load_pickled(directory: Path, file: str) -> dict[str, Tensor]:
-    """The tensors of a `.bin`, mapped from the file; never unpickled beyond plain tensors."""
+def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[TensorSpec]]:
+    """The tensors of a `.bin`, mapped from the file, and their table; never unpickled beyond plain tensors."""
     import pickle
 
     import torch
@@ -286,31 +284,20 @@ def _load_pickled(directory: Path, file: str) -> dict[str, Tensor]:
             f"{file} is not a file of plain tensors that can be mapped ({why}); "
             "save the checkpoint as safetensors first"
         ) from error
-    for name, tensor in state.items() if isinstance(state, dict) else ((state, None),):
+    table, end = [], 0
+    items: list[tuple[Any, Any]] = [*state.items()] if isinstance(state, dict) else [(state, None)]
+    for name, tensor in items:
         named = isinstance(name, str) and name.isprintable() and name != "__metadata__"
-        if not named or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        dtype = _STORED_DTYPES.get(str(tensor.dtype).removeprefix("torch.")) if plain else None
+        if not named or dtype is None or tensor.device.type != "cpu":
             raise CorruptError(
-                f"{file} holds something other than named tensors: {str(name)[:99]!r}; save the checkpoint as "
-                "safetensors first"
+                f"{file} holds something other than named dense tensors of {listing(_STORED_DTYPES, 20)}: "
+                f"{str(name)[:99]!r}; save the checkpoint as safetensors first"
             )
-    return {name: tensor.detach() for name, tensor in state.items()}
-
-
-def _pickled_table(file: str, tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
-    import torch
-
-    table, position = [], 0
-    for name, tensor in tensors.items():
-        dtype = _STORED_DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-        if dtype is None or tensor.layout is not torch.strided or tensor.device.type != "cpu":
-            raise CorruptError(
-                f"{file}: {name} is {tensor.dtype} {tensor.layout}, allowed are plain {listing(_STORED_DTYPES, 20)}; "
-                "save the checkpoint as safetensors first"
-            )
-        size = tensor.numel() * tensor.element_size()
-        table.append(TensorSpec(name, dtype, tuple(tensor.shape), file, position, position + size))
-        position += size
-    return table
+        begin, end = end, end + tensor.nbytes
+        table.append(TensorSpec(name, dtype, tuple(tensor.shape), file, begin, end))
+    return {name: tensor.detach() for name, tensor in state.items()}, table
 
 
 def _side_files(directory: Path, rewritten: AbstractSet[str | None]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -207,8 +207,8 @@ CASES: Cases = {
          ("\\n\\x1b[2Jx",)),
     # not safetensors
     "pickle without an archive": (both(remove(SINGLE), text(BIN, pickle.dumps({"a": 1}))), (BIN,)),
-    "not only tensors in .bin": (pickled({"model": weights(), "step": 3}), ("other than named te",)),
-    "a sparse tensor in .bin": (pickled(weights() | {"x": torch.eye(2).to_sparse()}), ("x is",)),
+    "not only tensors in .bin": (pickled({"model": weights(), "step": 3}), ("other than named dense te",)),
+    "a sparse tensor in .bin": (pickled(weights() | {"x": torch.eye(2).to_sparse()}), ("named dense", "'x'")),
     "the old .bin format": (pickled(weights(), zipped=False), ("can be mapped (mmap can only", "as safetensors first")),
 }  # fmt: skip
 # The same of one with two shards and an index.
