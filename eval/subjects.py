@@ -80,7 +80,7 @@ class Subject:
             formula = checkpoint_cache(self.checkpoint)
         except RefusedError:
             return None
-        return formula.quantised(self.cache_bits) if self.cache_bits else formula
+        return replace(formula, bits=self.cache_bits) if self.cache_bits else formula
 
     def record(self, memory: int | None = None, context: int = 0) -> dict[str, Any]:
         """JSON-ready record from config and headers, with what fits into `memory` bytes."""

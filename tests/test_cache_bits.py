@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,10 @@ def test_bytes_are_those_of_codes_and_scales() -> None:
     layer = CachedLayer(2, 64, 80, None)
     cache = KVCache((layer, CachedLayer(1, 32, 32, 4)), 2, None)
     assert cache.bytes_per_token == 2 * 144 * 2 + 64 * 2
-    four = cache.quantised(4)
+    four = replace(cache, bits=4)
     assert four.bytes_per_token == 2 * (32 + 4 + 40 + 2 * 4) + (16 + 4) * 2
     assert four.bytes_at(10) == 10 * 2 * 84 + 4 * 40
-    assert cache.quantised(3).bytes_per_token == 2 * (24 + 4 + 30 + 8) + (12 + 4) * 2
+    assert replace(cache, bits=3).bytes_per_token == 2 * (24 + 4 + 30 + 8) + (12 + 4) * 2
 
 
 class RoundedCache(DynamicCache):

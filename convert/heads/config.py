@@ -308,18 +308,14 @@ class CachedLayer:
 
 @dataclass(frozen=True)
 class KVCache:
-    """`cross`: cross-attention layers, which cache the keys and values of the source."""
+    """`cross`: whether each layer has cross-attention too, which caches the keys and values of the source."""
 
     layers: tuple[CachedLayer, ...]
     bytes_per_number: int
     context: int | None
     remark: str | None = None  # where transformers caches other heads than the model's key/value heads
     bits: int | None = None  # of a number, where the cache is quantised; scales come on top
-    cross: tuple[CachedLayer, ...] = ()
-
-    def quantised(self, bits: int) -> KVCache:
-        """The same with `bits` for each number, and scales."""
-        return replace(self, bits=bits)
+    cross: bool = False
 
     @property
     def bytes_per_token(self) -> int:
@@ -329,7 +325,7 @@ class KVCache:
     @property
     def cross_bytes_per_token(self) -> int:
         """Bytes that one more token of the source takes; 0 without an encoder."""
-        return sum(layer.bytes_per_token(self.bytes_per_number, self.bits) for layer in self.cross)
+        return self.bytes_per_token if self.cross else 0
 
     def bytes_at(self, tokens: int, source: int | None = None) -> int:
         """Bytes for a sequence of `tokens`; an encoder-decoder also caches `source` tokens (default: as many)."""
@@ -344,18 +340,16 @@ def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache
     block_types = getattr(text, "layers_block_type", None) or []
     if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
         numbers = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
-    crosses = config.family.cross_attention and transformers_config(config.raw).is_encoder_decoder
-    layers, cross = list[CachedLayer](), list[CachedLayer]()
+    crosses = bool(config.family.cross_attention) and transformers_config(config.raw).is_encoder_decoder
+    layers = []
     for layer in sorted(layer for layer in numbers if not config.shares_kv(layer)):
         heads = config.heads(layer)
-        cached, dims = heads.query if all_heads else heads.kv, (heads.key_dim, heads.value_dim)
-        layers.append(CachedLayer(cached, *dims, _window(text, layer)))
-        if crosses:
-            cross.append(CachedLayer(cached, *dims, None))
+        cached = heads.query if all_heads else heads.kv
+        layers.append(CachedLayer(cached, heads.key_dim, heads.value_dim, _window(text, layer)))
     remark = f"transformers caches {main.query} heads a layer, other engines only the {main.kv} key/value heads"
     context = getattr(text, "max_position_embeddings", None)
     shown = remark if all_heads and main.kv < main.query else None
-    return KVCache(tuple(layers), BITS[dtype] // 8, context, shown, cross=tuple(cross))
+    return KVCache(tuple(layers), BITS[dtype] // 8, context, shown, cross=crosses)
 
 
 def _window(text: Any, layer: int) -> int | None:

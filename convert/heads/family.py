@@ -6,15 +6,13 @@
     k k k k k k k k         k       k                 k              groups, in every runtime
 
 A layout splits a stored tensor into its heads and joins heads to a tensor: `join` is the inverse of `split`, also for
-heads that were merged to fewer, or repeated, in between. Run on a meta tensor the same code yields the new shape, so
-the plan cannot differ from the rewrite. Shape letters: H query heads, Hk key/value heads before, G after, d head
-dimension, D hidden size.
+heads that were merged or repeated in between. On a meta tensor it yields the new shape, so the plan cannot differ from
+the rewrite. Shape letters: H query heads, Hk key/value heads before, G after, d head dimension, D hidden size.
 
-Heads of a trained model live in bases of their own. Where nothing but the rotary embedding stands between the
-projections and the scores, keys may be multiplied by a complex number per head and frequency and queries by the inverse
-of its conjugate; dimensions that are not rotated, and values with the columns of W_O, by any invertible matrix
-(docs/methods.md). What stands in between (norms, gates) takes some of that away. Every entry is held against its
-transformers class by the tests: scrambled within the symmetry the logits stay, and aligning undoes it.
+A symmetry: where nothing but the rotary embedding stands between the projections and the scores, keys may be multiplied
+by a complex number per head and frequency and queries by the inverse of its conjugate; dimensions that are not rotated,
+and values with the columns of W_O, by any invertible matrix (docs/methods.md). What stands in between (norms, gates)
+takes some of that away. The tests hold every entry against its transformers class.
 
 One entry (`Family`, in `families/`) says which modules are attention, which stored tensors below them hold key/value
 heads and how they lie, where the config counts heads, and of every model type its symmetry, or why it has none. What it

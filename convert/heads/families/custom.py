@@ -7,15 +7,10 @@ from dataclasses import replace
 from gqa.convert.heads.family import Conv1D, Family, Fused, Rule, Separate, Symmetry
 
 _BART = Symmetry(rotates=False, output="out_proj", norms=())
-_OPT = Symmetry(
-    rotates=False,
-    output="out_proj",
-    norms=("self_attn_layer_norm",),
-    unless=(
-        "where do_layer_norm_before is false, attention is not known to read what a norm gives",
-        lambda config: not config.do_layer_norm_before,
-    ),
-)
+_NORMS = ("self_attn_layer_norm",)
+_UNNORMED = "where do_layer_norm_before is false, attention is not known to read what a norm gives"
+_OPT = replace(_BART, norms=_NORMS, unless=(_UNNORMED, lambda config: not config.do_layer_norm_before))
+_T5 = Symmetry(rotates=False, query="q", output="o", norms=("layer.0.layer_norm",), places=False)
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -25,18 +20,12 @@ FAMILIES: tuple[Family, ...] = (
         attention=("attn",),
         rules=(Rule("c_attn", Conv1D(Fused("stacked"))),),
     ),
-    Family(
-        "separate k_proj and v_proj, custom modelling code",
-        {"gqa_opt": _OPT},
-    ),
+    Family("separate k_proj and v_proj, custom modelling code", {"gqa_opt": _OPT}),
     Family(
         "encoder-decoder, custom modelling code",
         {
             **dict.fromkeys(("gqa_bart", "gqa_marian"), _BART),
-            **dict.fromkeys(
-                ("gqa_m2m_100", "gqa_mbart", "gqa_pegasus"),
-                replace(_BART, norms=("self_attn_layer_norm",)),
-            ),
+            **dict.fromkeys(("gqa_m2m_100", "gqa_mbart", "gqa_pegasus"), replace(_BART, norms=_NORMS)),
         },
         note="self- and cross-attention of the decoder",
         cross_attention=("encoder_attn",),
@@ -44,10 +33,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "encoder-decoder with relative positions, custom modelling code",
-        dict.fromkeys(
-            ("gqa_mt5", "gqa_t5"),
-            Symmetry(rotates=False, query="q", output="o", norms=("layer.0.layer_norm",), places=False),
-        ),
+        dict.fromkeys(("gqa_mt5", "gqa_t5"), _T5),
         note="self- and cross-attention of the decoder; positions stay with the query heads",
         attention=("layer.0.SelfAttention",),
         cross_attention=("layer.1.EncDecAttention",),

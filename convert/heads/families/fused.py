@@ -4,13 +4,10 @@ from typing import Any
 
 from gqa.convert.heads.family import Edits, Family, Fused, LayerHeads, Rule, Separate, Symmetry, uniform_heads
 
-FALCON = Symmetry(
-    lambda config, layer: not config.alibi,
-    query=None,
-    output="dense",
-    norms=("ln_attn", "input_layernorm"),
+_FALCON = Symmetry(
+    lambda config, layer: not config.alibi, query=None, output="dense", norms=("ln_attn", "input_layernorm"),
     places="alibi",
-)
+)  # fmt: skip
 _OWN_ATTENTION = {"falcon": "its class computes attention itself, and on keys and values repeated for all query heads"}
 
 
@@ -59,7 +56,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "Falcon, new architecture",
-        {"falcon": FALCON},
+        {"falcon": _FALCON},
         note="transformers' cache holds all H heads; other engines keep G",
         when={"new_decoder_architecture": True},
         attention=("self_attention",),
@@ -71,7 +68,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "Falcon, old architecture",
-        {"falcon": FALCON},
+        {"falcon": _FALCON},
         note="G = 1 or H; 1 < G < H in the new architecture where attention is parallel (its cache holds H heads)",
         when={"new_decoder_architecture": False},
         attention=("self_attention",),
