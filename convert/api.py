@@ -98,7 +98,7 @@ def convert(
         OutputError: The result could not be written or did not verify; nothing is left at the output.
     """
     maps = (calibration or options.maps()) if plan.needs_maps else None
-    out, merging, command = output_of(options, plan), plan.merging, request(options, argv)
+    out, command = output_of(options, plan), request(options, argv)
     output = _open_output(options, plan)
     fetch_weights(plan.checkpoint)
     with ExitStack() as stack:
@@ -107,11 +107,11 @@ def convert(
             from gqa.convert.merge.find_maps import with_maps
 
             stored = stack.enter_context(with_maps(plan, out, maps, watcher, overwrite=options.overwrite))
-            merging = replace(merging, maps=stored)
+            plan = replace(plan, merging=replace(plan.merging, maps=stored))
         watcher.stage("converting", plan.total_bytes, "B")
-        warnings = write(plan, merging, output.work, watcher.update, jobs)
+        warnings = write(plan, output.work, watcher.update, jobs)
         write_text(output.work / "README.md", model_card(plan, out.name, command))
-        output.commit(PROVENANCE, provenance(plan, merging.maps, out, command))
+        output.commit(PROVENANCE, provenance(plan, out, command))
     return Conversion(out, plan, (*plan.warnings, *warnings))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
 import time
@@ -96,6 +95,8 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
 
 def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     """Print the plan, and time and memory of every method that the model allows; the latter JSON-ready."""
+    from tqdm import tqdm
+
     from gqa.convert.estimate import estimates
     from gqa.convert.summary import plan_text, size
 
@@ -104,18 +105,11 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     if plan.method in METHODS and (options.json or not options.quiet):
         maps = options.maps()
         for method, seconds, memory in estimates(plan, maps):
-            cost = f"{_duration(seconds)} on {maps.device}, {size(memory)} of memory"
+            cost = f"{tqdm.format_interval(seconds)} on {maps.device}, {size(memory)} of memory"
             _say(f"estimate    {method.name:12}{cost}", options)
             costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}
     _say("dry run     nothing was written", options)
     return {"estimates": costs} if costs else {}
-
-
-def _duration(seconds: float) -> str:
-    """`2 s`, `3.5 min`, `2.1 h`."""
-    if seconds < 100:
-        return f"{max(1, math.ceil(seconds))} s"
-    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _say_next(plan: Plan, result: Conversion, options: ConvertOptions) -> None:

@@ -220,14 +220,6 @@ MEASURING = "calibrated"  # by which layers are measured that shall have differe
 GROUPINGS = ("auto", "contiguous", "search")
 
 
-def instead(fits: Callable[[Method], bool]) -> str:
-    """`aligned, mean or first`: what to use where a method cannot be used. Of the methods that look at the model and
-    fit it is the one that loses least.
-    """
-    best = [name for name, method in METHODS.items() if method.aligns and fits(method)][-1:]
-    return f"{', '.join([*best, 'mean'])} or first"
-
-
 @dataclass(frozen=True)
 class Merging:
     """A method with its options, and its maps where it looks at the model."""

@@ -33,7 +33,7 @@ from gqa.convert.heads.modules import (
     cached_layers,
     module_changes,
 )
-from gqa.convert.methods import AUTO, METHODS, Merging, instead
+from gqa.convert.methods import AUTO, METHODS, Merging
 from gqa.convert.recast.targets import RECAST_TYPES, recast
 
 _LISTED = 3  # names listed in a message
@@ -149,10 +149,9 @@ def make_plan(
     method, why = _choose(checkpoint, config, modules) if method == AUTO else (method, "")
     not_layerwise = config.not_layerwise or ("its other weights are quantised" if checkpoint.packed else "")
     if merges and METHODS[method].reads_text and not_layerwise:
-        plainer = instead(lambda other: other.needs == "weights" and isinstance(config.symmetry, Symmetry))
         raise RefusedError(
             f"{checkpoint.name} ({config.text.model_type}) cannot be run layer by layer: {not_layerwise}; "
-            f"use --method {plainer}"
+            f"use --method {AUTO}, mean or first"
         )
     extra = _rules_beside(config, method, checkpoint.name) if merges else ()
     every_change = (change for module in modules for change in module_changes(module, config, groups, extra))
@@ -198,8 +197,7 @@ def _rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ..
         return config.symmetry.rules
     heads = f"the heads of {name} ({config.text.model_type}): {config.symmetry}"
     if not METHODS[method].refines:
-        advised = instead(lambda other: other.refines)
-        raise RefusedError(f"--method {method} cannot align {heads}; use --method {advised}")
+        raise RefusedError(f"--method {method} cannot align {heads}; use --method refined, mean or first")
     return tuple(Rule(tensor, Layout()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
 
 

@@ -26,7 +26,6 @@ from gqa.checkpoint.write import (
 )
 from gqa.convert.heads.config import read_config, target_heads
 from gqa.convert.heads.modules import Change, attention_modules, module_changes
-from gqa.convert.methods import Merging
 from gqa.convert.plan import OutputTensor, Plan, Shard
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ class _Job:
     """
 
     plan: Plan
-    merging: Merging
     work: Path
     progress: Progress
     not_finite: list[tuple[str, str]] = field(default_factory=list)
@@ -56,9 +54,7 @@ class _CancelledError(Exception):
     """Another thread failed or the user interrupted."""
 
 
-def write(
-    plan: Plan, merging: Merging, work: Path, progress: Progress = no_progress, jobs: int = DEFAULT_JOBS
-) -> list[str]:
+def write(plan: Plan, work: Path, progress: Progress = no_progress, jobs: int = DEFAULT_JOBS) -> list[str]:
     """Fill the directory `work` and verify it; warnings. Raises OutputError.
 
     Merging is memory-bound: one torch thread per job.
@@ -72,7 +68,7 @@ def write(
             raise _CancelledError
         progress(count)
 
-    job, threads = _Job(plan, merging, work, advance), torch.get_num_threads()
+    job, threads = _Job(plan, work, advance), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(jobs) as pool:
@@ -146,7 +142,7 @@ def _merge(job: _Job, change: Change, buffer: NDArray[np.uint8]) -> Tensor:
     for part, heads in change.split(tensor).items():
         if part != "whole" and not all_finite(heads):
             job.not_finite.append((change.source.name, part))
-    return job.merging.apply(change, tensor)
+    return job.plan.merging.apply(change, tensor)
 
 
 def _write_side_files(plan: Plan, work: Path) -> None:

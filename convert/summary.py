@@ -18,10 +18,8 @@ from gqa.checkpoint.provenance import (
     stamp,
     version,
     versions,
-    without_place,
 )
 from gqa.convert.heads.family import groups_text
-from gqa.convert.methods import StoredMaps
 from gqa.convert.plan import Plan
 
 _ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
@@ -125,14 +123,6 @@ def plan_text(plan: Plan, tensors: bool) -> str:
     return "\n".join(map(one_line, lines))
 
 
-def _portable(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of maps without the paths of the machine that made them."""
-    text = description.get("text")
-    if not text:
-        return dict(description)
-    return {**description, "text": text | {"sources": [*map(without_place, text.get("sources", []))]}}
-
-
 def _place(plan: Plan, out: Path) -> str | None:
     """The way from the result to a local base model, where training looks for its teacher; None where it would tell
     whose directories they are.
@@ -144,9 +134,9 @@ def _place(plan: Plan, out: Path) -> str | None:
     return None if Path.home().name in way.parts and Path.home().name != "root" else way.as_posix()
 
 
-def provenance(plan: Plan, maps: StoredMaps | None, out: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     """How the result at `out` was made, JSON-ready; `request`: the command's arguments and options."""
-    planned = plan_record(plan)
+    planned, maps = plan_record(plan), plan.merging.maps
     record: dict[str, Any] = {
         **stamp("gqa-convert", request.get("argv", ())),
         "source": {name: planned[name] for name in ("model", "revision")},
@@ -164,7 +154,7 @@ def provenance(plan: Plan, maps: StoredMaps | None, out: Path, request: Mapping[
     }
     if plan.checkpoint.hub_id is None:
         record["source"]["path"] = _place(plan, out)
-    optional = {"recast": planned["recast"], "maps": maps and _portable(maps.description)}
+    optional = {"recast": planned["recast"], "maps": maps and maps.description}
     return record | {name: value for name, value in optional.items() if value}
 
 

@@ -27,8 +27,8 @@ from training import Runs, difference
 from gqa.checkpoint import console
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.find_maps import with_maps
-from gqa.convert.summary import _portable
+from gqa.convert.merge.find_maps import describe, with_maps
+from gqa.convert.merge.options import CalibrationText
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +116,10 @@ def test_the_result_says_how_its_maps_were_made(source: Path, tmp_path: Path) ->
     out = convert_checkpoint(source, 2, tmp_path / "out", method="calibrated", calibration=on_ids()).out
     maps = json.loads((out / "gqa_conversion.json").read_text())["maps"]
     assert {"method", "groups", "model", "name", "text", "content", "ridge", "versions"} <= maps.keys()
-    told = {"text": {"sources": [f"{tmp_path}/secret/text.txt@2", "self"]}}
-    assert _portable(told) == {"text": {"sources": ["text.txt@2", "self"]}}
+    (text := tmp_path / "text.txt").write_text("some text")
+    options = on_ids(text=CalibrationText((f"{text}@2", "self")))
+    description = describe(plan_conversion(source, 2, method="calibrated"), options)
+    assert description["text"]["sources"] == ["text.txt@2", "self"]
     assert "(method calibrated)" in (out / "README.md").read_text()
 
 
@@ -135,7 +137,7 @@ def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> 
     plan = replace(plan, merging=replace(plan.merging, method="refined"))
     with pytest.raises(RefusedError, match=r"cannot be run layer by layer|several attention modules"):
         Calibrator(plan, Ids().ids(), on_ids(refinement=SHORT))
-    says = f"cannot be run layer by layer: {known}; use --method mean" if known else "cannot be run layer by layer"
+    says = f"cannot be run layer by layer: {known}; use --method auto" if known else "cannot be run layer by layer"
     with pytest.raises(RefusedError, match=says) as told:
         convert_checkpoint(directory, 2, tmp_path / "out", method="refined", calibration=on_ids(refinement=SHORT))
     assert "\n" not in str(told.value)

@@ -18,7 +18,7 @@ from torch import Tensor
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import CorruptError, RefusedError
 from gqa.checkpoint.loading import out_of_memory
-from gqa.checkpoint.provenance import checkpoint_digest, versions
+from gqa.checkpoint.provenance import checkpoint_digest, portable, versions
 from gqa.checkpoint.write import replacing
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.merge.calibrate import Calibrator
@@ -90,7 +90,8 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
         "versions": versions("torch", "transformers"),
     }
     if plan.merging.how.reads_text:
-        description |= {"text": asdict(options.text), "content": options.text.identify(plan.checkpoint)}
+        text = {name: portable(value) for name, value in asdict(options.text).items()}
+        description |= {"text": text, "content": options.text.identify(plan.checkpoint)}
         description |= {name: getattr(options, name) for name in ("ridge", "dtype", "batch")}
     if plan.merging.how.refines:
         description["refinement"] = asdict(options.refinement)
