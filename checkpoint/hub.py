@@ -19,8 +19,6 @@ import click
 
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.files import (
-    SINGLE,
-    TORCH_SINGLE,
     TensorSpec,
     read_header,
     side_files,
@@ -55,7 +53,7 @@ def open_model(
         raise RefusedError(f"there is no directory {model}, and it is no hub id (owner/name); give one of them")
     if revision is not None and (not revision.strip() or ".." in revision):
         raise RefusedError(f"--revision {revision!r} is not the name of a branch, a tag or a commit")
-    with _hub_errors(model, revision):
+    with _hub_errors(model):
         return _from_hub(model, revision, headers_only, or_weights)
 
 
@@ -63,12 +61,12 @@ def fetch_weights(checkpoint: Checkpoint) -> None:
     """Fetch the weights of a hub id that was opened by its headers. Raises what `open_model` raises."""
     if checkpoint.hub_id is None or all((checkpoint.directory / file).exists() for file in checkpoint.files):
         return
-    with _hub_errors(checkpoint.hub_id, checkpoint.revision):
-        _fetch(checkpoint.hub_id, checkpoint.revision, False, *checkpoint.files)
+    with _hub_errors(checkpoint.hub_id):
+        _fetch(checkpoint.hub_id, checkpoint.revision, *checkpoint.files)
 
 
 @contextmanager
-def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
+def _hub_errors(model: str) -> Iterator[None]:
     """Errors of the hub and of its clients as a RefusedError."""
     try:
         with quiet("huggingface_hub"):
@@ -97,27 +95,23 @@ def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: 
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    directory = _fetch(model, revision, False, "config.json")
-    commit, unreachable = directory.name, None
+    directory = _fetch(model, revision, "config.json")
+    commit = directory.name
     try:
         names = set(HfApi().list_repo_files(model, revision=commit))
     except HfHubHTTPError:
         raise
-    except Exception as error:  # offline, or there was no answer: then the cache is all that there is
-        unreachable = error
-        names = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
-    fetch = partial(_fetch, model, commit, unreachable is not None)
+    except Exception as unreachable:  # offline, or there was no answer: then the cache is all that there is
+        try:
+            return read_checkpoint(directory)
+        except RefusedError as incomplete:
+            raise unreachable from incomplete
+    fetch = partial(_fetch, model, commit)
     if "config.json" not in names:
-        raise unreachable or RefusedError(f"{model} has no config.json; {ADVICE}")
+        raise RefusedError(f"{model} has no config.json; {ADVICE}")
     files, _ = weight_files(read_json(directory, "config.json"), names, lambda name: read_json(fetch(name), name))
-    if not files:
-        raise unreachable or RefusedError(
-            f"{model} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index); {ADVICE}"
-        )
     if missing := set(files) - names:
-        raise unreachable or RefusedError(
-            f"{model} has an index that names {min(missing)}, which is not there; tell its owner"
-        )
+        raise RefusedError(f"{model} has an index that names {min(missing)}, which is not there; tell its owner")
     modules = fetch("modules.json").joinpath("modules.json").read_bytes() if "modules.json" in names else b"[]"
     side, _ = side_files(names.difference(files), modules)
     fetch(*side)
@@ -129,12 +123,11 @@ def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: 
     return read_checkpoint(fetch(*files))
 
 
-def _fetch(model: str, revision: str | None, cached: bool, *names: str) -> Path:
+def _fetch(model: str, revision: str | None, *names: str) -> Path:
     """The directory in the hub's cache with these files of a repository, as far as it has them."""
     from huggingface_hub import snapshot_download
 
-    patterns = [escape(name) for name in names]
-    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, local_files_only=cached))
+    return Path(snapshot_download(model, revision=revision, allow_patterns=[escape(name) for name in names]))
 
 
 def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
