@@ -117,9 +117,9 @@ def test_the_result_says_how_its_maps_were_made(source: Path, tmp_path: Path) ->
     maps = json.loads((out / "gqa_conversion.json").read_text())["maps"]
     assert {"method", "groups", "model", "name", "text", "content", "ridge", "versions"} <= maps.keys()
     (text := tmp_path / "text.txt").write_text("some text")
-    options = on_ids(text=CalibrationText((f"{text}@2", "self")))
+    options = on_ids(text=CalibrationText((str(text), "self")))
     description = describe(plan_conversion(source, 2, method="calibrated"), options)
-    assert description["text"]["sources"] == ["text.txt@2", "self"]
+    assert description["text"]["sources"] == ["text.txt", "self"]
     assert "(method calibrated)" in (out / "README.md").read_text()
 
 
