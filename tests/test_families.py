@@ -249,6 +249,9 @@ def test_no_model_type_is_in_two_tables() -> None:
     assert len(stated) == len(set(stated))
     assert not set(stated) & set(REFUSED)
     assert not set(NESTED) & set(REFUSED)
+    for family in FAMILIES:  # each type has a symmetry or says why not
+        assert all(family.symmetries.values())
+        assert family.symmetries.keys() >= family.not_layerwise.keys()
 
 
 def test_refused() -> None:
