@@ -57,7 +57,7 @@ CASES: dict[str, Tiny] = {model_type: TINY[WITHIN.get(model_type, model_type)] f
     "olmoe": _other("olmoe", "unclipped", clip_qkv=None),
     # Options that a symmetry depends on, biases, wide heads, several query heads a key/value head.
     **{name: TINY[name] for name in (
-        "cohere+qk_norm", "falcon+rw", "falcon+rw_rotary", "glm4_moe+qk_norm", "granitemoehybrid+nope", "llama+bias",
+        "cohere+qk_norm", "falcon+rw", "glm4_moe+qk_norm", "granitemoehybrid+nope", "llama+bias",
         "llama+wide", "molmo2_text+olmo_norm", "nemotron+bias", "phi+qk_norm", "recurrent_gemma+bias",
     )},
     "llama+queries": _other("llama", "queries", num_attention_heads=8),

@@ -216,47 +216,30 @@ FAMILIES: tuple[Tiny, ...] = (
             layers_block_type=["linear_attention", "hybrid", "hybrid", "hybrid"]),
 )  # fmt: skip
 
-BIAS: dict[str, Any] = {"attention_bias": True}
 FALCON_OLD: dict[str, Any] = {"new_decoder_architecture": False, "kv": _falcon_kv, "kv_counts": (4, 1)}
 
 VARIANTS: tuple[Tiny, ...] = (
-    *(
-        _variant(base, "bias", **BIAS)
-        for base in (
-            "cohere", "diffllama", "gemma4_text", "llama", "mimo_v2_flash", "nemotron", "olmo2",
-            "qwen3_5_text", "recurrent_gemma", "step3p5",
-        )
-    ),
-    _variant("ernie4_5", "bias", use_bias=True),
-    *(_variant(base, "wide", head_dim=16) for base in ("llama", "gpt_oss")),
+    *(_variant(base, "bias", attention_bias=True) for base in ("cohere", "gemma4_text", "llama", "mimo_v2_flash",
+                                                              "nemotron", "olmo2", "recurrent_gemma")),
+    _variant("llama", "wide", head_dim=16),
     *(_variant(base, "tied", tie_word_embeddings=True) for base in ("llama", "qwen2")),
     _variant("cohere", "qk_norm", use_qk_norm=True),
-    _variant("falcon", "new_bias", bias=True, num_ln_in_parallel_attn=1),
     _variant("falcon", "old", **FALCON_OLD, parallel_attn=True),
     # Eager adds the alibi slopes twice (transformers 5.23), so it differs from sdpa.
     _variant("falcon", "old_alibi", **FALCON_OLD, parallel_attn=True, alibi=True, bias=True),
     _variant("falcon", "rw", **FALCON_OLD, parallel_attn=False, alibi=True, bias=True),
-    _variant("falcon", "rw_rotary", **FALCON_OLD, parallel_attn=False),
     _variant("gemma4_text", "global_kv", attention_k_eq_v=True, kv=_fewer_global_kv, kv_counts=(4, 2)),
     _variant("gemma4_text", "k_eq_v", attention_k_eq_v=True),
     _variant("gemma4_text", "kv_shared", num_hidden_layers=4, layer_types=MIXED * 2, num_kv_shared_layers=2,
              kv=lambda kv_heads: {KV: kv_heads, "per_layer_config": {
                  "1": {"head_dim": 16, KV: kv_heads}, "3": {"head_dim": 16, KV: kv_heads}}}),
-    _variant("gemma4_text", "moe", enable_moe_block=True, top_k_experts=2),
-    _variant("gemma4_unified_text", "k_eq_v", attention_k_eq_v=True),
-    _variant("embedding_gemma2_text", "global_kv", kv=_fewer_global_kv, kv_counts=(4, 2)),
     _variant("glm4_moe", "qk_norm", use_qk_norm=True),
-    _variant("gpt_oss", "no_bias", attention_bias=False),
     _variant("granitemoehybrid", "nope", position_embedding_type=None),
     _variant("minimax_m3_vl_text", "sparse", layer_types=[FULL, "minimax_m3_sparse"], index_n_heads=2,
              index_head_dim=8, index_block_size=4, index_topk_blocks=2),
     _variant("molmo2_text", "olmo_norm", qk_norm_type="olmo"),
     _variant("olmo", "unclipped", clip_qkv=None),
     _variant("phi", "qk_norm", qk_layernorm=True),
-    _variant("qwen2_moe", "no_bias", qkv_bias=False),
-    _variant("stablelm", "bias", use_qkv_bias=True),
-    _variant("starcoder2", "no_bias", use_bias=False),
-    _variant("zamba2", "rope", use_mem_rope=True),
 )  # fmt: skip
 
 # Those whose attention in transformers is a copy of BART's or T5's.
