@@ -178,5 +178,5 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
         if isinstance(error, OSError):
             fail(program, str(error), 1)
         if out_of_memory(error):
-            fail(program, f"out of memory: {explain(error)}", 1)
+            fail(program, f"out of memory: {explain(error)}; use smaller batches or a shorter context", 1)
         fail(program, f"unexpected {type(error).__name__}: {explain(error)}; -v shows where, please report it", 1)

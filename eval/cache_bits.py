@@ -7,7 +7,6 @@ section 3.1, with both by token). Engines round a little otherwise: this is what
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,10 +15,8 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import groups_per_head
 from gqa.convert.merge.layerwise import PLAIN, register
-from gqa.convert.recast.targets import checkpoint_cache
 
 
 def rounded(heads: Tensor, bits: int) -> Tensor:
@@ -30,16 +27,6 @@ def rounded(heads: Tensor, bits: int) -> Tensor:
     codes = ((grouped - least) / step).round().clamp(0, 2**bits - 1)
     numbers: Tensor = (codes * step + least).flatten(-2).to(heads.dtype)
     return numbers
-
-
-def layers_with_cache(checkpoint: Checkpoint) -> int:
-    """How many layers of a decoder keep keys and values. Raises RefusedError for other models."""
-    with suppress(RefusedError):
-        if not (cache := checkpoint_cache(checkpoint)).cross:
-            return len(cache.layers)
-    raise RefusedError(
-        f"--cache-bits is for decoders with key/value heads, and {checkpoint.name} is none; leave it out"
-    )
 
 
 @torch.no_grad()

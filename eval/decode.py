@@ -33,7 +33,6 @@ from gqa.corpus.tokens import first_token
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import Subject, numerics
 
-SEED = 0
 MAX_DECODE = 4096
 WARM_UP_STEPS, REPEATS = 2, 5
 
@@ -78,33 +77,22 @@ def time_decoding(
 
 
 def measure_decode(
-    models: Sequence[PreTrainedModel],
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    steps: int,
+    models: Sequence[PreTrainedModel], batches: Sequence[int], contexts: Sequence[int], steps: int,
     progress: Progress = no_progress,
-) -> list[list[dict[str, Any]]]:
-    """Time prefill and greedy decoding of every model at every batch size and context length, REPEATS times.
+) -> list[list[dict[str, Any]]]:  # fmt: skip
+    """Time prefill and greedy decoding of every model at every batch size and context length, REPEATS times: JSON-ready
+    points of each model, in the order of batches and, within one, of contexts.
 
     Runs are interleaved (A, B, A, B ...) after a warm-up of each model, so that noise affects all alike. All models
-    read the same random prompts. `decode_contexts` refuses contexts that a model cannot have.
+    read the same random prompts, which are the sources where there is an encoder. A run gives the first token in the
+    prefill, and one token per sequence in each of `steps` steps; `progress` is called with 1 after it.
 
-    Args:
-        batches: Numbers of sequences.
-        contexts: Tokens of each prompt, which is the source where there is an encoder.
-        steps: Decode steps of a run, each of one token per sequence, after the prefill has given the first.
-        progress: Called with 1 after each run.
-
-    Returns:
-        Points of each model, in the order of batches and, within one, of contexts; JSON-ready.
-
-    Raises:
-        torch.OutOfMemoryError: A batch does not fit on the GPU.
+    Raises torch.OutOfMemoryError if a batch does not fit on the GPU.
     """
     vocabulary = min(model.config.get_text_config(decoder=True).vocab_size for model in models)
     points: list[list[dict[str, Any]]] = [[] for _ in models]
     for batch, context in product(batches, contexts):
-        prompts = torch.randint(vocabulary, (batch, context), generator=torch.Generator().manual_seed(SEED))
+        prompts = torch.randint(vocabulary, (batch, context), generator=torch.Generator().manual_seed(0))
         for model in models:
             greedy_decode(model, prompts.to(model.device), min(steps, WARM_UP_STEPS))
         runs: list[list[Decoded]] = [[] for _ in models]
@@ -132,10 +120,7 @@ def measure_decode(
 def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> Decoded:
     """Greedy decoding of `steps` tokens after the first, timed apart from the prefill.
 
-    Args:
-        model: In eval mode.
-        ids: Prompts (batch, context), without padding: sources where there is an encoder, which is part of the prefill.
-        steps: Forward passes of one token per sequence.
+    `ids`: prompts (batch, context), without padding: sources where there is an encoder, which is part of the prefill.
     """
     start, encoder_inputs = clock(model.device), dict[str, Any]()
     if model.config.is_encoder_decoder:
@@ -151,11 +136,11 @@ def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> Decoded:
 
 def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **encoder_inputs: Any) -> tuple[Tensor, Any]:
     """Greedy tokens (batch, 1) after `ids` (batch, T), and the cache. Raises RefusedError if there is none."""
-    can_skip = ids.shape[1] > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters
-    encoder_inputs["decoder_input_ids" if encoder_inputs else "input_ids"] = ids
-    last_only_option = {"logits_to_keep": 1} if can_skip else {}
     name = cache_name(model)
-    output = model(**{name: cache}, use_cache=True, **encoder_inputs, **last_only_option)
+    options: dict[str, Any] = {"decoder_input_ids" if encoder_inputs else "input_ids": ids, name: cache}
+    if ids.shape[1] > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = 1
+    output = model(**encoder_inputs, **options, use_cache=True)
     if output.get(name) is None:
         raise RefusedError(f"--decode is for models that return a key/value cache, and {model.name_or_path} does not")
     return output.logits[:, -1:].argmax(-1), output[name]

@@ -22,7 +22,7 @@ from gqa.eval.decode import decode_contexts, time_decoding
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.scoring import Scores, Window, score
 from gqa.eval.statistics import Floats, kl_statistics, paired_ratio
-from gqa.eval.subjects import Subject, explain_memory, numerics, open_subjects, run_device
+from gqa.eval.subjects import Subject, numerics, open_subjects, run_device
 from gqa.eval.text import Text, choose_context, perplexity, prefix_token, read_text
 
 SCHEMA = 3
@@ -30,7 +30,6 @@ SHOWN = 4  # greedy texts of each model in a report
 Record = dict[str, Any]
 
 
-@explain_memory()
 def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     """Run every measurement of `options`; a JSON-ready record on rank 0, empty on the other ranks.
 

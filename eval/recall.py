@@ -111,22 +111,17 @@ def make_questions(
     words = _words(tokenizer, plain)
     questions: list[Questions] = []
     for kind, stream in (streams | {"random": random.choice(plain, 16 * DISTANCES[2])}).items():
-        for distance in _distances(context, LONGEST.get(kind, context)):
+        last, longest = context - COPIED, LONGEST.get(kind, context)
+        distances = [d for d in DISTANCES if d + min(d, COPIED) <= context and d <= longest]
+        if distances and distances[-1] * 1.25 <= last <= longest:  # the largest possible one
+            distances.append(last)
+        for distance in distances:
             questions += _second_copies(kind, stream, distance, prefix)
     filler = next(iter(streams.values()))
     for make in (_look_ups, _passkeys):
         for length in sorted({min(length, context) for length in (128, 256, context)}):
             questions += make(tokenizer, words, filler, length, prefix, random)
     return questions
-
-
-def _distances(context: int, longest: int) -> list[int]:
-    """DISTANCES that fit into the context with the second copy, and the largest possible one."""
-    fitting = [d for d in DISTANCES if d + min(d, COPIED) <= context and d <= longest]
-    last = context - COPIED
-    if fitting and fitting[-1] * 1.25 <= last <= longest:
-        fitting.append(last)
-    return fitting
 
 
 def _sequences(length: int) -> int:

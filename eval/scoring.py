@@ -8,7 +8,7 @@ Scores are one number per token in the order of the text, whatever the batch siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -81,11 +81,6 @@ class Scores:
     baseline_nats: NDArray[np.float32] | None = None
 
 
-def _logits(head: ChunkedHead, inputs: dict[str, Tensor], positions: Tensor) -> Callable[[slice], Tensor]:
-    hidden = head.hidden(**inputs).flatten(0, 1)
-    return lambda piece: head.logits(hidden[positions[piece]]).float()
-
-
 @torch.inference_mode()
 def score(
     head: ChunkedHead,
@@ -112,11 +107,10 @@ def score(
         rows = np.concatenate([ranges[i] for i in indices])
         values = _score_batch(head, [windows[i] for i in indices], baseline)
         for model, name in ((head.model, "nats"), (baseline and baseline.model, "baseline_nats")):
-            if model and not (finite := np.isfinite(values[name])).all():
-                number = np.repeat(indices, [windows[i].scored for i in indices])[~finite].min()
+            if model and not np.isfinite(values[name]).all():
                 raise RefusedError(
-                    f"{model.name_or_path}: the logits of window {number} (document {windows[number].document}) are "
-                    "not finite; look for NaN in the weights, or give --precision float32"
+                    f"{model.name_or_path}: logits are not finite; look for NaN in the weights, or give --precision "
+                    "float32"
                 )
         parts.append((rows, values))
         progress(len(rows))
@@ -144,26 +138,27 @@ def _pad(lines: Iterable[Sequence[int]], device: torch.device) -> Tensor:
 def _score_batch(head: ChunkedHead, windows: Sequence[Window], baseline: ChunkedHead | None) -> dict[str, NDArray[Any]]:
     """Fields of `Scores` for the predictions of these windows."""
     device, parts = head.model.device, []
-    inputs = _inputs(windows, device)
+    inputs, heads = _inputs(windows, device), [head, baseline] if baseline else [head]
     scored = _pad(([0] * (len(w.ids) - 1 - w.scored) + [1] * w.scored for w in windows), device)
     positions = scored.flatten().nonzero().squeeze(1)
     targets = torch.tensor([token for window in windows for token in window.ids[-window.scored :]], device=device)
-    ours, theirs = _logits(head, inputs, positions), _logits(baseline, inputs, positions) if baseline else None
+    hidden = [one.hidden(**inputs).flatten(0, 1) for one in heads]
     for piece in chunks(len(targets), head.vocabulary, device):
-        true, logits = targets[piece], ours(piece)
-        parts.append({"hits": logits.argmax(-1) == true})
-        if theirs:
-            parts[-1] |= _compare(theirs(piece).log_softmax(-1), logits.log_softmax(-1), true)
+        true = targets[piece]
+        logits, *others = (
+            one.logits(states[positions[piece]]).float() for one, states in zip(heads, hidden, strict=True)
+        )
+        part = {"hits": logits.argmax(-1) == true}
+        if others:
+            q, p = logits.log_softmax(-1), others.pop().log_softmax(-1)
+            part |= {
+                "nats": nll_loss(q, true, reduction="none"),
+                "kl": kl_divergence(p, q),
+                "same_top": p.argmax(-1) == q.argmax(-1),
+                "acceptance": torch.minimum(p, q).exp().sum(-1).clamp_max(1.0),
+                "baseline_nats": nll_loss(p, true, reduction="none"),
+            }
         else:
-            parts[-1]["nats"] = nats(logits, true)
+            part["nats"] = nats(logits, true)
+        parts.append(part)
     return {key: torch.cat([part[key] for part in parts]).cpu().numpy() for key in parts[0]}
-
-
-def _compare(p: Tensor, q: Tensor, true: Tensor) -> dict[str, Tensor]:
-    return {
-        "nats": nll_loss(q, true, reduction="none"),
-        "kl": kl_divergence(p, q),
-        "same_top": p.argmax(-1) == q.argmax(-1),
-        "acceptance": torch.minimum(p, q).exp().sum(-1).clamp_max(1.0),
-        "baseline_nats": nll_loss(p, true, reduction="none"),
-    }

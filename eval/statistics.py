@@ -30,9 +30,7 @@ def kl_statistics(kl: Floats, same_top: NDArray[np.bool_], acceptance: Floats) -
         kl: KL(P || Q) in nats; same_top: argmax P == argmax Q; acceptance: sum min(P, Q), which is 1 less half of the
             sum of |P - Q|.
     """
-    mean, error = mean_and_error(kl)
-    accepted, accepted_error = mean_and_error(acceptance)
-    share, share_error = mean_and_error(same_top)
+    (mean, error), (share, share_error), (accepted, accepted_error) = map(mean_and_error, (kl, same_top, acceptance))
     return {
         "kl": {"mean": mean, "mean_error": error},
         "same_top": share,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +19,6 @@ from gqa.checkpoint.loading import (
     find_device,
     load_model,
     load_tokenizer,
-    out_of_memory,
     positions,
     ranks,
     read_auto_config,
@@ -30,7 +28,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import KVCache, read_config
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.pairs import PairEncoder
-from gqa.eval.cache_bits import layers_with_cache, quantise_cache
+from gqa.eval.cache_bits import quantise_cache
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ class Subject:
             self.path, dtype=precision, device="auto" if device == "auto" else run_device(device),
             trust_remote_code=self.trust_remote_code,
         )  # fmt: skip
-        if self.cache_bits:
-            quantise_cache(model, self.cache_bits, layers_with_cache(self.checkpoint), self.name)
+        if self.cache_bits and self.cache:
+            quantise_cache(model, self.cache_bits, len(self.cache.layers), self.name)
         return model
 
 
@@ -126,7 +124,7 @@ def open_subjects(
     models: Sequence[str], trust_remote_code: bool = False, revision: str | None = None, cache_bits: Sequence[int] = ()
 ) -> list[Subject]:
     """Open directories and hub ids, each with a distinct name; hub ids are downloaded. All of them come once more for
-    each cache width of `cache_bits`. Raises RefusedError, also for a cache that cannot have one.
+    each cache width of `cache_bits`. Raises RefusedError.
     """
     if revision is not None and all(map(os.path.lexists, models)):
         raise RefusedError("--revision is for hub ids, and all of these are local paths")
@@ -136,7 +134,10 @@ def open_subjects(
         for name, checkpoint in zip(distinct_names(models, checkpoints), checkpoints, strict=True)
     ]
     for subject in subjects if cache_bits else ():
-        layers_with_cache(subject.checkpoint)  # refuses
+        if not subject.cache or subject.cache.cross:
+            raise RefusedError(
+                f"--cache-bits is for decoders with key/value heads, and {subject.name} is none; leave it out"
+            )
     return subjects + [
         replace(subject, name=f"{subject.name} (int{bits})", cache_bits=bits)
         for bits in cache_bits for subject in subjects
@@ -144,11 +145,10 @@ def open_subjects(
 
 
 def distinct_names(models: Sequence[str], checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Names of checkpoints, or as the user names them where several have one name; repeated ones are numbered."""
+    """Names of checkpoints, or as the user names them if two have one name; repeated ones are numbered."""
     names = [checkpoint.hub_id or checkpoint.name for checkpoint in checkpoints]
-    pairs = {*zip(models, names, strict=True)}
-    shared = {name for name in names if sum(other == name for _, other in pairs) > 1}
-    names = [model if name in shared else name for model, name in zip(models, names, strict=True)]
+    if len({*names}) < len({*models}):
+        names = [*models]
     repeats = [names[:number].count(name) for number, name in enumerate(names)]
     return [one_line(f"{name} ({n + 1})" if n else name) for name, n in zip(names, repeats, strict=True)]
 
@@ -160,42 +160,23 @@ def what_fits(cache: KVCache, weights_bytes: int, memory_bytes: int, context: in
     all windows fit. `KVCache.context` limits what the model can use. Activations, an engine's blocks and fragmentation
     are not modelled: the result is an upper bound.
     """
-    free = max(memory_bytes - weights_bytes, 0)
-    batch = free // cache.bytes_at(context)
-    window = max((layer.window or 0 for layer in cache.layers), default=0)  # from here on the cache grows linearly
-    growth = cache.bytes_at(window + 1) - cache.bytes_at(window)
-    if not growth and cache.bytes_at(window) <= free:
-        return batch, None
-    return batch, bisect_right(range(free // max(growth, 1) + 1), free, key=cache.bytes_at) - 1  # it grows no slower
-
-
-def usable_device(name: str | None) -> str:
-    """`name`, or without one this rank's device. Raises RefusedError if it cannot be used."""
-    default = ranks().device
-    return str(default) if name is None or name == default.type else find_device(name)
+    free, limit = max(memory_bytes - weights_bytes, 0), 1 << 40
+    longest = bisect_right(range(limit), free, key=cache.bytes_at) - 1
+    return free // cache.bytes_at(context), longest if longest < limit - 1 else None
 
 
 def run_device(name: str | None) -> str:
-    """Device of inputs; with `auto` this rank's. Raises RefusedError if several processes would each use all."""
-    if name == "auto" and (processes := ranks().num_processes) > 1:
-        raise RefusedError(f"--device auto is for one process, and there are {processes}; start it without a launcher")
-    return usable_device(None if name == "auto" else name)
+    """Device of inputs: `name`, or without one, or with `auto`, this rank's. Raises RefusedError if it cannot be used,
+    and for `auto` if several processes would each use all devices.
+    """
+    state = ranks()
+    if name == "auto" and state.num_processes > 1:
+        raise RefusedError(
+            f"--device auto is for one process, and there are {state.num_processes}; start it without a launcher"
+        )
+    return str(state.device) if name in (None, "auto", state.device.type) else find_device(name)
 
 
 def numerics(model: PreTrainedModel) -> dict[str, str]:
     """The dtype and the attention implementation of a loaded model, for a record."""
     return {"dtype": str(model.dtype).removeprefix("torch."), "attention": attention_name(model)}
-
-
-@contextmanager
-def explain_memory() -> Iterator[None]:
-    """Turn an out-of-memory error into a RefusedError that says what to change."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        raise RefusedError(
-            f"the memory of the device is too small ({explain(error, 100)}); give a smaller --batch-size, --context or "
-            "--decode-batches, another --precision, or --device auto"
-        ) from error

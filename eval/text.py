@@ -195,18 +195,16 @@ def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
     total, tokens = float(nats.sum(dtype="float64")), len(nats)
     mean, per_byte = total / tokens, total / text.bytes
     spread = float(nats.std(dtype="float64"))
+    with np.errstate(over="ignore"):  # infinity beyond the range of floats
+        token, word, byte = (float(np.exp(value)) for value in (mean, total / text.words, per_byte))
+    whole = not text.cut
     return {
         "nats": total,
         "nats_per_token": mean,
         "tokens": tokens,
-        "token_perplexity": _exp(mean),
-        "token_perplexity_error": _exp(mean) * spread / math.sqrt(tokens - 1) if tokens > 1 else math.nan,
-        "word_perplexity": _exp(total / text.words) if not text.cut else None,
-        "byte_perplexity": _exp(per_byte) if not text.cut else None,
-        "bits_per_byte": per_byte / math.log(2) if not text.cut else None,
+        "token_perplexity": token,
+        "token_perplexity_error": token * spread / math.sqrt(tokens - 1) if tokens > 1 else math.nan,
+        "word_perplexity": word if whole else None,
+        "byte_perplexity": byte if whole else None,
+        "bits_per_byte": per_byte / math.log(2) if whole else None,
     }
-
-
-def _exp(value: float) -> float:
-    """e^value, or infinity beyond the range of floats."""
-    return math.exp(value) if value < 700 else math.inf

@@ -1,29 +1,32 @@
-"""Questions whose answers stand in the context: they do stand there, and a model that cannot look back fails them."""
+"""Questions whose answers stand in the context, and greedy texts: what looks back passes both, what cannot fails."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from embedded import SOURCE
-from evaluations import evaluate_models, few_questions, flat_output, refused, results
+from evaluations import evaluate_models, few_questions, flat_output, model_directory, refused, results
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import load_tokenizer
-from gqa.checkpoint.read import read_checkpoint
-from gqa.eval.recall import Questions, make_questions
+from gqa.corpus.likelihood import ChunkedHead
+from gqa.eval.recall import Questions, agreement, continued, make_questions, prompts, recall
+from gqa.eval.scoring import Window, score
 
-STREAM = np.random.default_rng(1).integers(300, 4000, 8192)
-CONTEXT, PREFIX = 512, 1
+CONTEXT, PREFIX, VOCABULARY = 512, 1, 4096
 
 
 @pytest.fixture(scope="module")
 def questions() -> list[Questions]:
-    tokenizer = load_tokenizer(read_checkpoint(SOURCE))
-    streams = {"text": STREAM, "samples": STREAM[::-1]}
-    return make_questions(streams, tokenizer, 4096, CONTEXT, PREFIX)
+    stream = np.random.default_rng(1).integers(300, 4000, 8192)
+    streams = {"text": stream, "samples": stream[::-1]}
+    return make_questions(streams, AutoTokenizer.from_pretrained(SOURCE), VOCABULARY, CONTEXT, PREFIX)
 
 
 def answers(question: Questions) -> list[tuple[tuple[int, ...], int]]:
@@ -65,6 +68,94 @@ def test_the_context_determines_answers(questions: list[Questions]) -> None:
                 assert abs(starts[0] / len(context) - number // 5 / 4) < 0.25
 
 
+class Induction:
+    """In place of a `ChunkedHead`: after two tokens it predicts what followed them the last time (Olsson et al.,
+    "In-context Learning and Induction Heads", 2022), if that was at most `reach` tokens ago.
+    """
+
+    vocabulary, model = VOCABULARY, SimpleNamespace(device=torch.device("cpu"), name_or_path="induction")
+
+    def __init__(self, reach: int) -> None:
+        self._reach = reach
+
+    def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """(B, T, 1) predicted tokens."""
+        predicted = torch.zeros_like(input_ids)
+        for row, ids in enumerate(input_ids.tolist()):
+            followed = dict[tuple[int, ...], int]()
+            for end in range(2, len(ids)):
+                position = followed.get(tuple(ids[end - 1 : end + 1]), -self._reach - 1)
+                predicted[row, end] = ids[position] if end - position < self._reach else 0
+                followed[tuple(ids[end - 2 : end])] = end
+        return predicted[..., None]
+
+    def logits(self, predicted: torch.Tensor) -> torch.Tensor:
+        return 20.0 * torch.nn.functional.one_hot(predicted[:, 0], VOCABULARY)
+
+
+@pytest.mark.parametrize(("reach", "least", "most"), [(CONTEXT, 0.97, 1.0), (4, 0.0, 0.1)])
+def test_what_looks_back_passes_and_what_cannot_fails(
+    questions: list[Questions], reach: int, least: float, most: float
+) -> None:
+    windows = [window for one in questions for window in one.windows]
+    head: Any = Induction(reach)
+    records = recall(questions, score(head, windows, batch_size=4))
+    assert {one["kind"] for one in records} == {"text", "samples", "random", "look-up", "passkey"}
+    for one in records:
+        assert least <= one["accuracy_low"] <= one["accuracy"] <= one["accuracy_high"] <= most, one
+        assert (one["nats"] < 1) == (reach == CONTEXT)
+
+
+STEPS = 16
+OPENINGS = [[1, 300 + n, 40 * n + 700, *range(900, 900 + n)] for n in range(4)]  # of four lengths
+
+
+def load(path: object) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def written(model: PreTrainedModel, opening: list[int]) -> list[int]:
+    """One token after another, nothing cached or padded."""
+    ids = list(opening)
+    with torch.no_grad():
+        while len(ids) < len(opening) + STEPS and (ids[-1] != 2 or len(ids) == len(opening)):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids
+
+
+@pytest.fixture(scope="module")
+def windows() -> list[Window]:
+    return continued(load(SOURCE), OPENINGS, STEPS)
+
+
+def test_the_baseline_writes_greedily_whatever_the_lengths(windows: list[Window]) -> None:
+    base = load(SOURCE)
+    assert [list(window.ids) for window in windows] == [written(base, opening) for opening in OPENINGS]
+    assert [len(window.ids) - window.scored for window in windows] == [len(opening) for opening in OPENINGS]
+
+
+def test_reading_along_finds_where_a_model_writes_something_else(windows: list[Window]) -> None:
+    other = load(model_directory() / "gqa4")
+    expected = []
+    for window, opening in zip(windows, OPENINGS, strict=True):
+        texts = zip(window.ids[len(opening) :], written(other, opening)[len(opening) :], strict=False)
+        same = [one == another for one, another in texts]
+        expected.append(same.index(False) if False in same else window.scored)
+    found = agreement(score(ChunkedHead(other), windows, batch_size=4).hits, windows)
+    assert found["tokens"] == pytest.approx(sum(expected) / len(expected))
+    assert found["tokens"] < found["longest"]
+    assert found["tokens_low"] <= found["tokens"] <= found["tokens_high"]
+
+
+def test_prompts_are_in_the_chat_template_where_there_is_one() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SOURCE)
+    assert prompts(tokenizer, [range(100)]) == [list(range(32))]
+    tokenizer.chat_template = "{% for m in messages %}user: {{ m.content }}\n{% endfor %}bot:"
+    found = prompts(tokenizer, [range(100)])
+    assert len(found) > 5
+    assert tokenizer.decode(found[0]).endswith("known for?\nbot:")
+
+
 def test_recall_needs_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     few_questions(monkeypatch)
     record = results("SRC G2 --recall --context 128 --batch-size 4 --precision float32")
@@ -81,22 +172,16 @@ def test_recall_needs_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source["greedy"]["tokens"] == source["greedy"]["longest"] == converted["greedy"]["longest"]
 
 
-def test_a_report_has_recall_unless_it_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_has_recall_if_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report says why; who asks for recall is refused before anything is measured."""
     few_questions(monkeypatch)
     text = "SRC --data TEXT --context 128 --tokens 300"
     assert "Recall from the context" in evaluate_models(text, "-o", tmp_path / "with").out
-    shown = evaluate_models(text, "--no-recall", "-o", tmp_path / "without").out + evaluate_models(text).out
-    assert "Recall" not in shown
-    assert "needs a context of at least 128 tokens" in flat_output(
-        "SRC --data TEXT --context 64 --tokens 300", "-o", tmp_path / "short"
-    )
-
-
-def test_recall_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report says why; who asks for recall is refused before anything else is measured."""
+    assert "Recall" not in evaluate_models(text, "--no-recall", "-o", tmp_path / "without").out
+    short = flat_output("SRC --data TEXT --context 64 --tokens 300", "-o", tmp_path / "short")
+    assert "needs a context of at least 128 tokens" in short
     monkeypatch.setattr("gqa.eval.recall.sampled_blocks", Mock(side_effect=RefusedError("it writes nothing")))
-    text = "SRC --data TEXT --context 128 --tokens 300"
-    assert "not measured it writes nothing" in flat_output(text, "-o", tmp_path / "report")
-    assert "it writes nothing" in (tmp_path / "report" / "report.html").read_text()
+    assert "not measured it writes nothing" in flat_output(text, "-o", tmp_path / "mute")
+    assert "it writes nothing" in (tmp_path / "mute" / "report.html").read_text()
     monkeypatch.setattr("gqa.eval.evaluate.score", Mock(side_effect=AssertionError))
     assert "it writes nothing" in refused(f"{text} --recall")
