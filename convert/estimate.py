@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 
 from gqa.checkpoint.write import DEFAULT_JOBS
-from gqa.convert.heads.blocks import can_guess_inputs
 from gqa.convert.heads.family import Symmetry
-from gqa.convert.heads.modules import attention_modules
+from gqa.convert.heads.modules import attention_modules, can_guess_inputs
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods import METHODS, Method
 from gqa.convert.plan import Plan

@@ -174,7 +174,7 @@ class Method:
     cost: What it takes, in words. result: What the heads of the result are, in words.
     pool: From (Hk, G) to maps; of a method that looks at the model, for modules without maps.
     redraws: Whether projections are drawn at random instead.
-    guesses: Whether it estimates the inputs of layers from the weights (`heads/blocks.py`).
+    guesses: Whether it estimates the inputs of layers from the weights (`can_guess_inputs`).
     refines: Whether layers are trained after the closed form, so that whole tensors replace those of the model.
     """
 

@@ -12,7 +12,6 @@ from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, expl
 from gqa.checkpoint.files import TensorSpec, byte_size, shard_names
 from gqa.checkpoint.loading import concrete_class, quiet_transformers
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
-from gqa.convert.heads.blocks import can_guess_inputs
 from gqa.convert.heads.config import (
     ConfigEdit,
     KVCache,
@@ -31,6 +30,7 @@ from gqa.convert.heads.modules import (
     Change,
     attention_modules,
     cached_layers,
+    can_guess_inputs,
     module_changes,
 )
 from gqa.convert.methods import AUTO, METHODS, Merging

@@ -12,9 +12,8 @@ from tiny_models import TINY, build
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.convert import convert_checkpoint, estimate, plan_conversion
-from gqa.convert.heads.blocks import can_guess_inputs
 from gqa.convert.heads.family import Symmetry
-from gqa.convert.heads.modules import attention_modules
+from gqa.convert.heads.modules import attention_modules, can_guess_inputs
 from gqa.convert.methods import AUTOMATIC, METHODS
 
 # Of tiny models: what layers are given can be guessed, or not, or heads cannot be aligned at all.

@@ -18,9 +18,8 @@ from transformers.activations import ACT2FN
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.heads.blocks import find_embeddings, find_mlp
 from gqa.convert.heads.family import LayerHeads, Symmetry
-from gqa.convert.heads.modules import AttentionModule, attention_modules, module_changes
+from gqa.convert.heads.modules import AttentionModule, attention_modules, find_embeddings, find_mlp, module_changes
 from gqa.convert.merge.linear_algebra import procrustes_key, procrustes_value
 from gqa.convert.merge.moments import Moments, find_order, head_maps, heads_of
 from gqa.convert.methods import HeadMaps, query_order
