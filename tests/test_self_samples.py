@@ -16,11 +16,11 @@ from transformers import LlamaConfig
 import gqa.convert.merge.self_samples as module
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import CorpusError, RefusedError
-from gqa.checkpoint.loading import load_model, load_tokenizer
+from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.options import CalibrationText
 from gqa.convert.merge.self_samples import Draw, PreallocatedLayer, SampledBlocks, sampled_blocks, samples
-from gqa.corpus.sources import is_self, parse_self
+from gqa.corpus.sources import SelfText, is_self, parse_self
 from gqa.eval.recall import SAMPLES, self_samples
 from gqa.eval.subjects import Subject
 from gqa.uptrain.options import TrainOptions
@@ -90,8 +90,7 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teac
             str(SOURCE), Path(), data=("self:plain",), seed=text.seed, context=SIZE, steps=2, batch_size=4,
             heldout_tokens=SIZE,
         )  # fmt: skip
-        tokenizer, device = load_tokenizer(source), torch.device("cpu")
-        data = build_data(options, source, source, teacher, tokenizer, device, SILENT, False)
+        data = build_data(options, source, source, teacher.config, load_tokenizer(source), "cpu", SILENT, False)
         return [data.blocks[data.first + number]["input_ids"].tobytes() for number in range(8)]
 
     def measured() -> list[bytes]:
@@ -123,59 +122,43 @@ def test_samples_of_another_model_are_not_used(
     assert len(set(fingerprints)) == 4
 
 
-def test_as_many_at_a_time_as_memory_holds(
-    teacher, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same text as batch by batch: each has a seed of its own. A CPU takes them one by one; 80 GB, of which the
-    weights of a 7B take 13.5, hold hundreds of sequences of 256 tokens with keys and values of 134 MB.
+def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text as batch by batch: each has a seed of its own. A CPU takes them one by one. A model whose weights
+    are more than seven eighths of what its device has free is loaded to several.
     """
-    float32, batches, plain = teacher.float(), list[int](), module.samples
+    monkeypatch.setattr(module, "native_bfloat16", lambda device: False)
+    weights = 4 * sum(tensor.numel() for tensor in teacher.parameters())
+    batches, loads, texts, plain, float32 = list[int](), list[str](), list[bytes](), module.samples, teacher.float()
 
     def counted(*args, seed, **options):
         batches.append(len(seed))
         return plain(*args, seed=seed, **options)
 
+    def opened(dtype: str, device: str = "cpu"):
+        loads.append(device)
+        return float32
+
     monkeypatch.setattr(module, "samples", counted)
-    one = sampled(float32, 20)[0]
-    expected = ids(one)
-    one.path.unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "free_memory", lambda device: 1 << 40)
-        patch.setattr(module, "at_once", lambda *args: 3 * 4 + 1)
-        assert np.array_equal(ids(sampled(float32, 20)[0]), expected)
-    assert batches == [1] * 5 + [3, 2]
+    monkeypatch.setattr(module, "at_once", lambda checkpoint, length, dtype, free: free // weights * 4 + 1)
+    for free in (None, 3 * weights, weights):
+        monkeypatch.setattr(module, "free_memory", lambda device, free=free: free)
+        blocks = sampled_blocks(opened, "cpu", read_checkpoint(SOURCE), SIZE, 20, 0, plain=True)
+        texts.append(ids(blocks).tobytes())
+        blocks.path.unlink()
+    assert (batches, loads) == ([1] * 5 + [3, 2] + [1] * 5, ["cpu", "cpu", "auto"])
+    assert texts == texts[:1] * 3
+
+
+def test_a_7b_writes_hundreds_at_a_time(tmp_path: Path) -> None:
+    """On 80 GB, of which its weights take 13.5: keys and values of a sequence of 256 tokens are 134 MB."""
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000,
         dtype="bfloat16", architectures=["LlamaForCausalLM"],
     )  # fmt: skip
-    (tmp_path / "7b").mkdir()
-    free = 80 * 10**9 - header_only(tmp_path / "7b", config)
-    checkpoint = read_checkpoint(tmp_path / "7b")
+    free = 80 * 10**9 - header_only(tmp_path, config)
+    checkpoint = read_checkpoint(tmp_path)
     assert 256 <= module.at_once(checkpoint, 256, torch.bfloat16, free) <= free // 134_217_728
     assert module.at_once(checkpoint, 256, torch.bfloat16, 10**6) == 0, "then one batch is tried"
-
-
-def test_a_model_that_no_device_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of it in memory, the rest on the disk: the same bytes. What fits is loaded as ever."""
-    monkeypatch.setattr(module, "native_bfloat16", lambda device: False)
-    weights, devices, texts = 4 * sum(tensor.numel() for tensor in teacher.parameters()), list[str](), list[bytes]()
-    limits = {"cpu": weights // 2}
-    monkeypatch.setattr("accelerate.utils.get_max_memory", lambda *args: args[0] if args else limits)
-
-    def opened(dtype: str, device: str = "cpu"):
-        devices.append(device)
-        model = load_model(str(SOURCE), dtype=dtype, device=device)
-        on_disk = sum(tensor.numel() for tensor in model.parameters() if tensor.is_meta)
-        assert (on_disk > weights // 4 // 3) is (device == "auto")
-        return model
-
-    for free in (None, 2 * weights, weights):  # of which an eighth is kept free
-        monkeypatch.setattr(module, "free_memory", lambda device, free=free: free if device.type == "cpu" else None)
-        blocks = sampled_blocks(opened, "cpu", read_checkpoint(SOURCE), SIZE, 5, 0, plain=True)
-        texts.append(ids(blocks).tobytes())
-        blocks.path.unlink()
-    assert devices == ["cpu", "cpu", "auto"]
-    assert texts == texts[:1] * 3
 
 
 def test_a_text_begins_as_the_tokenizer_begins_it(teacher, cache: Path, tmp_path: Path) -> None:
@@ -210,30 +193,17 @@ def test_a_part_repeats_itself_unless_it_is_plain(teacher, cache: Path) -> None:
     assert np.array_equal(ids(sampled(teacher, 4, plain=False, size=40)[0]), ids(mixed)[:4])
 
 
-def test_what_is_asked_for() -> None:
-    asked = [parse_self(spec) for spec in ("self", "self:64", "self:1.5k", "self:2M", "self:plain", "self:plain:1k")]
-    assert [own.tokens for own in asked] == [None, 64, 1500, 2_000_000, None, 1000]
-    assert [own.plain for own in asked] == [False] * 4 + [True] * 2
+def test_specs() -> None:
+    expected = {
+        "self": (None, False), "self:64": (64, False), "self:1.5k": (1500, False), "self:plain": (None, True),
+        "self:plain:1k": (1000, True),
+    }  # fmt: skip
+    assert {spec: parse_self(spec) for spec in expected} == {key: SelfText(*value) for key, value in expected.items()}
     assert is_self("self:1M")
     assert not is_self("selfish.txt")
     for spec in ("self:", "self:0", "self:many", "self:1M:2", "self:1M:plain"):
         with pytest.raises(CorpusError, match="like self:1M"):
             parse_self(spec)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"teacher": "none"}, "give the model before conversion"),
-        ({"data": ("self",), "alpha": 0.1}, "say how much of --data self there is"),
-        ({"data": ("self:1M", "stdlib:train")}, "stands alone"),
-        ({"streaming": True}, "stands alone"),
-    ],
-)
-def test_refusals(changes: dict[str, object], reason: str) -> None:
-    given = {"model": "m", "output": Path("out"), "data": ("self:1M",), "teacher": "t"} | changes
-    with pytest.raises(RefusedError, match=reason):
-        TrainOptions(**given).check(1)  # type: ignore[arg-type]
 
 
 def test_samples_are_the_models_own(tmp_path: Path) -> None:
