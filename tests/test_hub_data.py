@@ -48,9 +48,6 @@ def test_hub(
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/train.parquet").write_bytes(b"PAR1 and no more")
     hub.repo("lab/broken", tmp_path / "broken")
-    (tmp_path / "script").mkdir()
-    (tmp_path / "script/script.py").write_text("raise SystemExit(5)")
-    hub.repo("lab/script", tmp_path / "script")
     choose = "; write lab/data:CONFIG or lab/data:CONFIG:SPLIT"
     cannot = "CorpusError: the data set lab/data cannot be loaded: "
     missing = cannot + "Config name is missing. Please pick one among the available configs: ['a', 'b']"
@@ -65,13 +62,10 @@ def test_hub(
         ("lab/data:a:x", {}, cannot + "Unknown split \"x\". Should be one of ['train', 'test']" + choose),
         ("lab/data:a:x", {"streaming": True}, cannot + "Bad split: x. Available splits: ['train', 'test']" + choose),
         ("lab/data:a", {"field": "body"}, "CorpusError: lab/data:a has no field 'body'; it has 'n', 'text'"),
-        ("lab/data:a", {"field": "n"}, "CorpusError: lab/data:a: field 'n' is no text but int; name a field of text"),
         ("lab/none", {}, no_file + "none, and huggingface_hub says: 404 Client Error. Repository Not Found for url: "),
         ("lab/gated", {}, "CorpusError: the data set lab/gated cannot be loaded: Dataset 'lab/gated' is a gated"),
         ("lab/broken", {}, "CorpusError: the data set lab/broken cannot be loaded: Parquet magic bytes not found in "
          "footer. Either the file is corrupted or this is not a parquet file"),
-        ("lab/script", {}, "CorpusError: the data set lab/script cannot be loaded: Dataset scripts are no longer "
-         "supported, but found script.py"),
     ]  # fmt: skip
     with machine.entered(HF_TOKEN="hf_secret"):
         for spec, options, answer in said:

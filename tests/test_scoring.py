@@ -11,12 +11,15 @@ import pytest
 import torch
 from embedded import SOURCE, UNIFORM_VOCABULARY, load, texts, tokenizer
 from evaluations import model_directory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tiny_models import TINY, build, inputs
 from tokenizers.processors import TemplateProcessing
 
 import gqa.corpus.likelihood
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.eval.scoring import score
+from gqa.eval.scoring import Window, batches, rolling_windows, score
 from gqa.eval.text import encode, make_text, perplexity, text_windows
 
 TEXTS = texts(4, 1500)
@@ -140,3 +143,23 @@ def test_a_text_with_bos_in_front_gets_no_second_one():
     ids = encode(adding, "return 1")
     assert ids[0] == number not in ids[1:]
     assert encode(adding, f"{bos}return 1") == ids
+
+
+P = 99  # the prefix
+
+
+@settings(deadline=None)
+@given(st.integers(1, 200), st.integers(1, 60))
+def test_rolling_windows_are_those_of_the_harness(count: int, context: int) -> None:
+    ids = list(range(1000, 1000 + count))
+    theirs = list(map(make_disjoint_window, get_rolling_token_windows(ids, P, context, 1)))
+    ours = [(list(w.ids[: -w.scored]), list(w.ids[-w.scored :])) for w in rolling_windows(ids, context, P)]
+    assert ours == [(list(a), list(b)) for a, b in theirs]
+    assert [i for w in rolling_windows(ids, context, P) for i in w.ids[-w.scored :]] == ids  # each once, in order
+
+
+def test_batches_hold_every_window_once_and_similar_lengths_together() -> None:
+    windows = [Window(tuple(range(n)), 1) for n in (3, 9, 4, 9, 2, 7)]
+    grouped = list(batches(windows, 2))
+    assert grouped == [[1, 3], [5, 2], [0, 4]]
+    assert list(batches(windows, 100)) == [[1, 3, 5, 2, 0, 4]]

@@ -1,4 +1,6 @@
-"""Tokens and blocks: nothing is lost, added or moved, and nothing is tokenised twice."""
+"""Tokens and blocks: nothing is lost, added or moved, nothing is tokenised twice; what repeats itself stands where it
+should.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import Checkpoint
 from gqa.corpus.sources import Source, parse_source
-from gqa.corpus.tokens import Blocks, Documents, Encoder, adds_bos, pack, tokenise
+from gqa.corpus.tokens import Blocks, Documents, Encoder, adds_bos, mixed, pack, tiled, tokenise
 
 MODEL = Path(__file__).parent.parent / "examples/stdlib-mha"
 BOS, EOS = 1, 2
@@ -53,23 +55,16 @@ def test_documents_are_what_the_tokenizer_makes_of_them(text: Documents, tokeniz
 
 
 def test_bos_is_put_where_the_tokenizer_puts_it(tokenizer: Any) -> None:
-    def first(tokenizer: Any) -> list[int]:
-        return Encoder(tokenizer).tokens(["x"])[0]
-
     x = tokenizer("x", add_special_tokens=False)["input_ids"]
-    assert adds_bos(tokenizer)
-    assert first(tokenizer) == [BOS, *x, EOS]
     silent = variant(eos_token="</s>", bos_token="<s>", add_bos_token=False)
-    silent.backend_tokenizer.post_processor = None
-    assert not adds_bos(silent)
-    assert first(silent) == [*x, EOS]
-    # One token for both, as GPT-2 and Qwen have it, is not doubled.
-    both = variant(eos_token="</s>", bos_token="</s>")
-    both.backend_tokenizer.post_processor = None
-    assert first(both) == [*x, EOS]
+    both = variant(eos_token="</s>", bos_token="</s>")  # one token for both, as GPT-2 and Qwen have it
+    for other in (silent, both):
+        other.backend_tokenizer.post_processor = None
+    for encoder, adds, expected in ((tokenizer, True, [BOS, *x, EOS]), (silent, False, [*x, EOS]), (both, False, None)):
+        assert adds_bos(encoder) is adds
+        assert Encoder(encoder).tokens(["x"]) == [expected or [*x, EOS]]
     with pytest.raises(CorpusError, match="has no EOS token, which is put between documents; set its eos_token"):
         Encoder(variant())
-    assert not adds_bos(variant(eos_token="</s>"))
 
 
 def stream(text: Documents, order: Any) -> list[int]:
@@ -187,3 +182,42 @@ def test_special_tokens_alone_are_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "added_tokens.json").write_text('{"<x>": 0}')
     with pytest.raises(RefusedError, match=f"^m has no tokenizer; copy .* into {tmp_path}, or use none$"):
         load_tokenizer(Checkpoint("m", tmp_path, {"model_type": "gpt2"}, {}, ()), instead="use none")
+
+
+LENGTH = 256
+BLOCK = np.arange(1000, 1000 + LENGTH)  # no token twice: what stands twice was copied
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_beginning_comes_again_and_again(seed: int) -> None:
+    ids = tiled(BLOCK, np.random.default_rng(seed))
+    lag = len(np.unique(ids))
+    assert LENGTH // 8 <= lag <= LENGTH // 2
+    assert np.array_equal(ids, BLOCK[np.arange(LENGTH) % lag])
+
+
+BLOCKS = np.random.default_rng(0).integers(1000, 2000, (64, LENGTH))
+
+
+def mix(count: int = 64, seed: int = 0, length: int = LENGTH) -> np.ndarray:
+    return np.stack([mixed(lambda n: BLOCKS[n, :length], index, seed, 1) for index in range(count)])
+
+
+@pytest.mark.parametrize("length", [2, 32, 33, 256])
+def test_blocks_keep_their_length_and_beginning(length: int) -> None:
+    blocks = mix(length=length)
+    assert blocks.shape == (64, length)
+    assert (blocks[:, 0] == BLOCKS[:, 0]).all()
+    assert np.isin(blocks, BLOCKS).all()
+    assert (length <= 32) == (blocks == BLOCKS[:, :length]).all()
+
+
+def test_any_run_of_blocks_has_its_shares() -> None:
+    """A block does not depend on how many there are."""
+    blocks = mix()
+    assert (mix(20) == blocks[:20]).all()
+    assert (mix(20) != mix(20, seed=1)).any()
+    plain, repeated = (blocks == BLOCKS).all(axis=1), (blocks[:, 1:32] == BLOCKS[:, 1:32]).all(axis=1)
+    for start in (0, 7):
+        assert 18 <= plain[start : start + 40].sum() <= 22
+        assert 8 <= (repeated & ~plain)[start : start + 40].sum() <= 12  # the others are of random tokens
