@@ -67,21 +67,20 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 2 - tail]}..{text[-tail:]}"
 
 
-def table(title: str, columns: Sequence[Column], records: Collection[Any], note: str = "", missing: str = "") -> Table:
-    """A row for each record, without the columns that are empty in all rows; `missing` where a record lacks the number
-    of a column.
+def table(title: str, columns: Sequence[Column], records: Collection[Any], note: str = "") -> Table:
+    """A row for each record, without the columns that are empty in all rows. A cell is empty where its record lacks the
+    number.
     """
 
-    def cell(record: Any, function: Callable[[Any], str]) -> str | None:
+    def cell(record: Any, function: Callable[[Any], str]) -> str:
         try:
             return function(record)
         except (KeyError, TypeError):  # not measured, or null
-            return None
+            return ""
 
     cells = {name: [cell(record, function) for record in records] for name, function in columns}
     cells = {name: column for name, column in cells.items() if any(column)}
-    rows = zip(*([missing if text is None else text for text in column] for column in cells.values()), strict=True)
-    return Table(title, tuple(cells), tuple(rows), note)
+    return Table(title, tuple(cells), tuple(zip(*cells.values(), strict=True)), note)
 
 
 def number(value: Any) -> str:

@@ -23,14 +23,13 @@ _KINDS = {"text": "text", "samples": "samples", "random": "random", "look-up": "
 
 
 def verdicts(results: Record) -> list[str]:
-    """One line for each converted model: the cache it saves and the quality it loses."""
+    """One line for each converted model: the cache it saves against the first, and the quality it loses."""
     first, *converted = results["models"]
-    lines = [(model["name"], verdict(first, model)) for model in converted]
+    lines = [(model["name"], _verdict(first, model)) for model in converted]
     return [line if len(lines) == 1 else f"{name}: {line}" for name, line in lines if line]
 
 
-def verdict(first: Record, model: Record) -> str:
-    """The cache that a model saves against the first, and the quality it loses, in one line."""
+def _verdict(first: Record, model: Record) -> str:
     parts, heads = [], ""
     if "heads" in first and "heads" in model:
         heads = f"{model['heads']['kv']} of {first['heads']['kv']} heads: "
@@ -165,11 +164,11 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         ("KV/token", lambda m: size(m["kv_cache"]["bytes_per_token"])),
         ("of source", lambda m: size(b) if (b := m["kv_cache"]["cross_bytes_per_token"]) else ""),
         ("of baseline", lambda m: f"{cache_bytes(m) / cache_bytes(models[0]):.3g}"),
-        ("KV at context", lambda m: size(b) if (b := m["kv_cache"]["bytes_at_context"]) else ""),
+        ("KV at context", lambda m: size(m["kv_cache"]["bytes_at_context"])),
         ("batch", lambda m: f"{m['kv_cache']['fits']['batch']:,}"),
         ("longest", lambda m: "no limit" if (n := m["kv_cache"]["fits"]["longest"]) is None else f"{n:,}"),
     ]
-    return table("Memory", columns, models, "; ".join(dict.fromkeys(remarks)), missing="?")
+    return table("Memory", columns, models, "; ".join(dict.fromkeys(remarks)))
 
 
 def _decode(models: list[Record]) -> Table:

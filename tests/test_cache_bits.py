@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from evaluations import refused, results
+from evaluations import results
 from test_families import write_checkpoint
 from tiny_models import QUERY_HEADS, TINY, build
 from torch import Tensor
@@ -87,16 +87,3 @@ def test_every_checkpoint_is_measured_with_it() -> None:
     assert eight["against_baseline"]["kl"]["mean"] < 1e-3 < two["against_baseline"]["kl"]["mean"]
     assert eight["kv_cache"]["bytes_per_token"] == base["kv_cache"]["bytes_per_token"] * (32 + 4) / 64
     assert others[1]["quality"]["nats_per_token"] == pytest.approx(merged["quality"]["nats_per_token"], abs=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("SRC --data TEXT --cache-bits 4 --decode", "--cache-bits is about quality and bytes"),
-        ("SRC --data TEXT --cache-bits 1", "'1' is not a whole number from 2 to 8"),
-        ("SRC --data TEXT --cache-bits ,", "names nothing"),
-        ("T5 --data TEXT --target-field other --cache-bits 4", "--cache-bits is for decoders with key/value heads"),
-    ],
-)
-def test_refusals(line: str, message: str) -> None:
-    assert message in refused(line)

@@ -46,12 +46,12 @@ def calls(pair: dict[str, PreTrainedModel]) -> Iterator[Calls]:
         handle.remove()
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "mps", "xpu"])
-def test_a_clock_waits_for_every_kind_of_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_waits_for_every_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", devices.append)
-    decode.clock(torch.device(name))
-    assert devices == ([] if name == "cpu" else [torch.device(name)])
+    for name in ("cpu", "cuda", "mps", "xpu"):
+        decode.clock(torch.device(name))
+    assert [device.type for device in devices] == ["cuda", "mps", "xpu"]
 
 
 def test_a_converted_model_drafts_for_its_original(pair: dict[str, PreTrainedModel], tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_a_model_that_returns_no_cache() -> None:
         greedy_decode(build(TINY["recurrent_gemma"], 2), torch.full((1, 8), 7), steps=2)
 
 
-def test_points_of_two_models(pair: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock on which the n-th interval takes n seconds; a run takes three readings of it."""
+def test_points_of_two_models(pair: dict[str, PreTrainedModel], calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock on which the n-th interval takes n seconds; a run takes three readings of it. All read one prompt."""
     clock = (n * (n + 1) / 2 for n in count())
     monkeypatch.setattr(decode, "clock", lambda device: next(clock))
     ticks: list[int] = []
@@ -117,11 +117,7 @@ def test_points_of_two_models(pair: dict[str, PreTrainedModel], monkeypatch: pyt
         assert first["prefill_seconds"] == prefills[1]
         seconds = [first[key] for key in ("fastest", "seconds_per_token", "slowest")]
         assert seconds == [(prefill + 1) / 2 for prefill in prefills]
-
-
-def test_models_read_the_same_prompts(pair: dict[str, PreTrainedModel], calls: Calls) -> None:
-    measure_decode([*pair.values()], [2], [5], steps=1)
-    prompts = [ids for inputs in calls.values() for ids, _ in inputs if ids.shape == (2, 5)]
-    assert len(prompts) == 2 * (1 + 5)  # a warm-up and five repeats of each
+    prompts = [ids for inputs in calls.values() for ids, _ in inputs if ids.shape == (4, 30)]
+    assert len(prompts) == 2 * (1 + 3)  # a warm-up and three repeats of each
     assert all(torch.equal(ids, prompts[0]) for ids in prompts)
     assert len(prompts[0].unique()) > 5

@@ -53,6 +53,13 @@ LOAD = Subject.load
         ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is none"),
         ("T5 --data TEXT --target-field text", "are the same text; name two columns"),
         ("T5 --data PLACE/text.txt --target-field other", "text.txt is plain text and has no field 'other'"),
+        ("T5 --recall", "--recall is for decoders, and t5gemma is an encoder-decoder"),
+        ("T5 --data TEXT --target-field none", "has no field 'none'; it has 'other', 'text'"),
+        ("T5 --data TEXT --target-field other --cache-bits 4", "--cache-bits is for decoders with key/value heads"),
+        ("SRC --data TEXT --cache-bits 4 --decode", "--cache-bits is about quality and bytes"),
+        ("SRC --data TEXT --cache-bits 1", "'1' is not a whole number from 2 to 8"),
+        ("SRC --data TEXT --cache-bits ,", "names nothing"),
+        ("SRC --data TEXT --context 600", "--context 600 is more than the 512 positions"),
         ("T5 SRC --data TEXT --target-field other", "different kinds of models (one is an encoder-decoder)"),
     ],
 )

@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from embedded import SOURCE
-from evaluations import cache_bytes, flat_output, refused, results, with_tokenizer
+from evaluations import flat_output, results, with_tokenizer
 from tiny_models import TINY, build
 from transformers import AutoTokenizer
 
 from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.convert.recast.targets import checkpoint_cache
 from gqa.eval.decode import greedy_decode
 
 ROWS = [
@@ -96,20 +94,6 @@ def test_divergence(place: Path, name: str) -> None:
 
 
 @torch.no_grad()
-@T5_AND_BART
-def test_cache_bytes(place: Path, name: str) -> None:
-    """By formula, and in transformers' cache object."""
-    sizes: dict[str, list[int]] = {}
-    for path in (place / name, place / f"{name}-2"):
-        cache, model = checkpoint_cache(read_checkpoint(path)), load_model(str(path))
-        sizes[path.name] = cache_bytes(model, 9, 3)
-        assert sizes[path.name] == [3 * cache.bytes_at(9, 0), 3 * (cache.bytes_at(9) - cache.bytes_at(9, 0))]
-        assert cache.bytes_at(5, 9) == 5 * cache.bytes_per_token + 9 * cache.cross_bytes_per_token
-    full, half = sizes[name], sizes[f"{name}-2"]
-    assert [2 * part for part in half] == full
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["t5", "bart-2"])
 def test_greedy_tokens_are_those_of_generate(place: Path, name: str) -> None:
     model = load_model(str(place / name))
@@ -127,15 +111,3 @@ def test_decoding_and_memory(place: Path) -> None:
     shown = flat_output(models)
     assert "2 of 4 heads: KV cache 2x smaller" in shown
     assert "KV/token of source of baseline" in shown
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("bart --decode --decode-contexts 60", "60 tokens and 32 steps are more than the 64 positions of bart"),
-        ("t5 --recall", "--recall is for decoders, and t5 is an encoder-decoder"),
-        ("t5 --data PAIRS --field said --target-field none", "has no field 'none'; it has 'meant', 'said'"),
-    ],
-)
-def test_refusals(place: Path, words: str, message: str) -> None:
-    assert message in refused(f"{place}/{words.replace('PAIRS', str(place / 'pairs.jsonl'))}")

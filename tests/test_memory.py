@@ -14,7 +14,7 @@ from tiny_models import TINY, build
 from transformers import LlamaConfig
 
 from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.read import Checkpoint, read_checkpoint
+from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.heads.config import CachedLayer, KVCache, kv_cache, read_config
 from gqa.convert.recast.targets import checkpoint_cache
 from gqa.eval.subjects import what_fits
@@ -45,19 +45,10 @@ def test_formula_is_what_transformers_holds(groups: int) -> None:
     assert cache_bytes(model.float(), 9, 2) == [2 * replace(promised, bytes_per_number=4).bytes_at(9)]
 
 
-def test_no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*_: object) -> None:
-        raise AssertionError("weights were read")
-
-    path = converted(4)  # which may be made only now
-    monkeypatch.setattr(Checkpoint, "read", read)
-    assert stored(path).bytes_per_token == LAYERS * 4 * 2 * DIM * 2
-
-
 # Falcon's new architecture; windows in all layers and in some; attention in some layers; shared keys and values; layers
-# that read an image.
+# that read an image; an encoder.
 @pytest.mark.parametrize(
-    "name", ["falcon", "mistral", "gemma3_text", "jamba", "gemma3n_text", "mimo_v2_flash", "mllama"]
+    "name", ["falcon", "mistral", "gemma3_text", "jamba", "gemma3n_text", "mimo_v2_flash", "mllama", "gqa_t5"]
 )
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_formula_of_other_families(name: str, kv_heads: int, tmp_path: Path) -> None:
