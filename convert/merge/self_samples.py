@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
@@ -31,7 +30,7 @@ from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
-from gqa.corpus.tokens import MIX, Block, first_token, mixed
+from gqa.corpus.tokens import MIX, Block, Ints, first_token, mixed
 
 SAMPLED = 64  # sequences sampled together at most
 SAMPLED_BYTES = 1 << 30  # that their caches may fill
@@ -62,11 +61,10 @@ class SampledBlocks:
         """Block `index`. Raises IndexError outside."""
         if not 0 <= index < self.n_blocks:
             raise IndexError(f"block {index} of {self.n_blocks}")
-        block = self._read(index) if self.plain else mixed(self._read, index, self.seed, self.lead)
-        return {"input_ids": block.astype(np.int64)}
+        return {"input_ids": self._read(index) if self.plain else mixed(self._read, index, self.seed, self.lead)}
 
-    def _read(self, index: int) -> NDArray[np.int32]:
-        return np.fromfile(self.path, np.int32, self.size, offset=4 * self.size * int(index))
+    def _read(self, index: int) -> Ints:
+        return np.fromfile(self.path, np.int32, self.size, offset=4 * self.size * int(index)).astype(np.int64)
 
 
 def sampled_blocks(
@@ -158,7 +156,7 @@ def _begins(checkpoint: Checkpoint, token: int, trusted: bool) -> bool:
         ids = load_tokenizer(checkpoint, trusted)("a")["input_ids"]
     except RefusedError:
         return True
-    return ids[:1] == [token]
+    return bool(ids[:1] == [token])
 
 
 def at_once(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:
