@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -212,11 +213,8 @@ def _seen_values(task: Task, maps: HeadMaps) -> Tensor:
         values = source.heads[2] if maps.order is None else source.heads[2][:, maps.order]
         stacked = stack_groups(values, groups).transpose(0, 1)  # (B, G, T, m e)
         width_at_once = width if q[..., 0].numel() * k.shape[2] <= MAX_SCORES else heads.value_dim
-        parts = [
-            task.pair.target.attend(merged.attention, q, k, part, capture.mask, **capture.options)
-            for part in stacked.split(width_at_once, -1)
-        ]
-        rows = torch.cat(parts, -1) if parts[1:] else parts[0]  # (B, T, H, m e)
+        attend = partial(task.pair.target.attend, merged.attention, q, k, mask=capture.mask, **capture.options)
+        rows = torch.cat([attend(v=part) for part in stacked.split(width_at_once, -1)], -1)  # (B, T, H, m e)
         rows = rows * task.position_weights[capture.rows].sqrt()[..., None, None].to(rows)
         for head in range(heads.query):  # one by one: m times as wide as the inputs of W_O
             head_rows = as_float64(rows[:, :, head]).flatten(0, 1)

@@ -138,17 +138,17 @@ class CalibrationText:
 
     @property
     def taken(self) -> int:
-        """Tokens of all sources, some of which may say how many. Raises CorpusError."""
-        return sum(self._counts())
-
-    def _counts(self) -> list[int]:
-        """Tokens of each source: what `self:TOKENS` says; the others share `tokens` equally."""
-        fixed = [(parse_self(source).tokens or 0) if is_self(source) else 0 for source in self.sources]
-        return [count or self.tokens // fixed.count(0) for count in fixed]
+        """Tokens of all sources. Raises RefusedError and CorpusError."""
+        return sum(tokens for _, tokens in self.shares())
 
     def shares(self) -> Sequence[tuple[str, int]]:
-        """The sources and how many of their tokens are taken. Raises RefusedError and CorpusError."""
-        shares = list(zip(self.sources, self._counts(), strict=True))
+        """The sources and how many of their tokens are taken: what `self:TOKENS` says; the others share `tokens`
+        equally. Raises RefusedError and CorpusError.
+        """
+        fixed = [(parse_self(source).tokens or 0) if is_self(source) else 0 for source in self.sources]
+        shares = [
+            (source, count or self.tokens // fixed.count(0)) for source, count in zip(self.sources, fixed, strict=True)
+        ]
         if short := [source for source, tokens in shares if tokens < self.length]:
             raise RefusedError(
                 f"{short[0]} gives less than a block of {self.length} tokens; give more calibration tokens (--tokens; "
