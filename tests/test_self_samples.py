@@ -61,7 +61,7 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(teacher, cache: Path) ->
     assert counts == [batch] * 2
     many, counts = sampled(teacher, 10)
     assert counts == [2 * batch] * 2
-    few.path.write_bytes(few.path.read_bytes()[:-7])
+    few.path.write_bytes(few.path.read_bytes()[: -12 * SIZE - 7])
     for expected in ([batch] * 2, []):
         again, counts = sampled(teacher, 10)
         assert counts == expected

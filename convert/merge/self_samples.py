@@ -192,7 +192,6 @@ def samples(
         do_sample=False, max_new_tokens=length - 1, pad_token_id=start, decoder_start_token_id=start,
         suppress_tokens=list(banned) or None,
     )  # fmt: skip
-    settings.eos_token_id = None
     model.generation_config = settings  # else generate() takes unset fields from the checkpoint's
     seeds = [seed] if isinstance(seed, int) else seed
     draw = LogitsProcessorList([Draw(*(torch.Generator().manual_seed(one) for one in seeds), progress=progress)])
