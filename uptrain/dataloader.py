@@ -346,13 +346,15 @@ def build_data(
     trusted, encoder = options.trust_remote_code, None
 
     def write(size: int, count: int) -> SampledBlocks:
+        if dry:  # nothing is written, and nothing can be read
+            return SampledBlocks(Path(), size, count, "", options.seed, 0, plain=True)
         assert base is not None
         if encoder:
-            return PairMaker(base, device, size, options.seed, watcher, trusted).sampled(count, not dry)
+            return PairMaker(base, device, size, options.seed, watcher, trusted).sampled(count)
         attention, seed = options.attn_implementation, derive_seed(options.seed, "training")
         load = partial(load_model, str(base.directory), device=device, attention=attention, trust_remote_code=trusted)
         plain = parse_self(options.data[0]).plain
-        return sampled_blocks(load, device, base, size, count, seed, plain, watcher, not dry, trust_remote_code=trusted)
+        return sampled_blocks(load, device, base, size, count, seed, plain, watcher, trust_remote_code=trusted)
 
     # One process tokenises, or samples from the teacher, and the others read its cache.
     with main_first():

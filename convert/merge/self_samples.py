@@ -76,7 +76,6 @@ def sampled_blocks(
     seed: int,
     plain: bool,
     watcher: Watcher = SILENT,
-    write: bool = True,
     trust_remote_code: bool = False,
 ) -> SampledBlocks:
     """The first `n_blocks` of `size` tokens that the model of `checkpoint` writes at temperature 1. They begin with the
@@ -84,14 +83,11 @@ def sampled_blocks(
     `plain`, a part of them repeats itself, since nothing that a model writes exercises what finds things again.
 
     `load(dtype=...)` gives the model on `device`; it is called if some of them are not there yet, with `device="auto"`
-    where its weights do not fit there. Raises RefusedError where it cannot be sampled from. Unless it is to `write`,
-    they are none that could be read.
+    where its weights do not fit there. Raises RefusedError where it cannot be sampled from.
     """
     source = as_it_is(checkpoint)
     start = first_token(read_config(source.config, source.name).text, source.name)
     lead = 0 if _begins(checkpoint, start, trust_remote_code) else 1
-    if not write:
-        return SampledBlocks(Path(), size, n_blocks, "", seed, 1 - lead, plain)
     # Samples are noise of temperature 1 anyway: what the device multiplies fast, however the model is stored.
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
     batch = max(1, min(SAMPLED, SAMPLED_BYTES // _cache_bytes(source, size, dtype)))

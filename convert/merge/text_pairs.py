@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import nsmallest
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,13 +85,11 @@ class PairMaker:
         ]
         return list(zip(sources, self._write(sources, derive_seed(seed, "targets")), strict=True))
 
-    def sampled(self, count: int, write: bool = True) -> SampledBlocks:
+    def sampled(self, count: int) -> SampledBlocks:
         """Blocks of twice `length` tokens: pairs as `write` gives them, each side filled up with -1. They are stored as
-        those of decoders are. Raises RefusedError. Unless it is to `write`, they are none that could be read.
+        those of decoders are. Raises RefusedError.
         """
         size = 2 * self.length
-        if not write:
-            return SampledBlocks(Path(), size, count, "", self._seed, 0, plain=True)
 
         def sample(numbers: Sequence[int]) -> Iterable[Tensor]:
             self._watcher.stage(f"{self.name} writes", 2 * WRITTEN * len(numbers) * self.length)
