@@ -201,25 +201,22 @@ def test_error_anywhere(tmp_path: Path, monkeypatch: Any, where: str, number: in
 
 def test_error_in_one_job_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first error is the one that is told; shards that wait are not begun, those under way end."""
-    begun: list[str] = []
+    begun: set[str] = set()
 
     def copy(source: Any, target: Any, offset: int, count: int, progress: Any) -> None:
-        begun.append(target.name)
+        begun.add(target.name)
         if "00001" in target.name:
             raise OSError(errno.EIO, "the disk is on fire")
-        for _ in range(2000):
+        for _ in range(1000):
             progress(0)  # raises when another job has failed
             time.sleep(0.01)
         pytest.fail("nobody told this job to stop")
 
-    model = llama(tmp_path / "m", shards=6)
     monkeypatch.setattr(rewrite, "copy_range", copy)
-    start = time.monotonic()
     with pytest.raises(OSError, match="on fire"):
-        convert_checkpoint(model, 2, tmp_path / "out", jobs=2, method="mean")
-    assert time.monotonic() - start < 10
-    assert len(set(begun)) < 6
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+        convert_checkpoint(llama(tmp_path / "m", shards=6), 2, tmp_path / "out", jobs=2, method="mean")
+    assert len(begun) < 6
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 @pytest.mark.parametrize("failing", [("gqa-partial",), ("gqa-partial", "gqa-replaced")])
