@@ -35,10 +35,13 @@ class PairEncoder:
         self.start, self.pad = first_token(config, name), int(config.pad_token_id or 0)
         end = config.get_text_config(decoder=True).eos_token_id
         self.end = self.start if end is None else int(end[0] if isinstance(end, list) else end)
-        self.marks = [] if tokenizer is None else _marks(tokenizer)
+        self.marks: list[int] = []
         nothing: tuple[list[int], list[int]] = [], [self.end]
         self._around = nothing, nothing
         if tokenizer is not None:
+            vocabulary, mask = tokenizer.get_vocab(), tokenizer.mask_token_id
+            sentinels = (vocabulary.get(f"<extra_id_{i}>") for i in range(_SENTINELS))
+            self.marks = [i for i in sentinels if i is not None] or ([] if mask is None else [mask])
             before, after = _frame(tokenizer, "text_target")
             target = before[before[:1] == [self.start] :], after or [self.end]
             self._around = _frame(tokenizer, "text"), target
@@ -129,12 +132,6 @@ def corrupted(ids: Ints, marks: Sequence[int], generator: np.random.Generator) -
         target += [mark, *ids[middle : middle + span_size].tolist()]
         begin = middle + span_size
     return source, ids.tolist() if len(marks) == 1 else target
-
-
-def _marks(tokenizer: Any) -> list[int]:
-    vocabulary = tokenizer.get_vocab()
-    sentinels = [vocabulary[name] for i in range(_SENTINELS) if (name := f"<extra_id_{i}>") in vocabulary]
-    return sentinels or ([] if tokenizer.mask_token_id is None else [tokenizer.mask_token_id])
 
 
 def _frame(tokenizer: Any, side: str) -> tuple[list[int], list[int]]:

@@ -190,7 +190,10 @@ def parse_source(
         if (side := spec.removeprefix("stdlib:")) not in ("train", "heldout"):
             raise CorpusError(f"there is no {spec}; allowed are stdlib:train and stdlib:heldout")
         plain, source = True, Source(spec, partial(_load_stdlib, side))
-    elif is_local(spec):
+    elif (
+        os.path.exists(spec)  # else it is written as a path or a pattern
+        or spec.startswith(("/", ".", "~")) or spec.endswith("/") or file_format(Path(spec)) or glob.has_magic(spec)
+    ):  # fmt: skip
         files = find_files(spec)
         plain = file_format(files[0]) == "text"
         columns = ("text",) if plain and not target_field else columns
@@ -234,12 +237,6 @@ def file_format(path: Path) -> str | None:
     for suffix in _COMPRESSED:
         name = name.removesuffix(suffix)
     return next((kind for kind, suffixes in FORMATS.items() if name.endswith(suffixes)), None)
-
-
-def is_local(spec: str) -> bool:
-    """Whether a spec means files, not a hub name: it exists, or it is written as a path or pattern."""
-    is_path = spec.startswith(("/", ".", "~")) or spec.endswith("/") or file_format(Path(spec)) or glob.has_magic(spec)
-    return bool(is_path) or os.path.exists(spec)
 
 
 def find_files(spec: str) -> tuple[Path, ...]:

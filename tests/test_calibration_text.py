@@ -40,8 +40,8 @@ def blocks(source: str, count: int, seed: int = 0, length: int = LENGTH, repeats
 
 
 def test_no_more_is_tokenised_than_is_needed(tmp_path: Path, counted: Counted) -> None:
-    """4 blocks of 20,000 documents: the same for a seed, others for another. With repeats half of a text is changed."""
-    source = written(tmp_path, 20_000)
+    """4 blocks of 5,000 documents: the same for a seed, others for another. With repeats half of a text is changed."""
+    source = written(tmp_path, 5_000)
     pieces = blocks(source, 4)
     assert 4 <= counted.taken() < 200
     assert pieces.shape == (4, LENGTH)

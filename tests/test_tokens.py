@@ -88,13 +88,6 @@ def test_blocks_are_the_documents_one_after_the_other(lengths: list[int], size: 
     assert all(block["input_ids"].dtype == np.int64 for block in blocks)
 
 
-def test_several_sources_as_one(tokenizer: Any, tmp_path: Path) -> None:
-    sources = [read(write(tmp_path / f"{i}.jsonl", texts_of(20 + i, i))) for i in range(3)]
-    whole, parts = tokenise(sources, tokenizer), [tokenise([source], tokenizer) for source in sources]
-    assert stream(whole, range(len(whole))) == [t for part in parts for t in stream(part, range(len(part)))]
-    assert len({each.fingerprint for each in (whole, tokenise(sources[::-1], tokenizer), *parts)}) == 5
-
-
 def test_nothing_is_tokenised_twice(tokenizer: Any, tmp_path: Path, counted: Counted) -> None:
     path = write(tmp_path / "a.jsonl", texts_of(30))
 
