@@ -114,7 +114,8 @@ class Stream:
 
     def batches(self) -> tuple[Tensor, ...]:
         """The indices of the blocks of each batch."""
-        return torch.arange(len(self.hidden)).split(self.batch)
+        batches: tuple[Tensor, ...] = torch.arange(len(self.hidden)).split(self.batch)
+        return batches
 
     def clone(self) -> Stream:
         return replace(self, hidden=self.hidden.clone())
