@@ -145,7 +145,7 @@ def decodes_text(name: str) -> bool:
 
 
 # One model type of each family, whose tensors are merged, repeated and left alone in the same way.
-EXAMPLES = {next(iter(family.model_types)) for family in FAMILIES}
+EXAMPLES = {next(iter(family.symmetries)) for family in FAMILIES}
 
 
 # Copies are held against the classes that they extend by test_custom_code.
@@ -230,7 +230,7 @@ def check_cache_bytes(tiny: Tiny, model: PreTrainedModel, promised: KVCache) -> 
 
 def test_every_family_has_a_tiny_model() -> None:
     """A family nobody built is a family nobody tested."""
-    stated = {t for family in FAMILIES for t in family.model_types}
+    stated = {t for family in FAMILIES for t in family.symmetries}
     assert stated - LEFT_OUT <= {t for name in TINY for t in (TINY[name].model_type, text_type(name))}
 
 
@@ -245,7 +245,7 @@ def text_type(name: str) -> str:
 
 
 def test_no_model_type_is_in_two_tables() -> None:
-    stated = [t for family in FAMILIES if not family.when for t in family.model_types]
+    stated = [t for family in FAMILIES if not family.when for t in family.symmetries]
     assert len(stated) == len(set(stated))
     assert not set(stated) & set(REFUSED)
     assert not set(NESTED) & set(REFUSED)

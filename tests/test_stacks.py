@@ -27,7 +27,7 @@ from gqa.convert.heads.config import read_config
 from gqa.convert.heads.families.table import FAMILIES, NESTED
 
 K, V = "self_attn.k_proj.weight", "self_attn.v_proj.weight"
-TYPES = sorted({t for family in FAMILIES for t in family.model_types} & set(CONFIG_MAPPING) | set(NESTED))
+TYPES = sorted({t for family in FAMILIES for t in family.symmetries} & set(CONFIG_MAPPING) | set(NESTED))
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def family_rows() -> Iterator[tuple[str, str, str]]:
         for name, why in family.not_layerwise.items():
             layerwise[why].append(name)
         notes += [f"neither calibrated nor refined: {', '.join(names)} ({why})" for why, names in layerwise.items()]
-        yield family.name, ", ".join(sorted(family.model_types)), "; ".join(notes)
+        yield family.name, ", ".join(sorted(family.symmetries)), "; ".join(notes)
     yield "text part of a larger model", ", ".join(sorted(NESTED)), "towers are left alone"
     for recasting in RECASTINGS:
         yield f"written as {recasting.target}, {recasting.way}", recasting.source, recasting.note
@@ -108,7 +108,7 @@ def test_models_page_shows_every_model_type() -> None:
     page = MODELS.read_text(encoding="utf-8")
     assert page == models_page()
     shown = set(re.split(r"[,:|] *| *[,:|]", page.partition(HEADER)[2]))
-    stated = {model_type for family in FAMILIES for model_type in family.model_types}
+    stated = {model_type for family in FAMILIES for model_type in family.symmetries}
     assert stated | set(NESTED) | set(REFUSED) | {"gpt2", "gpt_neox", "opt"} <= {name.strip() for name in shown}
 
 

@@ -102,7 +102,7 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
     refuse_model_type(model_type, text, name)
     family = next((family for family in FAMILIES if family.matches(model_type, text)), None)
     if family is None:
-        known = listing((t for f in FAMILIES for t in f.model_types), 8)
+        known = listing((t for f in FAMILIES for t in f.symmetries), 8)
         raise RefusedError(
             f"{name} is of model type {model_type}, which is not supported ({known}; see docs/models.md)"
         )

@@ -337,10 +337,6 @@ class Family:
     not_layerwise: Mapping[str, str] = field(default_factory=dict)
     caches_all_heads: bool = False
 
-    @property
-    def model_types(self) -> tuple[str, ...]:
-        return tuple(self.symmetries)
-
     def matches(self, model_type: str, config: Any) -> bool:
         return listed_as(model_type) in self.symmetries and all(
             getattr(config, name, None) == value for name, value in self.when.items()

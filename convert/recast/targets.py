@@ -23,7 +23,7 @@ from gqa.convert.recast.native import NATIVE, Recasting, Recipe, View
 _CUSTOM = tuple(
     Recasting(target.removeprefix(PREFIX), target, family.note)
     for family in custom.FAMILIES
-    for target in family.model_types
+    for target in family.symmetries
 )
 RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *_CUSTOM)
 RECAST_TYPES = tuple(entry.source for entry in RECASTINGS)
