@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_configs import COPIES
 from tiny_models import LEFT_OUT, QUERY_HEADS, TINY, Tiny, build, config, inputs, logits, model_class
 from torch import Tensor
@@ -31,7 +31,6 @@ from gqa.convert.methods import Merging
 
 TOLERANCE = 2e-5
 CONTROL = 100  # a wrong head order must be this many times worse than the tolerance
-VALUES = ("v_proj", "wv_dv", "value_net", "v_sconv")
 
 # Only this part is converted and its share of the logits is small: made louder, so that a wrong order shows.
 QUIET = {"blt": "global_transformer"}
@@ -46,21 +45,8 @@ def louder(tiny: Tiny, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def write_checkpoint(model: PreTrainedModel, directory: Path) -> Path:
-    """Save as transformers does, then split so that keys and values of one layer lie in different shards."""
-    model.save_pretrained(directory)
-    tensors = load_file(directory / "model.safetensors")
-    (directory / "model.safetensors").unlink()
-    shards: list[dict[str, Tensor]] = [{}, {}, {}]
-    for index, (name, tensor) in enumerate(sorted(tensors.items())):
-        shards[2 if any(part in name for part in VALUES) else index % 2][name] = tensor
-    shards = [shard for shard in shards if shard]
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    index_text = json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map})
-    (directory / "model.safetensors.index.json").write_text(index_text)
+    """Save in several shards, as transformers does."""
+    model.save_pretrained(directory, max_shard_size=20_000)
     return directory
 
 
