@@ -60,7 +60,7 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
 
 def _plan(checkpoint: Checkpoint, groups: Groups, options: ConvertOptions) -> Plan:
     method = MEASURING if options.kv_budget and options.method == AUTO else options.method
-    plan = make_plan(checkpoint, groups, method, options.seed, options.dtype, options.max_shard_size)
+    plan = make_plan(checkpoint, groups, method, options.seed, options.dtype)
     searches(plan, options.grouping)  # refuses
     return plan
 

@@ -11,7 +11,6 @@ import click
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import (
-    BYTES,
     COUNT,
     SEED,
     KVHeads,
@@ -73,8 +72,6 @@ class ConvertOptions(Options):
     seed: int = option(0, "The seed of random draws and samples.", SEED, heading="Quality", methods="draws")
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = option(
         None, "Store all weights so.  [default: as they are]", heading="Output")
-    max_shard_size: int | None = option(
-        None, "Bytes of one file at most, like 5GB.  [default: as MODEL]", BYTES, heading="Output", metavar="SIZE")
     revision: str | None = option(None, "The branch, tag or commit of a hub id.", metavar="NAME")
     trust_remote_code: bool = option(
         False, "Run code that a checkpoint brings (dangerous).", methods="reads_text")

@@ -133,7 +133,6 @@ def make_plan(
     method: str = "auto",
     seed: int = 0,
     dtype: str | None = None,
-    max_shard_size: int | None = None,
 ) -> Plan:
     """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
 
@@ -169,7 +168,7 @@ def make_plan(
         config=config,
         groups=groups,
         merging=merging,
-        shards=_shards(outputs, checkpoint, max_shard_size),
+        shards=_shards(outputs, checkpoint.files),
         new_config=new.raw,
         config_edits=tuple(edits),
         cache_before=kv_cache(config, cached, kv_dtype),
@@ -270,15 +269,11 @@ def _outputs(
     return outputs
 
 
-def _shards(outputs: Sequence[OutputTensor], checkpoint: Checkpoint, max_bytes: int | None) -> tuple[Shard, ...]:
-    """The source's partition, or consecutive tensors of at most `max_bytes` (one larger tensor is a shard)."""
-    parts: dict[str | int, list[OutputTensor]] = {file: [] for file in checkpoint.files}
-    number = size = 0
+def _shards(outputs: Sequence[OutputTensor], files: Sequence[str]) -> tuple[Shard, ...]:
+    """The source's partition."""
+    parts: dict[str, list[OutputTensor]] = {file: [] for file in files}
     for tensor in outputs:
-        size += tensor.nbytes
-        if max_bytes is not None and size > max_bytes:
-            number, size = number + 1, tensor.nbytes
-        parts.setdefault(tensor.source.file if max_bytes is None else number, []).append(tensor)
+        parts[tensor.source.file].append(tensor)
     shards = [tuple(part) for part in parts.values() if part]
     return tuple(map(Shard, shard_names(len(shards)), shards))
 

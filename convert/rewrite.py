@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -157,8 +157,8 @@ def _write_side_files(plan: Plan, work: Path) -> None:
 
 
 def verify(plan: Plan, work: Path) -> None:
-    """Check a written directory from disk: names, shapes, dtypes, the index, the head counts that transformers reads
-    from the new config. Raises OutputError: a result that fails is removed by the caller.
+    """Check a written directory, whose shards are verified: the index, and the head counts that transformers reads from
+    the new config. Raises OutputError: a result that fails is removed by the caller.
     """
     try:
         written = replace(read_checkpoint(work), name=plan.checkpoint.name)
@@ -171,7 +171,6 @@ def verify(plan: Plan, work: Path) -> None:
             module_changes(module, config, plan.groups)  # shapes are held against the config
     except RefusedError as error:
         raise OutputError(f"the result does not verify: {error}") from error
-    _check_tensors(plan.tensors, written)
 
 
 def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str]) -> None:
@@ -183,7 +182,10 @@ def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str
     except RefusedError as error:
         raise OutputError(f"the result does not verify: {error}") from error
     written = Checkpoint(plan.checkpoint.name, path.parent, {}, tensors, (shard.file,))
-    _check_tensors(shard.tensors, written)
+    expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in shard.tensors}
+    actual = {name: (spec.dtype, spec.shape) for name, spec in tensors.items()}
+    if wrong := {name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)}:
+        raise OutputError(f"the result does not verify: {listing(wrong)} differ from the plan")
     with path.open("rb", buffering=0) as copy:
         for tensor in shard.tensors:
             spec = tensors[tensor.name]
@@ -207,13 +209,6 @@ def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: Ten
         starts = {max(0, start) for start in (0, spec.nbytes // 2 - BLOCK, spec.nbytes - BLOCK)}
         blocks = [(start, min(BLOCK, spec.nbytes)) for start in starts]
         return all(_read(stream, original.begin + i, n) == _read(copy, spec.begin + i, n) for i, n in blocks)
-
-
-def _check_tensors(planned: Iterable[OutputTensor], written: Checkpoint) -> None:
-    expected = {t.name: (t.dtype, t.shape) for t in planned}
-    actual = {s.name: (s.dtype, s.shape) for s in written.tensors.values()}
-    if wrong := {n for n in expected.keys() | actual.keys() if expected.get(n) != actual.get(n)}:
-        raise OutputError(f"the result does not verify: {listing(wrong)} differ from the plan")
 
 
 def _read(stream: BinaryIO, position: int, count: int) -> bytes:

@@ -114,8 +114,6 @@ def plan_text(plan: Plan, tensors: bool) -> str:
         *("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard) for shard in record["shards"]),
         *([f"note        {plan.cache_after.remark}"] if plan.cache_after.remark else []),
     ]
-    if plan.method == "none":
-        lines.append("identity    these are the model's own key/value heads")
     if not tensors:
         lines.append(f"tensors     {len(record['changed_tensors'])} changed")
     for tensor in plan.changed if tensors else ():
@@ -127,10 +125,7 @@ def _place(plan: Plan, out: Path) -> str | None:
     """The way from the result to a local base model, where training looks for its teacher; None where it would tell
     whose directories they are.
     """
-    base, result = plan.checkpoint.directory.resolve(), out.resolve()
-    if base.drive != result.drive:
-        return None
-    way = Path(os.path.relpath(base, result))
+    way = Path(os.path.relpath(plan.checkpoint.directory.resolve(), out.resolve()))
     return None if Path.home().name in way.parts and Path.home().name != "root" else way.as_posix()
 
 

@@ -67,7 +67,6 @@ def test_messages_name_options_that_are_there() -> None:
 @pytest.mark.parametrize(("program", "words", "name", "value"), [
     ("gqa-convert", "--tokens 64k", "tokens", 64_000),
     ("gqa-convert", "--data a.txt@2,self --data b", "data", ("a.txt@2", "self", "b")),
-    ("gqa-convert", "--max-shard-size 5GB", "max_shard_size", 5 * 10**9),
     ("gqa-convert", "--groups 1,2", "groups", (1, 2)),
     ("gqa-uptrain", "--tokens 1M", "tokens", 10**6),
     ("gqa-uptrain", "--data a,b@2", "data", ("text", "a", "b@2")),

@@ -32,7 +32,6 @@ from checkpoints import (
     weights,
     write_json,
 )  # fmt: skip
-from safetensors.torch import load_file
 from torch import Tensor
 
 from gqa.checkpoint.write import replacing
@@ -163,24 +162,6 @@ def test_cast(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     expected = {n: t.to(target) if t.is_floating_point() else t for n, t in merged(made, 4, 2).items()}
     check_result(out, expected)
     assert json.loads((out / "config.json").read_text()) == config(2, torch_dtype=dtype)
-
-
-SIZES = {"5KB": 5000, "10.5KiB": 10_752, "1B": 1}
-
-
-@pytest.mark.parametrize(("size", "shards"), [*zip(SIZES, (3, 1, 3), strict=True)])
-def test_other_partition_same_tensors(size: str, shards: int, tmp_path: Path) -> None:
-    """No shard is larger than was asked for, unless one tensor alone is."""
-    model = llama(tmp_path / "m", shards=shards)
-    out = convert(model, "--max-shard-size", size)
-    check_result(out, merged(weights(), 4, 2))
-    files = sorted(path.name for path in out.glob("*.safetensors"))
-    parts = [[tensor.nbytes for tensor in load_file(out / file).values()] for file in files]
-    assert all(sum(part) <= SIZES[size] or len(part) == 1 for part in parts)
-    if len(files) > 1:
-        metadata = json.loads((out / INDEX).read_text())["metadata"]
-        assert metadata["total_size"] == sum(t.nbytes for t in load(out).values())
-        assert metadata["total_parameters"] == sum(t.numel() for t in load(out).values())
 
 
 def save_bin(model: Path, tensors: Tensors, shards: int) -> None:

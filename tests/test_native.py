@@ -224,8 +224,11 @@ def test_bin_files_and_shards_give_the_same(name: str, checkpoint: Callable[[str
     state = {k.removeprefix("transformer."): v for k, v in model.state_dict().items() if k not in tied}
     state |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8)} if "gpt2" in name else {}  # the mask of old checkpoints
     torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
-    sharded = {"max_shard_size": 5000, "jobs": 2}
-    for source, how in ((tmp_path / "bin", {}), (checkpoint(name), sharded), (tmp_path / "bin", {"dtype": "float32"})):
+    for source, how in (
+        (tmp_path / "bin", {}),
+        (checkpoint(name), {"jobs": 2}),
+        (tmp_path / "bin", {"dtype": "float32"}),
+    ):
         how |= {"method": "mean", "overwrite": True}
         found = all_tensors(convert_checkpoint(source, 1, tmp_path / "out", **how).out)
         assert found.keys() == expected.keys()
