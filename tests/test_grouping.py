@@ -54,9 +54,8 @@ def test_units_of_keys_and_values_do_not_matter() -> None:
 def test_an_aligned_mean_has_the_mean_energy(rotated: int) -> None:
     """Of three heads that are not alike."""
     moments = random_moments(3, 8).keys[0]
-    maps = (procrustes_key(moments, Rotary(rotated), 3).merge, procrustes_value(moments, 3, 1).merge)
-    for found in maps:
-        assert float((found @ moments @ found.mT).trace()) == pytest.approx(float(moments.trace()) / 3)
+    for maps in (procrustes_key(moments, Rotary(rotated), 3), procrustes_value(moments, 3, 1)):
+        assert float((maps.merge @ moments @ maps.merge.mT).trace()) == pytest.approx(float(moments.trace()) / 3)
 
 
 @pytest.mark.parametrize("method", ["procrustes", "calibrated"])

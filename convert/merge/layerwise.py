@@ -26,7 +26,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.compat import build_model, initialize, supports_sdpa, tree_map_only, unsaved_names
-from gqa.checkpoint.errors import RefusedError, explain, listing
+from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import concrete_class, out_of_memory
 from gqa.checkpoint.names import Loading
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
@@ -238,14 +238,11 @@ class Layerwise:
         checkpoint = self._checkpoint
         for name in (name for name in parameters if name not in self._computed):
             tensors = {}
-            for part in (parts := self.loading.parts(name)):
-                if part not in changed and part not in checkpoint.tensors:
-                    raise RefusedError(
-                        f"{checkpoint.name} does not store {listing(parts)}, which {type(self.model).__name__} has; it "
-                        "cannot be run layer by layer"
-                    )
-                if part not in changed and (dtype := checkpoint.tensors[part].dtype) not in TORCH_DTYPES:
-                    raise RefusedError(f"{part} is stored as {dtype}; it cannot be run layer by layer")
+            for part in self.loading.parts(name):
+                spec = checkpoint.tensors.get(part)
+                if part not in changed and (spec is None or spec.dtype not in TORCH_DTYPES):
+                    stored = f"stores {part} as {spec.dtype}" if spec else f"does not store {part}"
+                    raise RefusedError(f"{checkpoint.name} {stored}; it cannot be run layer by layer")
                 tensors[part] = changed[part] if part in changed else checkpoint.read(checkpoint.tensors[part])
             tensor = self.loading.assemble(name, tensors)
             set_module_tensor_to_device(self.model, name, self.device, tensor, dtype=self.model.dtype)
