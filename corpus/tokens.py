@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -169,7 +170,10 @@ class Encoder:
         else:
             flags = {name: value for name, value in self.tokenizer.init_kwargs.items() if isinstance(value, bool)}
             settings = sorted((name, flags[name]) for name in flags.keys() - {"is_local", "local_files_only"})
-            content = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items()), settings]
+            with TemporaryDirectory() as directory:  # a vocabulary has neither merges nor scores
+                self.tokenizer.save_vocabulary(directory)
+                files = [file.read_bytes().hex() for file in sorted(Path(directory).iterdir())]
+            content = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items()), settings, files]
         return hashlib.sha256(json.dumps([content, self.bos, self.eos]).encode()).hexdigest()
 
 

@@ -15,7 +15,7 @@ import pytest
 from documents import Counted, documents_of, lines, texts_of, tokenised, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.loading import load_tokenizer
@@ -113,6 +113,20 @@ def test_nothing_is_tokenised_twice(tokenizer: Any, tmp_path: Path, counted: Cou
     ]
     assert all(0 < count <= 33 for _, count in changed)
     assert len({first, *(fingerprint for fingerprint, _ in changed)}) == 5
+
+
+def test_merges_decide_tokens_as_well_as_the_vocabulary(tmp_path: Path) -> None:
+    """Of tokenizers in Python, whose vocabularies may be equal."""
+    identities = set()
+    for name, merges in (("one", "a b\nb c</w>\n"), ("other", "b c</w>\na b\n"), ("again", "a b\nb c</w>\n")):
+        (tmp_path / name).mkdir()
+        words = ["<unk>", "a", "b", "ab", "c</w>", "bc</w>"]
+        vocabulary = str(tmp_path / name / "vocab.json")
+        Path(vocabulary).write_text(json.dumps({word: n for n, word in enumerate(words)}))
+        (tmp_path / name / "merges.txt").write_text(f"#version\n{merges}")
+        tokenizer: Any = CTRLTokenizer(vocabulary, str(tmp_path / name / "merges.txt"), eos_token="<unk>")
+        identities.add(Encoder(tokenizer).identify())
+    assert len(identities) == 2
 
 
 def test_the_network_is_not_asked(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
