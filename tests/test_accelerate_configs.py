@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,6 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from training import Runs
-
-from gqa.uptrain.cli import command
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "examples" / "accelerate").glob("*.yaml"))
@@ -72,15 +68,3 @@ def test_deepspeed_and_fsdp1_are_refused(name: str, variable: str, runs: Runs, t
     message = f"gqa-uptrain: a configuration of {name} is not for gqa-uptrain; use examples/accelerate/fsdp2.yaml\n"
     assert (done.code, done.err) == (2, message)
     assert not list(tmp_path.glob("out*"))
-
-
-def test_the_commands_in_comments_parse() -> None:
-    options = {name for parameter in command.params for name in parameter.opts}
-    for path in CONFIGS:
-        comment = "\n".join(line.removeprefix("#") for line in path.read_text().splitlines() if line.startswith("#"))
-        line = re.search(r"accelerate launch (.*)", comment.replace("\\\n", " "))
-        assert line, path
-        found = launch_command_parser().parse_args(shlex.split(line[1]))
-        assert Path(found.config_file) == path.relative_to(ROOT)
-        assert (found.module, found.training_script) == (True, "gqa.uptrain")
-        assert {word for word in found.training_script_args if word.startswith("-")} <= options

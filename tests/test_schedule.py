@@ -18,7 +18,7 @@ from gqa.checkpoint.read import read_checkpoint
 from gqa.uptrain.dataloader import Dataloader, open_dataloader
 from gqa.uptrain.loop import rate_factor, warmup_steps
 from gqa.uptrain.models import parameter_groups
-from gqa.uptrain.options import Schedule, TrainOptions, differences
+from gqa.uptrain.options import Schedule, TrainOptions
 
 HALF = 0.5 * (1 + math.cos(math.pi / 4)), 0.5 * (1 + math.cos(3 * math.pi / 4))
 
@@ -87,15 +87,6 @@ def test_options_that_do_not_go_together(given: dict[str, Any], ranks: int, says
     with pytest.raises(RefusedError, match=says):
         options(**given).check(ranks)
     options(heldout="a", heldout_tokens=9, batch_size=8, micro_batch=2).check(2)
-
-
-def test_what_binds_a_run() -> None:
-    """Where it is kept and how it is computed may change; everything else is named."""
-    before = options().binding()
-    same = options(micro_batch=1, save_every=1, checkpointing=True, overwrite=True)
-    assert differences(same.binding(), before) == []
-    other = options(seed=1, data=("a", "b"), heldout="c").binding()
-    assert differences(other, before) == ["data: [] -> ['a', 'b']", "heldout: None -> c", "seed: 0 -> 1"]
 
 
 def test_adafactor_is_refused_with_shards(runs: Runs, tmp_path: Path) -> None:

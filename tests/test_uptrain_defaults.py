@@ -13,7 +13,6 @@ from checkpoints import Result, run
 from training import load, material
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.hub import beside
 from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert import convert_checkpoint
 from gqa.uptrain.dataloader import settle_steps
@@ -136,14 +135,6 @@ def test_length_and_scope(converted: Path) -> None:
     for given, repeats in (({}, True), ({"teacher": "none"}, False),
                            ({"teacher": "none", "repeats": True}, True), ({"repeats": False}, False)):  # fmt: skip
         assert settled(converted, data=("text",), **given)[0].repeats is repeats
-
-
-def test_the_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").mkdir()
-    monkeypatch.chdir(tmp_path / "a")
-    for model in (str(tmp_path / "a"), f"{tmp_path / 'a'}/", "."):
-        assert beside(model, "-uptrained") == tmp_path / "a-uptrained"
-    assert beside("lab/model", "-uptrained") == Path("model-uptrained")
 
 
 def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(converted: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ is here are in conftest.py.
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import shutil
@@ -312,27 +311,6 @@ def shard(load_once: bool = False) -> None:
         return accelerator
 
     module.Accelerator = make  # type: ignore[assignment,misc]
-
-
-def note_gradients(file: str) -> None:
-    """After each backward pass of FSDP2: the numbers of gradients that a process holds, and the share of those that
-    were added over processes that bfloat16 holds exactly.
-    """
-    from accelerate import Accelerator
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    def note_parameters(accelerator: Accelerator, loss: Any) -> None:
-        numbers, exact = 0, []
-        for parameter in (thing for thing in gc.get_objects() if type(thing) is FSDPParam):
-            whole = parameter.unsharded_accumulated_grad
-            numbers += 0 if whole is None else whole.numel()
-            if parameter.sharded_param.grad is not None:
-                local = parameter.sharded_param.grad.to_local()
-                numbers += local.numel()
-                exact.append((local == local.bfloat16()).float().mean())
-        note(file, [numbers, float(sum(exact)) / max(len(exact), 1)])
-
-    after(Accelerator, "backward", note_parameters)
 
 
 def set_losses(*losses: float) -> None:
