@@ -15,23 +15,19 @@ from typing import Any
 import numpy as np
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.sources import is_below
 from gqa.corpus.tokens import Documents, Ints, permutation
 
 
 @dataclass(frozen=True)
 class Heldout:
     """Text that training never reads, in any source and epoch: documents with a digest in `limits` from that number of
-    tokens on, and documents whose digest is in the lowest `fraction` of all.
+    tokens on.
     """
 
     limits: Mapping[bytes, int] = field(default_factory=dict)
-    fraction: float = 0.0
 
     def limit(self, digest: bytes, length: int) -> int:
         """Tokens to train on, from the start of a document of this digest and length."""
-        if is_below(digest, self.fraction):
-            return 0
         return min(self.limits.get(digest, length), length)
 
     def lengths(self, documents: Documents) -> Ints:

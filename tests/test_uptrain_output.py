@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
-from training import difference, options_for, tiny_checkpoint, trained
+from training import difference, losses, options_for, tiny_checkpoint, trained
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gqa.checkpoint.errors import OutputError, RefusedError
@@ -173,6 +173,15 @@ def test_the_held_out_loss_is_that_of_what_is_written(tmp_path: Path, scope: str
     progress, _ = trained(options_for(source, tmp_path / "out", **given))
     again, _ = trained(options_for(tmp_path / "out", tmp_path / "again", **given | {"steps": 1}))
     assert progress.heldout_after["loss"] == pytest.approx(again.heldout_before["loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("scope", ["all", "lora"])
+def test_measuring_changes_no_training(tmp_path: Path, scope: str) -> None:
+    """The weights that train come back after those that would be stored were measured."""
+    source = tiny_checkpoint(tmp_path / "source", dtype="bfloat16")
+    for every in (1, 4):
+        trained(options_for(source, tmp_path / f"{every}", train=scope, steps=4, eval_every=every))
+    assert losses(tmp_path / "1") == losses(tmp_path / "4")
 
 
 ADAPTED = ["phimoe", "falcon_h1", "llama4_text", "nemotron_h", "glm4_moe", "zamba"]

@@ -102,8 +102,6 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
     """A dataloader of blocks of at most `longest` tokens (see `settle_steps`). Raises RefusedError and CorpusError."""
     sources = data_sources(options)
     if options.streaming:
-        if len(sources) > 1:
-            raise RefusedError("--streaming reads one source; give the files of all as one directory or pattern")
         return _open_stream(options, sources[0], tokenizer, longest, ranks)
     text = tokenise(sources, tokenizer)
     options = settle_steps(options, int(text.lengths.sum()), longest, ranks)

@@ -152,6 +152,8 @@ class TrainOptions(Options):
         yield len(self.lengths) > 1, f"the length is given by {given}; give one of --alpha, --tokens and --steps"
         yield part and self.heldout is not None, "--heldout and --heldout-fraction both name held-out text; give one"
         yield part and self.streaming, "--heldout-fraction is not for a stream; name other text with --heldout"
+        several = self.streaming and len(self.data) > 1
+        yield several, "--streaming reads one source; give the files of all as one directory or pattern"
         yield has_alpha and self.streaming, "--alpha of a stream, whose length is unknown; give --tokens or --steps"
         for name, applies, needed in (
             ("distill", self.distills, "--teacher"),
