@@ -76,6 +76,7 @@ def options(**given: Any) -> TrainOptions:
         ({"data": ("self",), "alpha": 0.1, "steps": None}, 1, "say how much there is, like self:1M"),
         ({"learning_rate": math.inf}, 1, "learning_rate: inf is not a number above 0"),
         ({"streaming": True, "alpha": 0.1, "steps": None}, 1, "--alpha of a stream, whose length is unknown"),
+        ({"streaming": True, "data": ("a", "b")}, 1, "--streaming reads one source; give the files of all as one"),
         ({"streaming": True, "heldout_fraction": 0.1}, 1, "--heldout-fraction is not for a stream"),
         ({"teacher": "none", "distill": 0.5}, 1, "distill needs --teacher; give both or leave it out"),
         ({"teacher": "none", "temperature": 2.0}, 1, "temperature needs --teacher"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from documents import Counted, lines, texts_of, tokenised, write
 
-from gqa.checkpoint.errors import CorpusError, RefusedError
+from gqa.checkpoint.errors import CorpusError
 from gqa.corpus.alpha import Heldout
 from gqa.corpus.sources import parse_source
 from gqa.corpus.streamed import StreamedBlocks
@@ -133,8 +133,6 @@ def test_what_a_stream_depends_on(stream: Open) -> None:
         lines(Path(f"many/{number:02}.jsonl"), {"text": " "})
     with pytest.raises(CorpusError, match=r"many has nothing to train on: it is empty, blank"):
         steps(stream(), 0, 1)
-    with pytest.raises(RefusedError, match="--streaming reads one source; give the files of all as one directory"):
-        stream(data=("many", "stdlib:train"))
 
 
 def test_the_stream_is_packed_as_blocks_are(tokenizer: Any, tmp_path: Path, counted: Counted) -> None:
