@@ -68,41 +68,36 @@ def test_memory() -> None:
         assert model["kv_cache"]["fits"] == {"batch": free // (512 * token), "longest": free // token}
 
 
-def test_one_model_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    models: list[Any] = []
-    alive: list[int] = []
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[Any]]]:
+    """Of each model that is loaded: how many are in memory before, and the devices that have its layers."""
+    models, noted = list[Any](), list[tuple[int, set[Any]]]()
 
     def load(subject: Subject, *args: Any) -> Any:
-        alive.append(sum(reference() is not None for reference in models))
-        model = LOAD(subject, *args)
+        alive, model = sum(reference() is not None for reference in models), LOAD(subject, *args)
         models.append(weakref.ref(model))
+        noted.append((alive, set(getattr(model, "hf_device_map", {"": None}).values())))
         return model
 
     monkeypatch.setattr(Subject, "load", load)
-    decode = "--decode --decode-contexts 8 --decode-steps 1 --decode-batches 1"
-    results(f"SRC G4 G2 --data TEXT --context 64 --tokens 100 {decode}")
-    assert alive == [0, 1, 2, 0, 0, 0]  # to be timed all are loaded at once
-    del alive[:], models[:]
+    return noted
+
+
+def test_one_model_is_in_memory_at_a_time(loads: list[tuple[int, set[Any]]]) -> None:
+    """But to be timed all are loaded at once, and with --kl one beside the baseline."""
+    results("SRC G4 G2 --data TEXT --context 64 --tokens 100 --decode --decode-contexts 8 --decode-steps 1")
     results("SRC G4 G2 --data TEXT --context 64 --tokens 100 --kl")
-    assert alive == [0, 1, 1]  # beside the baseline
+    assert [alive for alive, _ in loads] == [0, 1, 2, 0, 0, 0, 0, 1, 1]
 
 
-def test_a_model_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_larger_than_memory(loads: list[tuple[int, set[Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that memory does not hold are read from the disk, with the same scores; decoding too."""
-    devices: list[set[Any]] = []
-
-    def load(subject: Subject, *args: Any) -> Any:
-        model = LOAD(subject, *args)
-        devices.append(set(getattr(model, "hf_device_map", {"": None}).values()))
-        return model
-
-    monkeypatch.setattr(Subject, "load", load)
     line = "SRC G2 --data TEXT --context 128 --tokens 200 --precision float32 --kl --decode --decode-contexts 8 "
     line += "--decode-steps 1 --decode-batches 2"
     whole = results(line)
     monkeypatch.setattr("accelerate.utils.get_max_memory", lambda: {"cpu": 12_000_000})
     spread = results(f"{line} --device auto")
-    assert devices == [{None}] * 4 + [{"cpu", "disk"}] * 4
+    assert [devices for _, devices in loads] == [{None}] * 4 + [{"cpu", "disk"}] * 4
     for ours, theirs in zip(spread["models"], whole["models"], strict=True):
         assert ours["quality"]["nats"] == pytest.approx(theirs["quality"]["nats"], rel=1e-6)
         assert len(ours["decode"]["points"]) == len(theirs["decode"]["points"]) == 1
