@@ -41,8 +41,8 @@ def write(path: Path, texts: list[str], kind: pa.DataType | None = None) -> Path
             frame.to_json(stream, orient="records", lines=True, force_ascii=False)
     elif suffix == "json":
         frame.to_json(path, orient="records", indent=1)
-    elif suffix in ("csv", "tsv"):
-        frame.to_csv(path, sep="," if suffix == "csv" else "\t", index=False)
+    elif suffix == "csv":
+        frame.to_csv(path, index=False)
     elif suffix == "parquet":
         pa.parquet.write_table(table, path)
     else:
