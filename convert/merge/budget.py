@@ -60,12 +60,12 @@ def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
     chosen: list[np.ndarray] = []
     for layer in losses:
         choices = sorted(layer)
-        found = np.full((len(choices), budget + 1), math.inf)
-        for row, kept in zip(found, choices, strict=True):
+        totals = np.full((len(choices), budget + 1), math.inf)
+        for row, kept in zip(totals, choices, strict=True):
             if kept <= budget:
                 row[kept:] = least[: budget + 1 - kept] + layer[kept]
-        best = found.argmin(0)
-        least = found.min(0)
+        best = totals.argmin(0)
+        least = totals.min(0)
         chosen.append(np.array(choices)[best])
     if math.isinf(least[budget]):
         raise ValueError(f"{sum(map(min, losses))} heads are the fewest, {budget} are allowed")

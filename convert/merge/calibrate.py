@@ -223,7 +223,7 @@ def without_heldout(counts: Tensor, settings: Refinement) -> Tensor:
 
 
 def _split(blocks: int, settings: Refinement, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Indices of the held-out blocks and of the others; a single block is both."""
+    """Indices of the held-out blocks and of the training blocks; a single block is both."""
     order = torch.randperm(blocks, generator=generator)
     count = max(1, round(blocks * settings.heldout)) if blocks > 1 else 0
     return (order[:count], order[count:]) if count else (order, order)
@@ -239,10 +239,10 @@ def _optimizers(parameters: list[Tensor], rate: float) -> list[torch.optim.Optim
     sized = [(p, rate * (size or least)) for p, size in zip(parameters, sizes, strict=True)]
     # torch's Muon takes steps that are larger by a root where a matrix has more rows than columns
     matrices = [{"params": [p], "lr": lr / max(1, len(p) / p.shape[1]) ** 0.5} for p, lr in sized if p.ndim == 2]
-    others = [{"params": [p], "lr": lr} for p, lr in sized if p.ndim != 2]
+    vectors = [{"params": [p], "lr": lr} for p, lr in sized if p.ndim != 2]
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         optimizers.append(torch.optim.Muon(matrices, weight_decay=0.0, momentum=0.9))
-    if others:
-        optimizers.append(torch.optim.Adam(others, betas=(0.9, 0.99)))
+    if vectors:
+        optimizers.append(torch.optim.Adam(vectors, betas=(0.9, 0.99)))
     return optimizers

@@ -180,9 +180,9 @@ def closed_form(task: Task) -> LayerResult:
     if order:
         w_o = w_o[query_order(order, heads.query)]
     keys = moments.shared_keys(rotary) if free_keys else []
-    seen = _seen_values(task, head_maps(heads, groups, keys, [], order))
+    attended = _attended_values(task, head_maps(heads, groups, keys, [], order))
     w_o = w_o.to(device).double()
-    values = moments.shared_values(seen.unflatten(0, (groups, -1)), w_o)
+    values = moments.shared_values(attended.unflatten(0, (groups, -1)), w_o)
     return _refit(task, head_maps(heads, groups, keys, values, order), w_o.flatten(0, 1))
 
 
@@ -201,12 +201,12 @@ def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> 
     return moments.averaged(task.position_weights.numel())
 
 
-def _seen_values(task: Task, maps: HeadMaps) -> Tensor:
+def _attended_values(task: Task, maps: HeadMaps) -> Tensor:
     """(H, m e, m e) second moments of the attention-weighted stacked values per query head."""
     heads, groups = task.pair.heads(task.module)
     width = heads.kv // groups * heads.value_dim
     device = float64_device(task.pair.source.device)
-    seen_by = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
+    moments = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
     merged, stream = task.converted_layer(maps), task.streams.converted
     for source, capture in zip(task.layer.capture(stream, "heads"), merged.capture(stream, "heads"), strict=True):
         q, k, _ = capture.heads
@@ -218,8 +218,8 @@ def _seen_values(task: Task, maps: HeadMaps) -> Tensor:
         rows = rows * task.position_weights[capture.rows].sqrt()[..., None, None].to(rows)
         for head in range(heads.query):  # one by one: m times as wide as the inputs of W_O
             head_rows = as_float64(rows[:, :, head]).flatten(0, 1)
-            seen_by[head] += head_rows.T @ head_rows
-    return seen_by.div_(task.position_weights.numel())
+            moments[head] += head_rows.T @ head_rows
+    return moments.div_(task.position_weights.numel())
 
 
 def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:

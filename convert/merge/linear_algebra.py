@@ -174,48 +174,48 @@ def root_and_inverse(matrix: Tensor, floored: bool = False) -> tuple[Tensor, Ten
     return (vectors * values) @ vectors.T, (vectors / values) @ vectors.T
 
 
-def shared_value(seen: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -> GroupMaps:
+def shared_value(attended: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -> GroupMaps:
     """The value that stands for the m values of one group.
 
     By alternating least squares, from what is best where all query heads see the same: the shared value is moved down
     the preconditioned gradient as far as that helps, then each head's way back to its own is solved for.
 
     Args:
-        seen: (R, m * d, m * d) for each of the group's R = m r query heads, E[z z^T] of the attention-averaged stacked
-            values that it sees; (1, m * d, m * d) where all see the same, whose best is known at once.
+        attended: (R, m * d, m * d) for each of the group's R = m r query heads, E[z z^T] of the attention-averaged
+            stacked values that it sees; (1, m * d, m * d) where all see the same, whose best is known at once.
         values: (m * d, m * d) second moments of the stacked values, which the shared value keeps the energy of.
         outputs: (R, d, d) W_O,i^T W_O,i of each query head.
         owner: (R,) which of the m heads a query head reads.
     """
     dim = outputs.shape[1]
-    heads = seen.shape[1] // dim
-    root, inverse = root_and_inverse(seen.mean(0))
+    heads = attended.shape[1] // dim
+    root, inverse = root_and_inverse(attended.mean(0))
     gain = torch.block_diag(*(outputs[owner == head].sum(0) for head in range(heads)))
     vectors = torch.linalg.eigh(root @ gain @ root)[1][:, -dim:]
     project = vectors.T @ inverse  # (d, m d), the best where all heads see the same
-    own_dims = (owner[:, None] * dim + torch.arange(dim)).to(seen.device)
+    own_dims = (owner[:, None] * dim + torch.arange(dim)).to(attended.device)
     query_head = torch.arange(len(owner), device=own_dims.device)[:, None]
-    crossed = seen.expand(len(owner), -1, -1)[query_head, own_dims]  # (R, d, m d) E[z_own z^T]
+    crossed = attended.expand(len(owner), -1, -1)[query_head, own_dims]  # (R, d, m d) E[z_own z^T]
     energy = (outputs * crossed.take_along_dim(own_dims[:, None], 2)).sum()
-    restore = _ways_back(project, seen, crossed)
-    for _ in range(_ROUNDS if len(seen) > 1 else 0):
+    restore = _ways_back(project, attended, crossed)
+    for _ in range(_ROUNDS if len(attended) > 1 else 0):
         gains = restore.mT @ outputs @ restore
-        missing = (restore.mT @ outputs @ (crossed - restore @ project @ seen)).sum(0)
+        missing = (restore.mT @ outputs @ (crossed - restore @ project @ attended)).sum(0)
         move = pseudo_inverse(gains.sum(0)) @ missing @ inverse @ inverse
-        slope, bend = (missing * move).sum(), (move * (gains @ move @ seen).sum(0)).sum()
+        slope, bend = (missing * move).sum(), (move * (gains @ move @ attended).sum(0)).sum()
         if slope.square() <= _LITTLE * energy * bend:  # what the step would gain
             break
         project = project + slope / bend * move
-        restore = _ways_back(project, seen, crossed)
+        restore = _ways_back(project, attended, crossed)
     scale = _energy_back(values.trace() / heads, (project @ values @ project.T).trace())
     return GroupMaps(project * scale, restore / scale)
 
 
-def _ways_back(project: Tensor, seen: Tensor, crossed: Tensor) -> Tensor:
+def _ways_back(project: Tensor, attended: Tensor, crossed: Tensor) -> Tensor:
     """(R, d, d): the least-squares map of each query head from the shared value (d, m d) to its own; `crossed`
     (R, d, m d) is E[z_own z^T].
     """
-    inverses = torch.stack([pseudo_inverse(project @ all_of @ project.T) for all_of in seen])
+    inverses = torch.stack([pseudo_inverse(project @ all_of @ project.T) for all_of in attended])
     return crossed @ project.T @ inverses
 
 

@@ -69,14 +69,14 @@ class Moments:
         keys, means, queries, values = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes)
         return cls(keys, means, queries, values)
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, significance: Tensor, seen: Tensor) -> None:
+    def add(self, q: Tensor, k: Tensor, v: Tensor, significance: Tensor, visible: Tensor) -> None:
         """(B, H, T, d) queries, (B, Hk, S, d) keys, (B, Hk, S, e) values, (B, H, T) what errors of scores do, (B or 1,
-        S) which keys are `seen` at all: the others count nothing.
+        S) which keys are `visible` at all: the others count nothing.
         """
         groups = len(self.keys)  # one for the whole layer
-        seen = seen.expand(len(k), -1)
-        k, v = (heads * seen[:, None, :, None] for heads in (k, v))
-        self.counted += int(seen.sum())
+        visible = visible.expand(len(k), -1)
+        k, v = (heads * visible[:, None, :, None] for heads in (k, v))
+        self.counted += int(visible.sum())
         keys, values = stack_groups(k, groups), stack_groups(v, groups)
         rows = as_float64(keys.flatten(1, 2))  # (G, n, m d)
         self.keys += rows.mT @ rows
@@ -113,14 +113,14 @@ class Moments:
         queries = self.queries.unflatten(0, (len(self.keys), -1))
         return [shared_key(*of, rotary).cpu() for of in zip(self.keys, queries, self.key_means, strict=True)]
 
-    def shared_values(self, seen: Iterable[Tensor], w_o: Tensor) -> list[GroupMaps]:
-        """The closed form of each group's value: `seen` gives (H / G, m e, m e) of one of them after another, the
+    def shared_values(self, attended: Iterable[Tensor], w_o: Tensor) -> list[GroupMaps]:
+        """The closed form of each group's value: `attended` gives (H / G, m e, m e) of one of them after another, the
         moments of the stacked values that each query head sees; w_o (H, e, D).
         """
         groups = len(self.values)
         m = len(self.queries) // groups
         owner = torch.arange(m).repeat_interleave(len(w_o) // len(self.queries))
-        parts = zip(seen, self.values, w_o.double().unflatten(0, (groups, -1)), strict=True)
+        parts = zip(attended, self.values, w_o.double().unflatten(0, (groups, -1)), strict=True)
         return [shared_value(each, values, w @ w.mT, owner).cpu() for each, values, w in parts]
 
 

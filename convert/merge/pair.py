@@ -127,7 +127,7 @@ class Pair:
         else:
             ids = inputs["input_ids"][:1]
             one, other = (source.layer_inputs({**decoder, "input_ids": ids})[1] for ids in (ids, ids.flip(1)))
-            if not all(tree_leaves(tree_map(_equal, one, other))):
+            if not all(tree_leaves(tree_map(lambda a, b: not isinstance(a, Tensor) or torch.equal(a, b), one, other))):
                 raise RefusedError(
                     f"layers of {type(source.model).__name__} are given more than hidden states of the text; "
                     "it cannot be run layer by layer"
@@ -163,7 +163,3 @@ def check_finite(layer: int, *tensors: Tensor) -> None:
 def _select(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
     """The inputs of some of the blocks."""
     return {name: value[rows] if isinstance(value, Tensor) else value for name, value in inputs.items()}
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return not isinstance(one, Tensor) or torch.equal(one, other)
