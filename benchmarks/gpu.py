@@ -17,8 +17,8 @@ distill: the embedded model with 2 and 1 heads, distilled on 1, 10 and 100 milli
 smollm2: SmolLM2 (a directory, --smollm2) with 1 head, distilled on 20 million: perplexity and recall on each --text.
 
 Each part is a process with a time limit. Each measurement is written to DIR/PART.json at once; what is there is not
-measured again, so the same command continues after a limit or a failure. DIR/gpu.svg shows all that is there, if
-matplotlib is installed. Models are written to --work. Nothing needs a network. gqa need not be installed.
+measured again, so the same command continues after a limit or a failure. Models are written to --work.
+Nothing needs a network. gqa need not be installed.
 """
 
 from __future__ import annotations
@@ -150,14 +150,12 @@ def is_complete(file: Path) -> bool:
 
 
 def free_memory() -> None:
-
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
 
 
 def device_name() -> str:
-
     return f"{torch.cuda.get_device_name() if CUDA else 'cpu'}, torch {torch.__version__}"
 
 
@@ -473,51 +471,6 @@ PARTS: dict[str, Callable[[Results], None]] = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------- pictures
-
-
-def draw(out: Path) -> None:
-    """gpu.svg of the parts that are there."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        print("no picture: matplotlib is not installed")
-        return
-    figure, ((speed, roofline), (training, learning)) = pyplot.subplots(2, 2, figsize=(12, 8))
-    kind = "graph" if any("graph_roofline" in row for row in read_rows(out / "decode.json").values()) else "eager"
-    lines: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
-    for name, row in read_rows(out / "decode.json").items():
-        if (found := re.fullmatch(r"sdpa (\d+) heads (\d+) context (\w+) batch", name)) and row.get("fits"):
-            values = row.get(f"{kind}_tokens_per_second", float("nan")), row.get(f"{kind}_roofline", float("nan"))
-            lines.setdefault((found[1], found[3]), []).append((int(found[2]), *values))
-    styles = {"1": ":", "16": "-.", "64": "--", "largest": "-"}
-    colors = {heads: f"C{number}" for number, heads in enumerate(dict.fromkeys(heads for heads, _ in lines))}
-    for (heads, batch), points in lines.items():
-        contexts, *values = zip(*points, strict=True)
-        for axes, measured in zip((speed, roofline), values, strict=True):
-            label = f"{heads} KV heads, batch {batch}"
-            axes.plot(contexts, measured, styles[batch], marker=".", color=colors[heads], label=label)
-    speed.set(title="Decoding", xlabel="context", ylabel="tokens/s", xscale="log", yscale="log")
-    roofline.set(title="Share of the roofline", xlabel="context", xscale="log", ylim=(0, 1.1))
-    runs = {name: row for name, row in read_rows(out / "uptrain.json").items() if "tokens_per_second" in row}
-    training.barh([*runs], [row["tokens_per_second"] for row in runs.values()])
-    training.set(title="gqa-uptrain", xlabel="tokens/s")
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for name, row in read_rows(out / "distill.json").items():
-        if "error" not in row:
-            curves.setdefault(name.split()[0], []).append((row["tokens"], row["losses"]["distillation_after"]))
-    for heads, curve in curves.items():
-        learning.plot(*zip(*curve, strict=True), marker="o", label=f"{heads} KV heads")
-    learning.set(title="Distillation", xlabel="tokens", ylabel="KL, nats", xscale="log", yscale="log")
-    for axes in (speed, roofline, training, learning):
-        axes.set_visible(axes.has_data())  # of a part that did not run
-    for axes in filter(lambda axes: axes.get_visible(), (speed, learning)):
-        axes.legend(fontsize=6)
-    figure.tight_layout()
-    figure.savefig(out / "gpu.svg")
-    pyplot.close(figure)
-
-
 # ------------------------------------------------------------------------------------------------- command
 
 
@@ -597,7 +550,6 @@ def main(
             elif left > LEAST:
                 limit = left if len(parts) == 1 else min(left, LIMITS[name])
                 run_part(name, limit, words, known | beside | offline)
-    draw(out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 from types import ModuleType
@@ -15,8 +14,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-
-from gqa.uptrain.cli import command
 
 ROOT = Path(__file__).parents[1]
 PARTS = """
@@ -35,7 +32,6 @@ for name in [*gpu.PARTS] if not launchers else ["uptrain"]:
     results = gpu.Results(out / f"{name}.json", out / "work", scale, 1e12, gpu.EMBEDDED, ("stdlib:heldout",))
     gpu.PARTS[name](results)
     results.write(True)
-gpu.draw(out)
 """
 
 
@@ -69,7 +65,6 @@ def test_every_part(tmp_path: Path) -> None:
         row = rows(tmp_path, part)[name]
         assert row["losses"]["distillation_after"] < row["losses"]["distillation_before"]
         assert [model["quality"]["tokens"] > 0 for model in row["stdlib:heldout"]] == [True] * 3
-    assert (tmp_path / "gpu.svg").stat().st_size > 1000
 
 
 @pytest.mark.scale  # launchers
@@ -84,28 +79,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     import gpu as module  # type: ignore[import-not-found]
 
     return module  # type: ignore[no-any-return]
-
-
-def test_training_is_timed_with_and_without_a_compiler(
-    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TINY leaves the compiler out, which takes half a minute for each; the words are those of the command."""
-    runs: list[dict[str, Any]] = []
-
-    def parse(program: str, *words: str) -> None:
-        assert program == "uptrain"
-        runs.append(command.make_context("gqa-uptrain", [*words]).params)
-
-    for name, stub in {
-        "random_model": lambda *_: "model",
-        "command": parse,
-        "metrics": lambda state: {"tokens_per_second": 1.0},
-    }.items():
-        monkeypatch.setattr(gpu, name, stub)
-    gpu.uptrain(gpu.Results(tmp_path / "part.json", tmp_path, replace(gpu.TINY, compile=True, launchers=False)))
-    assert [(bool(run["checkpointing"]), bool(run["compile"])) for run in runs] == [
-        (False, False), (True, False), (False, True), (True, True),
-    ]  # fmt: skip
 
 
 def test_what_is_measured_is_not_measured_again(gpu: ModuleType, tmp_path: Path) -> None:
