@@ -24,7 +24,6 @@ from gqa.corpus.sources import parse_sources, row_digest
 from gqa.eval.evaluate import Comparison, environment
 from gqa.eval.study import rows
 from gqa.eval.study.options import UNMERGED, AblateOptions, Cell
-from gqa.eval.study.rows import Row
 from gqa.eval.subjects import open_subjects
 from gqa.eval.text import Text, check_target_field, choose_context, cut_text
 from gqa.uptrain.dataloader import heldout_sources
@@ -57,7 +56,7 @@ class Ablation:
             prepare(training, dry=True)  # refuses less data than a step needs
         sources = parse_sources(options.data, field=options.field, target_field=options.target_field)
         windows = [window.source + window.ids for window in self._text.windows]
-        self._identity: Row = json.loads(json.dumps({
+        self._identity: rows.Row = json.loads(json.dumps({
             **options.identity(self.subject.checkpoint, self.subject.name),
             "content of the data": row_digest(" ".join(source.identify() for source in sources)).hex(),
             "content of the held-out text": row_digest(repr(windows)).hex(),
@@ -133,7 +132,7 @@ class Ablation:
         """Measure the base model, with which others are compared; add its row if it is the `first` cell."""
         subject, text, comparison = self.subject, self._text, self._comparison
         start = time.perf_counter()
-        row: Row = {"text": text.record(), "train_tokens": 0}
+        row: rows.Row = {"text": text.record(), "train_tokens": 0}
         if "recall" not in self.options.skip:
             try:
                 comparison.prepare_recall([subject], text.context)
@@ -155,7 +154,7 @@ class Ablation:
             converted = self._convert(cells[0], directory)
         seconds = time.perf_counter() - start
         for cell in cells if converted else ():
-            row: Row = {}
+            row: rows.Row = {}
             with self._add_errors([cell]):
                 row = self._measure_cell(cell, converted)
             if row:
@@ -175,10 +174,10 @@ class Ablation:
             )
         return out
 
-    def _measure_cell(self, cell: Cell, converted: Path) -> Row:
+    def _measure_cell(self, cell: Cell, converted: Path) -> rows.Row:
         """Train a cell and measure it: its columns."""
         options, comparison = self.options, self._comparison
-        row: Row = {"train_tokens": 0, "seconds_training": 0.0}
+        row: rows.Row = {"train_tokens": 0, "seconds_training": 0.0}
         path, start = converted, time.perf_counter()
         if cell.alpha:
             path = self._work / cell.conversion / f"alpha-{cell.alpha:g}"
