@@ -14,26 +14,10 @@ import click
 
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 
-HEADINGS = ("Basic", "Quality", "Data", "Output", "Advanced")  # of --help
 WIDTH = 80  # characters of a line in a terminal
 _LABEL = 12  # of them before what a line says
 _LOG_SECONDS = 30.0  # between two lines of progress in a log
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-
-
-class Command(click.Command):
-    """A command whose --help has headings."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Every option under its heading, in the order of the command."""
-        rows: dict[str, list[tuple[str, str]]] = {title: [] for title in HEADINGS}
-        for parameter in self.get_params(ctx):
-            if not isinstance(parameter, click.Argument) and (record := parameter.get_help_record(ctx)):
-                rows[getattr(parameter, "heading", HEADINGS[-1])].append(record)
-        for title, records in rows.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records, col_max=26)
 
 
 def version_option(command: click.Command) -> click.Command:

@@ -3,7 +3,7 @@
     @dataclass(frozen=True)
     class Windows(Options):
         model: str = option(MISSING, argument="MODEL")
-        context: int | None = option(None, "Tokens.  [default: the model's]", tokens_type(4), heading="Data")
+        context: int | None = option(None, "Tokens.  [default: the model's]", tokens_type(4))
         recall: bool | None = option(None, "Measure recall.", needs=("context",))
 
     @command(Windows)
@@ -29,11 +29,10 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 
 import click
 
-from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, version_option
+from gqa.checkpoint.console import CONTEXT_SETTINGS, version_option
 from gqa.checkpoint.errors import RefusedError
 
 T = TypeVar("T")
-Heading = Literal["Basic", "Quality", "Data", "Output", "Advanced"]
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -158,7 +157,6 @@ def option(
     help: str = "",
     kind: click.ParamType[Any] | None = None,
     *,
-    heading: Heading = "Advanced",
     metavar: str = "",
     short: str = "",
     argument: str = "",
@@ -181,7 +179,7 @@ def option(
     return field(
         default=default,
         metadata={
-            "help": help, "kind": kind, "heading": heading, "metavar": metavar, "short": short, "argument": argument,
+            "help": help, "kind": kind, "metavar": metavar, "short": short, "argument": argument,
             "free": free, "needs": needs, "methods": methods, "expert": expert,
         },
     )  # fmt: skip
@@ -263,12 +261,6 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-class _Option(click.Option):
-    """An option with a heading in --help."""
-
-    heading: str = "Advanced"
-
-
 def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
     """The option or argument that a field is, of this name."""
     kind, several = _types(owner)[one.name]
@@ -283,13 +275,10 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
     if isinstance(kind, _Flag):
         if one.default is not False:
             names[-1] += f"/--no-{flag(name)[2:]}"
-        option = _Option(names, is_flag=True, default=None, help=text)
-    else:
-        numbers = "N[,...]" if several else "N" if isinstance(kind, Number) else None
-        metavar = metadata["metavar"] or numbers
-        option = _Option(names, type=kind, required=required, help=text, metavar=metavar, multiple=several)
-    option.heading = metadata["heading"]
-    return option
+        return click.Option(names, is_flag=True, default=None, help=text)
+    numbers = "N[,...]" if several else "N" if isinstance(kind, Number) else None
+    metavar = metadata["metavar"] or numbers
+    return click.Option(names, type=kind, required=required, help=text, metavar=metavar, multiple=several)
 
 
 def read(kind: type[T], params: Mapping[str, Any]) -> T:
@@ -310,7 +299,7 @@ def command(kind: type[T], epilog: str = "") -> Callable[[Callable[[T], Any]], c
 
         params = [parameter(kind, one, one.name) for one in fields(kind) if not one.metadata["expert"]]  # type: ignore[arg-type]
         return version_option(
-            Command(
+            click.Command(
                 None, callback=call, params=params, help=function.__doc__, epilog=epilog,
                 context_settings=CONTEXT_SETTINGS,
             )

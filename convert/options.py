@@ -32,60 +32,52 @@ class ConvertOptions(Options):
     model: str = option(MISSING, argument="MODEL")
     groups: int | tuple[int, ...] | None = option(
         None, "Key/value heads of the result: a divisor of the model's own, or a multiple to expand; or one number for "
-        "each layer, 3,1,1,3, or a file of them.", KVHeads(), short="-g", heading="Basic", metavar="G")
+        "each layer, 3,1,1,3, or a file of them.", KVHeads(), short="-g", metavar="G")
     kv_budget: float | None = option(
         None, "Instead of --groups: the share of the KV cache that is left, like 0.5. Each layer keeps as many heads "
         "as it needs, which is measured on text that the model writes.", Number(float, "above 0 below 1"),
-        heading="Basic", metavar="SHARE")
+        metavar="SHARE")
     output: Path | None = option(
         None, "The directory to make.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]",
-        short="-o", heading="Basic", metavar="DIR")
-    method: str = option(
-        AUTO, "How the heads of a group become one: see below.", click.Choice((AUTO, *METHODS)), heading="Basic")
+        short="-o", metavar="DIR")
+    method: str = option(AUTO, "How the heads of a group become one: see below.", click.Choice((AUTO, *METHODS)))
     data: tuple[str, ...] = option(
         CalibrationText.sources, "Text for calibrated and refined: self (sampled from the model), self:TOKENS, "
         "self:plain, a file, a hub data set, stdlib:train; several times, or with commas.",
-        heading="Data", metavar="SOURCE[,...]", methods="reads_text")
+        metavar="SOURCE[,...]", methods="reads_text")
     tokens: int = option(
-        CalibrationText.tokens, "Tokens of text in all, equally of each source.", tokens_type(), heading="Data",
+        CalibrationText.tokens, "Tokens of text in all, equally of each source.", tokens_type(),
         metavar="COUNT", methods="reads_text")
     context: int = option(
-        CalibrationText.length, "Tokens of one block of text.", tokens_type(2), heading="Data", metavar="COUNT",
-        methods="reads_text")
+        CalibrationText.length, "Tokens of one block of text.", tokens_type(2), metavar="COUNT", methods="reads_text")
     field: str = option(
-        "text", "The column that holds the text, in jsonl, csv, parquet and data sets.", heading="Data", metavar="NAME",
+        "text", "The column that holds the text, in jsonl, csv, parquet and data sets.", metavar="NAME",
         methods="reads_text")
     target_field: str | None = option(
         None, "The column of targets for sources in --field, of encoder-decoders.  "
-        "[default: plain text, of which spans are left out]", heading="Data", metavar="NAME", methods="reads_text")
+        "[default: plain text, of which spans are left out]", metavar="NAME", methods="reads_text")
     grouping: str = option(
         "auto", "Which heads share: neighbours, or those that lose least by it. auto: search among few heads (8, or 12 "
-        "in pairs).", click.Choice(GROUPINGS), heading="Quality", methods="aligns")
-    refine_steps: int = option(
-        Refinement.steps, "Training steps of each layer.", COUNT, heading="Quality", methods="refines")
+        "in pairs).", click.Choice(GROUPINGS), methods="aligns")
+    refine_steps: int = option(Refinement.steps, "Training steps of each layer.", COUNT, methods="refines")
     precision: Literal["float32", "bfloat16", "float16"] = option(
-        "float32", "What layers are run in; 16 bits blur what the converted layers lack.", heading="Quality",
-        methods="reads_text")
+        "float32", "What layers are run in; 16 bits blur what the converted layers lack.", methods="reads_text")
     device: str | None = option(
-        None, "Where models run: cpu, cuda, cuda:1, mps.  [default: a GPU where there is one]", heading="Basic",
+        None, "Where models run: cpu, cuda, cuda:1, mps.  [default: a GPU where there is one]",
         metavar="NAME", methods="aligns")
-    seed: int = option(0, "The seed of random draws and samples.", SEED, heading="Quality", methods="draws")
+    seed: int = option(0, "The seed of random draws and samples.", SEED, methods="draws")
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = option(
-        None, "Store all weights so.  [default: as they are]", heading="Output")
+        None, "Store all weights so.  [default: as they are]")
     revision: str | None = option(None, "The branch, tag or commit of a hub id.", metavar="NAME")
-    trust_remote_code: bool = option(
-        False, "Run code that a checkpoint brings (dangerous).", methods="reads_text")
-    dry_run: bool = option(
-        False, "Print the plan and write nothing; of a hub id only headers are fetched.", heading="Basic")
-    json: bool = option(False, "One JSON object on stdout, everything else on stderr.", heading="Output")
-    overwrite: bool = option(
-        False, "Replace the checkpoint at DIR once the new one is complete.", heading="Output")
+    trust_remote_code: bool = option(False, "Run code that a checkpoint brings (dangerous).", methods="reads_text")
+    dry_run: bool = option(False, "Print the plan and write nothing; of a hub id only headers are fetched.")
+    json: bool = option(False, "One JSON object on stdout, everything else on stderr.")
+    overwrite: bool = option(False, "Replace the checkpoint at DIR once the new one is complete.")
     tensor_parallel: int = option(
         1, "Tensor-parallel ranks that share the result: heads by layer are multiples of it.", COUNT,
         needs=("kv_budget",))
-    verbose: bool = option(
-        False, "List every changed tensor, and show where an error comes from.", short="-v", heading="Output")
-    quiet: bool = option(False, "Print errors and warnings only.", short="-q", heading="Output")
+    verbose: bool = option(False, "List every changed tensor, and show where an error comes from.", short="-v")
+    quiet: bool = option(False, "Print errors and warnings only.", short="-q")
     # For Python callers.
     repeats: bool = option(True, methods="reads_text", expert=True)  # half of the blocks repeat themselves
     # fmt: on

@@ -23,50 +23,42 @@ class EvaluateOptions(Options):
     models: tuple[str, ...] = option((), argument="BASELINE [MODEL]...")
     data: str | None = option(
         None, "The text to measure on: a file (txt, jsonl, csv, parquet, arrow), a directory or glob of them, "
-        "stdlib:heldout, or a hub data set.", heading="Data", metavar="SOURCE")
+        "stdlib:heldout, or a hub data set.", metavar="SOURCE")
     field: str = same_as(ConvertOptions, "field", needs=("data",))
     target_field: str | None = option(
-        None, "The column to predict from --field, of encoder-decoders.", heading="Data", metavar="NAME",
-        needs=("data",))
+        None, "The column to predict from --field, of encoder-decoders.", metavar="NAME", needs=("data",))
     context: int | None = option(
         None, "Tokens of a window.  [default: the model's positions, 2048 at most]",
-        tokens_type(4), heading="Data", metavar="COUNT", needs=("data", "recall", "memory"))
+        tokens_type(4), metavar="COUNT", needs=("data", "recall", "memory"))
     tokens: int | None = option(
-        None, "Stop after the document that reaches so many tokens.", tokens_type(), heading="Data", metavar="COUNT",
-        needs=("data",))
-    kl: bool = option(
-        False, "Compare next-token distributions with the baseline's, in lockstep.", heading="Basic", needs=("data",))
+        None, "Stop after the document that reaches so many tokens.", tokens_type(), metavar="COUNT", needs=("data",))
+    kl: bool = option(False, "Compare next-token distributions with the baseline's, in lockstep.", needs=("data",))
     recall: bool | None = option(
         None, "Ask for what stands in the context: second copies of text, of samples and of random tokens, values by "
-        "their keys, passkeys.  [default: with -o]", heading="Basic")
+        "their keys, passkeys.  [default: with -o]")
     cache_bits: tuple[int, ...] | None = option(
-        None, "Also measure every checkpoint with a KV cache of so many bits, like 8,4,2.", CACHE_BITS,
-        heading="Basic")
-    decode: bool = option(False, "Time prefill and decoding.", heading="Basic")
+        None, "Also measure every checkpoint with a KV cache of so many bits, like 8,4,2.", CACHE_BITS)
+    decode: bool = option(False, "Time prefill and decoding.")
     decode_batches: tuple[int, ...] = option(
-        (1, 8), "How many sequences --decode times at once.", COUNT, heading="Quality", needs=("decode",))
+        (1, 8), "How many sequences --decode times at once.", COUNT, needs=("decode",))
     decode_contexts: tuple[int, ...] | None = option(
         None, "How long the prompts of --decode are.  [default: a half, all of the positions, 4096 at most]",
-        tokens_type(), heading="Quality", metavar="N[,...]", needs=("decode",))
-    decode_steps: int = option(32, "How many tokens --decode writes.", COUNT, heading="Quality", needs=("decode",))
-    memory: int | None = option(
-        None, "Say what fits into so much memory of a device.", BYTES, heading="Basic", metavar="SIZE")
-    batch_size: int = option(
-        8, "How many windows are scored at a time.", COUNT, heading="Quality", needs=("data", "recall"))
+        tokens_type(), metavar="N[,...]", needs=("decode",))
+    decode_steps: int = option(32, "How many tokens --decode writes.", COUNT, needs=("decode",))
+    memory: int | None = option(None, "Say what fits into so much memory of a device.", BYTES, metavar="SIZE")
+    batch_size: int = option(8, "How many windows are scored at a time.", COUNT, needs=("data", "recall"))
     precision: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "What is computed in; auto: as stored.", heading="Quality", needs=("data", "recall", "decode"))
+        "auto", "What is computed in; auto: as stored.", needs=("data", "recall", "decode"))
     device: str | None = option(
         None, "Where models run: cpu, cuda, cuda:1, mps, or auto: on all devices, then in the host's memory and on "
-        "its disk.  [default: a GPU where there is one]", heading="Basic", metavar="NAME",
-        needs=("data", "recall", "decode"))
+        "its disk.  [default: a GPU where there is one]", metavar="NAME", needs=("data", "recall", "decode"))
     revision: str | None = same_as(ConvertOptions, "revision")
     trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code")
-    output: Path | None = option(
-        None, "Write results.json and report.html here.", short="-o", heading="Basic", metavar="DIR")
-    overwrite: bool = option(False, "Replace the report at DIR.", heading="Output", needs=("output",))
+    output: Path | None = option(None, "Write results.json and report.html here.", short="-o", metavar="DIR")
+    overwrite: bool = option(False, "Replace the report at DIR.", needs=("output",))
     json: bool = same_as(ConvertOptions, "json")
-    verbose: bool = option(False, "Show where an error comes from.", short="-v", heading="Output")
-    quiet: bool = option(False, "Show no progress and no tables.", short="-q", heading="Output")
+    verbose: bool = option(False, "Show where an error comes from.", short="-v")
+    quiet: bool = option(False, "Show no progress and no tables.", short="-q")
     # fmt: on
 
     @property

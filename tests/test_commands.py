@@ -185,7 +185,7 @@ def too_wide(text: str) -> list[str]:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every option once, below a heading, in sentences, within 80 columns but for examples; quickly."""
+    """Every option once, in sentences, within 80 columns but for examples; quickly."""
     code = "import atexit, sys\natexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
     code += f"from {PROGRAMS[program][1]} import main\nsys.argv = ['{program}', '--help']\nmain()"
     monkeypatch.setenv("COLUMNS", "80")
@@ -193,19 +193,11 @@ def test_help(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {"torch", "transformers", "datasets", "pandas"} & set(done.stderr.split())
     text, _, examples = done.stdout.partition("Examples:")
     assert (too_wide(text), "gqa" in examples) == ([], True)
-    assert re.findall(r"^([A-Z]\w+):$", text, re.MULTILINE) == ["Basic", "Quality", "Data", "Output", "Advanced"]
-    listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text.partition("\nBasic:")[2], re.MULTILINE)
+    listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text.partition("\nOptions:")[2], re.MULTILINE)
     options = [next(name for name in option.opts if name.startswith("--")) for option in OPTIONS[program]]
     assert sorted(listed) == sorted([*options, "--help"])
     assert set(listed) >= {"--overwrite", "--verbose", "--quiet", "--version"}
     assert [one.opts for one in OPTIONS[program] if not re.search(r"[.?](  \[default.*)?$", one.help or "")] == []
-
-
-def test_an_option_is_below_the_same_heading_everywhere() -> None:
-    places = {
-        (name, getattr(one, "heading", "")) for options in OPTIONS.values() for one in options for name in one.opts
-    }
-    assert len(places) == len(dict(places))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -303,7 +295,7 @@ def test_the_total_of_the_bar_is_what_is_done(method: str, tmp_path: Path, monke
     assert [total for total, _ in stages] == [count for _, count in stages]
 
 
-@click.command(cls=console.Command)
+@click.command()
 @click.option("-v", "--verbose", is_flag=True)
 @click.option("-q", "--quiet", is_flag=True)
 @click.pass_obj

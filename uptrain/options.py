@@ -41,49 +41,45 @@ class TrainOptions(Options):
     model: str = option(MISSING, argument="MODEL")
     output: Path | None = option(
         None, "The trained checkpoint; DIR-state holds the run until it is done.  [default: MODEL-uptrained beside "
-        "MODEL]", short="-o", heading="Basic", metavar="DIR", free=True)
+        "MODEL]", short="-o", metavar="DIR", free=True)
     data: tuple[str, ...] = option(
         (), "A file, a directory or glob of them, a hub data set, stdlib:train, or self: what the teacher writes, "
-        "self:TOKENS for so much of it; several times, or with commas.  [default: self]",
-        heading="Data", metavar="SOURCE[,...]")
+        "self:TOKENS for so much of it; several times, or with commas.  [default: self]", metavar="SOURCE[,...]")
     field: str = same_as(ConvertOptions, "field", methods="")
     target_field: str | None = option(
         None, "The column of targets for sources in --field, of encoder-decoders.  [default: plain text, of which "
-        "spans are left out]", heading="Data", metavar="NAME")
-    streaming: bool = option(False, "Read a hub data set as it comes and keep nothing.", heading="Data")
+        "spans are left out]", metavar="NAME")
+    streaming: bool = option(False, "Read a hub data set as it comes and keep nothing.")
     heldout: str | None = option(
         None, "Text that says which state of the model is the best.  [default: what is held back from the data]",
-        heading="Data", metavar="SOURCE")
-    heldout_fraction: float = option(0.0, "Hold back this share of the documents.", SHARE, heading="Data")
+        metavar="SOURCE")
+    heldout_fraction: float = option(0.0, "Hold back this share of the documents.", SHARE)
     heldout_tokens: int = option(
-        8192, "How much of it to hold back or to read, at most.", tokens_type(), heading="Data", metavar="COUNT")
+        8192, "How much of it to hold back or to read, at most.", tokens_type(), metavar="COUNT")
     alpha: float | None = option(
-        None, "Train on this fraction of the data (0.05 in the GQA paper).", Number(float, "above 0 to 1"),
-        heading="Basic")
+        None, "Train on this fraction of the data (0.05 in the GQA paper).", Number(float, "above 0 to 1"))
     tokens: int | None = option(
-        None, "Train on so many tokens, like 1B.  [default: 512K]", tokens_type(), heading="Data", metavar="COUNT")
-    steps: int | None = option(None, "Train for so many steps.", COUNT, heading="Basic")
+        None, "Train on so many tokens, like 1B.  [default: 512K]", tokens_type(), metavar="COUNT")
+    steps: int | None = option(None, "Train for so many steps.", COUNT)
     context: int | None = option(
         None, "Tokens of one block.  [default: the model's positions, 2048 at most, less where there are less than 250 "
-        "blocks]", tokens_type(), heading="Data", metavar="COUNT")
+        "blocks]", tokens_type(), metavar="COUNT")
     batch_size: int | None = option(
-        None, "Blocks of one step, over all processes.  [default: 8, less in a run of less than 250 such steps]", COUNT,
-        heading="Quality")
+        None, "Blocks of one step, over all processes.  [default: 8, less in a run of less than 250 such steps]", COUNT)
     micro_batch: int | None = option(
         None, "Blocks of one forward pass on one process.  [default: its share of the batch]", COUNT, free=True)
     train: Scope | None = option(
         None, "What trains. kv: projections to keys and values (where they are fused, to queries too); lora: these, "
         "and adapters elsewhere that are merged at the end.  [default: attention where the conversion aligned heads, "
-        "else all]", heading="Basic")
-    optimizer: Literal["adamw", "adafactor"] = option("adamw", "What updates the weights.", heading="Quality")
-    learning_rate: float = option(3e-4, "The learning rate at its highest.", POSITIVE, heading="Quality")
-    schedule: Schedule = option("linear", "How the learning rate goes on after the warm-up.", heading="Quality")
+        "else all]")
+    optimizer: Literal["adamw", "adafactor"] = option("adamw", "What updates the weights.")
+    learning_rate: float = option(3e-4, "The learning rate at its highest.", POSITIVE)
+    schedule: Schedule = option("linear", "How the learning rate goes on after the warm-up.")
     warmup: int | None = option(
         None, "Steps in which the learning rate rises.  [default: none with constant, else 5 %, 100 at most]",
-        Number(int, f"from 0 to {LARGEST}"), heading="Quality")
+        Number(int, f"from 0 to {LARGEST}"))
     precision: Literal["float32", "bfloat16", "float16"] | None = option(
-        None, "What is computed in; weights are kept in float32.  [default: as the launcher says, else float32]",
-        heading="Quality")
+        None, "What is computed in; weights are kept in float32.  [default: as the launcher says, else float32]")
     device: str | None = same_as(ConvertOptions, "device", methods="", free=True)
     checkpointing: bool = option(False, "Compute activations twice instead of keeping them.", free=True)
     compile: bool = option(False, "Compile the model with torch.compile.", free=True)
@@ -91,19 +87,16 @@ class TrainOptions(Options):
         "sdpa", "How transformers computes attention: sdpa, eager, flash_attention_2 ...", metavar="NAME", free=True)
     teacher: str = option(
         "auto", "The checkpoint before conversion: learn its predictions. auto: the base model that the conversion's "
-        "provenance names, where it is found; none: learn from text alone.", heading="Basic", metavar="MODEL")
-    seed: int = option(
-        0, "The seed of the order of the data, and of what the teacher writes.", SEED, heading="Quality")
-    save_every: int | None = option(
-        None, "Save a state after so many steps.", COUNT, heading="Output", metavar="STEPS", free=True)
-    keep_state: bool = option(False, "Keep DIR-state after the end.", heading="Output", free=True)
+        "provenance names, where it is found; none: learn from text alone.", metavar="MODEL")
+    seed: int = option(0, "The seed of the order of the data, and of what the teacher writes.", SEED)
+    save_every: int | None = option(None, "Save a state after so many steps.", COUNT, metavar="STEPS", free=True)
+    keep_state: bool = option(False, "Keep DIR-state after the end.", free=True)
     trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code", methods="")
-    overwrite: bool = option(
-        False, "Replace the checkpoint at DIR once the new one is complete.", heading="Output", free=True)
-    resume: bool = option(False, "Continue from the last state in DIR-state.", heading="Output", free=True)
-    dry_run: bool = option(False, "Print what would be trained on what, and stop.", heading="Basic", free=True)
+    overwrite: bool = option(False, "Replace the checkpoint at DIR once the new one is complete.", free=True)
+    resume: bool = option(False, "Continue from the last state in DIR-state.", free=True)
+    dry_run: bool = option(False, "Print what would be trained on what, and stop.", free=True)
     json: bool = same_as(ConvertOptions, "json", free=True)
-    verbose: bool = option(False, "Show where an error comes from.", short="-v", heading="Output", free=True)
+    verbose: bool = option(False, "Show where an error comes from.", short="-v", free=True)
     quiet: bool = same_as(ConvertOptions, "quiet", free=True)
     # For Python callers.
     lora_rank: int = option(16, "", COUNT, expert=True)  # of the adapters of train="lora"
