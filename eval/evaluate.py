@@ -95,7 +95,7 @@ class Comparison:
         tokenizer = self._baseline.tokenizer
         prefix = prefix_token(tokenizer)
         samples = recall.self_samples(self._baseline, min(recall.SAMPLE, context), self._options.device)
-        self._prompts = recall.prompts(tokenizer, samples[: len(recall.PROMPTS)])
+        self._prompts = [sample[: recall.OPENING].tolist() for sample in samples[: recall.PROMPTS]]
         windows = self._text.windows if self._text else ()
         streams = {"text": [window.ids[-window.scored :] for window in windows], "samples": samples}
         plain = {kind: np.concatenate(parts) for kind, parts in streams.items() if len(parts)}

@@ -7,12 +7,10 @@ from __future__ import annotations
 import math
 import textwrap
 from base64 import b64encode
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import jinja2
@@ -114,17 +112,6 @@ def write_page(
         commands=commands,
     )  # fmt: skip
     write_text(directory / PAGE, html)
-
-
-@contextmanager
-def made_aside(directory: Path) -> Iterator[Path]:
-    """Yield a temporary directory whose files replace those of `directory` at the end; an error leaves these as they
-    are.
-    """
-    with TemporaryDirectory(prefix=".report-", dir=directory) as aside:
-        yield Path(aside)
-        for path in Path(aside).iterdir():
-            path.replace(directory / path.name)
 
 
 def no_pictures() -> str:

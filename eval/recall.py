@@ -44,20 +44,7 @@ _PASSKEY = "\nThe pass key is"
 SAMPLE, SAMPLES = 256, 64  # tokens of a self-generated text, and number of texts
 STEPS = 64
 OPENING = 32  # tokens of a sample that are a prompt
-PROMPTS = (
-    "What is the capital of France, and what is it known for?",
-    "List three things to pack for a hike in the mountains.",
-    "Explain in two sentences why the sky is blue.",
-    "Write a short poem about the sea.",
-    "Rewrite this politely: Send me the report now.",
-    "My name is Alina and I live in Oslo. What is my name, and where do I live?",
-    "Translate to French: The library opens at nine.",
-    "What is 17 plus 25? Show your steps.",
-    "Write a Python function that returns the largest number of a list.",
-    "Summarise: The meeting was moved from Monday to Thursday because two people were ill.",
-    "Give me a recipe for pancakes with the amounts.",
-    "Sort these words: pear, apple, fig, banana.",
-)
+PROMPTS = 12  # samples whose beginnings are prompts of greedy texts
 
 
 @dataclass(frozen=True)
@@ -223,16 +210,6 @@ def recall(questions: Sequence[Questions], scores: Scores) -> list[dict[str, Any
             "nats": mean, "nats_low": nats_low, "nats_high": nats_high,
         })  # fmt: skip
     return records
-
-
-def prompts(tokenizer: Any, samples: Sequence[Sequence[int]]) -> list[list[int]]:
-    """PROMPTS in the chat template if there is one, else the beginnings of `samples`."""
-    if not getattr(tokenizer, "chat_template", None):
-        return [list(sample[:OPENING]) for sample in samples]
-    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
-    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)
-    ids: list[list[int]] = encoded["input_ids"]
-    return ids
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The four commands as functions, and what they return."""
+"""The four commands as functions, and what they return. `gqa` lists the errors."""
 
 from __future__ import annotations
 
@@ -85,11 +85,6 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
         tokenizer: Of a loaded model; it is written beside the result.
         options: The fields of `ConvertOptions` (`groups=2`, `method="refined"`, `data="self"` ...). Without `output`
             the result of a loaded model is in a temporary directory that exists as long as the result object.
-
-    Raises:
-        RefusedError: The model or an option cannot be used; before anything is written.
-        TypeError: There is no option of that name.
-        OutputError: The result could not be written or did not verify; nothing is left at `output`.
     """
     from gqa.checkpoint.console import Watcher
     from gqa.convert.api import convert, prepare
@@ -112,13 +107,6 @@ def uptrain_model(
         teacher: The model before conversion, whose predictions are learnt; it may be loaded, too.
         options: The fields of `TrainOptions` (`data="corpus.jsonl"`, `tokens="1M"`, `learning_rate=1e-4` ...). Without
             `output` a loaded model is written to a temporary directory that exists as long as the result.
-
-    Raises:
-        RefusedError: The model, the text or an option cannot be used; before anything is written.
-        TypeError: There is no option of that name.
-        DivergedError: The loss was not finite too often in a row.
-        StoppedError: A signal (an interrupt of the kernel) asked for the end; with `resume=True` the run goes on.
-        OutputError: The result could not be written or did not verify.
     """
     from gqa.checkpoint.compat import fresh_accelerator
     from gqa.checkpoint.console import Watcher
@@ -143,11 +131,6 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
         tokenizer: Of the models that are loaded.
         options: The fields of `EvaluateOptions` (`data="text.txt"`, `kl=True`, `memory="80GB"` ...). Without `output`
             no report is written.
-
-    Raises:
-        RefusedError: A model, the text or an option cannot be used, or two models do not compare.
-        TypeError: There is no option of that name.
-        OutputError: The report cannot be written.
     """
     from gqa.eval.evaluate import measure
     from gqa.eval.report import open_report, write_report
@@ -170,11 +153,6 @@ def ablate(model: Model | AblateOptions, *, tokenizer: Any = None, **options: An
         model: As of `convert_model`. Or all options as `AblateOptions`.
         options: The fields of `AblateOptions` (`data="corpus.jsonl"`, `output="study"`, `methods=["mean", "aligned"]`,
             `groups=[1, 2]`, `alphas=[0, 0.05]` ...).
-
-    Raises:
-        RefusedError: The model, the text or an option cannot be used.
-        TypeError: There is no option of that name.
-        StoppedError: A signal asked for the end.
     """
     from gqa.eval.study.ablation import Ablation
     from gqa.eval.study.report import recommend, write_study_report

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.eval.recall import Questions, agreement, continued, make_questions, prompts, recall
+from gqa.eval.recall import Questions, agreement, continued, make_questions, recall
 from gqa.eval.scoring import Window, score
 
 CONTEXT, PREFIX, VOCABULARY = 512, 1, 4096
@@ -145,15 +145,6 @@ def test_reading_along_finds_where_a_model_writes_something_else(windows: list[W
     assert found["tokens"] == pytest.approx(sum(expected) / len(expected))
     assert found["tokens"] < found["longest"]
     assert found["tokens_low"] <= found["tokens"] <= found["tokens_high"]
-
-
-def test_prompts_are_in_the_chat_template_where_there_is_one() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(SOURCE)
-    assert prompts(tokenizer, [range(100)]) == [list(range(32))]
-    tokenizer.chat_template = "{% for m in messages %}user: {{ m.content }}\n{% endfor %}bot:"
-    found = prompts(tokenizer, [range(100)])
-    assert len(found) > 5
-    assert tokenizer.decode(found[0]).endswith("known for?\nbot:")
 
 
 def test_recall_needs_no_text(monkeypatch: pytest.MonkeyPatch) -> None:

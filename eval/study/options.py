@@ -108,7 +108,6 @@ class AblateOptions(Options):
     schedule: Schedule = same_as(TrainOptions, "schedule", expert=True)
     calibration_context: int = same_as(ConvertOptions, "context", expert=True)
     micro_batch: int | None = same_as(TrainOptions, "micro_batch", expert=True)
-    eval_batch: int = option(8, "", COUNT, free=True, expert=True)  # windows that are scored at a time
     trust_remote_code: bool = same_as(TrainOptions, "trust_remote_code", free=True, expert=True)
     # fmt: on
 
@@ -179,6 +178,5 @@ class AblateOptions(Options):
     def evaluation(self) -> EvaluateOptions:
         """Options of measuring. Raises RefusedError if the device cannot be used."""
         return EvaluateOptions(
-            batch_size=self.eval_batch, precision=self.precision or "auto", device=self.maps.device, quiet=True,
-            kl="kl" not in self.skip,
+            precision=self.precision or "auto", device=self.maps.device, quiet=True, kl="kl" not in self.skip
         )  # fmt: skip

@@ -5,13 +5,15 @@ and pictures.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.provenance import command_line
 from gqa.convert.summary import size
-from gqa.eval.page import Column, Table, made_aside, no_pictures, number, table, write_page
+from gqa.eval.page import Column, Table, no_pictures, number, table, write_page
 from gqa.eval.report import measured_with, what_is_scored
 from gqa.eval.study.options import BASE, UNMERGED, Cell
 from gqa.eval.study.rows import FILES, Row, read_rows, writing
@@ -53,13 +55,7 @@ def measured(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if not row["error"] and row["loss"] is not None]
 
 
-def loss(row: Row) -> float:
-    return float(row["loss"])
-
-
-def cache_bytes(row: Row) -> int:
-    """KV cache bytes of one token."""
-    return int(row["kv_bytes_per_token"])
+loss, cache_bytes = itemgetter("loss"), itemgetter("kv_bytes_per_token")  # of a row
 
 
 def recommend(rows: Sequence[Row], max_loss_increase: float) -> tuple[Row | None, str]:
@@ -134,7 +130,8 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
     rows = [*read_rows(directory).values()]
     if not rows or not Cell.of(rows[0]).is_base_model or rows[0]["error"]:
         raise RefusedError(f"{directory} has no measured study; pass MODEL to start one")
-    with writing(directory), made_aside(directory) as aside:
+    with writing(directory), TemporaryDirectory(prefix=".report-", dir=directory) as scratch:
+        aside = Path(scratch)
         pictures: list[tuple[str, str]] = []
         if not (remark := no_pictures()):
             from gqa.eval.study.plots import draw_study
@@ -153,4 +150,6 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
             commands=list(dict.fromkeys(commands)),
             foot=" ".join([*filter(None, [remark]), f"{measured_with(environments[-1])}."]),
         )
+        for path in aside.iterdir():
+            path.replace(directory / path.name)
     return rows, [name for name in FILES if (directory / name).exists()]
