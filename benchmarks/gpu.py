@@ -9,10 +9,9 @@ decode: tokens per second of a random bfloat16 model of Llama-2-7B's shape by KV
     graph per step and as transformers runs it. `roofline` is the share of the device's copy bandwidth that the bytes of
     the weights and of the cache take: 1 is the limit. `largest` is the largest batch whose cache fits.
 convert: a model of 1.3 billion parameters with 4 of 16 KV heads by `calibrated` and `refined`, on text that it writes
-    itself: seconds and peak memory of each stage (the first samples the text: its tokens per second are the sampler's).
-uptrain: tokens per second of gqa-uptrain on a model of that size, with and without --compile and --checkpointing, with
-    NCCL on one rank and with FSDP2 on one rank. `mfu` is 6 operations per parameter and token, of the rate of a matrix
-    product on the device.
+    itself: seconds and peak memory.
+uptrain: tokens per second of gqa-uptrain on a model of that size, with and without --compile and --checkpointing. `mfu`
+    is 6 operations per parameter and token, of the rate of a matrix product on the device.
 distill: the embedded model with 2 and 1 heads, distilled on 1, 10 and 100 million tokens that it writes itself.
 smollm2: SmolLM2 (a directory, --smollm2) with 1 head, distilled on 20 million: perplexity and recall on each --text.
 
@@ -28,10 +27,8 @@ import gc
 import io
 import json
 import os
-import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -71,7 +68,6 @@ class Scale:
     convert: tuple[str, ...] = ("--tokens", "65536")
     refine: tuple[str, ...] = ()
     compile: bool = True
-    launchers: bool = True
     trained: Shape = SHAPES["1.3b"]
     train: tuple[str, ...] = (
         "--steps", "12", "--batch-size", "8", "--micro-batch", "4", "--context", "2048", "--precision", "bfloat16",
@@ -162,44 +158,19 @@ def device_name() -> str:
 # ------------------------------------------------------------------------------------------------- commands
 
 
-class Stages(io.StringIO):
-    """Stands for a terminal's stderr: which progress bars a command showed, for how long, with how much memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: dict[str, float] = {}
-        self.peaks: dict[str, int] = {}
-        self._name, self._since = "start", time.monotonic()
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        found = re.search(r"^\s*([^:\r\n|]+?):? +\d+%\|?", text) or re.search(r"\r([^:\r\n|]+):", text)
-        self.next(found[1] if found else self._name)
-        return super().write(text)
-
-    def next(self, name: str) -> None:
-        now = time.monotonic()
-        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
-        if CUDA:
-            self.peaks[self._name] = max(self.peaks.get(self._name, 0), torch.cuda.max_memory_allocated())
-            torch.cuda.reset_peak_memory_stats()
-        self._name, self._since = name, now
-
-
 def command(module: str, *words: str) -> dict[str, Any]:
-    """Run `python -m gqa.MODULE` in this process. Returns seconds and peak bytes by stage, and its JSON as `record`."""
-    stages, output = Stages(), io.StringIO()
+    """Run `python -m gqa.MODULE` in this process. Returns seconds, peak bytes, and its JSON as `record`."""
+    started, errors, output = time.monotonic(), io.StringIO(), io.StringIO()
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
     try:
-        with contextlib.redirect_stderr(stages), contextlib.redirect_stdout(output):
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
             run_command(module, *words, "--json")
     except (RuntimeError, TimeoutError) as error:
-        raise RuntimeError(f"{error} after {stages.seconds}: {stages.getvalue()[-1500:]}") from error
-    stages.next("end")
-    seconds = {name: round(value, 2) for name, value in stages.seconds.items()}
+        raise RuntimeError(f"{error}: {errors.getvalue()[-1500:]}") from error
+    peak = torch.cuda.max_memory_allocated() if CUDA else 0
     record = json.loads(output.getvalue().splitlines()[-1])
-    return {"seconds": seconds, "peak_bytes": stages.peaks, "record": record}
+    return {"seconds": round(time.monotonic() - started, 2), "peak_bytes": peak, "record": record}
 
 
 # ------------------------------------------------------------------------------------------------- decode
@@ -374,57 +345,27 @@ def metrics(state: Path) -> dict[str, Any]:
     return dict(json.loads((state / "metrics.jsonl").read_text().splitlines()[-1]))
 
 
-def trained(results: Results, model: str, launcher: Sequence[str], more: Sequence[str]) -> dict[str, Any]:
-    """gqa-uptrain on the library's own text, in this process or by a launcher, whose last word is a port."""
+def trained(results: Results, model: str, more: Sequence[str], needed: float) -> dict[str, Any]:
+    """gqa-uptrain on the library's own text; `needed`: seconds of a token at the rate of a matrix product."""
     out = results.work / "trained"
     words = [model, "--data", "stdlib:train", "--teacher", "none", "--train", "all", *results.scale.train, *more]
-    words += ["-o", str(out), "--keep-state", "--overwrite"]
-    state = out.with_name(f"{out.name}-state")
-    shutil.rmtree(state, ignore_errors=True)
-    if not launcher:
-        command("uptrain", *words)
-        return metrics(state)
-    whole = [sys.executable, "-m", *launcher, free_port(), "-m", "gqa.uptrain", *words]
-    environment = os.environ | {"NCCL_DEBUG": "VERSION"}
-    done = subprocess.run(whole, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-1500:])
-    return metrics(state) | {"nccl": "NCCL version" in done.stdout + done.stderr}
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    command("uptrain", *words, "-o", str(out), "--keep-state", "--overwrite")
+    row = metrics(out.with_name(f"{out.name}-state"))
+    return row | {"mfu": needed * row["tokens_per_second"]}
 
 
 def uptrain(results: Results) -> None:
     shape = results.scale.trained
     model = random_model(results, "trained-from", shape._replace(kv_heads=max(1, shape.heads // 4)), "float32")
-    torchrun = ["torch.distributed.run", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port"]
-    fsdp2 = ["accelerate.commands.launch", "--config_file", str(ROOT / "examples" / "accelerate" / "fsdp2.yaml")]
-    fsdp2 += [*([] if CUDA else ["--mixed_precision", "no"]), "--num_processes", "1"]
-    fsdp2 += ["--main_process_ip", "127.0.0.1", "--main_process_port"]
-    runs: dict[str, tuple[list[str], list[str]]] = {
-        "plain": ([], []),
-        "checkpointing": ([], ["--checkpointing"]),
-        "one rank": (torchrun, []),
-        "one rank fsdp2": (fsdp2, []),
-    }
-    if not results.scale.launchers:
-        runs = {name: (launcher, more) for name, (launcher, more) in runs.items() if not launcher}
+    runs = {"plain": [], "checkpointing": ["--checkpointing"]}
     if results.scale.compile:
-        runs |= {f"compile {name}": ([], ["--compile", *runs[name][1]]) for name in ("plain", "checkpointing")}
+        runs |= {f"compile {name}": ["--compile", *more] for name, more in runs.items()}
     results.measure("matrix product", product_rate, results.scale.product)
     parameters = random_llama(shape, "bfloat16", "meta").num_parameters()
     needed = 6 * parameters / float(results.rows["matrix product"]["flops_per_second"])
 
-    def run(launcher: Sequence[str], more: Sequence[str]) -> dict[str, Any]:
-        row = trained(results, model, launcher, more)
-        return row | {"mfu": needed * row["tokens_per_second"]}
-
-    for name, words in runs.items():
-        results.measure(name, run, *words)
+    for name, more in runs.items():
+        results.measure(name, trained, results, model, more, needed)
 
 
 def distilled(
@@ -491,7 +432,7 @@ def importable() -> Iterator[str]:
 
 
 def stop(number: int, frame: object) -> None:
-    """The limit of a part: what is under way is recorded as failed, with the progress that it showed last."""
+    """The limit of a part: what is under way is recorded as failed, with what it printed last."""
     raise TimeoutError("stopped at the time limit")
 
 

@@ -10,8 +10,8 @@ Torch and transformers are imported when a function is first called. What is lis
 
 All functions raise RefusedError, before anything is written, where a model, the text or an option cannot be used;
 TypeError for options that there are not; OutputError where the result cannot be written or does not verify, and
-nothing is left at `output`. Training raises DivergedError if the loss is not finite too often in a row, and StoppedError after a signal,
-as an interrupt of the kernel: with `resume=True` a training, and by the same call a study, goes on.
+nothing is left at `output`. Training raises DivergedError if the loss is not finite too often in a row, and
+StoppedError after a signal: with `resume=True` a training, and by the same call a study, goes on.
 """
 
 from gqa.checkpoint.errors import (
