@@ -1,4 +1,4 @@
-"""Queries, keys and values in one tensor."""
+"""Families with queries, keys and values in one tensor."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ _FALCON = Symmetry(
     lambda config, layer: not config.alibi, query=None, output="dense", norms=("ln_attn", "input_layernorm"),
     places="alibi",
 )  # fmt: skip
-_OWN_ATTENTION = {"falcon": "its class computes attention itself, and on keys and values repeated for all query heads"}
+_OWN_ATTENTION = {"falcon": "its class computes attention itself, on keys and values repeated for all query heads"}
 
 
 def _multi_query_heads(config: Any, layer: int) -> LayerHeads:
@@ -48,7 +48,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "fused [Q | K | V], nested config",
-        {"dbrx": "its values are clipped one dimension at a time (clip_qkv)"},
+        {"dbrx": "values are clipped elementwise (clip_qkv)"},
         attention=("norm_attn_norm.attn",),
         rules=(Rule("Wqkv", Fused("stacked")),),
         kv_fields=("attn_config.kv_n_heads", "num_key_value_heads"),
@@ -69,7 +69,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Falcon, old architecture",
         {"falcon": _FALCON},
-        note="G = 1 or H; 1 < G < H in the new architecture where attention is parallel (its cache holds H heads)",
+        note="G = 1 or H; with parallel attention also 1 < G < H, in the new architecture (its cache holds H heads)",
         when={"new_decoder_architecture": False},
         attention=("self_attention",),
         rules=(Rule("query_key_value", Fused("grouped")),),

@@ -1,4 +1,4 @@
-"""Keys and values in separate tensors: Llama's k_proj and v_proj with what stands beside them, and other names."""
+"""Families with keys and values in separate tensors: Llama's k_proj and v_proj, or other names."""
 
 import math
 from dataclasses import replace
@@ -17,29 +17,29 @@ from gqa.convert.heads.family import (
 )
 
 LLAMA = Symmetry()
-QWEN3 = Symmetry(keys=False)  # norms of queries and keys leave the values
+QWEN3 = Symmetry(keys=False)  # query and key norms: only values can be transformed
 ONE_PLUS = Symmetry(one_plus=True)
 GEMMA = replace(ONE_PLUS, embedded=lambda config: math.sqrt(config.hidden_size))
 GLM = Symmetry(pairing="interleaved")
 OLMO2 = Symmetry(norms=(), keys=False, per_query=(Rule("q_norm", Separate("query"), projection=False),))
 LFM2 = Symmetry(norms=("operator_norm",), keys=False, output="out_proj")
-CLIPPED = "where clip_qkv is set, values are clipped one dimension at a time", lambda config: bool(config.clip_qkv)
-GATED = "a gate scales every dimension of what its heads compute"
-GATED_IF = f"where gating is not per head, {GATED}", lambda config: config.gating not in (True, "per-head")
-EMBEDS_EACH = "each of its layers is given embeddings of its own"
-VALUE_NORM = "a norm of its values leaves their dimensions no more than rotations"
+CLIPPED = "with clip_qkv, values are clipped elementwise", lambda config: bool(config.clip_qkv)
+GATED = "a gate scales each dimension of the heads' output"
+GATED_IF = f"unless gating is per head, {GATED}", lambda config: config.gating not in (True, "per-head")
+LAYER_EMBEDDINGS = "each layer adds its own token embeddings"
+VALUE_NORM = "its value norm commutes with rotations only"
 
-_HEARS = "its encoder is given sound, and convolutions are part of its layers"
-_SHARED = "several layers share one block, which reads their streams side by side with the embeddings"
+_AUDIO = "its encoder takes audio and contains convolutions"
+_SHARED = "several layers share one block, which reads their hidden states concatenated with the embeddings"
 
 
 def per_head(*tensors: str) -> tuple[Rule, ...]:
-    """One row for each query head, in a tensor of one of these names."""
+    """Rules for tensors of these names with one row per query head."""
     return tuple(Rule(tensor, Separate("query", width="one"), projection=False) for tensor in tensors)
 
 
 def _rotates_by_list(config: Any, layer: int) -> bool:
-    """`no_rope_layers` is 1 where a layer rotates."""
+    """Whether the layer uses RoPE: `no_rope_layers` is 1 for layers that do."""
     listed = getattr(config, "no_rope_layers", None)
     return not listed or bool(at_layer(listed, layer))
 
@@ -93,7 +93,7 @@ FAMILIES: tuple[Family, ...] = (
                 GATED,
             ),
             "apertus": Symmetry(norms=("attention_layernorm",), keys=False),
-            "bitnet": "a norm over all heads, with gains of its own, stands between them and W_O",
+            "bitnet": "a norm over all heads, with gains, precedes W_O",
             "exaone4": Symmetry(norms=(), keys=False),
             "flint": replace(QWEN3, per_query=per_head("softmax_offset", "sinks")),
             "gemma3_text": replace(GEMMA, keys=False),
@@ -115,11 +115,11 @@ FAMILIES: tuple[Family, ...] = (
         unchanged=("attn_sub_norm", "indexer.*"),
         kv_fields=("num_key_value_heads", "num_attention_groups"),
         not_layerwise={
-            "blt_global_transformer": "it is given patches of bytes, which other models make",
+            "blt_global_transformer": "its inputs are byte patches computed by other models",
             "csm": "its backbone takes the embeddings of several codebooks",
-            "gemma3n_text": EMBEDS_EACH,
-            "qwen4_exp_text": "several streams run through its layers, which are mixed after the last",
-            "voxtral_realtime_text": "transformers has no model of it alone, and the whole one is given sound",
+            "gemma3n_text": LAYER_EMBEDDINGS,
+            "qwen4_exp_text": "its layers carry several residual streams, mixed after the last layer",
+            "voxtral_realtime_text": "transformers has no class for it alone, and the whole model takes audio",
         },
     ),
     Family(
@@ -144,8 +144,8 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "differential heads",
-        {"diffllama": "its values are heads of twice the size, each shared by two heads of keys, and normed"},
-        note="G must be even: value heads are paired with those half the heads away",
+        {"diffllama": "its value heads are twice as wide, shared by two key heads each, and normed"},
+        note="G must be even: value head i is paired with head i + G / 2",
         unchanged=("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "groupnorm"),
         edits=lambda groups, heads, config: {"num_key_value_heads": groups} if groups % 2 == 0 else None,
     ),
@@ -163,7 +163,7 @@ FAMILIES: tuple[Family, ...] = (
         note="G is that of the sliding layers; K = V layers have keys only",
         kv_fields=("num_key_value_heads", "num_global_key_value_heads"),
         heads=_gemma4_heads,
-        not_layerwise={"embedding_gemma2_text": EMBEDS_EACH},
+        not_layerwise={"embedding_gemma2_text": LAYER_EMBEDDINGS},
     ),
     Family(
         "other names for self_attn",
@@ -173,7 +173,7 @@ FAMILIES: tuple[Family, ...] = (
             "recurrent_gemma": Symmetry(norms=("temporal_pre_norm",), one_plus=True),
             **dict.fromkeys(("zamba", "zamba2"), _SHARED),
         },
-        note="cross-attention of dia_decoder counts its heads apart and is left alone",
+        note="cross-attention of dia_decoder has its own head count and is left unchanged",
         attention=(
             "mixer", "self_attention", "shared_transf.self_attn", "shared_transformer.self_attn", "temporal_block",
         ),
@@ -186,7 +186,7 @@ FAMILIES: tuple[Family, ...] = (
             Symmetry(query="q_proj.linear", output="o_proj.linear"),
         ),
         rules=(Rule("k_proj.linear", Separate("key")), Rule("v_proj.linear", Separate("value"))),
-        not_layerwise={"kyutai_speech_to_text": "its tokens are those of several codebooks"},
+        not_layerwise={"kyutai_speech_to_text": "its tokens come from several codebooks"},
     ),
     Family(
         "key_net and value_net",
@@ -194,7 +194,7 @@ FAMILIES: tuple[Family, ...] = (
         note="self- and cross-attention of the decoder",
         attention=("first_sub_layer",),
         cross_attention=("second_sub_layer",),
-        not_layerwise={"cohere_asr": _HEARS},
+        not_layerwise={"cohere_asr": _AUDIO},
         rules=(Rule("key_net", Separate("key")), Rule("value_net", Separate("value"))),
     ),
     Family(
@@ -207,11 +207,11 @@ FAMILIES: tuple[Family, ...] = (
             "t5gemma2_decoder": Symmetry(norms=("pre_self_attn_layernorm",), one_plus=True, keys=False),
             "canary_decoder": Symmetry(rotates=False),
         },
-        note="of the decoder; encoders stay as they are",
+        note="of the decoder; encoders are left unchanged",
         cross_attention=("cross_attn", "encoder_attn"),
         not_layerwise={
             "mllama_text_model": "some of its layers read an image",
-            "canary_decoder": _HEARS,
+            "canary_decoder": _AUDIO,
         },
     ),
 )  # fmt: skip
