@@ -5,7 +5,6 @@ import re
 import signal
 import sys
 import textwrap
-import time
 import traceback
 from importlib.metadata import version as installed
 from typing import Any, NoReturn, Self
@@ -16,7 +15,7 @@ from gqa.checkpoint.errors import RefusedError, explain, one_line
 
 WIDTH = 80  # characters of a line in a terminal
 _LABEL = 12  # of them before what a line says
-_LOG_SECONDS = 30.0  # between two lines of progress in a log
+_LOG_SECONDS = 30.0  # between two looks at progress in a log
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -31,50 +30,40 @@ def version_option(command: click.Command) -> click.Command:
 _BAR = "{desc} {percentage:3.0f}% eta {remaining} {n_fmt}/{total_fmt} {rate_fmt}{postfix} |{bar}|"
 
 
-def progress_bar(total: int, unit: str, description: str, quiet: bool, done: int = 0) -> Any:
-    """On stderr, or in the cell of a notebook, only where a person looks at it. Of 0 in all nobody knows the end."""
+def progress_bar(total: int, unit: str, description: str, quiet: bool) -> Any:
+    """On stderr, or in the cell of a notebook; where no person looks at it every _LOG_SECONDS. Of 0 in all nobody knows
+    the end.
+    """
     from tqdm.auto import tqdm
 
+    seconds = 0.1 if is_interactive() else _LOG_SECONDS
     return tqdm(
-        total=total, initial=done, unit=unit, unit_scale=True, desc=description, file=sys.stderr, leave=False,
-        dynamic_ncols=True, bar_format=_BAR if total else None, disable=quiet or not is_interactive(),
+        total=total, unit=unit, unit_scale=True, desc=description, file=sys.stderr, leave=False, dynamic_ncols=True,
+        bar_format=_BAR if total else None, disable=quiet, mininterval=seconds, miniters=1,
+        delay=0 if is_interactive() else seconds,
     )  # fmt: skip
 
 
 class Watcher:
-    """Progress on stderr unless it is `quiet`, and warnings; the `errors` of layers: what of its output each lost.
-
-    A bar where a person looks at it, and a line now and then in the log of a job.
-    """
+    """Progress on stderr unless it is `quiet`, and warnings."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
         self._bar: Any = None
-        self._name, self._total, self._unit, self._done = "", 0, "", 0
-        self._began = self._logged = time.monotonic()
-        self.errors: dict[int, float] = {}
 
     def stage(self, name: str, total: int, unit: str = "tok") -> None:
         """Begin a stage of so many tokens, layers or other units."""
         self.close()
         self._bar = progress_bar(total, unit, name, self._quiet)
-        self._name, self._total, self._unit, self._done = name, total, unit, 0
-        self._began = time.monotonic()
 
     def update(self, count: int) -> None:
         """Count units that are done; from any thread."""
         self._bar.update(count)
-        self._done, now = self._done + count, time.monotonic()
-        if self._bar.disable and not self._quiet and now - self._logged >= _LOG_SECONDS:
-            self._logged, rate = now, self._done / (now - self._began)
-            counted = f"{self._done:,} of {self._total:,} {self._unit}"
-            click.echo(f"{self._name} | {counted} | {rate:,.2f} {self._unit}/s", err=True)
 
-    def layer(self, index: int, error: float) -> None:
-        """Count a layer, with its error; NaN where none was measured."""
+    def layer(self, error: float) -> None:
+        """Count a layer, with the squared error of its attention output relative to the source's; NaN for none."""
         if error == error:
-            self.errors[index] = error
-            self._bar.set_postfix_str(f"error {error:.3g}")
+            self._bar.set_postfix_str(f"error {error:.3g}", refresh=False)
         self.update(1)
 
     def warn(self, text: str) -> None:
@@ -91,16 +80,6 @@ class Watcher:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def table(self) -> str:
-        """Squared error of each layer's attention output relative to the source's, on the calibration text."""
-        if not self.errors:
-            return ""
-        errors = list(self.errors.items())
-        rows = [errors[start : start + 5] for start in range(0, len(errors), 5)]
-        title = "layers      squared error of attention outputs, relative to the base model's\n"
-        lines = ["on the calibration text", *("  ".join(f"{i:3d} {error:.4f}" for i, error in row) for row in rows)]
-        return title + "\n".join(f"            {line}" for line in lines)
 
 
 SILENT = Watcher(quiet=True)

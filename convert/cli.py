@@ -82,8 +82,6 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
         console.say_device(options.maps().device, options.quiet)
     with Watcher(options.quiet) as bar:
         result = convert(plan, options, bar, sys.argv[1:])
-    if table := bar.table():
-        _say(table, options)
     _say(plan_text(plan, tensors=options.verbose), options)
     _warn(result.warnings[len(plan.warnings) if plan.why else 0 :])
     seconds = time.monotonic() - start

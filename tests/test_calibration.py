@@ -35,7 +35,7 @@ class Told(Watcher):
     def warn(self, text: str) -> None:
         self.warnings.append(text)
 
-    def layer(self, index: int, error: float) -> None:
+    def layer(self, error: float) -> None:
         self.losses.append(error)
         if len(self.losses) == self._stop_after:
             raise KeyboardInterrupt

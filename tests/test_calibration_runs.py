@@ -24,7 +24,6 @@ from test_families import write_checkpoint
 from tiny_models import TINY, build
 from training import Runs, difference
 
-from gqa.checkpoint import console
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.find_maps import describe, with_maps
@@ -142,22 +141,6 @@ def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> 
         convert_checkpoint(directory, 2, tmp_path / "out", method="refined", calibration=on_ids(refinement=SHORT))
     assert "\n" not in str(told.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-@pytest.mark.parametrize("quiet", [False, True])
-def test_a_job_logs_its_progress(quiet: bool, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    """Lines on stderr where there is no terminal, not more often than every _LOG_SECONDS."""
-    monkeypatch.setattr(console, "_LOG_SECONDS", 0.0)
-    with console.Watcher(quiet) as shown:
-        shown.stage("model writes", 64)
-        shown.update(64)
-        shown.stage("calibrating", 2, "layer")
-        shown.layer(0, 0.25)
-        monkeypatch.setattr(console, "_LOG_SECONDS", 60.0)
-        shown.layer(1, float("nan"))
-    lines = [line.rpartition(" | ")[0] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ([] if quiet else ["model writes | 64 of 64 tok", "calibrating | 1 of 2 layer"])
-    assert shown.errors == {0: 0.25}
 
 
 # ------------------------------------------------------------------------------------------------- refusals

@@ -52,7 +52,7 @@ def test_no_options(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("gqa.checkpoint.console._LOG_SECONDS", 0.0)
     done = uptrain(converted, "--steps", 2, "--batch-size", 2, "--heldout-tokens", 128)
     assert done.code == 0, done.err
-    assert "base writes | 64 of " in done.err
+    assert "base writes 100% eta 00:00 " in done.err
     lines = {line[:10].rstrip(): line[12:] for line in done.said.splitlines()}
     assert lines["teacher"] == f"{tmp_path / 'base'}, the base model; --teacher none is without"
     assert lines["data"] == "self: 4 blocks of 64 that base writes"

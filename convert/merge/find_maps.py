@@ -75,7 +75,7 @@ def _calibrate(calibrator: Calibrator, layers: FinishedLayers, watcher: Watcher)
         for result in results:
             tensors |= result.weights
         layers.add(tensors, calibrator.state())
-        watcher.layer(layer, max((result.error for result in results), default=float("nan")))
+        watcher.layer(max((result.error for result in results), default=float("nan")))
 
 
 def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
