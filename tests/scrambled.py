@@ -6,7 +6,7 @@ What may be done is what `gqa.convert.heads.family` says of a model type; how it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,13 +26,14 @@ from gqa.convert.merge.find_maps import with_maps
 from gqa.convert.merge.options import CalibrationText, MapsOptions
 from gqa.convert.plan import Plan
 
+Change = Callable[[Tensor], Tensor]
 Stored = dict[str, dict[str, Tensor]]  # by name: the tensors of the file that holds it
 # What the tensors of queries, keys, values and outputs are called, below an attention module.
 NAMES = {
-    "query": ("q_proj", "q_proj.linear", "q", "query_net", "wq"),
-    "key": ("k_proj", "k_proj.linear", "k", "key_net", "wk"),
-    "value": ("v_proj", "v_proj.linear", "v", "value_net", "wv"),
-    "output": ("o_proj", "o_proj.linear", "out_proj", "dense", "c_proj", "attn_out", "o", "out_projection", "wo"),
+    "query": ("q_proj", "q_proj.linear", "q", "query_net"),
+    "key": ("k_proj", "k_proj.linear", "k", "key_net"),
+    "value": ("v_proj", "v_proj.linear", "v", "value_net"),
+    "output": ("o_proj", "o_proj.linear", "out_proj", "dense", "c_proj", "attn_out", "o", "out_projection"),
     "stacked": ("qkv_proj", "att_proj", "Wqkv"),
     "per_head": ("query_key_value", "c_attn"),
 }
@@ -89,53 +90,39 @@ def scramble(directory: Path, seed: int = 0, pairing: str | None = None, stretch
             heads = config.heads(module.layer)
             rotary = symmetry.rotary(config.text, module.layer, heads.key_dim)
             rotary = replace(rotary, pairing=pairing) if pairing else rotary  # type: ignore[arg-type]
-            free, swapped = symmetry.free_keys(config.text), config.text.model_type == "gqa_gpt2"
-            _scramble_module(stored, module.path, heads, rotary, generator, stretch, free, swapped)
+            keys = [
+                _commuting(heads.key_dim, rotary, generator, stretch) if symmetry.free_keys(config.text)
+                else torch.eye(heads.key_dim, dtype=torch.float64)
+                for _ in range(heads.kv)
+            ]  # fmt: skip
+            values = [_invertible(heads.value_dim, generator, stretch) for _ in range(heads.kv)]
+            _move(stored, module.path, heads, keys, values, config.text.model_type == "gqa_gpt2")
 
 
 def rearrange(directory: Path) -> None:
     """Key/value heads 1, 3, ... come before 0, 2, ..., with all that belongs to them and to their query heads."""
     with _stored(directory, "rearranged") as (checkpoint, config, stored):
         for module in attention_modules(checkpoint, config):
-            swapped = config.text.model_type == "gqa_gpt2"
-            _rearrange_module(stored, module.path, config.heads(module.layer), swapped)
+            _rearrange_module(stored, module.path, config.heads(module.layer), config.text.model_type == "gqa_gpt2")
 
 
 def _rearrange_module(stored: Stored, path: str, heads: LayerHeads, swapped: bool) -> None:
-    repeat, names = heads.query // heads.kv, GPT2_NAMES if swapped else NAMES
+    repeat = heads.query // heads.kv
     kv = [*range(1, heads.kv, 2), *range(0, heads.kv, 2)]
     queries = [head * repeat + i for head in kv for i in range(repeat)]
     stacked = [*queries, *(heads.query + head for head in kv), *(heads.query + heads.kv + head for head in kv)]
     per_head = [head * (repeat + 2) + i for head in kv for i in range(repeat + 2)]
-    rows = {"query": queries, "key": kv, "value": kv, "stacked": stacked, "per_head": per_head}
+    orders = {"query": queries, "key": kv, "value": kv, "stacked": stacked, "per_head": per_head}
 
-    def move(name: str, places: list[int]) -> None:
-        _replace(stored, f"{path}.{name}", lambda t: t.unflatten(0, (len(places), -1))[places].flatten(0, 1), swapped)
+    def reorder(order: list[int]) -> Change:
+        return lambda t: t.unflatten(0, (len(order), -1))[order].flatten(0, 1)
 
-    for role, places in rows.items():
-        for name in (f"{name}.{kind}" for name in names.get(role, ()) for kind in ("weight", "bias")):
-            move(name, places)
-    for name in names["output"]:
-        columns = lambda t: t.unflatten(1, (len(queries), -1))[:, queries].flatten(1)  # noqa: E731
-        _replace(stored, f"{path}.{name}.weight", columns, swapped)
-    for places, beside in ((queries, QUERY_ROWS), (kv, KEY_ROWS)):
-        for name in beside:
-            found = stored.get(f"{path}.{name}", {}).get(f"{path}.{name}")
-            if found is not None and not ("norm" in name and found.shape == (heads.key_dim,)):  # shared by all heads
-                move(name, places)
-
-
-def _scramble_module(
-    stored: Stored, path: str, heads: LayerHeads, rotary: Rotary, generator: torch.Generator,
-    stretch: bool = True, free_keys: bool = True, swapped: bool = False,
-) -> None:  # fmt: skip
-    keys = [
-        _commuting(heads.key_dim, rotary, generator, stretch) if free_keys
-        else torch.eye(heads.key_dim, dtype=torch.float64)
-        for _ in range(heads.kv)
-    ]  # fmt: skip
-    values = [_invertible(heads.value_dim, generator, stretch) for _ in range(heads.kv)]
-    _move(stored, path, heads, keys, values, swapped)
+    rows = {role: reorder(order) for role, order in orders.items()}
+    _change_heads(stored, path, rows, lambda t: reorder(queries)(t.T).T, swapped)
+    for role, beside in (("query", QUERY_ROWS), ("key", KEY_ROWS)):
+        for name in (f"{path}.{name}" for name in beside):
+            if not ("norm" in name and name in stored and stored[name][name].shape == (heads.key_dim,)):  # all heads'
+                _replace(stored, name, rows[role], swapped)
 
 
 def _invertible(size: int, generator: torch.Generator, stretch: bool = True) -> Tensor:
@@ -174,20 +161,27 @@ def _move(
     queries = [torch.linalg.inv(keys[j]).T for j in reads]
     per_head = [m for j in range(heads.kv) for m in (*(q for q, r in zip(queries, reads, strict=True) if r == j),
                                                      keys[j], values[j])]  # fmt: skip
-    rows = {"query": queries, "key": keys, "value": values, "stacked": [*queries, *keys, *values], "per_head": per_head}
-    moved, names = set(), GPT2_NAMES if swapped else NAMES
-    for role, matrices in rows.items():
+    matrices = {"query": queries, "key": keys, "value": values, "stacked": [*queries, *keys, *values],
+                "per_head": per_head}  # fmt: skip
+    rows: dict[str, Change] = {role: lambda t, m=m: torch.block_diag(*m) @ t for role, m in matrices.items()}
+    inverse = torch.block_diag(*(torch.linalg.inv(values[j]) for j in reads))
+    _change_heads(stored, path, rows, lambda t: t @ inverse, swapped)
+
+
+def _change_heads(stored: Stored, path: str, rows: Mapping[str, Change], columns: Change, swapped: bool) -> None:
+    """Change what is stored of each role, by its rows; outputs by their columns."""
+    changed, names = set(), GPT2_NAMES if swapped else NAMES
+    for role, change in rows.items():
         for name in names.get(role, ()):
             for kind in ("weight", "bias"):
-                _replace(stored, f"{path}.{name}.{kind}", lambda t, by=matrices: torch.block_diag(*by) @ t, swapped)
-            moved |= {role} if f"{path}.{name}.weight" in stored else set()
-    inverse = torch.block_diag(*(torch.linalg.inv(values[j]) for j in reads))
+                _replace(stored, f"{path}.{name}.{kind}", change, swapped)
+            changed |= {role} if f"{path}.{name}.weight" in stored else set()
     for name in names["output"]:
-        _replace(stored, f"{path}.{name}.weight", lambda t: t @ inverse, swapped)
-    assert moved in ({"query", "key", "value"}, {"stacked"}, {"per_head"}), path
+        _replace(stored, f"{path}.{name}.weight", columns, swapped)
+    assert changed in ({"query", "key", "value"}, {"stacked"}, {"per_head"}), path
 
 
-def _replace(stored: Stored, name: str, change: Callable[[Tensor], Tensor], swapped: bool) -> None:
+def _replace(stored: Stored, name: str, change: Change, swapped: bool) -> None:
     if name in stored:
         before = stored[name][name]
         swap = swapped and before.ndim == 2

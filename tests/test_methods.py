@@ -10,12 +10,8 @@ from test_families import all_tensors, write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
 
-from gqa.checkpoint.errors import CorruptError
-from gqa.checkpoint.files import TensorSpec
 from gqa.convert import convert_checkpoint, methods
-from gqa.convert.heads.family import Conv1D, Fused, LayerHeads, Layout, Rule, Separate
-from gqa.convert.heads.modules import Change
-from gqa.convert.methods import METHODS, HeadMaps, Merging
+from gqa.convert.methods import METHODS, HeadMaps
 
 DIM = 8
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -85,74 +81,6 @@ def test_pooling_rounds_once(dtype: torch.dtype, tmp_path: Path) -> None:
         assert not torch.equal(rounded_often, after), "the control: rounding at every step shows"
     else:
         assert torch.allclose(after.double(), exact, atol=1e-7 if dtype == torch.float32 else 1e-15, rtol=0)
-
-
-def test_dtype_is_rounded_from_the_merged_numbers(tmp_path: Path) -> None:
-    """bfloat16 stored as float32 keeps the average's own digits; untouched tensors are cast too."""
-    source = stored_as(torch.bfloat16, tmp_path / "source")
-    before, after = all_tensors(source), converted(source, 1, tmp_path, dtype="float32")
-    exact = grouped(before[K].float(), 1).mean(1).flatten(0, 1)
-    assert torch.allclose(after[K], exact, atol=1e-7, rtol=0)
-    assert not torch.equal(after[K], after[K].bfloat16().float())
-    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"].float())
-
-
-@pytest.mark.parametrize("order", ["stacked", "grouped"])
-@pytest.mark.parametrize("groups", [1, 2, 4, 8])
-def test_fused_layouts_agree_with_separate_ones(order: str, groups: int) -> None:
-    """Unpacked by hand, merged as separate tensors, packed by hand: the same as the layout does."""
-    heads = LayerHeads(query=8, kv=4, key_dim=DIM, value_dim=DIM)
-    q, k, v = torch.randn(8, DIM, 5), torch.randn(4, DIM, 5), torch.randn(4, DIM, 5)
-
-    def pack(k: Tensor, v: Tensor) -> Tensor:
-        if order == "stacked":
-            return torch.cat([q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)])
-        n, r = k.shape[0], 8 // k.shape[0]
-        return torch.cat([torch.cat([*q[j * r : (j + 1) * r], k[j], v[j]]) for j in range(n)])
-
-    apart = [merged(Separate("key"), part.flatten(0, 1), heads, groups).view(groups, DIM, 5) for part in (k, v)]
-    assert torch.equal(merged(Fused(order), pack(k, v), heads, groups), pack(*apart))  # type: ignore[arg-type]
-
-
-def merged(layout: Layout, tensor: Tensor, heads: LayerHeads, groups: int) -> Tensor:
-    spec = TensorSpec("x.weight", "F32", tuple(tensor.shape), "", 0, 0)
-    return Merging().apply(Change(Rule("x", layout), spec, heads, groups), tensor)
-
-
-LAYOUTS: dict[str, tuple[Layout, tuple[int, ...]]] = {
-    "separate": (Separate("value"), (4 * 5, 7)),
-    "separate bias": (Separate("key"), (4 * DIM,)),
-    "columns": (Separate("output", axis=1), (7, 8 * 5)),
-    "columns' bias": (Separate("output", axis=1), (7,)),
-    "rows": (Separate("query", width="one"), (8, 3)),
-    "stacked": (Fused("stacked"), (16 * DIM, 7)),
-    "grouped": (Fused("grouped"), (16 * DIM, 7)),
-    "grouped bias": (Fused("grouped"), (16 * DIM,)),
-    "conv1d": (Conv1D(Fused("stacked")), (7, 16 * DIM)),
-    "conv1d columns": (Conv1D(Separate("output", axis=1)), (8 * 5, 7)),
-    "conv1d bias": (Conv1D(Fused("stacked")), (16 * DIM,)),
-    "untouched": (Layout(), (3, 5)),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_join_is_the_inverse_of_split(name: str) -> None:
-    """To the bit, and in shape on meta tensors; the heads of each role are as many and as large as they are."""
-    layout, shape = LAYOUTS[name]
-    heads = LayerHeads(query=8, kv=4, key_dim=DIM, value_dim=5)
-    tensor = torch.randn(shape)
-    parts = layout.split(tensor, heads)
-    assert torch.equal(layout.join(parts, heads), tensor)
-    assert sum(part.numel() for part in parts.values()) == tensor.numel()
-    for role, part in parts.items():
-        assert role == "whole" or part.shape[0] == heads.count(role)
-    on_meta = layout.split(tensor.to("meta"), heads)
-    assert {role: part.shape for role, part in on_meta.items()} == {role: part.shape for role, part in parts.items()}
-    assert layout.join(on_meta, heads).shape == tensor.shape
-    if "whole" in parts:
-        return
-    with pytest.raises(CorruptError, match="rows where the config asks for"):
-        layout.split(torch.randn([size + 1 for size in shape]), heads)
 
 
 def test_a_method_is_one_entry(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

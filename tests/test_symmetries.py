@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from scrambled import Ids, on_ids, rearrange, relative, scramble
-from test_families import attention_of, check_same_tensors, load, louder, planned, write_checkpoint
+from test_families import attention_of, load, louder, planned, write_checkpoint
 from tiny_models import QUERY_HEADS, TINY, Tiny, build, inputs, logits
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -312,32 +312,11 @@ def test_options_that_take_a_symmetry_away(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-# --------------------------------------------------------------------------- nothing to do, nothing to lose
-
-
-def expanded(tiny: Tiny, place: Path) -> tuple[Path, Tensor]:
-    """A model with two heads, each repeated; and its logits."""
-    model = build(tiny, 2, attention=attention(tiny))
-    out = convert_checkpoint(write_checkpoint(model, place / "source"), 4, place / "equal", method="mean").out
-    return out, logits(tiny, model, inputs(tiny))
-
-
-@pytest.mark.parametrize("name", ["llama+bias", "phi3", "olmo2"])
-def test_heads_that_are_equal_lose_nothing(name: str, tmp_path: Path) -> None:
-    """Singular statistics: each group holds one head several times. The same number of heads changes no byte."""
-    tiny = TINY[name]
-    directory, expected = expanded(tiny, tmp_path)
-    for method in ("procrustes", "aligned", "calibrated"):
-        out = convert_checkpoint(directory, 2, tmp_path / method, method=method, calibration=on_ids()).out
-        assert relative(logits(tiny, load(tiny, out, attention(tiny)), inputs(tiny)), expected) < RECOVERED, method
-    same = convert_checkpoint(directory, 4, tmp_path / "same", method="calibrated", calibration=on_ids()).out
-    check_same_tensors(same, directory)
-
-
 def test_procrustes_undoes_rotations(tmp_path: Path) -> None:
     """Its own group: heads that differ by phases and by rotations of the values, but not by anything else."""
     tiny = TINY["llama+bias"]
-    directory, expected = expanded(tiny, tmp_path)
+    source = write_checkpoint(model := build(tiny, 2), tmp_path / "source")
+    directory, expected = convert_checkpoint(source, 4, tmp_path / "equal").out, logits(tiny, model, inputs(tiny))
     scramble(directory, stretch=False)
     assert relative(logits(tiny, load(tiny, directory), inputs(tiny)), expected) < SAME
     out = convert_checkpoint(directory, 2, tmp_path / "out", method="procrustes").out
