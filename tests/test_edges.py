@@ -4,9 +4,7 @@ import json
 import os
 import re
 import stat
-import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -308,23 +306,3 @@ def test_json_is_one_object_alone_on_stdout(words: list[str], tmp_path: Path) ->
     assert record["heads"] == {"query": HEADS, "kv_before": 4, "kv_after": 2}
     assert record["dry_run"] == ("--dry-run" in words)
     assert bool(result.err) == ("-q" not in words)
-
-
-PROGRAMS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
-
-
-@pytest.mark.parametrize(("program", "word"), [("gqa-convert", "--version"), *((name, "--help") for name in PROGRAMS)])
-def test_help_imports_nothing_heavy(program: str, word: str) -> None:
-    module, function = PROGRAMS[program].split(":")
-    code = (
-        "import sys, atexit\n"
-        f"sys.argv = ['{program}', sys.argv[1]]\n"
-        "atexit.register(lambda: print(sorted({name.split('.')[0] for name in sys.modules}), file=sys.stderr))\n"
-        f"from {module} import {function}\n"
-        f"{function}()\n"
-    )
-    made = subprocess.run([sys.executable, "-c", code, word], capture_output=True, text=True, timeout=60, check=True)
-    assert program in made.stdout
-    loaded = set(json.loads(made.stderr.replace("'", '"')))
-    assert "click" in loaded
-    assert not loaded & {"torch", "transformers", "numpy", "huggingface_hub", "safetensors", "tqdm", "asyncio"}
