@@ -39,15 +39,18 @@ class OutputDirectory:
         write_files(output.work)  # hidden beside `out`
         output.commit("record.json", record)
 
-    What keeps `out` from being written is refused when the object is made.
+    What keeps `out` from being written is refused when the object is made. `overwrite` replaces only results of the
+    same kind: directories whose files the JSON files `records` list.
     """
 
-    def __init__(self, out: Path, source: Path | None, overwrite: bool = False) -> None:
+    def __init__(
+        self, out: Path, source: Path | None, overwrite: bool = False, records: str = "gqa_*.json"
+    ) -> None:  # fmt: skip
         has_name = out.name not in ("", "..")  # the way to it shall not lead through itself, which is renamed
         self.out = Path(os.path.realpath(out.parent), out.name) if has_name else out.resolve()
         self.work = self.sibling("partial")
         self._old = self.sibling("replaced")
-        self._overwrite = overwrite
+        self._overwrite, self._records = overwrite, records
         with _system_errors(self.out):
             self._check_place(source)
             self._check_existing()
@@ -127,17 +130,17 @@ class OutputDirectory:
             raise RefusedError(f"{self.out} exists and is not a directory; give another output with -o")
         if any(self.out.iterdir()) and not self._overwrite:
             raise RefusedError(f"{self.out} exists; choose another output with -o, or replace it with --overwrite")
-        if others := _unlisted_files(self.out):
+        if others := _unlisted_files(self.out, self._records):
             raise RefusedError(
-                f"{self.out} holds {listing(others, 3)}, which --overwrite will not remove: no record lists it as "
-                "part of a result; move it away or give another output with -o"
+                f"{self.out} holds {listing(others, 3)}, which --overwrite will not remove: no {self._records} lists "
+                "it as part of a result; move it away or give another output with -o"
             )
 
 
-def _unlisted_files(directory: Path) -> list[str]:
-    """Files in a directory that the records in it do not list as parts of a result."""
+def _unlisted_files(directory: Path, records: str) -> list[str]:
+    """Files in a directory that the `records` in it do not list as parts of a result."""
     listed: set[str] = set()
-    for record in (*directory.glob("gqa_*.json"), directory / "results.json"):
+    for record in directory.glob(records):
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # a record of another tool
             listed |= set(json.loads(record.read_bytes())["files"])
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())

@@ -19,6 +19,7 @@ from gqa.eval.page import Column, Table, number, table, wrapped, write_page
 
 Record = dict[str, Any]
 
+_RESULTS = "results.json"
 _KINDS = {"text": "text", "samples": "samples", "random": "random", "look-up": "values", "passkey": "passkeys"}
 
 
@@ -191,7 +192,7 @@ def open_report(options: EvaluateOptions) -> AbstractContextManager[OutputDirect
     """Reserve the directory of the report, if there is to be one, on rank 0. Raises RefusedError and OutputError."""
     if not options.output or not ranks().is_main_process:
         return nullcontext()
-    return OutputDirectory(options.output, None, options.overwrite)
+    return OutputDirectory(options.output, None, options.overwrite, records=_RESULTS)
 
 
 def write_report(results: Record, report: OutputDirectory) -> None:
@@ -207,7 +208,7 @@ def write_report(results: Record, report: OutputDirectory) -> None:
         commands=[one_line(command_line("gqa-eval", argv), 4000)] if argv else [],
         foot=f"{measured_with(results)}.",
     )
-    report.commit("results.json", finite(results, infinity=str))
+    report.commit(_RESULTS, finite(results, infinity=str))
 
 
 def measured_with(record: Record) -> str:

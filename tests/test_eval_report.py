@@ -153,6 +153,9 @@ def test_a_report_replaces_only_a_report_and_only_if_asked(tmp_path: Path) -> No
     assert "holds report/notes.md, " in refused(line, "-o", tmp_path, "--overwrite")
     (tmp_path / "file").touch()
     assert "file exists and is not a directory" in refused(line, "-o", tmp_path / "file")
+    model = shutil.copytree(model_directory() / "gqa2", tmp_path / "gqa2")
+    assert "no results.json lists it as part of a result" in refused(line, "-o", model, "--overwrite")
+    assert (model / "model.safetensors").is_file()
 
 
 CACHE = {"heads": {"kv": 8}, "kv_cache": {"bytes_per_token": 800}}
