@@ -1,4 +1,4 @@
-"""The text to score, cut into windows; checks that all checkpoints read it as the same tokens; perplexity."""
+"""Cut the text to score into windows, check that all checkpoints tokenise it alike, and compute perplexity."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gqa.eval.scoring import Window, rolling_windows
 from gqa.eval.statistics import Floats
 from gqa.eval.subjects import Subject
 
-MAX_CONTEXT = 2048  # by default: windows of 128k tokens for a model of 128k positions would take hours
+MAX_CONTEXT = 2048  # default: for a model with 128k positions, windows of 128k tokens would take hours
 
 
 def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: int) -> Text:
@@ -35,39 +35,39 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: in
 
 
 def check_target_field(subject: Subject, target_field: str | None) -> None:
-    """Raise RefusedError unless an encoder-decoder, and no other model, has a field of targets."""
+    """Raise RefusedError unless `target_field` is given for an encoder-decoder and for no other model."""
     if subject.config.is_encoder_decoder != bool(target_field):
         raise RefusedError(
-            f"--target-field is for encoder-decoders, {subject.name} is none"
+            f"--target-field is for encoder-decoders, {subject.name} is not one"
             if target_field
             else f"{subject.name} is an encoder-decoder: name the text to predict with --target-field"
         )
 
 
 def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
-    """Raise RefusedError unless all checkpoints read and predict the same tokens: else losses per token do not
-    compare. `sample`: a text that shows differences of tokenizers with one vocabulary.
+    """Raise RefusedError unless all checkpoints read and predict the same tokens: else losses per token are not
+    comparable. `sample`: text on which tokenizers with equal vocabularies may differ.
     """
     traits: dict[str, Callable[[Subject], Any]] = {
         "tokenizers": lambda one: (one.tokenizer.get_vocab(), one.tokenizer(sample, verbose=False)["input_ids"]),
         "kinds of models (one is an encoder-decoder)": lambda one: one.config.is_encoder_decoder,
-        "numbers of tokens to predict": lambda one: one.vocabulary,
+        "vocabulary sizes": lambda one: one.vocabulary,
     }
     first = subjects[0]
     for (name, trait), subject in product(traits.items(), subjects[1:]):
         if trait(subject) != trait(first):
             raise RefusedError(
-                f"{first.name} and {subject.name} have different {name}, so their losses per token do not compare; "
+                f"{first.name} and {subject.name} have different {name}, so their losses per token are not comparable; "
                 "give conversions of one checkpoint, or evaluate each alone and compare bits per byte"
             )
 
 
 def choose_context(subjects: Sequence[Subject], context: int | None) -> int:
-    """Tokens of a window: `context`, or without one the models' positions, at most MAX_CONTEXT. Raises RefusedError."""
+    """Tokens per window: `context`, or by default the models' positions, at most MAX_CONTEXT. Raises RefusedError."""
     limit = min((subject.positions for subject in subjects if subject.positions), default=None)
     if context and limit and context > limit:
         raise RefusedError(
-            f"--context {context} is more than the {limit} positions that the model was made for; give at most {limit}"
+            f"--context {context} is more than the {limit} positions of the model; give at most {limit}"
         )
     return context or min(limit or MAX_CONTEXT, MAX_CONTEXT)
 
@@ -86,12 +86,12 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        """Predictions that count."""
+        """Number of scored predictions."""
         return sum(window.scored for window in self.windows)
 
     @property
     def clusters(self) -> NDArray[np.int64]:
-        """What each is resampled with: its document, or its window where there are fewer than 30 documents."""
+        """(tokens,) bootstrap cluster of each prediction: its document, or its window if documents are fewer than 30."""
         documents = [window.document for window in self.windows]
         ids = documents if len(set(documents)) >= 30 else range(len(self.windows))
         return np.repeat(ids, [window.scored for window in self.windows])
@@ -104,9 +104,9 @@ class Text:
 def cut_text(
     subjects: Sequence[Subject], rows: Iterable[tuple[str, ...]], context: int, max_tokens: int | None
 ) -> Text:
-    """Rows of one text, or of a source and a target for encoder-decoders, as windows of the first checkpoint's tokens.
+    """Cut rows (a text, or source and target for encoder-decoders) into windows of the first checkpoint's tokens.
 
-    Raises RefusedError for too little text, and for a token id outside a model's vocabulary; CorpusError.
+    Raises CorpusError, and RefusedError for too little text or a token id outside a model's vocabulary.
     """
     first = subjects[0]
     if first.encoder:
@@ -124,15 +124,15 @@ def make_text(
     documents: Iterable[tuple[str, list[Window], bool]], protocol: Literal["rolling", "pairs"], context: int,
     max_tokens: int | None = None,
 ) -> Text:  # fmt: skip
-    """Documents up to the one that reaches `max_tokens`: the text that is scored, its windows, and whether they are cut
-    to the context. Words and bytes are those of the text as it is. Raises RefusedError for less text than one window.
+    """Collect `documents` until `max_tokens` are reached: each is its scored text, its windows, and whether they are cut
+    to the context. Words and bytes count the whole text. Raises RefusedError for less text than one window.
     """
     windows, documents_read, n_bytes, words, tokens, cuts = list[Window](), 0, 0, 0, 0, 0
     for text, parts, cut in documents:
         windows += parts
         documents_read += 1
         n_bytes += len(text.encode())
-        words += len(re.split(r"\s+", text))  # as lm-evaluation-harness: with empty ones at the ends
+        words += len(re.split(r"\s+", text))  # as lm-evaluation-harness: counts empty words at the ends
         tokens += sum(window.scored for window in parts)
         cuts += cut
         if max_tokens and tokens >= max_tokens:
@@ -148,7 +148,7 @@ def make_text(
 def text_windows(texts: Iterable[str], tokenizer: Any, context: int) -> Iterator[tuple[str, list[Window], bool]]:
     """Tokenise and cut into windows as lm-evaluation-harness does: every token of every document is scored once.
 
-    BOS (or else EOS) stands before the first token, even if the tokenizer puts one there itself, which is scored then.
+    BOS (or else EOS) precedes the first token; a BOS that the tokenizer itself adds is then scored, too.
     """
     prefix = prefix_token(tokenizer)
     for number, text in enumerate(texts):
@@ -158,8 +158,8 @@ def text_windows(texts: Iterable[str], tokenizer: Any, context: int) -> Iterator
 def pair_windows(
     pairs: Iterable[tuple[str, ...]], encoder: PairEncoder, context: int
 ) -> Iterator[tuple[str, list[Window], bool]]:
-    """Source and target texts for an encoder-decoder: every target token is scored, after the decoder start token.
-    Pairs are cut to the context; those without a target are left out.
+    """One window per pair for an encoder-decoder: every target token is scored, after the decoder start token. Sources
+    and targets are cut to the context; pairs with an empty target are skipped.
     """
     number = 0
     for source, target in pairs:
@@ -172,7 +172,7 @@ def pair_windows(
 
 
 def prefix_token(tokenizer: Any) -> int:
-    """The token that a sequence begins with: BOS, or else EOS. Raises RefusedError if there is neither."""
+    """First token of every sequence: BOS, or else EOS. Raises RefusedError if the tokenizer has neither."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
@@ -190,7 +190,7 @@ def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
     """exp(nats / tokens), exp(nats / words), exp(nats / bytes) and nats / (ln 2 bytes), each from sums over all tokens;
     per word and per byte only if no pair is cut.
 
-    The error of the token perplexity is llama-perplexity's: PPL sqrt((mean(l^2) - mean(l)^2) / (n - 1)).
+    Standard error of the token perplexity, as llama-perplexity computes it: PPL sqrt((mean(l^2) - mean(l)^2) / (n - 1)).
     """
     total, tokens = float(nats.sum(dtype="float64")), len(nats)
     mean, per_byte = total / tokens, total / text.bytes

@@ -347,7 +347,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no head": ({"model": "headless"}, ["headless is a LlamaModel, which does not predict"]),
     "context beyond the model's": ({"context": 4096}, ["--context 4096 is more than the 64 positions"]),
     "a device that is not there": ({"device": "cuda:99"}, ["cuda:99"]),
-    "targets of a decoder": ({"target_field": "text"}, ["--target-field is for encoder-decoders, model is none"]),
+    "targets of a decoder": ({"target_field": "text"}, ["--target-field is for encoder-decoders, model is not one"]),
     "no targets": ({"model": "t5"}, ["t5 is an encoder-decoder: name the text to predict with --target-field"]),
     "no such column": ({"model": "t5", "target_field": "none"}, ["has no field 'none'; it has 'text'"]),
     "one column twice": ({"model": "t5", "target_field": "text"}, ["are the same text"]),

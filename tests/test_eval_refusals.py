@@ -50,7 +50,7 @@ LOAD = Subject.load
         ("SRC --data TEXT --device cuda:99", "--device cuda:99 cannot be used: "),  # nowhere, whatever GPUs there are
         ("SRC --data TEXT --device meta", "--device meta cannot be used"),
         ("T5 --data TEXT", "t5gemma is an encoder-decoder: name the text to predict with --target-field"),
-        ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is none"),
+        ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is not one"),
         ("T5 --data TEXT --target-field text", "are the same text; name two columns"),
         ("T5 --data PLACE/text.txt --target-field other", "text.txt is plain text and has no field 'other'"),
         ("T5 --recall", "--recall is for decoders, and t5gemma is an encoder-decoder"),
@@ -123,7 +123,7 @@ def damaged(path: Path, damage: str) -> Path:
         ("nan", "SRC BAD --data TEXT", "bad: logits are not finite; look for NaN"),
         ("nan", "SRC BAD --data TEXT --kl", "bad: logits are not finite"),
         ("nan", "BAD SRC --data TEXT --kl", "bad: logits are not finite"),
-        ("vocabulary", "SRC BAD --data TEXT", "stdlib-mha and bad have different numbers of tokens to predict"),
+        ("vocabulary", "SRC BAD --data TEXT", "stdlib-mha and bad have different vocabulary sizes"),
         ("vocabulary", "BAD --data TEXT", "its embedding has 3000; they do not belong together"),
         ("tokenizer", "SRC BAD --data TEXT", "transformers cannot load the tokenizer of bad"),
         ("other tokenizer", "SRC BAD --data TEXT", "stdlib-mha and bad have different tokenizers"),
