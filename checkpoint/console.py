@@ -1,4 +1,4 @@
-"""What the commands share: help, progress, one line for every error, exit codes. Imports no torch."""
+"""Shared by the commands: version, progress, one-line errors, exit codes. Imports no torch."""
 
 import os
 import re
@@ -13,8 +13,8 @@ import click
 
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 
-WIDTH = 80  # characters of a line in a terminal
-_LABEL = 12  # of them before what a line says
+WIDTH = 80  # characters per line in a terminal
+_LABEL = 12  # of them for the label at the left
 _LOG_SECONDS = 30.0  # between two looks at progress in a log
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -22,11 +22,11 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 
 def version_option(command: click.Command) -> click.Command:
     """Add --version, which also prints the versions of torch and transformers."""
     versions = "%(prog)s %(version)s (torch {}, transformers {})".format(*map(installed, ("torch", "transformers")))
-    text = "Print the version, and those of torch and transformers, and exit."
+    text = "Print the versions of gqa, torch and transformers, and exit."
     return click.version_option(installed("gqa"), message=versions, help=text)(command)
 
 
-# What is left comes first, so that it never falls off a narrow terminal; the bar takes the columns that remain.
+# The remaining time comes first, so that a narrow terminal never cuts it off; the bar fills the remaining columns.
 _BAR = "{desc} {percentage:3.0f}% eta {remaining} {n_fmt}/{total_fmt} {rate_fmt}{postfix} |{bar}|"
 
 
@@ -45,23 +45,23 @@ def progress_bar(total: int, unit: str, description: str, quiet: bool) -> Any:
 
 
 class Watcher:
-    """Progress on stderr unless it is `quiet`, and warnings."""
+    """Warnings and, unless `quiet`, progress on stderr."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
         self._bar: Any = None
 
     def stage(self, name: str, total: int, unit: str = "tok") -> None:
-        """Begin a stage of so many tokens, layers or other units."""
+        """Begin a stage of `total` tokens, layers or other units."""
         self.close()
         self._bar = progress_bar(total, unit, name, self._quiet)
 
     def update(self, count: int) -> None:
-        """Count units that are done; from any thread."""
+        """Count `count` more units as done; callable from any thread."""
         self._bar.update(count)
 
     def layer(self, error: float) -> None:
-        """Count a layer, with the squared error of its attention output relative to the source's; NaN for none."""
+        """Count a layer as done; `error`: squared error of its attention output relative to the source's, or NaN."""
         if error == error:
             self._bar.set_postfix_str(f"error {error:.3g}", refresh=False)
         self.update(1)
@@ -86,8 +86,8 @@ SILENT = Watcher(quiet=True)
 
 
 def wrap_lines(text: str) -> str:
-    """Lines that each begin with a label, in the width of a terminal; no word is broken. What is indented (rows of
-    tables, commands to copy) stays as it is.
+    """Wrap lines that begin with a label to the width of a terminal; words are not broken. Indented lines (rows of
+    tables, commands to copy) are unchanged.
     """
     lines = []
     for line in text.splitlines():
@@ -99,13 +99,13 @@ def wrap_lines(text: str) -> str:
 
 
 def say_device(name: object, quiet: bool) -> None:
-    """Print the device at a terminal; records of results hold it too."""
+    """Print the device if interactive; records of results contain it, too."""
     if is_interactive() and not quiet:
         click.echo(f"device      {name}", err=True)
 
 
 def is_interactive() -> bool:
-    """Whether a person looks at what is written as it comes: at a terminal, or in a notebook."""
+    """Whether a person watches the output: stderr is a terminal, or this runs in a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return sys.stderr.isatty() or "IPKernelApp" in getattr(shell, "config", ())
 
@@ -121,14 +121,14 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
     Exit codes: 0 done, 2 wrong usage or refused, 130 interrupted (143 terminated), 1 anything else.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch dumps its stack where another process has ended
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints a trace when another process ended
     try:
         command.main(prog_name=program, standalone_mode=False)
     except click.ClickException as error:
         fail(program, f"{error.format_message().rstrip('.')}; see {program} --help", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         fail(program, f"interrupted; {interrupted}", 130)
-    except Exception as error:  # one line, whatever it is; the traceback with its causes on request
+    except Exception as error:  # always one line; -v adds the traceback
         from gqa.checkpoint.loading import out_of_memory
 
         if any(re.fullmatch("--verbose|-[a-z]*v[a-z]*", word) for word in sys.argv):  # also in -qv
@@ -137,7 +137,7 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
             fail(program, str(error), 2)
         if isinstance(error, OSError) and error.filename and error.strerror:
             name = os.fsdecode(error.filename)
-            fail(program, f"{name}: {error.strerror}; check that it is there, and its rights and disk", 1)
+            fail(program, f"{name}: {error.strerror}; check that it exists, its permissions and the disk", 1)
         if isinstance(error, OSError):
             fail(program, str(error), 1)
         if out_of_memory(error):

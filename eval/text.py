@@ -66,9 +66,7 @@ def choose_context(subjects: Sequence[Subject], context: int | None) -> int:
     """Tokens per window: `context`, or by default the models' positions, at most MAX_CONTEXT. Raises RefusedError."""
     limit = min((subject.positions for subject in subjects if subject.positions), default=None)
     if context and limit and context > limit:
-        raise RefusedError(
-            f"--context {context} is more than the {limit} positions of the model; give at most {limit}"
-        )
+        raise RefusedError(f"--context {context} is more than the {limit} positions of the model; give at most {limit}")
     return context or min(limit or MAX_CONTEXT, MAX_CONTEXT)
 
 
@@ -91,7 +89,7 @@ class Text:
 
     @property
     def clusters(self) -> NDArray[np.int64]:
-        """(tokens,) bootstrap cluster of each prediction: its document, or its window if documents are fewer than 30."""
+        """(tokens,) bootstrap cluster of each prediction: its document, or with fewer than 30 its window."""
         documents = [window.document for window in self.windows]
         ids = documents if len(set(documents)) >= 30 else range(len(self.windows))
         return np.repeat(ids, [window.scored for window in self.windows])
@@ -124,8 +122,8 @@ def make_text(
     documents: Iterable[tuple[str, list[Window], bool]], protocol: Literal["rolling", "pairs"], context: int,
     max_tokens: int | None = None,
 ) -> Text:  # fmt: skip
-    """Collect `documents` until `max_tokens` are reached: each is its scored text, its windows, and whether they are cut
-    to the context. Words and bytes count the whole text. Raises RefusedError for less text than one window.
+    """Collect `documents` until `max_tokens` are reached: each is the scored text, its windows, and whether they are
+    cut to the context. Words and bytes count the whole text. Raises RefusedError for less text than one window.
     """
     windows, documents_read, n_bytes, words, tokens, cuts = list[Window](), 0, 0, 0, 0, 0
     for text, parts, cut in documents:
@@ -190,7 +188,7 @@ def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
     """exp(nats / tokens), exp(nats / words), exp(nats / bytes) and nats / (ln 2 bytes), each from sums over all tokens;
     per word and per byte only if no pair is cut.
 
-    Standard error of the token perplexity, as llama-perplexity computes it: PPL sqrt((mean(l^2) - mean(l)^2) / (n - 1)).
+    Standard error of the token perplexity, as in llama-perplexity: PPL sqrt((mean(l^2) - mean(l)^2) / (n - 1)).
     """
     total, tokens = float(nats.sum(dtype="float64")), len(nats)
     mean, per_byte = total / tokens, total / text.bytes

@@ -322,7 +322,7 @@ def test_no_space_left(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         patch.setattr(os, "fsync", full)
         result = ablate(out, alphas="0")
     assert (result.code, result.err.count("\n"), os.strerror(number) in result.err) == (1, 1, True)
-    assert "rows that were measured are kept, the same command continues" in result.err
+    assert "measured rows are kept; repeat the command to continue" in result.err
     before = rows(out)
     assert [row["method"] for row in before[:2]] == ["none", "mean"]
     assert measured(out, alphas="0")[: len(before)] == before

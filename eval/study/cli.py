@@ -56,4 +56,4 @@ def command(options: AblateOptions) -> None:
 
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says, 1 also where cells failed."""
-    run(command, "gqa-ablate", "rows that were measured are kept; the same command continues")
+    run(command, "gqa-ablate", "measured rows are kept; repeat the command to continue")

@@ -1,6 +1,6 @@
-"""The rows of a study: one a cell, appended to results.jsonl as soon as the cell is measured.
+"""The rows of a study: one per cell, appended to results.jsonl as soon as the cell is measured.
 
-`pandas.read_json("results.jsonl", lines=True)` reads it. A cell that failed is measured again; its latest row counts.
+`pandas.read_json("results.jsonl", lines=True)` reads it. A failed cell is measured again; its latest row counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILES = (PAGE, "alphas.svg", "tradeoff.svg", ROWS)
 
 
 def columns_of(record: Row, cache: Any, base_cache: Any) -> Row:
-    """The measurements of a model (`Comparison.measure`) as columns; both caches are by formula (`Subject.cache`)."""
+    """Columns of a row from `Comparison.measure` of a model and the computed KV caches (`Subject.cache`)."""
     quality, against = record["quality"], record.get("against_baseline", {"log_ratio": 0.0})
     row: Row = {
         "loss": quality["nats_per_token"],
@@ -43,7 +43,7 @@ def columns_of(record: Row, cache: Any, base_cache: Any) -> Row:
         "kv_share": cache.bytes_per_token / base_cache.bytes_per_token,
     }
     if cross := cache.cross_bytes_per_token:
-        row["cross_bytes_per_token"] = cross  # of each token of the source
+        row["cross_bytes_per_token"] = cross  # per source token
     if "recall" in record:
         row |= {f"recall_{kind.replace('-', '_')}": share for kind, share in recalled(record).items()}
         row |= {"greedy_tokens": record["greedy"]["tokens"], "recall_by_distance": record["recall"]}
@@ -58,12 +58,12 @@ def writing(directory: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or error
         raise OutputError(
-            f"{directory} cannot be written: {reason}; rows that were measured are kept, the same command continues"
+            f"{directory} cannot be written: {reason}; measured rows are kept; repeat the command to continue"
         ) from error
 
 
 def read_rows(directory: Path) -> dict[Cell, Row]:
-    """The latest row of each cell, in the order of the grid. Raises RefusedError if results.jsonl is not a study's."""
+    """The latest row of each cell, in the order of the grid. Raises RefusedError if the file has other contents."""
     path = directory / ROWS
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -76,7 +76,7 @@ def read_rows(directory: Path) -> dict[Cell, Row]:
 
 
 def append_row(directory: Path, row: Row) -> None:
-    """Append a row and fsync; half a line of a killed run is cut off first. Raises OutputError."""
+    """Append a row and fsync; first cut off the half line of a killed run. Raises OutputError."""
     with writing(directory), (directory / ROWS).open("ab+") as stream:
         stream.seek(0)
         stream.truncate(stream.read().rfind(b"\n") + 1)
@@ -86,8 +86,8 @@ def append_row(directory: Path, row: Row) -> None:
 
 
 def check_directory(directory: Path, identity: Row, overwrite: bool) -> None:
-    """Raise RefusedError if the directory holds files and no study, or, unless `overwrite`, rows with other options
-    than `identity`.
+    """Raise RefusedError if the directory holds files but no study, or, unless `overwrite`, rows of a study whose
+    options differ from `identity`.
     """
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
     if directory.exists() and (not directory.is_dir() or (names and not {ROWS, WORK} & names)):
@@ -104,7 +104,7 @@ def check_directory(directory: Path, identity: Row, overwrite: bool) -> None:
 def locked_work(directory: Path) -> Iterator[Path]:
     """Lock and yield the directory for intermediate files; remove it at the end if it is empty.
 
-    Raises RefusedError where another process runs the same study, OutputError where nothing can be written.
+    Raises RefusedError if another process runs the same study, OutputError if nothing can be written.
     """
     work = directory / WORK
     with writing(directory):
