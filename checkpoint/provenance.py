@@ -45,17 +45,14 @@ def versions(*packages: str) -> dict[str, str]:
     return {name: version(name) for name in packages}
 
 
-def without_place(word: str) -> str:
-    """An absolute path as its last name, also after `--option=`: what else is in it is of one machine only."""
-    option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", word, re.DOTALL).groups(default="")  # type: ignore[union-attr]
-    return option + (Path(path).name if Path(path).is_absolute() else path)
-
-
 def portable(value: Any) -> Any:
-    """Arguments or options of a command without absolute paths, JSON-ready."""
+    """Arguments or options of a command, JSON-ready; of an absolute path, also after `--option=`, only the last name."""
     if isinstance(value, list | tuple):
         return [portable(part) for part in value]
-    return without_place(str(value)) if isinstance(value, str | Path) else value
+    if not isinstance(value, str | Path):
+        return value
+    option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", str(value), re.DOTALL).groups(default="")  # type: ignore[union-attr]
+    return option + (Path(path).name if Path(path).is_absolute() else path)
 
 
 def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:

@@ -92,7 +92,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: `Hub.requests` has the record."""
 
     def do_GET(self) -> None:
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         self.route = unquote(urlsplit(self.path).path)
         try:
@@ -108,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, code = refused.args
             self._answer(status, {"error": code}, {"X-Error-Code": code})
 
-    do_HEAD = do_POST = do_GET  # noqa: N815
+    do_HEAD = do_GET  # noqa: N815
 
     def _answer(self, status: int, content: Any = b"", headers: dict[str, str] | None = None) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -147,10 +146,6 @@ class _Handler(BaseHTTPRequestHandler):
         inside = [(path, entry) for path, entry in entries if PurePosixPath(folder) in path.parents]
         self._answer(200, [entry for path, entry in inside if deep or str(path.parent) == folder])
 
-    def paths_info(self, name: str, revision: str) -> None:
-        wanted = json.loads(self.body)["paths"]
-        self._answer(200, [entry for entry in _entries(self._commit(name, revision)[2]) if entry["path"] in wanted])
-
     def resolve(self, name: str, revision: str, path: str) -> None:
         repo, commit, directory = self._commit(name, revision)
         file = directory / path
@@ -173,16 +168,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _content(self, file: Path, headers: dict[str, str]) -> None:
         data = file.read_bytes()
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
         if not asked or self.command == "HEAD":
             self._answer(200, data, headers)
             return
-        first, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
-        if first >= len(data):
-            self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
-        else:
-            headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
-            self._answer(206, data[first : last + 1], headers)
+        first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+        self._answer(206, data[first : last + 1], headers)
 
 
 _NAME = r"(?P<name>[\w.-]+(?:/[\w.-]+)?)"
@@ -190,7 +182,6 @@ _API = rf"/api/(?:models|datasets)/{_NAME}"  # names are those of both kinds of 
 _ROUTES: list[tuple[str, str, Any]] = [
     ("GET", rf"{_API}/revision/(?P<revision>.+)", _Handler.model_info),
     ("GET", rf"{_API}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", _Handler.tree),
-    ("POST", rf"{_API}/paths-info/(?P<revision>[^/]+)", _Handler.paths_info),
     ("GET", _API, _Handler.model_info),
     ("GET HEAD", rf"(?:/datasets)?/{_NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
     ("GET HEAD", r"/lfs/(?P<commit>\w+)/(?P<path>.+)", _Handler.storage),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -206,7 +205,6 @@ CASES: Cases = {
     "a name with line breaks": (tensors(lambda t: t | {K0.replace("k_proj", "\n\x1b[2Jx"): torch.ones(1)}),
          ("\\n\\x1b[2Jx",)),
     # not safetensors
-    "pickle without an archive": (both(remove(SINGLE), text(BIN, pickle.dumps({"a": 1}))), (BIN,)),
     "not only tensors in .bin": (pickled({"model": weights(), "step": 3}), ("other than named dense te",)),
     "a sparse tensor in .bin": (pickled(weights() | {"x": torch.eye(2).to_sparse()}), ("named dense", "'x'")),
     "the old .bin format": (pickled(weights(), zipped=False), ("can be mapped (mmap can only", "as safetensors first")),
