@@ -46,7 +46,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def portable(value: Any) -> Any:
-    """Arguments or options of a command, JSON-ready; of an absolute path, also after `--option=`, only the last name."""
+    """Arguments or options of a command, JSON-ready; of an absolute path, also after `--option=`, its last name."""
     if isinstance(value, list | tuple):
         return [portable(part) for part in value]
     if not isinstance(value, str | Path):
