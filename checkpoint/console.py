@@ -15,7 +15,7 @@ from gqa.checkpoint.errors import RefusedError, explain, one_line
 
 WIDTH = 80  # characters per line in a terminal
 _LABEL = 12  # of them for the label at the left
-_LOG_SECONDS = 30.0  # between two looks at progress in a log
+_LOG_SECONDS = 30.0  # between progress updates in a log
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -31,8 +31,8 @@ _BAR = "{desc} {percentage:3.0f}% eta {remaining} {n_fmt}/{total_fmt} {rate_fmt}
 
 
 def progress_bar(total: int, unit: str, description: str, quiet: bool) -> Any:
-    """On stderr, or in the cell of a notebook; where no person looks at it every _LOG_SECONDS. Of 0 in all nobody knows
-    the end.
+    """A tqdm bar on stderr or in a notebook cell; unless interactive, it updates every _LOG_SECONDS. `total`: 0 if
+    unknown.
     """
     from tqdm.auto import tqdm
 
