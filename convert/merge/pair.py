@@ -1,8 +1,7 @@
-"""The source and the converted model side by side, one layer in memory at a time.
+"""Run the source and the converted model side by side, one layer in memory at a time.
 
-Two streams of hidden states run through them: the source's own, which sets what every layer's attention should give,
-and that of the converted model, which is what each layer will really be given, so that every layer also corrects what
-those before it did (docs/methods.md).
+Each has its own hidden states: the source's define the targets of every layer's attention; the converted model's are
+the inputs that a layer will really get, so each layer also corrects errors of the layers before (docs/methods.md).
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods import HeadMaps, mean
 from gqa.convert.plan import Plan
 
-# (N, T) token ids and masks by the names of the arguments of the model's forward.
+# (N, T) token ids and masks by argument name of the model's forward.
 Inputs = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Streams:
-    """Hidden states of all blocks in the source and in the model whose layers so far are converted."""
+    """Hidden states of all blocks in the source, and in the model whose layers up to here are converted."""
 
     source: Stream
     converted: Stream
 
 
 class Pair:
-    """The source and the converted model, one layer of the decoder at a time."""
+    """The source and the converted model, one decoder layer at a time."""
 
     def __init__(self, plan: Plan, options: MapsOptions) -> None:
         checkpoint, config, dtype = plan.checkpoint, plan.config, getattr(torch, options.dtype)
@@ -54,20 +53,20 @@ class Pair:
         self.target = Layerwise(checkpoint, target, path, dtype, options.device, names)
 
     def heads(self, module: AttentionModule) -> tuple[LayerHeads, int]:
-        """The heads of the source's module, and the number of KV heads of the converted one."""
+        """Heads of the source's module, and the converted module's number of KV heads."""
         config, layer = self.plan.config, module.layer
         return config.heads(layer), target_heads(config, layer, self.plan.groups).kv
 
     def modules_of(self, layer: int) -> list[AttentionModule]:
-        """The attention modules of a layer whose heads are merged, in the order in which they are run."""
+        """The layer's attention modules whose heads are merged, in execution order."""
         modules = [module for module in self._modules if module.layer == layer and self.plan.changes_of(module)]
         if len({module.kind for module in modules}) < len(modules):
-            raise RefusedError(f"layer {layer} has several attention modules, which cannot be calibrated apart")
+            raise RefusedError(f"layer {layer} has several attention modules of one kind, which is not supported")
         return modules
 
     def original(self, layer: int, before: Mapping[str, Tensor] | None = None) -> Layer:
-        """The source's layer with its weights; `before`: the converted model's tensors of some modules, whose heads are
-        repeated.
+        """The source's layer with its weights, except in modules with converted tensors in `before`: these get the
+        converted heads, repeated.
         """
         repeated: dict[str, Tensor] = {}
         for module in self.modules_of(layer) if before else ():
@@ -77,13 +76,13 @@ class Pair:
         return self.source.load(layer, repeated)
 
     def mapped(self, module: AttentionModule, maps: HeadMaps) -> dict[str, Tensor]:
-        """The converted model's tensors of a module by their stored names."""
+        """The converted model's tensors of a module, by stored name."""
         changes, read = self.plan.changes_of(module), self.plan.checkpoint.read
         return {change.source.name: change.mapped(read(change.source).float(), maps.merge) for change in changes}
 
     def merged(self, layer: int, module: AttentionModule, changed: Mapping[str, Tensor]) -> Layer:
-        """The converted model's layer with the tensors `changed`, by their stored names. Modules of which none is
-        given get the mean of their heads.
+        """The converted model's layer with the tensors `changed` (by stored name). Modules without any of them get the
+        mean of their heads.
         """
         tensors: dict[str, Tensor] = {}
         for other in self.modules_of(layer):
@@ -92,27 +91,27 @@ class Pair:
         return self.with_attention(module, self.target.load(layer, tensors | dict(changed)), self.target)
 
     def mean(self, module: AttentionModule) -> HeadMaps:
-        """The maps of the plainest method."""
+        """Maps of the method `mean`."""
         heads, groups = self.heads(module)
         return mean(heads.kv, groups)
 
     def trainable(self, module: AttentionModule, attention: nn.Module) -> dict[str, str]:
-        """Parameters of a converted attention module that are stored in what changes: name below it -> full name."""
+        """Parameters of a converted attention module whose stored tensors change: name in the module -> full name."""
         changed = {change.source.name for change in self.plan.changes_of(module)}
         full = {id(parameter): name for name, parameter in self.target.model.named_parameters()}
         names = {name: full[id(parameter)] for name, parameter in attention.named_parameters()}
         return {name: path for name, path in names.items() if changed & {*self.target.loading.parts(path)}}
 
     def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters of the converted model by their full names -> tensors as they are stored."""
+        """Convert parameters of the converted model, by full name, to stored tensors, by stored name."""
         whole = {parameter: name for name, parameter in self.target.loading.whole.items()}
         stored = {whole[name]: tensor for name, tensor in tensors.items() if name in whole}
         rest = {name: tensor for name, tensor in tensors.items() if name not in whole}
         return stored | (stored_tensors(self.target.model, rest) if rest else {})
 
     def start(self, inputs: Inputs) -> Streams:
-        """The hidden states that the first layer of the decoder reads. The other arguments of layers are the same for
-        all texts of a length; with an encoder they are computed for each batch.
+        """Hidden states that the first decoder layer reads. The layers' other arguments are computed once per batch
+        size, or with an encoder once per batch.
         """
         source, batch, known = self.source, self.options.at_once, dict[int, dict[int, Arguments]]()
         blocks = torch.arange(len(next(iter(inputs.values())))).split(batch)
@@ -129,7 +128,7 @@ class Pair:
             one, other = (source.layer_inputs({**decoder, "input_ids": ids})[1] for ids in (ids, ids.flip(1)))
             if not all(tree_leaves(tree_map(lambda a, b: not isinstance(a, Tensor) or torch.equal(a, b), one, other))):
                 raise RefusedError(
-                    f"layers of {type(source.model).__name__} are given more than hidden states of the text; "
+                    f"layers of {type(source.model).__name__} read more of the text than hidden states; "
                     "it cannot be run layer by layer"
                 )
 
@@ -145,7 +144,7 @@ class Pair:
         return Streams(stream, stream.clone())
 
     def with_attention(self, module: AttentionModule, layer: Layer, model: Layerwise | None = None) -> Layer:
-        """A layer of the source, or of another `model`, with the attention module and projection to capture."""
+        """The layer (of the source, or of `model`) with the attention module and output projection to capture."""
         attention, projection = layer.module.get_submodule(module.path.split(f".{module.layer}.", 1)[1]), None
         if self.symmetry:
             model = model or self.source
@@ -156,10 +155,10 @@ class Pair:
 
 def check_finite(layer: int, *tensors: Tensor) -> None:
     """Raise RefusedError if a layer computes NaN or Inf."""
-    if not all(bool(torch.stack(tensor.aminmax()).isfinite().all()) for tensor in tensors):  # extremes keep NaN
+    if not all(bool(torch.stack(tensor.aminmax()).isfinite().all()) for tensor in tensors):  # aminmax propagates NaN
         raise RefusedError(f"layer {layer} computes NaN or Inf on the calibration text; the model is broken there")
 
 
 def _select(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
-    """The inputs of some of the blocks."""
+    """The inputs of the blocks `rows`."""
     return {name: value[rows] if isinstance(value, Tensor) else value for name, value in inputs.items()}
