@@ -1,8 +1,8 @@
-"""Second moments of what the heads of a layer compute, estimated or measured, and what follows from them: the maps that
-merge heads, and which heads share.
+"""Second moments of a layer's queries, keys and values, measured or estimated; the merge maps and the grouping of heads
+that they determine.
 
-Heads may stand in any order as long as their query heads go with them, so any partition into groups of equal size is as
-loadable as neighbours are; `HeadMaps.order` puts the heads of a group side by side.
+Heads can be reordered if their query heads move with them, so the checkpoint can hold any partition into groups of
+equal size; `HeadMaps.order` makes the heads of a group neighbours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Cost = Callable[[Group], float]
 
 
 def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:
-    """The stored heads of a module by role, (n, rows, D) float32, and biases (n, rows) as `role.bias`."""
+    """Stored heads of a module by role, (n, rows, D) float32, and biases (n, rows) under `role.bias`."""
     by_role: dict[str, Tensor] = {}
     for change in changes:
         if change.rule.projection:
@@ -48,19 +48,19 @@ def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]
 
 @dataclass
 class Moments:
-    """Second moments, float64, or sums that become them (`averaged`).
+    """Second moments in float64, or the sums from which `averaged` makes them.
 
-    keys, key_means: (G, m d, m d) and (G, m d) of the keys of each group, stacked.
-    queries: (Hk, d, d) for each head, of its query heads.
-    values: (G, m e, m e) of the values of each group, stacked.
-    counted: Positions of keys and values in sums.
+    keys, key_means: (G, m d, m d) and (G, m d), of the stacked keys of each group.
+    queries: (Hk, d, d), of the query heads of each KV head.
+    values: (G, m e, m e), of the stacked values of each group.
+    visible_keys: Number of keys (and values) in the sums.
     """
 
     keys: Tensor
     key_means: Tensor
     queries: Tensor
     values: Tensor
-    counted: int = 0
+    visible_keys: int = 0
 
     @classmethod
     def zeros(cls, heads: LayerHeads, groups: int, device: str | torch.device = "cpu") -> Moments:
@@ -70,13 +70,13 @@ class Moments:
         return cls(keys, means, queries, values)
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, significance: Tensor, visible: Tensor) -> None:
-        """(B, H, T, d) queries, (B, Hk, S, d) keys, (B, Hk, S, e) values, (B, H, T) what errors of scores do, (B or 1,
-        S) which keys are `visible` at all: the others count nothing.
+        """Add queries (B, H, T, d) weighted by their sensitivity `significance` (B, H, T), and those keys (B, Hk, S, d)
+        and values (B, Hk, S, e) that are `visible` (B or 1, S).
         """
-        groups = len(self.keys)  # one for the whole layer
+        groups = len(self.keys)  # 1 if the whole layer is one group
         visible = visible.expand(len(k), -1)
         k, v = (heads * visible[:, None, :, None] for heads in (k, v))
-        self.counted += int(visible.sum())
+        self.visible_keys += int(visible.sum())
         keys, values = stack_groups(k, groups), stack_groups(v, groups)
         rows = as_float64(keys.flatten(1, 2))  # (G, n, m d)
         self.keys += rows.mT @ rows
@@ -87,15 +87,15 @@ class Moments:
         self.queries += (rows.mT @ rows).unflatten(0, (k.shape[1], -1)).sum(1)
 
     def cpu(self) -> Moments:
-        return Moments(self.keys.cpu(), self.key_means.cpu(), self.queries.cpu(), self.values.cpu(), self.counted)
+        return Moments(self.keys.cpu(), self.key_means.cpu(), self.queries.cpu(), self.values.cpu(), self.visible_keys)
 
     def averaged(self, count: int) -> Moments:
-        """Of sums over `count` queries, and as many keys as were seen."""
-        keys = max(self.counted, 1)
+        """Divide the sums by the number of queries, `count`, and of visible keys."""
+        keys = max(self.visible_keys, 1)
         return Moments(self.keys / keys, self.key_means / keys, self.queries / count, self.values / keys)
 
     def regrouped(self, order: tuple[int, ...], groups: int) -> Moments:
-        """Of one group -> those of `groups` groups of heads in that order."""
+        """From the moments of one group, those of `groups` groups of heads in this order."""
         heads = torch.tensor(order).view(groups, -1)
 
         def rows(dim: int) -> Tensor:  # (G, m d)
@@ -109,19 +109,19 @@ class Moments:
         return Moments(blocks(self.keys[0]), means, self.queries[list(order)], blocks(self.values[0]))
 
     def shared_keys(self, rotary: Rotary) -> list[GroupMaps]:
-        """The closed form of each group's key."""
+        """The closed-form maps of each group's key."""
         queries = self.queries.unflatten(0, (len(self.keys), -1))
-        return [shared_key(*of, rotary).cpu() for of in zip(self.keys, queries, self.key_means, strict=True)]
+        return [shared_key(*group, rotary).cpu() for group in zip(self.keys, queries, self.key_means, strict=True)]
 
     def shared_values(self, attended: Iterable[Tensor], w_o: Tensor) -> list[GroupMaps]:
-        """The closed form of each group's value: `attended` gives (H / G, m e, m e) of one of them after another, the
-        moments of the stacked values that each query head sees; w_o (H, e, D).
+        """The closed-form maps of each group's value. `attended` yields for each group (H / G, m e, m e) moments of the
+        attention-weighted stacked values per query head; w_o (H, e, D).
         """
         groups = len(self.values)
         m = len(self.queries) // groups
         owner = torch.arange(m).repeat_interleave(len(w_o) // len(self.queries))
         parts = zip(attended, self.values, w_o.double().unflatten(0, (groups, -1)), strict=True)
-        return [shared_value(each, values, w @ w.mT, owner).cpu() for each, values, w in parts]
+        return [shared_value(outputs, values, w @ w.mT, owner).cpu() for outputs, values, w in parts]
 
 
 def head_maps(
@@ -131,8 +131,8 @@ def head_maps(
     values: Sequence[GroupMaps],
     order: tuple[int, ...] | None = None,
 ) -> HeadMaps:
-    """The maps of a layer from those of its groups. Without any of keys they are averaged; without any of values those
-    of the first head stay.
+    """The maps of a layer from those of its groups. Empty `keys`: keys are averaged. Empty `values`: each group keeps
+    the values of its first head.
     """
     key, query = mean(heads.kv, groups).key, None
     if keys:
@@ -146,16 +146,16 @@ def head_maps(
 
 
 def stack_groups(heads: Tensor, groups: int) -> Tensor:
-    """(B, Hk, T, d) -> (G, B, T, m * d)."""
+    """(B, Hk, T, d) -> (G, B, T, m d)."""
     stacked: Tensor = heads.unflatten(1, (groups, -1)).permute(1, 0, 3, 2, 4)
     return stacked.flatten(3)
 
 
 def find_order(moments: Moments, w_o: Tensor, groups: int, rotary: Rotary, free_keys: bool) -> Group | None:
-    """The order of heads that puts those which share best side by side; None where neighbours do.
+    """The order of heads in which consecutive ones form the groups with the least loss; None if neighbours already do.
 
-    What a group loses of scores and of outputs is counted in units of what neighbours lose on average. `moments` are
-    those of the whole layer as one group; w_o (H, e, D).
+    The loss of a group is its lost score energy plus its lost output energy, each divided by the mean over groups of
+    neighbours. `moments`: of the whole layer as one group; w_o (H, e, D).
     """
     heads = len(moments.queries)
     gains = (w_o @ w_o.mT).unflatten(0, (heads, -1)).sum(1)  # (Hk, e, e)
@@ -176,26 +176,26 @@ def find_order(moments: Moments, w_o: Tensor, groups: int, rotary: Rotary, free_
 
 
 def best_partition(heads: int, groups: int, cost: Cost) -> tuple[Group, ...]:
-    """The partition of `heads` into `groups` of equal size with the least summed cost, of all there are."""
+    """The partition of `heads` into `groups` of equal size with the least summed cost, by exhaustive search."""
     return min(_partitions(tuple(range(heads)), heads // groups), key=lambda partition: sum(map(cost, partition)))
 
 
 def _partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:
-    """Each once: a group is that of the smallest head that is left."""
+    """Each partition once: the next group always contains the smallest remaining head."""
     if not heads:
         yield ()
         return
-    for others in combinations(heads[1:], size - 1):
-        group = (heads[0], *others)
+    for partners in combinations(heads[1:], size - 1):
+        group = (heads[0], *partners)
         for rest in _partitions(tuple(head for head in heads if head not in group), size):
             yield (group, *rest)
 
 
 def _lost_keys(moments: Moments, group: Group, rotary: Rotary, free_keys: bool) -> float:
-    """Energy of scores that one shared key cannot carry (`shared_key` says which it does)."""
+    """Energy of scores outside of the directions that one shared key keeps (see `shared_key`)."""
     rows, dim = _rows(group, moments.queries.shape[1]), moments.queries.shape[1]
     keys, queries = moments.keys[0][rows][:, rows], moments.queries[list(group)]
-    if not free_keys:  # they are averaged
+    if not free_keys:  # keys are averaged
         blocks = keys.view(len(group), dim, len(group), dim)
         return float(keys.trace() - torch.einsum("aibi->", blocks) / len(group))
     lost = 0.0
@@ -208,18 +208,18 @@ def _lost_keys(moments: Moments, group: Group, rotary: Rotary, free_keys: bool) 
     varying = without_means(keys, moments.key_means[0][rows])
     for dims in plain_dims(rotary, dim):
         plain = (torch.arange(len(group))[:, None] * dim + dims).flatten()
-        lost += _beyond(varying[plain][:, plain], queries[:, dims][:, :, dims])
+        lost += _energy_outside(varying[plain][:, plain], queries[:, dims][:, :, dims])
     return lost
 
 
 def _lost_values(values: Tensor, gains: Tensor, group: Group) -> float:
     """Energy of outputs outside of the directions that one shared value keeps."""
     rows = _rows(group, gains.shape[1])
-    return _beyond(values[rows][:, rows], gains[list(group)])
+    return _energy_outside(values[rows][:, rows], gains[list(group)])
 
 
-def _beyond(covariance: Tensor, energy: Tensor) -> float:
-    """Sum of the eigenvalues of E^1/2 S E^1/2 but the n largest, (m n, m n) S and blocks (m, n, n) of E."""
+def _energy_outside(covariance: Tensor, energy: Tensor) -> float:
+    """Sum of all but the n largest eigenvalues of E^1/2 S E^1/2: S (m n, m n), E block-diagonal of (m, n, n)."""
     values, vectors = torch.linalg.eigh(energy)
     root = torch.block_diag(*(vectors * values.clamp_min(0).sqrt()[:, None] @ vectors.mT))
     eigenvalues = torch.linalg.eigvalsh(root @ covariance @ root)
