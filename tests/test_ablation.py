@@ -24,30 +24,25 @@ from gqa.eval.study import rows as study_rows
 from gqa.eval.study.options import AblateOptions, Cell
 
 
-def command(program: str, *words: object) -> str:
-    result = run(*words, program=program)
-    assert result.code == 0, result
-    return result.out
-
-
 def convert(out: Path, method: str, *options: object, model: Path | None = None, groups: int = 1) -> Path:
-    model = model or place() / "model"
-    command("gqa-convert", "-q", "--groups", groups, "--method", method, "-o", out, *options, model)
+    done = run("-q", "-g", groups, "--method", method, "-o", out, *options, model or place() / "model")
+    assert done.code == 0, done
     return out
 
 
 def uptrain(model: Path, out: Path, **options: Any) -> Path:
-    defaults = {"batch_size": 4, "context": 64, "alpha": 0.1, "heldout": place() / "heldout.jsonl"}
-    options = {"data": place() / "train.jsonl", **defaults, **options}
-    command("gqa-uptrain", *words_for(model, options.pop("data"), out, **options))
+    defaults = {"data": place() / "train.jsonl", "heldout": place() / "heldout.jsonl", "learning_rate": 3e-3}
+    options = {**defaults, "batch_size": 4, "context": 64, "alpha": 0.1, **options}
+    done = run(*words_for(model, options.pop("data"), out, **options), program="gqa-uptrain")
+    assert done.code == 0, done
     return out
 
 
 def evaluated(*words: object, data: Path | None = None) -> list[dict[str, Any]]:
     """The models of gqa-eval on the held-out text."""
-    options = ("--data", data or place() / "heldout.jsonl", "--json", "-q")
-    models: list[dict[str, Any]] = json.loads(command("gqa-eval", *words, *options))["models"]
-    return models
+    done = run(*words, "--data", data or place() / "heldout.jsonl", "--json", "-q", program="gqa-eval")
+    assert done.code == 0, done
+    return list(json.loads(done.out)["models"])
 
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,7 +76,7 @@ def check_cells(found: list[dict[str, Any]], models: list[dict[str, Any]]) -> No
 def test_cells_are_what_the_commands_give(tmp_path: Path) -> None:
     """The base model, a conversion, and a training of it."""
     converted = convert(tmp_path / "converted", "first")
-    trained = uptrain(converted, tmp_path / "trained", teacher="none", train="all", learning_rate=3e-3)
+    trained = uptrain(converted, tmp_path / "trained", teacher="none", train="all")
     base, *models = evaluated(place() / "model", converted, trained, "--kl")
     source, *found = measured(tmp_path / "study", methods="first", skip=None)
     assert source["loss"] == pytest.approx(base["quality"]["nats_per_token"], abs=1e-6)
@@ -96,12 +91,11 @@ def test_cells_of_an_encoder_decoder(tmp_path: Path) -> None:
         texts = [(f"def f{n}(x):" + " pass" * (5 * n % 7), f"return x + {n}" + " + 1" * (n % 5)) for n in numbers]
         pairs.append(tmp_path / f"{name}.jsonl")
         pairs[-1].write_text("".join(json.dumps({"source": a, "target": b}) + "\n" for a, b in texts))
-    columns, text = {"field": "source", "target_field": "target"}, {"data": pairs[0], "heldout": pairs[1]}
-    fields = ("--field", "source", "--target-field", "target")
+    options: dict[str, Any] = {"field": "source", "target_field": "target", "train": "all"}
+    text, fields = {"data": pairs[0], "heldout": pairs[1]}, ("--field", "source", "--target-field", "target")
     calibration = ("--data", pairs[0], *fields, "--tokens", 640, "--context", 64, "--refine-steps", 3)
     mean = convert(tmp_path / "mean", "mean", model=model, groups=2)
     refined = convert(tmp_path / "refined", "refined", *calibration, model=model, groups=2)
-    options: dict[str, Any] = {"train": "all", "learning_rate": 3e-3, **columns}
     trained = uptrain(mean, tmp_path / "trained", **text, teacher=model, alpha=0.4, **options)
     _, *models = evaluated(model, mean, trained, refined, "--kl", *fields, data=pairs[1])
     options |= {"teacher": "source", "groups": "2", "methods": "mean,refined", "skip": None, "model": model}
@@ -111,32 +105,15 @@ def test_cells_of_an_encoder_decoder(tmp_path: Path) -> None:
     page = " ".join((tmp_path / "study" / "report.html").read_text().split())
     assert "source and target texts of 64 tokens: " in page
     assert "recall is not measured: --recall is for decoders, and t5 is an encoder-decoder" in page
-    share = measured(
-        tmp_path / "share",
-        **options | {"methods": "refined", "alphas": "0", "data": pairs[0], "heldout": None},
-        heldout_fraction=0.3,
-    )
+    options |= {"methods": "mean", "alphas": "0", "data": pairs[0], "heldout": None, "heldout_fraction": 0.3}
+    share = measured(tmp_path / "share", **options | {"refine_steps": None, "calibration_tokens": None})
     assert 0 < share[0]["text"]["documents"] < 80
 
 
-def test_a_training_is_that_of_the_command(tmp_path: Path) -> None:
+def test_a_training_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the defaults of both: the base model teaches and the best state counts. A learning rate that destroys the
-    model gives back the conversion.
+    model gives back the conversion, which is calibrated on the study's own data, once.
     """
-    converted = convert(tmp_path / "converted", "mean")
-    for rate in (3e-3, 30.0):
-        out = tmp_path / f"study-{rate:g}"
-        plain, early, late = measured(out, methods="mean", learning_rate=rate, teacher=None, train=None)[1:]
-        trained = uptrain(converted, tmp_path / f"trained-{rate:g}", learning_rate=rate)
-        assert (early["train"], early["teacher"], early["options"]["schedule"]) == ("all", "source", "linear")
-        assert early["loss"] == pytest.approx(evaluated(trained)[0]["quality"]["nats_per_token"], abs=1e-6)
-        assert 0 == plain["train_tokens"] < early["train_tokens"] < late["train_tokens"]
-        assert (early["loss"] == pytest.approx(plain["loss"], abs=1e-6)) == (rate == 30.0)
-        assert (early["loss"] == late["loss"]) == (rate == 30.0)
-
-
-def test_cells_of_a_method_share_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibrated on the study's own data, once; what trains after it is attention alone."""
     convert_checkpoint, methods = ablation.convert_checkpoint, []
 
     def noting(*args: Any, **options: Any) -> Any:
@@ -144,32 +121,38 @@ def test_cells_of_a_method_share_a_conversion(tmp_path: Path, monkeypatch: pytes
         return convert_checkpoint(*args, **options)
 
     monkeypatch.setattr(ablation, "convert_checkpoint", noting)
-    text = {"calibration_tokens": 640, "calibration_context": 64}
-    _, plain, trained = measured(tmp_path / "study", methods="calibrated", alphas="0,0.1", train=None, **text)
-    assert (methods, trained["train"]) == (["calibrated"], "attention")
     data = ("--data", place() / "train.jsonl", "--tokens", 640, "--context", 64)
-    expected = evaluated(convert(tmp_path / "converted", "calibrated", *data))[0]["quality"]["nats_per_token"]
-    assert plain["loss"] == pytest.approx(expected, abs=1e-6)
+    converted = convert(tmp_path / "converted", "calibrated", *data)
+    options: dict[str, Any] = {"methods": "calibrated", "calibration_tokens": 640, "calibration_context": 64}
+    for rate in (3e-3, 30.0):
+        out = tmp_path / f"study-{rate:g}"
+        plain, early, late = measured(out, learning_rate=rate, teacher=None, train=None, **options)[1:]
+        trained = uptrain(converted, tmp_path / f"trained-{rate:g}", learning_rate=rate)
+        expected = [model["quality"]["nats_per_token"] for model in evaluated(converted, trained)]
+        assert [plain["loss"], early["loss"]] == pytest.approx(expected, abs=1e-6)
+        assert (early["train"], early["teacher"], early["options"]["schedule"]) == ("attention", "source", "linear")
+        assert 0 == plain["train_tokens"] < early["train_tokens"] < late["train_tokens"]
+        assert (early["loss"] == pytest.approx(plain["loss"], abs=1e-6)) == (rate == 30.0)
+        assert (early["loss"] == late["loss"]) == (rate == 30.0)
+    assert methods == ["calibrated"] * 2
 
 
 def test_recall_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the base model and of a conversion, which recalls less."""
     few_questions(monkeypatch)
-    out = tmp_path / "study"
     grid: dict[str, Any] = {"methods": "mean", "groups": "4", "alphas": "0", "batch_size": None, "context": 128}
-    source, row = measured(out, model=SOURCE, **grid)
+    rows = measured(tmp_path / "study", model=SOURCE, **grid)
     converted = convert(tmp_path / "converted", "mean", model=SOURCE, groups=4)
     models = evaluated(SOURCE, converted, "--context", 128, "--recall")
-    for columns, model in zip((source, row), models, strict=True):
-        for one, other in zip(columns["recall_by_distance"], model["recall"], strict=True):
+    for row, model in zip(rows, models, strict=True):
+        for one, other in zip(row["recall_by_distance"], model["recall"], strict=True):
             assert one == pytest.approx(other, abs=1e-6)
             if one["kind"] in ("text", "random"):  # at one distance each
-                assert columns[f"recall_{one['kind']}"] == pytest.approx(other["accuracy"])
-        assert columns["greedy_tokens"] == pytest.approx(model["greedy"]["tokens"])
-        names = {"recall_text", "recall_samples", "recall_random", "recall_look_up", "recall_passkey"}
-        assert names <= columns.keys()
-    assert row["recall_text"] < source["recall_text"] - 0.1
-    assert f"{row['recall_text']:.1%}" in (out / "report.html").read_text()
+                assert row[f"recall_{one['kind']}"] == pytest.approx(other["accuracy"])
+        assert row["greedy_tokens"] == pytest.approx(model["greedy"]["tokens"])
+        assert {"recall_samples", "recall_look_up", "recall_passkey"} <= row.keys()
+    assert rows[1]["recall_text"] < rows[0]["recall_text"] - 0.1
+    assert f"{rows[1]['recall_text']:.1%}" in (tmp_path / "study" / "report.html").read_text()
 
 
 # ----------------------------------------------------------------------------------------------------------- grid
@@ -308,20 +291,19 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch
     assert [*latest.values()] == [row for row in untimed(rows(study())) if Cell.of(row) in latest]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_no_space_left(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that were written stay, and the study continues when there is space."""
     fsync, failing, out = os.fsync, [False, False, True], tmp_path / "study"
 
     def full(handle: int) -> None:
         if os.readlink(f"/proc/self/fd/{handle}").endswith("results.jsonl") and failing.pop(0):
-            raise OSError(number, os.strerror(number))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(handle)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         result = ablate(out, alphas="0")
-    assert (result.code, result.err.count("\n"), os.strerror(number) in result.err) == (1, 1, True)
+    assert (result.code, result.err.count("\n"), "No space left" in result.err) == (1, 1, True)
     assert "measured rows are kept; repeat the command to continue" in result.err
     before = rows(out)
     assert [row["method"] for row in before[:2]] == ["none", "mean"]

@@ -82,13 +82,6 @@ def test_a_model_in_memory_is_converted_and_unchanged(loaded: Any, tmp_path: Pat
     assert (tmp_path / "kept" / "config.json").is_file()
 
 
-def test_a_budget_is_shared_by_ranks(place: Path, tmp_path: Path) -> None:
-    text: dict[str, Any] = {"data": write_corpus(tmp_path / "text.jsonl", 8), "tokens": 256, "context": 16}
-    options: dict[str, Any] = {"kv_budget": 0.8, "tensor_parallel": 2, "output": tmp_path / "out", "quiet": True}
-    result = gqa.convert_model(place / "teacher", **options, **text)
-    assert [heads % 2 for heads in result.record["options"]["groups"]] == [0, 0]
-
-
 def test_a_training_is_that_of_the_command(place: Path, tmp_path: Path, alone: None) -> None:
     options: dict[str, Any] = {"steps": 2, "batch_size": 2, "learning_rate": 1e-2, "context": 32, "weight_decay": 0.0}
     words = words_for(place / "model", place / "data.jsonl", tmp_path / "b", **options | {"weight_decay": None})
@@ -154,20 +147,14 @@ def adapted(model: Any) -> Any:
 
 REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     "groups": (lambda at, m: gqa.convert_model(m, groups=3), "groups 3 is not possible for the 4 key/value heads"),
-    "no heads": (lambda at, m: gqa.convert_model(at, groups=0), "groups: 0 is no number of heads"),
     "no model": (lambda at, m: gqa.convert_model({}, groups=2), "the model is a dict; give a directory, a hub id or"),  # type: ignore[arg-type]
-    "no place": (lambda at, m: gqa.convert_model("./nowhere", groups=2), "there is no directory ./nowhere"),
     "adapter": (lambda at, m: gqa.convert_model(adapted(m), groups=2), "q_proj.base_layer.weight"),
     "tokenizer": (lambda at, m: gqa.convert_model(at, groups=2, tokenizer=1), "tokenizer is for models in memory"),
-    "tokenizers": (lambda at, m: gqa.evaluate(at, at, memory="1GB", tokenizer=1), "tokenizer is for models in memory"),
     "inside": (lambda at, m: gqa.convert_model(at, groups=2, output=at / "x"), "is the model itself or inside it"),
     "fraction": (lambda at, m: gqa.uptrain_model(at, data="x", steps=2.5), "steps: 2.5 is not a whole number"),
-    "choice": (lambda at, m: gqa.uptrain_model(at, data="x", train="heads"), "train: 'heads' is not one of"),
     "two lengths": (lambda at, m: gqa.uptrain_model(at, data="x", steps=2, alpha=0.5), "by alpha and steps; give one"),
     "dry run": (lambda at, m: gqa.uptrain_model(at, data="x", steps=2, dry_run=True), "dry_run is for the commands"),
-    "dry study": (lambda at, m: gqa.ablate(gqa.AblateOptions(output="s", model=at, dry_run=True)), "dry_run is for"),
     "no base model": (lambda at, m: gqa.ablate(gqa.AblateOptions(output="s")), "no model is named"),
-    "nothing at all": (lambda at, m: gqa.evaluate(), "no model is named"),
     "study": (
         lambda at, m: gqa.ablate(at, data="x", output="s", methods=["mean"], refine_steps=3),
         "refine_steps is not used by methods mean",
