@@ -66,7 +66,7 @@ def ours(options: dict[str, Any]) -> Callable[[], float]:
 
     model, _, _, cut = load(options)
     head = ChunkedHead(model)
-    return lambda: float(score(head, cut.windows, batch_size=options["batch_size"]).nats.sum(dtype="float64"))
+    return lambda: float(score(head, cut.windows, batch_size=options["batch_size"])["nats"].sum(dtype="float64"))
 
 
 def harness(options: dict[str, Any], batch_size: int) -> Callable[[], float]:

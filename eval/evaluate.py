@@ -128,16 +128,15 @@ class Comparison:
     def _measure_quality(self, subject: Subject, head: ChunkedHead, text: Text) -> Record:
         """Perplexity; of a converted model also its comparison with the base model."""
         scores = self._score(subject, head, text.windows, baseline=self._baseline_head)
-        quality = {"quality": perplexity(scores.nats, text)}
+        quality = {"quality": perplexity(scores["nats"], text)}
         if subject is self._baseline:
-            self._nats = scores.nats
+            self._nats = scores["nats"]
             return quality
         if self._nats is None:
-            self._nats = scores.baseline_nats
-        assert self._nats is not None
-        compared: Record = paired_ratio(scores.nats, self._nats, text.clusters)
-        if scores.kl is not None and scores.same_top is not None and scores.acceptance is not None:
-            compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance)
+            self._nats = scores["baseline_nats"]
+        compared: Record = paired_ratio(scores["nats"], self._nats, text.clusters)
+        if "kl" in scores:
+            compared |= kl_statistics(scores["kl"], scores["same_top"], scores["acceptance"])
         return quality | {"against_baseline": compared}
 
     def _measure_recall(self, subject: Subject, head: ChunkedHead) -> Record:
@@ -151,7 +150,7 @@ class Comparison:
         scores = self._score(subject, head, windows)
         return {
             "recall": recall.recall(self.questions, scores),
-            "greedy": recall.agreement(scores.hits[-sum(window.scored for window in self._texts) :], self._texts),
+            "greedy": recall.agreement(scores["hits"][-sum(window.scored for window in self._texts) :], self._texts),
             "samples": recall.as_text(self._baseline.tokenizer, samples),
         }
 

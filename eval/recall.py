@@ -201,7 +201,7 @@ def recall(questions: Sequence[Questions], scores: Scores) -> list[dict[str, Any
     for question in questions:
         picks = start + question.answers
         start += sum(window.scored for window in question.windows)
-        nats, hits = scores.nats[picks].astype(np.float64), scores.hits[picks].astype(np.float64)
+        nats, hits = scores["nats"][picks].astype(np.float64), scores["hits"][picks].astype(np.float64)
         accuracy, low, high = mean_interval(hits, question.cluster)
         mean, nats_low, nats_high = mean_interval(nats, question.cluster)
         records.append({

@@ -26,6 +26,8 @@ from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.write import Progress, no_progress
 from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence, nats
 
+Scores = dict[str, NDArray[Any]]
+
 
 @dataclass(frozen=True)
 class Window:
@@ -63,24 +65,6 @@ def batches(windows: Sequence[Window], size: int) -> Iterator[list[int]]:
         yield order[start : start + size]
 
 
-@dataclass(frozen=True)
-class Scores:
-    """One number per scored token, window by window; from `kl` on only with a baseline.
-
-    nats: -ln q(token); hits: the token is the most probable one.
-    kl: KL(baseline || model) in nats; same_top: the most probable tokens of both are equal.
-    acceptance: sum over tokens x of min(p(x), q(x)), the probability that speculative sampling from the baseline's p
-        accepts a token drafted from the model's q (Leviathan et al., arXiv 2211.17192, section 3.2).
-    """
-
-    nats: NDArray[np.float32]
-    hits: NDArray[np.bool_]
-    kl: NDArray[np.float32] | None = None
-    same_top: NDArray[np.bool_] | None = None
-    acceptance: NDArray[np.float32] | None = None
-    baseline_nats: NDArray[np.float32] | None = None
-
-
 @torch.inference_mode()
 def score(
     head: ChunkedHead,
@@ -91,6 +75,13 @@ def score(
     progress: Progress = no_progress,
 ) -> Scores:
     """Score every window; with several ranks (accelerate) each takes its share and all get the whole.
+
+    Arrays of one number per scored token, window by window; from `kl` on only with a baseline:
+        nats: -ln q(token); hits: the token is the most probable one.
+        kl: KL(baseline || model) in nats; same_top: the most probable tokens of both are equal.
+        acceptance: sum over tokens x of min(p(x), q(x)), the probability that speculative sampling from the baseline's
+            p accepts a token drafted from the model's q (Leviathan et al., arXiv 2211.17192, section 3.2).
+        baseline_nats: -ln p(token).
 
     Args:
         baseline: Also compare the distributions with this model's, position by position, batch by batch.
@@ -116,7 +107,7 @@ def score(
         progress(len(rows))
     parts = gather_object(parts)  # every rank's
     order = np.concatenate([rows for rows, _ in parts]).argsort()
-    return Scores(**{key: np.concatenate([values[key] for _, values in parts])[order] for key in parts[0][1]})
+    return {key: np.concatenate([values[key] for _, values in parts])[order] for key in parts[0][1]}
 
 
 def _inputs(windows: Sequence[Window], device: torch.device) -> dict[str, Tensor]:
@@ -135,8 +126,8 @@ def _pad(lines: Iterable[Sequence[int]], device: torch.device) -> Tensor:
     return pad_sequence([torch.tensor(line, dtype=torch.long) for line in lines], batch_first=True).to(device)
 
 
-def _score_batch(head: ChunkedHead, windows: Sequence[Window], baseline: ChunkedHead | None) -> dict[str, NDArray[Any]]:
-    """Fields of `Scores` for the predictions of these windows."""
+def _score_batch(head: ChunkedHead, windows: Sequence[Window], baseline: ChunkedHead | None) -> Scores:
+    """Scores of these windows."""
     device, parts = head.model.device, []
     inputs, heads = _inputs(windows, device), [head, baseline] if baseline else [head]
     scored = _pad(([0] * (len(w.ids) - 1 - w.scored) + [1] * w.scored for w in windows), device)

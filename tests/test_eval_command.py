@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import weakref
 from pathlib import Path
@@ -27,22 +28,17 @@ def test_the_tables() -> None:
     verdicts, quality, memory = (
         part.splitlines() for part in evaluate_models("SRC G4 G2 --data TEXT").out.split("\n\n")
     )
-    assert [line[:43] for line in verdicts] == [
-        "gqa4: 4 of 8 heads: KV cache 2x smaller, pe", "gqa2: 2 of 8 heads: KV cache 4x smaller, pe"
+    assert [line.partition(", ")[0] for line in verdicts] == [
+        "gqa4: 4 of 8 heads: KV cache 2x smaller", "gqa2: 2 of 8 heads: KV cache 4x smaller"
     ]  # fmt: skip
     assert quality[0] == f"Quality on {model_directory() / 'text.jsonl'}"
-    assert quality[1].split()[:4] == ["model", "KV", "heads", "perplexity"]
-    assert [line.split()[0] for line in quality[2:5]] == ["stdlib-mha", "gqa4", "gqa2"]
+    assert [line.split()[0] for line in quality[1:5]] == ["model", "stdlib-mha", "gqa4", "gqa2"]
     perplexities = [float(line.split()[2]) for line in quality[2:5]]
     assert perplexities == sorted(perplexities)
-    assert [float(line.split()[3]) for line in quality[3:5]] == [
-        pytest.approx(value / perplexities[0], rel=1e-3) for value in perplexities[1:]
-    ]
-    assert quality[5].startswith("rolling windows of 512 tokens: ")
-    assert " ".join(quality[5:]).endswith(" bytes; in bfloat16")
-    assert [line.split()[3:7] for line in memory[2:]] == [
-        ["6.0", "KiB", "1", "3.0"], ["3.0", "KiB", "0.5", "1.5"], ["1.5", "KiB", "0.25", "768.0"]
-    ]  # fmt: skip
+    ratios = [float(line.split()[3]) for line in quality[3:5]]
+    assert ratios == pytest.approx([value / perplexities[0] for value in perplexities[1:]], rel=1e-3)
+    assert re.match("rolling windows of 512 tokens: .* bytes; in bfloat16$", " ".join(quality[5:]))
+    assert [line.split()[3:6:2] for line in memory[2:]] == [["6.0", "1"], ["3.0", "0.5"], ["1.5", "0.25"]]
 
 
 def test_printed_numbers_do_not_depend_on_the_batch_size() -> None:
@@ -53,10 +49,10 @@ def test_printed_numbers_do_not_depend_on_the_batch_size() -> None:
 
 
 def test_the_default_context_is_that_of_the_model(tmp_path: Path) -> None:
+    """The tables show the default of 512."""
     short = copy_source(tmp_path)
     edit_json(short / "config.json", lambda config: config.update(max_position_embeddings=100))
     assert results(f"{short} --data TEXT --tokens 300")["text"]["context"] == 100
-    assert results("SRC --data TEXT --tokens 1200")["text"]["context"] == 512
 
 
 def test_memory() -> None:

@@ -82,6 +82,13 @@ def test_a_model_in_memory_is_converted_and_unchanged(loaded: Any, tmp_path: Pat
     assert (tmp_path / "kept" / "config.json").is_file()
 
 
+def test_a_budget_is_shared_by_ranks(place: Path, tmp_path: Path) -> None:
+    text: dict[str, Any] = {"data": write_corpus(tmp_path / "text.jsonl", 8), "tokens": 256, "context": 16}
+    options: dict[str, Any] = {"kv_budget": 0.8, "tensor_parallel": 2, "output": tmp_path / "out", "quiet": True}
+    result = gqa.convert_model(place / "teacher", **options, **text)
+    assert [heads % 2 for heads in result.record["options"]["groups"]] == [0, 0]
+
+
 def test_a_training_is_that_of_the_command(place: Path, tmp_path: Path, alone: None) -> None:
     options: dict[str, Any] = {"steps": 2, "batch_size": 2, "learning_rate": 1e-2, "context": 32, "weight_decay": 0.0}
     words = words_for(place / "model", place / "data.jsonl", tmp_path / "b", **options | {"weight_decay": None})

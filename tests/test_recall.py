@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.eval.recall import Questions, agreement, continued, make_questions, recall
-from gqa.eval.scoring import Window, score
+from gqa.eval.scoring import score
 
 CONTEXT, PREFIX, VOCABULARY = 512, 1, 4096
 
@@ -123,25 +123,17 @@ def written(model: PreTrainedModel, opening: list[int]) -> list[int]:
     return ids
 
 
-@pytest.fixture(scope="module")
-def windows() -> list[Window]:
-    return continued(load(SOURCE), OPENINGS, STEPS)
-
-
-def test_the_baseline_writes_greedily_whatever_the_lengths(windows: list[Window]) -> None:
-    base = load(SOURCE)
+def test_a_greedy_text_and_where_a_model_leaves_it() -> None:
+    """The baseline writes greedily whatever the lengths; reading along finds where a model writes something else."""
+    base, other, expected = load(SOURCE), load(model_directory() / "gqa4"), []
+    windows = continued(base, OPENINGS, STEPS)
     assert [list(window.ids) for window in windows] == [written(base, opening) for opening in OPENINGS]
     assert [len(window.ids) - window.scored for window in windows] == [len(opening) for opening in OPENINGS]
-
-
-def test_reading_along_finds_where_a_model_writes_something_else(windows: list[Window]) -> None:
-    other = load(model_directory() / "gqa4")
-    expected = []
     for window, opening in zip(windows, OPENINGS, strict=True):
         texts = zip(window.ids[len(opening) :], written(other, opening)[len(opening) :], strict=False)
         same = [one == another for one, another in texts]
         expected.append(same.index(False) if False in same else window.scored)
-    found = agreement(score(ChunkedHead(other), windows, batch_size=4).hits, windows)
+    found = agreement(score(ChunkedHead(other), windows, batch_size=4)["hits"], windows)
     assert found["tokens"] == pytest.approx(sum(expected) / len(expected))
     assert found["tokens"] < found["longest"]
     assert found["tokens_low"] <= found["tokens"] <= found["tokens_high"]
