@@ -105,8 +105,8 @@ def test_cells_of_an_encoder_decoder(tmp_path: Path) -> None:
     page = " ".join((tmp_path / "study" / "report.html").read_text().split())
     assert "source and target texts of 64 tokens: " in page
     assert "recall is not measured: --recall is for decoders, and t5 is an encoder-decoder" in page
-    options |= {"methods": "mean", "alphas": "0", "data": pairs[0], "heldout": None, "heldout_fraction": 0.3}
-    share = measured(tmp_path / "share", **options | {"refine_steps": None, "calibration_tokens": None})
+    options |= {"methods": "refined", "alphas": "0", "data": pairs[0], "heldout": None}
+    share = measured(tmp_path / "share", **options, heldout_fraction=0.3)
     assert 0 < share[0]["text"]["documents"] < 80
 
 
