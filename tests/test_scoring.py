@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import math
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from embedded import SOURCE, UNIFORM_VOCABULARY, load, texts, tokenizer
-from evaluations import model_directory
+from evaluations import model_directory, results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -18,8 +23,9 @@ from tiny_models import TINY, build, inputs
 from tokenizers.processors import TemplateProcessing
 
 import gqa.corpus.likelihood
-from gqa.corpus.likelihood import ChunkedHead
+from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence
 from gqa.eval.scoring import Window, batches, rolling_windows, score
+from gqa.eval.statistics import kl_statistics, paired_ratio
 from gqa.eval.text import encode, make_text, perplexity, text_windows
 
 TEXTS = texts(4, 1500)
@@ -163,3 +169,93 @@ def test_batches_hold_every_window_once_and_similar_lengths_together() -> None:
     grouped = list(batches(windows, 2))
     assert grouped == [[1, 3], [5, 2], [0, 4]]
     assert list(batches(windows, 100)) == [[1, 3, 5, 2, 0, 4]]
+
+
+# ------------------------------------------------------------------------------------------- lm-evaluation-harness
+
+TASK = """task: local_perplexity
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: word_perplexity}}, {{metric: byte_perplexity}}, {{metric: bits_per_byte}}]
+metadata: {{version: 7}}
+"""
+
+
+def harness(model: Path, data: Path, directory: Path, **model_args: Any) -> dict[str, float]:
+    """Perplexities by lm_eval, with the model that it loads itself."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    (directory / "perplexity.yaml").write_text(TASK.format(data=data))
+    with contextlib.redirect_stderr(io.StringIO()):
+        record: Any = simple_evaluate(
+            "hf", {"pretrained": str(model), "dtype": "float32"} | model_args, device="cpu", batch_size=4,
+            tasks=["local_perplexity"], bootstrap_iters=10,
+            task_manager=TaskManager(include_path=str(directory), include_defaults=False),
+        )  # fmt: skip
+    return dict(record["results"]["local_perplexity"])
+
+
+@pytest.mark.parametrize(("model", "count", "context"), [("SRC", 3, 200), ("SRC", 1, 400), ("G4", 3, 1024)])
+def test_rolling_perplexity_is_that_of_the_harness(model: str, count: int, context: int, tmp_path: Path) -> None:
+    """Word perplexity too, of several documents and of one that is longer than a window. That of another model
+    differs."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(count, 1800)))
+    path, other = (SOURCE, "G4") if model == "SRC" else (model_directory() / "gqa4", "SRC")
+    line = f"{path} {other} --data {data} --precision float32 --context {min(context, 512)}"
+    ours, others = (each["quality"] for each in results(line)["models"])
+    theirs = harness(path, data, tmp_path, max_length=min(context, 512))
+    for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
+        assert ours[name] == pytest.approx(theirs[f"{name},none"], rel=1e-5), name
+        assert others[name] != pytest.approx(ours[name], rel=1e-2), name
+
+
+# ------------------------------------------------------------------------------------------------------ statistics
+
+
+def test_chunks_cover_all_rows_once():
+    for count, vocabulary in ((1, 10), (1000, 1 << 20), (100_000, 50_000)):
+        rows = [i for piece in chunks(count, vocabulary, torch.device("cpu")) for i in range(piece.start, piece.stop)]
+        assert rows == list(range(count))
+
+
+def test_a_comparison_by_hand():
+    """A token that is ruled out; one cluster has no interval and one token no error."""
+    p = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    assert kl_divergence(p, p).item() == 0.0
+    assert kl_divergence(torch.tensor([[0.5, 0.25, 0.25]]).log(), p).item() == math.inf
+    means = kl_statistics(np.array([0.1, 0.2]), np.array([True, False]), np.array([0.5, 0.7]))
+    assert means["kl"] == {"mean": pytest.approx(0.15), "mean_error": pytest.approx(0.05)}
+    assert (means["same_top"], means["same_top_error"]) == (0.5, pytest.approx(0.5))
+    assert (means["acceptance"], means["acceptance_error"]) == (pytest.approx(0.6), pytest.approx(0.1))
+    assert "ratio_low" not in paired_ratio(np.ones(5), np.ones(5), np.zeros(5, int))
+    assert math.isnan(kl_statistics(np.ones(1), np.ones(1, bool), np.ones(1))["same_top_error"])
+
+
+def test_the_paired_error_is_smaller_than_the_unpaired():
+    """sqrt((var Q + var P - 2 cov) / (n - 1)): what is common to both does not count."""
+    generator, n = np.random.default_rng(0), 4000
+    baseline = generator.gamma(2, 1, n)
+    model = baseline + 0.1 + generator.normal(0, 0.05, n)
+    ratio = paired_ratio(model, baseline, np.arange(n) // 20)
+    variances = np.cov(model, baseline, bias=True)
+    unpaired = variances[0, 0] + variances[1, 1]
+    assert ratio["log_ratio_error"] == pytest.approx(math.sqrt((unpaired - 2 * variances[0, 1]) / (n - 1)), rel=1e-6)
+    assert ratio["log_ratio_error"] < 0.1 * math.sqrt(unpaired / (n - 1))
+    assert ratio["ratio_low"] < math.exp(0.1) < ratio["ratio_high"] < ratio["ratio_low"] + 0.02
+
+
+def test_the_bootstrap_resamples_documents():
+    """A long one weighs more than a short one; drawing one sample at a time changes nothing."""
+    generator = np.random.default_rng(3)
+    counts = generator.integers(1, 20, 30)
+    values, clusters = generator.gamma(2, 1, counts.sum()), np.repeat(np.arange(30), counts)
+    weights = np.random.default_rng(0).multinomial(30, np.full(30, 1 / 30), size=2000)
+    expected = np.percentile(np.exp(weights @ np.bincount(clusters, values) / (weights @ counts)), (2.5, 97.5))
+    ratio = paired_ratio(values, np.zeros(len(values)), clusters)
+    assert (ratio["ratio_low"], ratio["ratio_high"]) == pytest.approx(tuple(expected), rel=1e-12)
