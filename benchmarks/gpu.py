@@ -106,7 +106,8 @@ class Results:
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rows = read_rows(self.file)
+        if self.file.exists():
+            self.rows = json.loads(self.file.read_text())["rows"]
 
     def missing(self, *names: str) -> bool:
         """Whether one of them was not measured, or failed."""
@@ -131,14 +132,11 @@ class Results:
     def write(self, complete: bool) -> None:
         """`complete`: all of the part was measured, without an error."""
         complete = complete and not any("error" in row for row in self.rows.values())
-        text = json.dumps({"complete": complete, "device": device_name(), "rows": self.rows}, indent=1)
+        device = f"{torch.cuda.get_device_name() if CUDA else 'cpu'}, torch {torch.__version__}"
+        text = json.dumps({"complete": complete, "device": device, "rows": self.rows}, indent=1)
         temporary = self.file.with_suffix(".tmp")
         temporary.write_text(text + "\n")
         temporary.replace(self.file)
-
-
-def read_rows(file: Path) -> dict[str, Any]:
-    return dict(json.loads(file.read_text())["rows"]) if file.exists() else {}
 
 
 def is_complete(file: Path) -> bool:
@@ -149,10 +147,6 @@ def free_memory() -> None:
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
-
-
-def device_name() -> str:
-    return f"{torch.cuda.get_device_name() if CUDA else 'cpu'}, torch {torch.__version__}"
 
 
 # ------------------------------------------------------------------------------------------------- commands
@@ -178,7 +172,6 @@ def command(module: str, *words: str) -> dict[str, Any]:
 
 def bandwidth(size: int) -> dict[str, Any]:
     """Bytes read and written per second by copies on the device."""
-
     source = torch.ones(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return {"bytes_per_second": 2 * size / seconds_of(lambda: target.copy_(source), 5)}
@@ -291,26 +284,22 @@ def timed(model: Any, batch: int, context: int, steps: int, copied: float) -> di
 
 
 def decode(results: Results) -> None:
-    from transformers.utils import is_flash_attn_2_available
-
     scale = results.scale
     results.measure("bandwidth", bandwidth, scale.copy_bytes)
     copied = float(results.rows["bandwidth"]["bytes_per_second"])
-    attentions = ["sdpa", *(["flash_attention_2"] if CUDA and is_flash_attn_2_available() else [])]
-    for attention in attentions:
-        for heads in scale.kv_heads:
-            names = {
-                f"{attention} {heads} heads {context} context {batch or 'largest'} batch": (batch, context)
-                for context in scale.contexts for batch in scale.batches
-            }  # fmt: skip
-            if not results.missing(*names):
-                continue
-            shape = scale.shape._replace(kv_heads=heads, positions=max(scale.contexts))
-            model = random_llama(shape, "bfloat16", DEVICE, attn_implementation=attention).eval()
-            for name, (batch, context) in names.items():
-                results.measure(name, decode_point, model, batch, context, scale, copied)
-            del model
-            free_memory()
+    for heads in scale.kv_heads:
+        names = {
+            f"sdpa {heads} heads {context} context {batch or 'largest'} batch": (batch, context)
+            for context in scale.contexts for batch in scale.batches
+        }  # fmt: skip
+        if not results.missing(*names):
+            continue
+        shape = scale.shape._replace(kv_heads=heads, positions=max(scale.contexts))
+        model = random_llama(shape, "bfloat16", DEVICE, attn_implementation="sdpa").eval()
+        for name, (batch, context) in names.items():
+            results.measure(name, decode_point, model, batch, context, scale, copied)
+        del model
+        free_memory()
 
 
 # ------------------------------------------------------------------------------------------------- convert, train
@@ -326,18 +315,16 @@ def random_model(results: Results, name: str, shape: Shape, dtype: str) -> str:
 
 
 def convert(results: Results) -> None:
-    scale, more = results.scale, {"calibrated": (), "refined": results.scale.refine}
-    if not results.missing(*more):
-        return
+    scale = results.scale
     model = random_model(results, "large", scale.converted, "bfloat16")
 
-    def run(method: str) -> dict[str, Any]:
-        words = ["--groups", str(scale.convert_heads), "--method", method, *scale.convert, *more[method]]
+    def run(method: str, *more: str) -> dict[str, Any]:
+        words = ["--groups", str(scale.convert_heads), "--method", method, *scale.convert, *more]
         row = command("convert", model, *words, "-o", str(results.work / f"large-{method}"), "--overwrite")
         return {name: row[name] for name in ("seconds", "peak_bytes")}
 
-    for method in more:
-        results.measure(method, run, method)
+    results.measure("calibrated", run, "calibrated")
+    results.measure("refined", run, "refined", *scale.refine)
 
 
 def metrics(state: Path) -> dict[str, Any]:
