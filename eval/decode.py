@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.console import progress_bar
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name
-from gqa.checkpoint.write import Progress, no_progress
 from gqa.corpus.tokens import first_token
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import Subject, numerics
@@ -65,55 +64,43 @@ class Decoded:
 def time_decoding(
     subjects: Sequence[Subject], records: Sequence[dict[str, Any]], options: EvaluateOptions, contexts: Sequence[int]
 ) -> None:
-    """Add decode timing after prompts of `contexts` to each record. All models are in memory at once: their runs are
-    interleaved.
-    """
-    models = [subject.load(options.precision, options.device) for subject in subjects]
-    runs = len(models) * len(options.decode_batches) * len(contexts) * REPEATS
-    with progress_bar(runs, "run", "decoding", options.quiet) as bar:
-        points = measure_decode(models, options.decode_batches, contexts, options.decode_steps, bar.update)
-    for record, model_points in zip(records, points, strict=True):
-        record["decode"] = {"steps": options.decode_steps, "repeats": REPEATS, "points": model_points}
+    """Time prefill and greedy decoding of every model at every batch size and after prompts of every length, REPEATS
+    times, and add JSON-ready points to each record.
 
-
-def measure_decode(
-    models: Sequence[PreTrainedModel], batches: Sequence[int], contexts: Sequence[int], steps: int,
-    progress: Progress = no_progress,
-) -> list[list[dict[str, Any]]]:  # fmt: skip
-    """Time prefill and greedy decoding of every model at every batch size and context length, REPEATS times: JSON-ready
-    points of each model, in the order of batches and, within one, of contexts.
-
-    Runs are interleaved (A, B, A, B ...) after a warm-up of each model, so that noise affects all alike. All models
-    read the same random prompts, which are the sources where there is an encoder. A run gives the first token in the
-    prefill, and one token per sequence in each of `steps` steps; `progress` is called with 1 after it.
+    All models are in memory at once: runs are interleaved (A, B, A, B ...) after a warm-up of each, so that noise
+    affects all alike. All read the same random prompts, which are the sources where there is an encoder. A run gives
+    the first token in the prefill, and one token per sequence in each step.
 
     Raises torch.OutOfMemoryError if a batch does not fit on the GPU.
     """
-    vocabulary = min(model.config.get_text_config(decoder=True).vocab_size for model in models)
-    points: list[list[dict[str, Any]]] = [[] for _ in models]
-    for batch, context in product(batches, contexts):
-        prompts = torch.randint(vocabulary, (batch, context), generator=torch.Generator().manual_seed(0))
-        for model in models:
-            greedy_decode(model, prompts.to(model.device), min(steps, WARM_UP_STEPS))
-        runs: list[list[Decoded]] = [[] for _ in models]
-        for _ in range(REPEATS):
-            for model, model_runs in zip(models, runs, strict=True):
-                model_runs.append(greedy_decode(model, prompts.to(model.device), steps))
-                progress(1)
-        for number, (model, model_runs) in enumerate(zip(models, runs, strict=True)):
-            seconds = [run.seconds_per_token for run in model_runs]
-            points[number].append({
-                "batch": batch,
-                "context": context,
-                "prefill_seconds": statistics.median(run.prefill_seconds for run in model_runs),  # to the first token
-                "seconds_per_token": statistics.median(seconds),  # of one decode step: a token for every sequence
-                "fastest": min(seconds),
-                "slowest": max(seconds),
-                "tokens_per_second": batch / statistics.median(seconds),  # of the whole batch
-                **numerics(model),
-                "turns": tuple(range(number, REPEATS * len(models), len(models))),  # among the runs of all models
-            })  # fmt: skip
-    return points
+    models, steps = [subject.load(options.precision, options.device) for subject in subjects], options.decode_steps
+    vocabulary = min(subject.vocabulary for subject in subjects)
+    for record in records:
+        record["decode"] = {"steps": steps, "repeats": REPEATS, "points": []}
+    total = len(models) * len(options.decode_batches) * len(contexts) * REPEATS
+    with progress_bar(total, "run", "decoding", options.quiet) as bar:
+        for batch, context in product(options.decode_batches, contexts):
+            prompts = torch.randint(vocabulary, (batch, context), generator=torch.Generator().manual_seed(0))
+            for model in models:
+                greedy_decode(model, prompts.to(model.device), min(steps, WARM_UP_STEPS))
+            runs: list[list[Decoded]] = [[] for _ in models]
+            for _ in range(REPEATS):
+                for model, model_runs in zip(models, runs, strict=True):
+                    model_runs.append(greedy_decode(model, prompts.to(model.device), steps))
+                    bar.update()
+            for number, (model, model_runs) in enumerate(zip(models, runs, strict=True)):
+                seconds = [run.seconds_per_token for run in model_runs]
+                records[number]["decode"]["points"].append({
+                    "batch": batch,
+                    "context": context,
+                    "prefill_seconds": statistics.median(run.prefill_seconds for run in model_runs),  # to first token
+                    "seconds_per_token": statistics.median(seconds),  # of one decode step: a token for every sequence
+                    "fastest": min(seconds),
+                    "slowest": max(seconds),
+                    "tokens_per_second": batch / statistics.median(seconds),  # of the whole batch
+                    **numerics(model),
+                    "turns": tuple(range(number, REPEATS * len(models), len(models))),  # among the runs of all models
+                })  # fmt: skip
 
 
 @torch.inference_mode()

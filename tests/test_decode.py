@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name
 from gqa.eval import decode
-from gqa.eval.decode import greedy_decode, measure_decode
+from gqa.eval.decode import greedy_decode, time_decoding
+from gqa.eval.options import EvaluateOptions
 
 Calls = list[tuple[Tensor, int]]
 
@@ -77,12 +79,13 @@ def test_points_of_two_models(pair: dict[str, PreTrainedModel], monkeypatch: pyt
     """On a clock on which the n-th interval takes n seconds; a run takes three readings of it. All read one prompt."""
     clock = (n * (n + 1) / 2 for n in count())
     monkeypatch.setattr(decode, "clock", lambda device: next(clock))
-    ticks: list[int] = []
     monkeypatch.setattr(decode, "REPEATS", 3)
+    subjects: Any = [Mock(load=Mock(return_value=model), vocabulary=4096) for model in pair.values()]
+    options = EvaluateOptions(("mha", "gqa2"), decode_batches=(1, 4), decode_steps=2, quiet=True)
+    records: list[dict[str, Any]] = [{}, {}]
     with calls_of(*pair.values()) as calls:
-        points = measure_decode([*pair.values()], [1, 4], [8, 30], steps=2, progress=ticks.append)
-    cells = [(1, 8), (1, 30), (4, 8), (4, 30)]
-    assert ticks == [1] * len(cells) * 3 * 2
+        time_decoding(subjects, records, options, [8, 30])
+    points, cells = [record["decode"]["points"] for record in records], [(1, 8), (1, 30), (4, 8), (4, 30)]
     for model_points, turns in zip(points, ((0, 2, 4), (1, 3, 5)), strict=True):
         assert [(p["batch"], p["context"]) for p in model_points] == cells
         for p in model_points:

@@ -310,7 +310,7 @@ def test_what_fails_is_not_taken_for_another_kind_of_head(
     monkeypatch.setattr(Subject, "load", load)
     line = "SRC --data TEXT --context 64 --batch-size 3"
     if where == "decoding":
-        monkeypatch.setattr(decode, "measure_decode", Mock(side_effect=error))
+        monkeypatch.setattr(decode, "greedy_decode", Mock(side_effect=error))
         monkeypatch.setattr(evaluate, "score", Mock(side_effect=AssertionError))
         line += " --decode"
     result = run(*words(line), program="gqa-eval")

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pandas
 import pytest
 from matplotlib.figure import Figure
-from studies import rows, study
+from test_ablation import rows, study
 
 from gqa.eval.study import plots
 from gqa.eval.study.options import Cell
