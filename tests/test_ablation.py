@@ -189,19 +189,22 @@ def test_a_training_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(ablation, "convert_checkpoint", noting)
     data = ("--data", place() / "train.jsonl", "--tokens", 640, "--context", 64)
-    converted = convert(tmp_path / "converted", "calibrated", *data)
-    options: dict[str, Any] = {"methods": "calibrated", "calibration_tokens": 640, "calibration_context": 64}
-    for rate in (3e-3, 30.0):
-        out = tmp_path / f"study-{rate:g}"
-        plain, early, late = measured(out, learning_rate=rate, teacher=None, train=None, **options)[1:]
-        trained = uptrain(converted, tmp_path / f"trained-{rate:g}", learning_rate=rate)
+    text = {"calibration_tokens": 640, "calibration_context": 64}
+    for method, train, rate, options, words in (
+        ("mean", "all", 3e-3, {}, ()), ("calibrated", "attention", 30.0, text, data)
+    ):  # fmt: skip
+        out = tmp_path / method
+        grid = {"methods": method, "teacher": None, "train": None, "learning_rate": rate}
+        plain, early, late = measured(out / "study", **grid, **options)[1:]
+        converted = convert(out / "converted", method, *words)
+        trained = uptrain(converted, out / "trained", learning_rate=rate)
         expected = [model["quality"]["nats_per_token"] for model in evaluated(converted, trained)]
         assert [plain["loss"], early["loss"]] == pytest.approx(expected, abs=1e-6)
-        assert (early["train"], early["teacher"], early["options"]["schedule"]) == ("attention", "source", "linear")
+        assert (early["train"], early["teacher"], early["options"]["schedule"]) == (train, "source", "linear")
         assert 0 == plain["train_tokens"] < early["train_tokens"] < late["train_tokens"]
         assert (early["loss"] == pytest.approx(plain["loss"], abs=1e-6)) == (rate == 30.0)
         assert (early["loss"] == late["loss"]) == (rate == 30.0)
-    assert methods == ["calibrated"] * 2
+    assert methods == ["mean", "calibrated"]
 
 
 def test_recall_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
