@@ -118,7 +118,7 @@ def test_bad_values_are_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     name, kind = option.opts[-1], option.type
     is_name = isinstance(kind._kind if isinstance(kind, Several) else kind, Text)
-    for value in ("nan", "inf", "-1", str(10**19), "9" * 400, ""):
+    for value in ("-1", "") if is_name else ("nan", "inf", "-1", str(10**19), "9" * 400, ""):
         done = run(*PROGRAMS[program][2], f"{name}={value}", program=program)
         assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1), (value, done)
         if not is_name or not value:
