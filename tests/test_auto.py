@@ -78,17 +78,6 @@ def test_nothing_is_advised_for_a_model_that_predicts_no_tokens(tmp_path: Path) 
     assert not {"next", "gqa-uptrain"} & {*said.split()}
 
 
-def test_the_last_resort_warns_first(tmp_path: Path) -> None:
-    model = tiny("bitnet", tmp_path / "m")
-    for words in (["-q"], ["--dry-run"], []):
-        done = run("--groups", 2, *words, model)
-        first = done.err.splitlines()[0]
-        assert first.startswith(
-            "warning: the result needs training before it is of use: heads of bitnet cannot be aligned"
-        )
-    assert (tmp_path / "m-gqa2-mean").is_dir()
-
-
 def test_nothing_is_chosen_where_nothing_is_merged(tmp_path: Path) -> None:
     plan = plan_conversion(tiny("bitnet", tmp_path / "m"), 4)
     assert (plan.why, plan.method, plan.warnings) == ("", "none", ())
@@ -121,10 +110,6 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     for name in ("seconds", "memory_bytes"):
         values = [before[method][name] for method in ("mean", "aligned", "calibrated", "refined")]
         assert values == sorted(set(values))
-    more = estimates("--method", "refined", "--refine-steps", 400, model)["refined"]
-    assert more["seconds"] > 1.5 * before["refined"]["seconds"]
-    sampled = estimates("--method", "calibrated", "--data", "self:128k", model)["calibrated"]
-    assert sampled["memory_bytes"] > 1.5 * before["calibrated"]["memory_bytes"]
     assert list(estimates(tiny("bitnet", tmp_path / "d"))) == ["mean", "first", "refined"]
     monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 2e6)
     assert estimates("-q", model)["refined"]["seconds"] == pytest.approx(before["refined"]["seconds"] / 2, rel=0.01)

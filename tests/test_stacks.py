@@ -116,7 +116,7 @@ def test_layers_that_predict_further_tokens_are_converted_and_towers_not(
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("llama", "procrustes"), *((name, "aligned") for name in ("qwen2", "smollm3", "cohere2", "gpt_oss"))],
+    [("llama", "procrustes"), *((name, "aligned") for name in ("smollm3", "cohere2"))],
 )
 def test_layers_that_predict_further_tokens_are_aligned(name: str, method: str, tmp_path: Path) -> None:
     """Configs list kinds of layers, and not of those."""
@@ -160,10 +160,9 @@ def test_what_several_parts_state_is_edited_in_each(tmp_path: Path) -> None:
     assert new["dtype"] == new["text_config"]["dtype"] == new["vision_config"]["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("name", ["model.norm.weight", f"model.layers.0.{K}"])
-def test_a_dtype_too_narrow_is_refused(source: Path, tmp_path: Path, name: str) -> None:
-    """1e30 is infinite in float16: nothing is published, in copied and in merged tensors alike."""
-    assert convert_checkpoint(source, 2, tmp_path / "fine", dtype="float16", method="mean").out.exists()
+def test_a_dtype_too_narrow_is_refused(source: Path, tmp_path: Path) -> None:
+    """1e30 is infinite in float16: nothing is published, in merged tensors as in copied ones (test_edges)."""
+    name = f"model.layers.0.{K}"
     tensor = all_tensors(source)[name]
     tensor[0] = 1e30
     change(source, {}, (name,))

@@ -15,7 +15,7 @@ from training import Runs
 
 from gqa.checkpoint import write as writer
 from gqa.checkpoint.console import Watcher
-from gqa.convert import convert_checkpoint, plan_conversion, rewrite
+from gqa.convert import convert_checkpoint
 from gqa.convert.api import convert, prepare
 from gqa.convert.methods import HeadMaps
 from gqa.convert.options import ConvertOptions
@@ -55,27 +55,17 @@ def test_memory_is_that_of_the_largest_changed_tensor(tmp_path: Path, runs: Runs
     assert peak - before < bound, f"{(peak - before) / MIB:.0f} MiB"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has copy_file_range")
 def test_untouched_tensors_move_in_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = llama(tmp_path / "source", shards=1)
-    plan = plan_conversion(source, 2, method="mean")
-    ranges, kernel = list[int](), list[int]()
-    copy_in_kernel = writer._copy_in_kernel
+    source, moved, copy = llama(tmp_path / "source", shards=1, side_files=False), list[int](), os.copy_file_range
 
-    def copy_range(*arguments: Any) -> None:
-        ranges.append(arguments[3])
-        writer.copy_range(*arguments)
+    def counted(*arguments: int, **offsets: int) -> int:
+        moved.append(copy(*arguments, **offsets))
+        return moved[-1]
 
-    def in_kernel(*arguments: Any) -> int:
-        kernel.append(copy_in_kernel(*arguments))
-        return kernel[-1]
-
-    monkeypatch.setattr(rewrite, "copy_range", copy_range)
-    monkeypatch.setattr(writer, "_copy_in_kernel", in_kernel)
-    monkeypatch.setattr(rewrite, "copy_file", lambda *paths: None)  # side files would be counted as well
-    convert_checkpoint(source, 2, tmp_path / "out", method="mean")
-    assert sum(ranges) == sum(t.nbytes for t in plan.tensors if t.change is None)
-    if sys.platform == "linux":
-        assert sum(kernel) == sum(ranges)
+    monkeypatch.setattr(os, "copy_file_range", counted)
+    plan = convert_checkpoint(source, 2, tmp_path / "out", method="mean").plan
+    assert sum(moved) == sum(t.nbytes for t in plan.tensors if t.change is None)
 
 
 def unsupported(*arguments: int, offset_src: int) -> int:

@@ -27,7 +27,7 @@ QUERY_HEADS: int = COMMON["num_attention_heads"]
 FIRST_PLAIN_TOKEN = 10  # ids below are the special ones of COMMON and of the nested models
 
 # What the class of transformers itself does not run, or does not read from config.json, before a version.
-_BROKEN_BEFORE = {"hunyuan_vl": "5.20", "paddleocr_vl_text": "5.20"}
+_BROKEN_BEFORE = {"paddleocr_vl_text": "5.20"}
 
 
 def _is_there(tiny: Tiny) -> bool:

@@ -66,14 +66,11 @@ MIMI = {"model_type": "mimi", "num_filters": 4, "upsampling_ratios": [2, 2], "co
         "vector_quantization_hidden_dimension": 8, "num_quantizers": 2, "upsample_groups": 16, KV: 2}  # fmt: skip
 
 NESTED: tuple[Tiny, ...] = (
-    *(_wrapper(model_type) for model_type in (
-        "ernie4_5_vl_moe", "glm4v_moe", "qwen2_5_vl",
-    )),
+    _wrapper("ernie4_5_vl_moe"),
     _wrapper("gemma3", mm_tokens_per_image=4),
     _wrapper("aria", projector_patch_to_query_dict={4: 2}),
     _wrapper("internvl", "qwen2"),
     _wrapper("llava", "llama", vision_feature_layer=-1),
-    _wrapper("mistral3", "mistral"),
     _wrapper("llava_next", "mistral", vision_feature_layer=-1, image_grid_pinpoints=[[8, 8]]),
     _wrapper("mllama", "mllama_text_model", vision_config={
         "attention_heads": 2, "num_global_layers": 1, "vision_output_dim": 32, "intermediate_layers_indices": [0]}),
@@ -91,12 +88,8 @@ NESTED: tuple[Tiny, ...] = (
     _wrapper("step3p7", "step3p5", vision_config={"mlp_ratio": 1.0}),
     # Vision towers with key/value heads of their own, which must stay as they are.
     _wrapper("exaone4_5", "exaone4", vision_config={"hidden_size": 32, "num_heads": 4, KV: 2}),
-    _wrapper("hunyuan_vl", im_start_id=4, im_end_id=5, im_newline_id=6,
-             vision_config={"hidden_size": 32, "num_attention_heads": 4, KV: 4, "max_image_size": 8,
-                            "min_image_size": 8, "max_vit_seq_len": 4, "img_max_token_num": 4}),
     _wrapper("lfm3_vl", "lfm3", projector_hidden_size=16,
              vision_config={"hidden_size": 32, "num_attention_heads": 4, KV: 2}),
-    _wrapper("voxtral", "llama", audio_config={"intermediate_size": 64}),
     _wrapper("qwen2_5_omni_thinker", "qwen2_5_omni_text"),
     # Without its talker; only the thinker has a forward pass.
     _wrapper("qwen3_omni_moe", "qwen3_omni_moe_text", "thinker_config.text_config", part="thinker",
