@@ -30,6 +30,7 @@ from training import (
     tiny_checkpoint,
     trained,
     words_for,
+    write_corpus,
 )
 from transformers import PreTrainedModel
 
@@ -198,6 +199,7 @@ def bad_models(place: Path, root: Path) -> Refusals:
     packed = tiny_checkpoint(root / "packed")
     save_file({**load(packed), "a.qweight": torch.ones(2)}, packed / SINGLE, {"format": "pt"})
     headless, spoilt = tiny_checkpoint(root / "headless", "qwen3_vl_text"), tiny_checkpoint(root / "spoilt")
+    short = write_corpus(root / "short.jsonl", 2)  # of which nothing is held out
     weights = load_file(file := next(spoilt.glob("*00002-of*")))
     save_file(weights | {name: weights[name] * torch.nan for name in [*weights][:1]}, file, {"format": "pt"})
     return [
@@ -205,6 +207,8 @@ def bad_models(place: Path, root: Path) -> Refusals:
         ({"model": narrow}, "the tokenizer of narrow has 4,096 tokens, its embedding only 512"),
         ({"teacher": narrow}, "the teacher narrow has another vocabulary (512 tokens) than the model (4,104); give"),
         ({"teacher": other}, "the teacher other has another vocabulary (4,104 tokens)"),
+        ({"model": spoilt}, "spoilt or its teacher has weights that are NaN or infinite"),
+        ({"teacher": spoilt, "data": short}, "its loss is no number; give intact checkpoints"),
         ({"model": headless}, "headless is a Qwen3VLTextModel, which does not predict the next token of a text"),
         ({"model": bare}, "bare has no tokenizer; copy its base model's tokenizer files into"),
         ({"output": packed}, "packed exists; choose another output with -o"),
@@ -234,7 +238,10 @@ def test_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert setup.make_accelerator(options).device.type == "meta"
         assert ranks().device.type != "meta", "it is of this run alone"
     with fresh_accelerator():
-        assert setup.make_accelerator(replace(options, device=None)).device.type != "meta"
+        accelerator = setup.make_accelerator(replace(options, device=None, precision="bfloat16"))
+        assert accelerator.device.type != "meta"
+        with pytest.raises(RefusedError, match="has already been initialized"):  # not bfloat16 in silence
+            setup.make_accelerator(replace(options, device=None))
     monkeypatch.setattr(setup, "ranks", lambda: SimpleNamespace(num_processes=2))
     with pytest.raises(RefusedError, match="--device meta is for one process"):
         setup.make_accelerator(options)
@@ -252,7 +259,7 @@ def test_lacks_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(setup.Setup, "metrics", Path("/dev/full"))
     done = command(tmp_path / "out", steps=2)
-    check_refused(done, "No space left on device", code=1)
+    check_refused(done, "/dev/full could not be written ([Errno 28] No space left on device); free some", code=1)
 
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
@@ -285,6 +292,13 @@ def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for compiled in (False, True):
         assert command(tmp_path / f"{compiled}", steps=2, compile=compiled, batch_size=4, heldout_tokens=256).code == 0
     assert difference(tmp_path / "True", tmp_path / "False") < 1e-5
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fail))
+    done = command(tmp_path / "out", steps=2, compile=True)
+    check_refused(done, "training with --compile failed (backend='fail' raised: RuntimeError: no compiler")
 
 
 def test_the_documented_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

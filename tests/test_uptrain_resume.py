@@ -97,7 +97,14 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
             assert (difference(tmp_path / str(steps), one) == 0) == equal
 
 
-@pytest.mark.parametrize(("before", "after", "given"), [(1, 2, {}), (3, 1, {"batch_size": 6, "micro_batch": 2})])
+@pytest.mark.parametrize(
+    ("before", "after", "given"),
+    [
+        (1, 2, {}),
+        (3, 1, {"batch_size": 6, "micro_batch": 2}),
+        (2, 1, {"batch_size": None, "steps": None, "tokens": 512}),
+    ],
+)
 def test_more_or_fewer_ranks_may_continue(
     runs: Runs, tmp_path: Path, before: int, after: int, given: dict[str, Any]
 ) -> None:
@@ -132,13 +139,15 @@ def test_a_save_that_was_killed_is_never_picked_up(runs: Runs, tmp_path: Path) -
     """Killed before a change on disk: the newest state is the one before, whole, or the new one, whole; and when the
     run is continued nothing of the killed one is left.
     """
-    saved, steps = states(tmp_path / "out"), []
+    saved, steps, whole = states(tmp_path / "out"), [], dict[str, dict[str, bytes]]()
     words = saving(runs, tmp_path / "out", steps=3, save_every=1)
     for change in range(1, 40, 2):
         done = runs.run(*words, before=f"kill_save_after(2, {change})")
         newest, record = saved.latest()
         assert (newest, done.code) == (state(tmp_path / "out", record["step"]), -signal.SIGKILL), done.err
         steps.append(record["step"])
+        for path in saved.directory.glob("step-????????"):  # each is whole at once, and the same in every run
+            assert whole.setdefault(path.name, state_files(path)) == state_files(path)
         with saved.lock():
             assert saved.latest()[0] == newest
             assert not list(saved.directory.glob("*.partial"))

@@ -172,7 +172,7 @@ def open_sampled(options: TrainOptions, tokenizer: Any, write: Write, longest: i
     steps, (_, heldout) = count_steps(n_blocks, options), open_heldout(options, tokenizer)
     count, first = steps * options.blocks_per_step, 0 if heldout else count_heldout(options)
     blocks = write(options.block, first + count)
-    summary = f"{count:,} blocks of {options.block:,} that {Path(options.teacher).name} writes"
+    summary = f"{count:,} blocks of {options.block:,} that {Path(options.teacher).absolute().name} writes"
     heldout = heldout or [blocks[number] if blocks.fingerprint else {} for number in range(first)]
     return Dataloader(options, blocks, steps, blocks.fingerprint, summary, heldout, first)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from gqa.checkpoint.errors import DivergedError, RefusedError, StoppedError
+from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain
 from gqa.checkpoint.provenance import checkpoint_digest
 from gqa.checkpoint.write import finite, replacing
 from gqa.corpus.streamed import StreamedBlocks
@@ -168,6 +168,8 @@ def _count(progress: TrainingProgress, sums: Tensor, norm: float, rate: float, s
     """Add a step to `progress`; return its numbers for the log."""
     tokens = setup.dataloader.tokens_per_step
     nats, divergence = _means(sums)
+    if not progress.step and not setup.dataloader.heldout and not bool(sums.isfinite().all()):
+        raise _not_finite(setup)
     progress.step, progress.tokens = progress.step + 1, progress.tokens + tokens
     if _is_finite(sums, norm):
         progress.skipped_in_a_row, progress.loss = 0, nats
@@ -197,10 +199,7 @@ def _evaluate(setup: Setup, model: Any, progress: TrainingProgress, best: Weight
     with stored_weights(setup.model, setup.checkpoint):
         losses, lowest = heldout_losses(setup, model), progress.heldout_after
     if not progress.step and not math.isfinite(losses["loss"]):
-        raise RefusedError(
-            f"{setup.checkpoint.name} or its teacher has weights that are NaN or infinite: its held-out loss is no "
-            "number; give intact checkpoints"
-        )
+        raise _not_finite(setup)
     if lowest is None:
         progress.heldout_before = progress.heldout_after = losses
     elif math.isfinite(losses["loss"]) and losses["loss"] < lowest["loss"]:
@@ -208,6 +207,14 @@ def _evaluate(setup: Setup, model: Any, progress: TrainingProgress, best: Weight
         if progress.step < setup.dataloader.steps:  # the last weights are in memory when the result is written
             best.update(_copy_trained(setup, model))
     return {f"heldout_{name}": value for name, value in losses.items()}
+
+
+def _not_finite(setup: Setup) -> RefusedError:
+    """The error of a model whose loss is no number before training: every step would be skipped."""
+    return RefusedError(
+        f"{setup.checkpoint.name} or its teacher has weights that are NaN or infinite: its loss is no number; give "
+        "intact checkpoints"
+    )
 
 
 def _best(setup: Setup, model: Any, progress: TrainingProgress, best: Weights) -> Weights:
@@ -325,8 +332,14 @@ class Log:
             return
         step, rate = progress.step, numbers["step_tokens"] / seconds
         record = {"step": step, **numbers, "tokens_per_second": round(rate, 1), "memory_bytes": memory(self._device)}
-        with self._path.open("a") as stream:
-            stream.write(json.dumps(finite(record)) + "\n")
+        try:
+            with self._path.open("a") as stream:
+                stream.write(json.dumps(finite(record)) + "\n")
+        except OSError as error:
+            raise OutputError(
+                f"{self._path} could not be written ({explain(error)}); free some space and continue from the last "
+                "state with --resume"
+            ) from error
         now = time.perf_counter()
         if not self._quiet and (step == self._steps or now - self._last_line > STATUS_SECONDS):
             self._last_line = now

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.errors import OutputError, RefusedError, listing
+from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.files import TensorSpec, new_shard, shard_names, write_index
 from gqa.checkpoint.loading import out_of_memory, ranks
 from gqa.checkpoint.names import saved_tensors
@@ -57,7 +57,9 @@ def uptrain(setup: Setup, *, quiet: bool = True, argv: Sequence[str] = ()) -> tu
             progress, weights = train(setup, quiet=quiet)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
-                raise
+                if not setup.options.compile:
+                    raise
+                raise RefusedError(f"training with --compile failed ({explain(error, 200)}); do without") from error
             raise RefusedError(
                 f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
                 f"{setup.micro_batch}) or --context (now {setup.options.block:,}), or give --checkpointing, "

@@ -81,8 +81,10 @@ def prepare(
     accelerator = make_accelerator(options)
     options = replace(options, precision=_PRECISION.get(name := accelerator.mixed_precision, name))
     states = States(out.with_name(f"{out.name}-state"))
-    if options.resume:
-        states.latest()
+    if options.resume:  # the default of the run before: it may depend on the number of processes
+        saved = states.latest()[1].get("options", {})
+        options = replace(options, batch_size=options.batch_size or saved.get("batch_size"))
+        options.check(processes)
     elif states.complete():
         raise RefusedError(
             f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"
@@ -121,7 +123,8 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
     device = find_device(options.device) if options.device else None
     try:
         accelerator = Accelerator(
-            mixed_precision=_ACCELERATE.get(str(options.precision)),  # None: as the launcher sets it
+            # Not None: then it would be that of an earlier run in this process.
+            mixed_precision=_ACCELERATE.get(str(options.precision), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")),
             # A plain number would be overridden by the launcher's environment.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             cpu=not torch.accelerator.is_available(),  # else it takes several processes on CPUs for unrelated ones
