@@ -204,7 +204,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
     ),
     "weights": (
         lambda directory: broken(directory, f"{LAST}.o_proj.weight", torch.nan), "",
-        f"{LAST} of model holds NaN or Inf; heads cannot be aligned by it",
+        f"{LAST} of model contains NaN or Inf; its heads cannot be aligned",
     ),
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""Maps from the weights alone: second moments of keys, queries and values are estimated, not measured on a text.
+"""Maps from the weights alone: second moments of keys, queries and values are estimated, not measured on text.
 
 No forward pass: moments are W E[x x^T] W^T with E[x x^T] estimated layer by layer (mean field). The residual stream
-starts as the vocabulary's embeddings, attention adds the average of two tokens' values, an MLP its output for Gaussian
-inputs (docs/methods.md). This finds the few directions that are hundreds of times as large as all others.
+starts as the token embeddings; attention adds the average of two tokens' values, an MLP its output for Gaussian inputs
+(docs/methods.md). This captures the few directions that are hundreds of times as large as all others.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from gqa.convert.methods import HeadMaps, query_order
 from gqa.convert.plan import Plan
 
 MlpInput = Literal["normed", "residual", "attention_input"]
-_ATTENDED_TOKENS = 2  # whose values attention averages
-_SHRINKAGE = 0.01  # weight of the identity, keeps the estimate positive definite
-_NODES = 241  # of an integral over a Gaussian
-_ROWS = 16_384  # of a table in float64 at a time
-_PROBES = 512  # random projections for pre-activation variances of wide MLPs: off by 6 %, sqrt(2 / n)
-_BLOCKS = 8  # columns of a triangle are multiplied in so many parts: 9/16 of the work of a square
+_ATTENDED_TOKENS = 2  # attention averages the values of so many tokens
+_SHRINKAGE = 0.01  # weight of the identity; keeps the estimate positive definite
+_NODES = 241  # quadrature nodes for Gaussian integrals
+_ROWS = 16_384  # embeddings converted to float64 at a time
+_PROBES = 512  # random projections for pre-activation variances of wide MLPs: error sqrt(2 / n) = 6 %
+_BLOCKS = 8  # column blocks of a triangular product: 9/16 of the work of a full one
 
 
 def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Iterator[tuple[str, HeadMaps]]:
-    """Yield path and maps of one attention module after another. Raises RefusedError if weights are NaN or Inf.
+    """Yield path and maps of each attention module. Raises RefusedError if weights are NaN or Inf.
 
     `aligned`: closed form on estimated inputs; `procrustes`: rotate and average.
-    search: Find the grouping with the least loss. device: Of large products.
+    search: Find the grouping with the least loss. device: For large products.
     """
     checkpoint, text, symmetry = plan.checkpoint, plan.config.text, plan.config.symmetry
     assert isinstance(symmetry, Symmetry)
@@ -49,7 +49,7 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
     for number, (module, changes) in enumerate(changed[: last + 1]):
         heads, groups, stored = changes[0].heads, changes[0].groups, heads_of(checkpoint, changes)
         if not all(bool(tensor.sum().isfinite()) for tensor in stored.values()):
-            raise RefusedError(f"{module.path} of {checkpoint.name} holds NaN or Inf; heads cannot be aligned by it")
+            raise RefusedError(f"{module.path} of {checkpoint.name} contains NaN or Inf; its heads cannot be aligned")
         width = stored["key"].shape[-1]
         stream = stream or InputMoments(checkpoint, text, symmetry, width, guess, device)
         gain = norm_gain(checkpoint, module, symmetry, width).float()
@@ -61,7 +61,7 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
             stream.add(module, gain, stored["output"], stored["value"])
         if not changes[0].merges:
             continue
-        # Estimated moments do not tell which slow frequencies could share a subspace: one by one they lose less.
+        # Estimated moments do not show which slow frequencies could share a subspace: merging each alone loses less.
         rotary, order = replace(symmetry.rotary(text, module.layer, heads.key_dim), slow=()), None
         if search:
             order = find_order(_estimated(stored, heads, 1), stored["output"].double(), groups, rotary, free_keys)
@@ -71,18 +71,18 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
         moments, m = _estimated(stored, heads, groups), heads.kv // groups
         if guess:
             keys = moments.shared_keys(rotary)
-            values = moments.shared_values((of[None] for of in moments.values), stored["output"])
+            values = moments.shared_values((group[None] for group in moments.values), stored["output"])
         else:
-            keys = [procrustes_key(of, rotary, m) for of in moments.keys]
-            values = [procrustes_value(of, m, heads.query // heads.kv) for of in moments.values]
+            keys = [procrustes_key(group, rotary, m) for group in moments.keys]
+            values = [procrustes_value(group, m, heads.query // heads.kv) for group in moments.values]
         yield module.path, head_maps(heads, groups, keys if free_keys else (), values, order)
 
 
 def _estimated(rows: dict[str, Tensor], heads: LayerHeads, groups: int) -> Moments:
-    """Moments of each group from factors R, E[h h^T] = R R^T: `rows` (n, w, K) by role (`InputMoments.project`)."""
+    """Moments of each group from factors R (n, w, K) by role (`InputMoments.project`): E[h h^T] = R R^T."""
 
     def moments_of(role: str, parts: int) -> tuple[Tensor, Tensor]:
-        """(parts, w, w) second moments and (parts, w) means of the heads of `role`, w rows of each part of them."""
+        """Second moments (parts, w, w) and means (parts, w) of `role`, whose heads are split into `parts` of w rows."""
         whole = rows[role].unflatten(0, (parts, -1)).flatten(1, 2)  # (parts, w, K)
         bias = rows.get(f"{role}.bias")
         means = whole.new_zeros(whole.shape[:2]).double() if bias is None else bias.reshape(parts, -1).double()
@@ -93,42 +93,42 @@ def _estimated(rows: dict[str, Tensor], heads: LayerHeads, groups: int) -> Momen
 
 
 class InputMoments:
-    """E[x x^T] of the inputs of attention, one layer after another: (D, D), with a trace of D.
+    """E[x x^T] of the inputs of attention, layer by layer: (D, D) with trace D.
 
-    Known while every layer is attention and MLP, both added to the residual stream, with norms before, after or both.
-    From the first layer with other parts (experts, other mixers) inputs are assumed to be independent.
+    Estimated while every layer is attention and MLP, both added to the residual stream, with norms before, after or
+    both. From the first layer with other parts (experts, other mixers) on, E[x x^T] is taken to be the identity.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, config: Any, symmetry: Symmetry, width: int, guess: bool = True,
         device: str = "cpu",
     ) -> None:  # fmt: skip
-        """`config` is that of the text part, D = `width`; without `guess` inputs are independent everywhere. Large
-        products run on `device` in float32; factorisations and sums stay in float64.
+        """`config`: of the text part; `width`: D. Without `guess` E[x x^T] is the identity everywhere. Large products
+        run on `device` in float32; factorisations and sums stay in float64.
         """
         self._checkpoint, self._config, self._symmetry, self._width = checkpoint, config, symmetry, width
         self._layer, self._device = 0, device
         self._sum = self._embedded() if guess else None
-        # (D, D) lower triangle L: L L^T are the moments of the normed stream that the present layer reads, before its
-        # norm's gain; in float32 on the device of large products. None for the identity.
+        # (D, D) lower triangle L: L L^T are the moments of the normed stream that the current layer reads, before its
+        # norm's gain; float32 on `device`. None for the identity.
         self.factor: Tensor | None = None
 
     def enter(self, module: AttentionModule) -> None:
-        """Go on to the layer of `module`."""
-        if module.layer != self._layer:  # layers without heads are between
+        """Advance to the layer of `module` and set `factor`."""
+        if module.layer != self._layer:  # layers without attention lie between
             self._sum = None
         self.factor = self._factored()
 
     def project(self, weights: Tensor) -> Tensor:
-        """(n, D) W -> W L, float32 on the CPU, so (W L)(W L)^T are the moments of W x. Linearly dependent rows stay so,
-        to a rounding error.
+        """W (n, D) -> W L, float32 on the CPU: (W L)(W L)^T are the moments of W x. Linearly dependent rows stay
+        dependent up to rounding.
         """
         return weights.float() if self.factor is None else by_lower(weights.to(self.factor), self.factor).cpu()
 
-    @torch.no_grad()  # some activations have weights
+    @torch.no_grad()  # some activations have parameters
     def add(self, module: AttentionModule, gain: Tensor, output: Tensor, value: Tensor) -> None:
-        """Advance the estimate through this layer, that of the last `enter`; `value` (Hk, e, D): heads already
-        projected. `gain` (D,) is that of the norm before attention, `output` (H, e, D) are the heads of W_O.
+        """Advance the estimate through the layer last entered. gain (D,): of the norm before attention; output
+        (H, e, D): heads of W_O; value (Hk, e, D): value heads, already projected.
         """
         mlp = None if self.factor is None else self._find_mlp(module, gain)
         if self._sum is None or self.factor is None or mlp is None:
@@ -146,14 +146,14 @@ class InputMoments:
         self._layer += 1
 
     def _normed(self, root: Tensor, norm: tuple[Tensor, ...]) -> Tensor:
-        """Scale R (D, n) as the layer does before the residual add: post-norm gain (D,), residual multiplier."""
+        """Scale R (D, n) as the layer does before the residual add: by post-norm gain (D,) and residual multiplier."""
         for gain in norm:
             root = root * (gain * (self._width / root.square().sum().clamp_min(1e-30)).sqrt())[:, None].to(root)
         scale = getattr(self._config, "residual_multiplier", None) or 1.0
         return root if scale == 1 else root * float(scale)
 
     def _factored(self) -> Tensor | None:
-        """Cholesky factor of the normed stream's moments, None if unknown or not finite."""
+        """Cholesky factor of the normed stream's moments; None if unknown or not finite."""
         if self._sum is None:
             return None
         # After a norm the trace is `_width`.
@@ -166,7 +166,7 @@ class InputMoments:
         return lower
 
     def _embedded(self) -> Tensor | None:
-        """Moments of token embeddings, each token once, and of learned positions; None without such a table."""
+        """Moments of token embeddings (all tokens equally likely) and learned positions; None without such a table."""
         moments = torch.zeros(self._width, self._width, dtype=torch.float64)
         tables = find_embeddings(self._checkpoint, self._config, self._width)
         for spec in tables:
@@ -200,7 +200,7 @@ class InputMoments:
 class Mlp:
     """down(act(up x)), or down(act(gate x) * up x): `gate` and `up` (F, D), `down` (D, F). `input`: the normed stream,
     the residual stream itself, or the input of attention. `after`: gains (D,) of the norms after attention and after
-    the MLP, if any. `gain` (D,): that of the norm before it.
+    the MLP, if any. `gain` (D,): of the norm before the MLP.
     """
 
     gate: Tensor | None
@@ -215,8 +215,8 @@ class Mlp:
         """Factor R (D, F + 1) of the output moments for x ~ N(0, root root^T), ignoring correlations between units
         beyond their means. `root` is (D, n).
 
-        Wide layers: project the n columns on `_PROBES` random signs; inner products stay unbiased (Johnson and
-        Lindenstrauss).
+        Wide layers: project the n columns on `_PROBES` random sign vectors; inner products stay unbiased (Johnson
+        and Lindenstrauss).
         """
         root = root.to(self.up)
         if len(root) > 2 * _PROBES:
@@ -233,9 +233,9 @@ class Mlp:
         acted = self.act(nodes)
         if self.gate is not None:  # up = slope * gate + a part independent of the gate
             slope = (first * up).sum(1, keepdim=True) / variance
-            beside = up.square().sum(1, keepdim=True) - slope.square() * variance
+            independent = up.square().sum(1, keepdim=True) - slope.square() * variance
             mean = (acted * slope * nodes) @ weights
-            square = (acted.square() * (slope.square() * nodes.square() + beside)) @ weights
+            square = (acted.square() * (slope.square() * nodes.square() + independent)) @ weights
         else:
             mean, square = acted @ weights, acted.square() @ weights
         spread = (square - mean.square()).clamp_min(0).sqrt()
@@ -243,7 +243,7 @@ class Mlp:
 
 
 def by_lower(rows: Tensor, lower: Tensor) -> Tensor:
-    """(n, D) @ (D, D) of a lower triangle, whose zeros are not multiplied."""
+    """rows (n, D) @ lower (D, D), a lower triangle whose zeros are skipped."""
     step, product = -(-len(lower) // _BLOCKS), torch.empty_like(rows)
     for at in range(0, len(lower), step):
         torch.mm(rows[:, at:], lower[at:, at : at + step], out=product[:, at : at + step])
@@ -251,7 +251,7 @@ def by_lower(rows: Tensor, lower: Tensor) -> Tensor:
 
 
 def gram(rows: Tensor) -> Tensor:
-    """(n, K) @ its transpose; what is above the diagonal is copied from below."""
+    """rows rows^T of (n, K) rows; the upper triangle is copied from the lower one."""
     step, product = -(-len(rows) // _BLOCKS), rows.new_empty(len(rows), len(rows))
     for at in range(0, len(rows), step):
         block = rows[at:] @ rows[at : at + step].mT
@@ -261,7 +261,7 @@ def gram(rows: Tensor) -> Tensor:
 
 
 def norm_gain(checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetry, width: int) -> Tensor:
-    """(D,) gain of the norm before attention; ones for cross-attention."""
+    """Gain (D,) of the norm before attention; ones for cross-attention."""
     for norm in symmetry.norms if module.kind != "cross" else ():
         spec = checkpoint.tensors.get(f"{module.layer_path}.{norm}.weight")
         if spec is not None and spec.shape == (width,):
