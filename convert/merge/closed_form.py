@@ -1,4 +1,4 @@
-"""The closed form of one layer: what its heads compute on a text, and the maps that follow from it."""
+"""The closed form of one layer: measure its heads on text, and solve for the maps that merge them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gqa.convert.methods import HeadMaps, query_order
 from gqa.convert.plan import searches
 
 _MIN_REMAINDER = 1e-2  # floor of 1 - a: below it v - o is lost in float32 rounding
-SCORES = 1 << 25  # of one head, computed at a time
-MAX_SCORES = 1 << 28  # of all heads: above it values are cut to a key's width, for which kernels store no scores
+SCORES = 1 << 25  # scores of one head computed at a time
+MAX_SCORES = 1 << 28  # of all heads: above it, values are split to a key's width, for which kernels store no scores
 
 
 def significance_of(
@@ -30,11 +30,11 @@ def significance_of(
 ) -> Tensor:  # fmt: skip
     """Sensitivity of each query, (B, H, T): sum over keys s of (a_s / (1 - a_s))^2 |W_O (v_s - o)|^2.
 
-    This is the squared change of the output W_O o if key s is dropped; a is the attention, v the values. The change for
-    a wrong score, W_O (v - o) a to first order, is no such weight: it vanishes where one key takes all attention, and
-    there the look-up itself can be lost. Caps and sinks are ignored. Shapes as in `Moments.add`; `roots` (H, e, e) are
-    `output_roots`; `mask` and `bias` (1 or B, 1 or H, T, S). Without a mask a query sees the keys up to its position,
-    or all if attention is not `causal`.
+    This is the squared change of the output W_O o if key s is dropped; a is the attention, v the values. The
+    first-order change for a wrong score, a W_O (v - o), is no substitute: it vanishes where one key takes all
+    attention, but there the look-up itself can be lost. Caps and sinks are ignored. Shapes as in `Moments.add`; `roots`
+    (H, e, e) are `output_roots`; `mask` and `bias` (1 or B, 1 or H, T, S). Without a mask a query sees the keys up to
+    its position, or all keys if not `causal`.
     """
     repeat, rows = q.shape[1] // k.shape[1], max(1, SCORES // (len(q) * k.shape[2]))
     significance = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -67,12 +67,12 @@ def significance_of(
 
 
 def _of(mask: Tensor, head: int, rows: slice) -> Tensor:
-    """The rows (1 or B, t, S) of a mask (1 or B, 1 or H, T, S) for a head's queries."""
+    """Rows (1 or B, t, S) of a mask or bias (1 or B, 1 or H, T, S) for the queries `rows` of a head."""
     return mask[:, min(head, mask.shape[1] - 1), rows]
 
 
 def visible_keys(mask: Tensor | None, keys: Tensor) -> Tensor:
-    """(B or 1, S) which of the `keys` (B, Hk, S, d) any query may see: the others are padding."""
+    """(B or 1, S) bool: whether any query may see the key; the other `keys` (B, Hk, S, d) are padding."""
     if mask is None:
         return torch.ones(1, keys.shape[2], dtype=torch.bool, device=keys.device)
     open_to = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -80,7 +80,7 @@ def visible_keys(mask: Tensor | None, keys: Tensor) -> Tensor:
 
 
 def output_roots(w_o: Tensor) -> Tensor:
-    """(H, e, D) -> (H, e, e): a factor R R^T = W W^T for each head's W, so |x R| = |x W| in fewer numbers."""
+    """(H, e, D) -> (H, e, e): R with R R^T = W W^T for each head's W, so |x R| = |x W| with fewer numbers."""
     values, vectors = torch.linalg.eigh(w_o.double() @ w_o.double().mT)
     roots: Tensor = vectors * values.clamp_min(0).sqrt()[:, None, :]
     return roots.float()
@@ -96,17 +96,17 @@ def position_weights(stream: Tensor, real: Tensor | None = None) -> Tensor:
 
 
 def mean_squares(stream: Tensor) -> Tensor:
-    """(N, T, D) -> (N, T), without squares of all at once."""
+    """(N, T, D) -> (N, T), one block at a time to save memory."""
     return torch.stack([block.float().square().mean(-1) for block in stream])
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """What came out of one layer.
+    """The maps of one attention module, and their error.
 
-    error: Of its attention output, squares relative to the squares of the source's, after the refit of W_O (on the
-        calibration text) or the refinement (on held-out blocks); NaN where nothing was measured.
-    weights: What refinement trained, by stored names.
+    error: Squared error of the attention output relative to the source's square, after the refit of W_O (on the
+        calibration text) or the refinement (on held-out blocks); NaN if not measured.
+    weights: Tensors that refinement trained, by stored name.
     """
 
     module: AttentionModule
@@ -117,12 +117,12 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class Task:
-    """One attention module whose heads are merged: the source's `layer` with its weights, the streams before it (the
-    merged heads will read the converted one), and what attention should compute.
+    """One attention module whose heads are to be merged: the source's `layer` with its weights, the hidden states
+    before it (merged heads read the converted model's), and the terms of the target.
 
     scale: Scale s in h + s * attention(h), or None if the output of attention is transformed further.
-    position_weights: (N, T) weight of an error at each position, see the function of that name.
-    converted: Tensors of the converted model's modules that precede this one in the layer.
+    position_weights: (N, T) weight of an error at each position, from the function of that name.
+    converted: Converted tensors of the layer's modules before this one.
     missing_output: (N, T, D) source minus converted output of earlier modules in this layer.
     """
 
@@ -136,7 +136,7 @@ class Task:
     missing_output: Tensor | None = None
 
     def source_layer(self) -> Layer:
-        """The source's layer with its original weights in all modules, which `layer` then has, too."""
+        """The source's layer with its original weights in all modules; `layer` then has them, too."""
         if not self.converted:
             return self.layer
         return self.pair.with_attention(self.module, self.pair.original(self.layer.index))
@@ -149,7 +149,7 @@ class Task:
         return drift if self.missing_output is None else drift + self.missing_output[rows]
 
     def converted_layer(self, maps: HeadMaps) -> Layer:
-        """The converted model's layer, with these maps of the module."""
+        """The converted model's layer with these maps applied to the module."""
         return self.pair.merged(
             self.layer.index, self.module, {**self.converted, **self.pair.mapped(self.module, maps)}
         )
@@ -163,7 +163,7 @@ class Task:
 def closed_form(task: Task) -> LayerResult:
     """Fit key maps, then value maps under the merged attention, then refit W_O.
 
-    Where groups are searched for, heads are moved together with all that belongs to them.
+    If groups are searched for, heads are reordered with everything that belongs to them.
     """
     pair, (heads, groups), w_o, order = task.pair, task.pair.heads(task.module), task.w_o(), None
     text, symmetry, search = pair.plan.config.text, pair.symmetry, searches(pair.plan, pair.options.grouping)
@@ -173,7 +173,7 @@ def closed_form(task: Task) -> LayerResult:
     rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.streams.converted.hidden.shape[1])
     rotary = replace(rotary, slow=()) if task.module.kind == "cross" else rotary  # cross-attention has no RoPE
     free_keys, device = symmetry.free_keys(text), float64_device(pair.source.device)
-    moments = _watch_source(task, Moments.zeros(heads, 1 if search else groups, device), rotary, w_o)
+    moments = _measure_source(task, Moments.zeros(heads, 1 if search else groups, device), rotary, w_o)
     if search:
         order = find_order(moments.cpu(), w_o.double(), groups, rotary, free_keys)
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
@@ -186,8 +186,8 @@ def closed_form(task: Task) -> LayerResult:
     return _refit(task, head_maps(heads, groups, keys, values, order), w_o.flatten(0, 1))
 
 
-def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> Moments:
-    """Moments of the source's heads on the converted stream."""
+def _measure_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> Moments:
+    """Measure moments of the source's heads on the converted model's hidden states."""
     roots = output_roots(w_o)
     for capture in task.layer.capture(task.streams.converted, "heads"):
         q, k, v = capture.heads
@@ -202,7 +202,7 @@ def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> 
 
 
 def _attended_values(task: Task, maps: HeadMaps) -> Tensor:
-    """(H, m e, m e) second moments of the attention-weighted stacked values per query head."""
+    """Second moments (H, m e, m e) of the attention-weighted stacked values of each query head."""
     heads, groups = task.pair.heads(task.module)
     width = heads.kv // groups * heads.value_dim
     device = float64_device(task.pair.source.device)
@@ -216,7 +216,7 @@ def _attended_values(task: Task, maps: HeadMaps) -> Tensor:
         attend = partial(task.pair.target.attend, merged.attention, q, k, mask=capture.mask, **capture.options)
         rows = torch.cat([attend(v=part) for part in stacked.split(width_at_once, -1)], -1)  # (B, T, H, m e)
         rows = rows * task.position_weights[capture.rows].sqrt()[..., None, None].to(rows)
-        for head in range(heads.query):  # one by one: m times as wide as the inputs of W_O
+        for head in range(heads.query):  # one by one, since they are m times as wide as the inputs of W_O
             head_rows = as_float64(rows[:, :, head]).flatten(0, 1)
             moments[head] += head_rows.T @ head_rows
     return moments.div_(task.position_weights.numel())
@@ -228,7 +228,7 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
     merged, streams = task.converted_layer(replace(maps, output=None)), task.streams
     width, device, query = len(maps.output), task.pair.target.device, task.pair.heads(task.module)[0].query
     weight = w_o.float().to(device)
-    inverse = pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T  # of the targets: what W_O turns into the drift
+    inverse = pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T  # drift @ inverse: the inputs that W_O maps to the drift
     inverse = inverse.float().to(device)
     gram, cross = (torch.zeros(width, width, dtype=torch.float64, device=w_o.device) for _ in range(2))
     energy = torch.zeros((), dtype=torch.float64, device=w_o.device)  # of the targets
@@ -253,5 +253,6 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
     start = maps.output.to(w_o)
     solution = ridge(gram / count, cross / count, start, task.pair.options.ridge)
     fitted = solution.T @ w_o  # the new W_O
-    left = float(energy) + float((fitted * (gram @ fitted - 2 * cross @ w_o)).sum())
-    return LayerResult(task.module, replace(maps, output=solution.cpu()), max(left, 0.0) / max(float(energy), 1e-300))
+    residual = float(energy) + float((fitted * (gram @ fitted - 2 * cross @ w_o)).sum())
+    error = max(residual, 0.0) / max(float(energy), 1e-300)
+    return LayerResult(task.module, replace(maps, output=solution.cpu()), error)
