@@ -1,8 +1,7 @@
-"""Text that a model writes, `self:TOKENS`: what it is calibrated on, or what its conversion learns from.
+"""Self-generated text, `self:TOKENS`: calibration or training text that the model itself writes.
 
-Sequences sampled at temperature 1 need no data and look like what the model was trained on. They are stored in batches,
-so that a longer run goes on where a shorter one ended, an interrupted one continues, and every rank and every resumed
-run reads the same.
+Sequences sampled at temperature 1 need no data and resemble the training data of the model. They are stored in batches,
+so that a longer run continues a shorter or an interrupted one, and every rank and every resumed run reads the same.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from gqa.convert.heads.config import read_config
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.tokens import MIX, Block, Ints, first_token, mixed
 
-SAMPLED = 64  # sequences sampled together at most
-SAMPLED_BYTES = 1 << 30  # that their caches may fill
-DRAWN = 24  # bytes for each score of a token, while one is drawn
-_MOST = 16384  # sequences at a time: attention kernels number them with 16 bits
+SAMPLED = 64  # largest batch of sequences sampled with one seed
+SAMPLED_BYTES = 1 << 30  # largest KV cache of such a batch
+DRAWN = 24  # bytes per logit while a token is drawn
+_MOST = 16384  # sequences at a time: attention kernels index them with 16 bits
 
 
 @dataclass(frozen=True)
 class SampledBlocks:
-    """Blocks of `size` tokens that a model wrote, one after the other in `path`: {"input_ids": (size,) int64}.
+    """Blocks of `size` tokens that a model wrote, consecutive in the file `path`: {"input_ids": (size,) int64}.
 
-    lead: tokens at the beginning of each block that belong there (BOS); plain: they are as the model wrote them, else a
-    part of them repeats itself (`mixed` in corpus/tokens.py).
+    lead: number of tokens (BOS) that must stay at the beginning of a block. plain: return blocks as the model wrote
+    them; otherwise some get repeated passages (`mixed` in corpus/tokens.py).
     """
 
     path: Path
@@ -58,7 +57,7 @@ class SampledBlocks:
         return self.n_blocks
 
     def __getitem__(self, index: int) -> Block:
-        """Block `index`. Raises IndexError outside."""
+        """Block `index`. Raises IndexError if it is out of range."""
         if not 0 <= index < self.n_blocks:
             raise IndexError(f"block {index} of {self.n_blocks}")
         return {"input_ids": self._read(index) if self.plain else mixed(self._read, index, self.seed, self.lead)}
@@ -78,17 +77,17 @@ def sampled_blocks(
     watcher: Watcher = SILENT,
     trust_remote_code: bool = False,
 ) -> SampledBlocks:
-    """The first `n_blocks` of `size` tokens that the model of `checkpoint` writes at temperature 1. They begin with the
-    token that a sample starts from if its tokenizer begins texts with it: text is read as the model is used. Unless
-    `plain`, a part of them repeats itself, since nothing that a model writes exercises what finds things again.
+    """The first `n_blocks` blocks of `size` tokens that the model of `checkpoint` writes at temperature 1. They include
+    the start token of the sample if the tokenizer begins texts with it, so that they are like the model's usual input.
+    Unless `plain`, some get repeated passages, since self-generated text does not exercise retrieval from the context.
 
-    `load(dtype=...)` gives the model on `device`; it is called if some of them are not there yet, with `device="auto"`
-    where its weights do not fit there. Raises RefusedError where it cannot be sampled from.
+    `load(dtype=...)` loads the model on `device`; it is called if blocks are missing in the cache, with `device="auto"`
+    if the weights do not fit on `device`. Raises RefusedError if the model cannot be sampled from.
     """
     source = as_it_is(checkpoint)
     start = first_token(read_config(source.config, source.name).text, source.name)
-    lead = 0 if _begins(checkpoint, start, trust_remote_code) else 1
-    # Samples are noise of temperature 1 anyway: what the device multiplies fast, however the model is stored.
+    lead = 0 if _begins_with(checkpoint, start, trust_remote_code) else 1
+    # Sampling is random anyway, so use the device's fast dtype, whatever the stored one is.
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
     batch = max(1, min(SAMPLED, SAMPLED_BYTES // _cache_bytes(source, size, dtype)))
 
@@ -99,7 +98,7 @@ def sampled_blocks(
         spread = {"device": "auto"} if free is not None and weights > free * FILLED else {}
         model = load(dtype=str(dtype).removeprefix("torch."), **spread)
         devices = {parameter.device for parameter in model.parameters()}
-        # None where some of the model is in the host's memory or on its disk.
+        # free_memory is None for parts of the model in host memory or on disk.
         least = len(devices) * min(free_memory(place) or 0 for place in devices)
         several = max(1, at_once(source, size, dtype, least) // batch)
         for first in range(0, len(numbers), several):
@@ -113,14 +112,15 @@ def sampled_blocks(
 
 
 def samples_identity(checkpoint: Checkpoint, trusted: bool) -> str:
-    """What decides what a model writes: its contents, whether code that it brings is `trusted`, and what runs it."""
+    """Everything that determines a model's samples: its contents, `trusted` code of its own, library versions."""
     code = trusted and "auto_map" in (checkpoint.source or checkpoint).config
     return f"{checkpoint_digest(checkpoint)} {versions('torch', 'transformers')}{' code' * code}"
 
 
 def derive_seed(seed: int, label: int | str) -> int:
-    """An independent seed: of a batch by its number, so that batches before it need not be sampled again; of text for
-    another use than calibration, which has the seed itself, since weights predict the text they were fitted to better.
+    """An independent seed for `label`: the number of a batch, so that earlier batches need not be sampled again, or a
+    use. Calibration uses `seed` itself; other uses need other text, as weights predict the text they were fitted to
+    better.
     """
     return int.from_bytes(hashlib.sha256(f"{seed} {label}".encode()).digest()[:7], "big")
 
@@ -128,9 +128,9 @@ def derive_seed(seed: int, label: int | str) -> int:
 def store_batches(
     identity: str, size: int, batch: int, rows: int, sample: Callable[[Sequence[int]], Iterable[Tensor]]
 ) -> Path:
-    """A file in the cache of `datasets`, named by the hash of `identity`, of at least so many rows (size,) of int32.
-    `sample(numbers)` yields the batches of `batch` rows of these numbers that are not there yet, one or several at a
-    time. Raises RefusedError.
+    """A file in the cache of `datasets`, named by the hash of `identity`, with at least `rows` rows (size,) of int32.
+    `sample(numbers)` yields the missing batches of `batch` rows with these numbers, one or several at a time. Raises
+    RefusedError.
     """
     from datasets.config import HF_DATASETS_CACHE
 
@@ -138,7 +138,7 @@ def store_batches(
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"), path.open("ab") as file:
         stored = file.tell() // (4 * size * batch)
-        file.truncate(4 * size * batch * stored)  # what an interrupted run has written of the next batch
+        file.truncate(4 * size * batch * stored)  # drop the partial batch of an interrupted run
         if missing := range(stored, -(-rows // batch)):
             for ids in sample(missing):
                 file.write(ids.numpy().astype(np.int32).tobytes())
@@ -146,8 +146,8 @@ def store_batches(
     return path
 
 
-def _begins(checkpoint: Checkpoint, token: int, trusted: bool) -> bool:
-    """Whether the tokenizer begins a text with that token; a model without one is taken to need it."""
+def _begins_with(checkpoint: Checkpoint, token: int, trusted: bool) -> bool:
+    """Whether the tokenizer begins a text with `token`; True without a tokenizer."""
     try:
         ids = load_tokenizer(checkpoint, trusted)("a")["input_ids"]
     except RefusedError:
@@ -156,7 +156,7 @@ def _begins(checkpoint: Checkpoint, token: int, trusted: bool) -> bool:
 
 
 def at_once(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:
-    """How many sequences three quarters of so many free bytes hold."""
+    """Number of sequences of `length` tokens that fit into three quarters of `free` bytes."""
     vocabulary = int(read_config(checkpoint.config, checkpoint.name).text.vocab_size)
     return min(_MOST, free * 3 // 4 // (_cache_bytes(checkpoint, length, dtype) + DRAWN * vocabulary))
 
@@ -172,11 +172,11 @@ def samples(
     progress: Callable[[int], object] = lambda tokens: None,
     encoder_inputs: Mapping[str, Tensor] | None = None, banned: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
-    """(batch, length) token ids, the same for the same seed, batch and machine, none of those that are `banned`; of
-    several seeds one batch below the other. Raises RefusedError.
+    """Sample (batch, length) token ids without the `banned` ones, reproducible for a seed, batch size and machine; for
+    several seeds, one batch per seed, concatenated. Raises RefusedError.
 
-    Nothing stops a sequence: after EOS the model starts another text, as it does in training. `encoder_inputs`
-    are keyword arguments of an encoder-decoder.
+    EOS does not end a sequence: the model then starts another text, as in training. `encoder_inputs`: keyword arguments
+    for an encoder-decoder.
     """
     if not hasattr(model, "generate"):
         raise RefusedError(
@@ -188,19 +188,19 @@ def samples(
         do_sample=False, max_new_tokens=length - 1, pad_token_id=start, decoder_start_token_id=start,
         suppress_tokens=list(banned) or None,
     )  # fmt: skip
-    model.generation_config = settings  # else generate() takes unset fields from the checkpoint's
+    model.generation_config = settings  # else generate() fills unset fields from the checkpoint's
     seeds = [seed] if isinstance(seed, int) else seed
     draw = LogitsProcessorList([Draw(*(torch.Generator().manual_seed(one) for one in seeds), progress=progress)])
     batch *= len(seeds)
     prompt = torch.full((batch, 1), start, device=model.device)
     try:
-        # No cuDNN kernels, which are compiled for each length.
+        # No cuDNN kernels: they are compiled for each length.
         backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         with sdpa_kernel(backends) if model.device.type == "cuda" else nullcontext():
             inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
             if encoder_inputs is not None:
                 inputs = {**encoder_inputs, "decoder_input_ids": prompt}
-            # Not the class's override, which may add tokens or search differently.
+            # Not an override of the class, which may add tokens or search differently.
             ids: Tensor = GenerationMixin.generate(
                 model, **inputs, generation_config=settings, logits_processor=draw, **_cache(model, length)
             )
@@ -213,8 +213,8 @@ def samples(
 
 
 class Draw:
-    """A logits processor: one token of each row at temperature 1, by the inverse of the distribution function. It takes
-    one random number a row; torch.multinomial takes one for each token of the vocabulary, a third of a step's time.
+    """A logits processor that samples a token per row at temperature 1 by inverting the cumulative distribution. It
+    needs one random number per row; torch.multinomial needs one per vocabulary entry, a third of a step's time.
     """
 
     def __init__(self, *generators: torch.Generator, progress: Callable[[int], object] = lambda tokens: None) -> None:
@@ -234,14 +234,14 @@ class Draw:
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
-    """KV cache for `length` tokens; DynamicLayer copies everything at every token."""
+    """KV cache with room for `length` tokens; DynamicLayer copies all keys and values at every token."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
         self._length = length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append (B, G, t, d) keys and (B, G, t, e) values; those of all tokens."""
+        """Append keys (B, G, t, d) and values (B, G, t, e); return those of all tokens."""
         first, states = self.get_seq_length(), (key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(*states)
@@ -254,10 +254,10 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def _cache(model: Any, length: int) -> dict[str, Any]:
-    """Cache argument for generate(), or {} if a layer is neither DynamicLayer nor sliding, or there is an encoder."""
+    """Cache argument for generate(); {} for encoder-decoders and layers other than DynamicLayer or sliding ones."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    usual = {DynamicLayer, DynamicSlidingWindowLayer}.issuperset(map(type, cache.layers))
-    if model.config.is_encoder_decoder or not usual:
+    supported = {DynamicLayer, DynamicSlidingWindowLayer}.issuperset(map(type, cache.layers))
+    if model.config.is_encoder_decoder or not supported:
         return {}
     cache.layers = [PreallocatedLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return {cache_name(model): cache}
