@@ -1,4 +1,4 @@
-"""The module that accelerate wraps: from a batch of blocks to a summed loss.
+"""The module that accelerate wraps: computes the summed loss of a batch of blocks.
 
 DDP and FSDP hook into a module's forward, so everything that uses parameters happens there.
 """
@@ -18,12 +18,12 @@ from gqa.corpus.likelihood import ChunkedHead, chunks, nats
 from gqa.uptrain.options import TrainOptions
 
 Batch = dict[str, Tensor]
-# (rows (n, D) with gradient, their slice) -> (loss to descend, numbers to report), both summed over the rows.
+# (rows (n, D) with gradient, their slice) -> (loss to minimise, numbers to report), both summed over the rows.
 SliceLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 class TrainingModel(nn.Module):
-    """The model with its loss, and the teacher if there is one, which is not a submodule: not trained, not saved."""
+    """The model with its loss. The teacher, if any, is no submodule, so it is neither trained nor saved."""
 
     def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel | None, options: TrainOptions) -> None:
         super().__init__()
@@ -31,17 +31,17 @@ class TrainingModel(nn.Module):
         self._options = options
         self._head = ChunkedHead(model, options.compile)
         self._teacher = None if teacher is None else ChunkedHead(teacher)
-        # The classes of layers, which FSDP gathers one at a time.
+        # FSDP gathers the parameters of modules of these classes one module at a time.
         classes = {type(module).__name__ for module in model.modules()}
         set_layer_classes(self, classes & layer_classes(model))
 
     def tie_weights(self) -> None:
-        """FSDP calls it after it has replaced parameters."""
+        """Called by FSDP after it has replaced parameters."""
         self.model.tie_weights()
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
-        """`input_ids` (B, T), or for an encoder-decoder the encoder's inputs and `labels` (B, T) -> the summed loss of
-        the predictions that count, and the sums (predictions, nats, distillation).
+        """`input_ids` (B, T), or for an encoder-decoder the encoder's inputs and `labels` (B, T) -> the loss summed over
+        predictions with a target, and the sums (predictions, nats, distillation) over them.
         """
         inputs, targets = split_batch(batch)
         if "labels" in batch:
@@ -49,7 +49,7 @@ class TrainingModel(nn.Module):
         options, teacher = self._options, self._teacher
         hidden = self._head.hidden(**inputs).flatten(0, 1)
         shards = teacher.model if teacher and isinstance(teacher.model, FSDPModule) else None
-        if shards:  # parameters outside its layers are gathered until all slices have passed its head
+        if shards:  # gather the parameters outside of its layers until all slices have passed its head
             shards.unshard()
         with torch.no_grad():
             teacher_hidden = teacher.hidden(**inputs).flatten(0, 1) if teacher else None
@@ -68,7 +68,7 @@ class TrainingModel(nn.Module):
         return loss, torch.cat([(targets >= 0).sum(dtype=sums.dtype).reshape(1), sums])
 
     def _head_parameters(self) -> list[nn.Parameter]:
-        """Parameters that the head uses: those outside the backbone, and a tied embedding."""
+        """Trainable parameters of the head: those outside the backbone, and a tied embedding."""
         if not self._head.split:
             return []
         inside = {id(p) for p in self._head.backbone.parameters()}
@@ -79,7 +79,7 @@ class TrainingModel(nn.Module):
 
 
 def split_batch(batch: Batch) -> tuple[Batch, Tensor]:
-    """The model's inputs, and the (N,) ids to predict, -100 where none is. `shift_right` makes a decoder's inputs from
+    """The model's inputs, and the ids to predict (N,), -100 for none. `shift_right` makes a decoder's inputs from
     `labels`.
     """
     if "labels" in batch:
@@ -96,7 +96,7 @@ def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
     if (method := getattr(model, "prepare_decoder_input_ids_from_labels", None)) and pad is not None:
         shifted: Tensor = method(labels)
         return shifted
-    ids = labels.roll(1, -1)  # M2M-100 has the function but not the method
+    ids = labels.roll(1, -1)  # e.g. M2M-100, which has the function but not the method
     ids[:, 0] = model.config.decoder_start_token_id
     return ids.masked_fill(ids == -100, pad or 0)
 
@@ -116,7 +116,7 @@ class _ChunkedSum(torch.autograd.Function):
             total += value.detach()
             report = numbers.detach() if report is None else report + numbers.detach()
             if row_gradient is not None:
-                with torch.autocast(rows.device.type, enabled=False):  # as every backward pass is
+                with torch.autocast(rows.device.type, enabled=False):  # as in any backward pass
                     row_gradient[piece], *gradients = torch.autograd.grad(value, [leaf, *parameters], allow_unused=True)
                 sums = [_add(before, part) for before, part in zip(sums, gradients, strict=True)]
         ctx.gradients = None if row_gradient is None else (row_gradient, sums)
@@ -126,13 +126,13 @@ class _ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        (rows, sums), ctx.gradients = ctx.gradients, None  # they are scaled in place, so only once
+        (rows, sums), ctx.gradients = ctx.gradients, None  # scaled in place below, so usable only once
         # In float32: float16 cannot hold the loss scale. autograd casts the result.
         return (None, None, None, *(None if part is None else part.float().mul_(upstream[0]) for part in (rows, *sums)))
 
 
 def _add(before: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Add in float32: bfloat16 would round small slices away."""
+    """Add in float32: in bfloat16 rounding would lose the gradients of small slices."""
     if before is None or part is None:
         return before if part is None else part.float()
     return before.add_(part)
@@ -141,9 +141,10 @@ def _add(before: Tensor | None, part: Tensor | None) -> Tensor | None:
 def chunked_sum(
     loss: SliceLoss, vocabulary: int, rows: Tensor, parameters: Sequence[nn.Parameter]
 ) -> tuple[Tensor, Tensor]:
-    """Sum of `loss` over slices of (N, D) rows, differentiable (once) in them and in `parameters` (those of the head).
+    """Sum of `loss` over slices of (N, D) rows, differentiable (once) in the rows and in the head's `parameters`.
 
-    Return the sum and the summed numbers to report. Divide the gradient afterwards: a mean could underflow in float16.
+    Return the sum and the summed numbers to report. Divide gradients afterwards: those of a mean could underflow in
+    float16.
     All `parameters` need a gradient.
     """
     differentiate = torch.is_grad_enabled()
