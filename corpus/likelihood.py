@@ -1,8 +1,7 @@
 """Next-token likelihoods without the logits of a whole batch in memory.
 
-Uptraining, calibration and evaluation need float32 logits of every position, V numbers each, but of one position at a
-time. So the backbone runs once, and the model's own head (projection, soft-capping, scaling) runs on slices of the
-hidden states.
+Uptraining, calibration and evaluation need float32 logits of every position, V numbers each, but not all at once. So
+the backbone runs once, and the model's own head (projection, soft-capping, scaling) runs on slices of the hidden states.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Float32 logits in memory at a time. On a CPU: small enough for its cache, large enough for a matrix product. A GPU
-# needs more rows to be busy: half a GiB (a comparison of two models holds eight slices).
+# Float32 logits per slice. CPU: fits into the cache, yet large enough for a fast matrix product. GPU: needs more rows
+# for full utilisation, half a GiB (a comparison of two models holds eight slices).
 CHUNK_NUMBERS = 1 << 22
 DEVICE_CHUNK_NUMBERS = 1 << 27
-# Every slice reads the whole head (and, in training, writes its gradient), which takes as long as the products of about
-# a hundred rows.
+# Every slice reads the whole head (and, in training, writes its gradient), which takes as long as multiplying about a
+# hundred rows.
 LEAST_ROWS = 256
 
 
 class ChunkedHead:
-    """A model split into backbone and head: `hidden(...)` once, then `logits(rows)` for any positions.
+    """A model split into backbone and head: call `hidden(...)` once, then `logits(rows)` for any positions.
 
     The head is the model's own `forward` with its backbone replaced by a function that returns existing hidden states,
-    so everything that the class does after the backbone is exact. The first input checks that this reproduces the
-    model's logits; if not (an unusual class), `split` is False and the full forward is used, in the model's dtype.
+    so whatever the class does after the backbone is exact. The first call checks that this reproduces the model's logits;
+    if not (an unusual class), `split` becomes False and the full forward is used, in the model's dtype.
     """
 
     def __init__(self, model: PreTrainedModel, compile_backbone: bool = False) -> None:
         self.model = model
         self.backbone = model.base_model
-        # T5 has no module of encoder and decoder alone: the encoder runs by itself, then the decoder is the backbone.
+        # T5 has no module for encoder plus decoder without head: the encoder runs first, the decoder is the backbone.
         self._decoder = model.get_decoder() if self.backbone is model and model.config.is_encoder_decoder else None
         self.backbone = self._decoder or self.backbone
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
@@ -48,8 +47,8 @@ class ChunkedHead:
         self._run = torch.compile(self.backbone) if compile_backbone and self.split else self.backbone
 
     def hidden(self, **inputs: Tensor) -> Tensor:
-        """`input_ids` (B, T) and other inputs of the model -> (B, T, D) hidden states before the head, or without a
-        split (B, T, V) logits in the model's dtype. With `decoder_input_ids` T is their length.
+        """`input_ids` (B, T) and other inputs of the model -> hidden states (B, T, D) before the head, or without a
+        split logits (B, T, V) in the model's dtype. With `decoder_input_ids` T is their length.
         """
         if self.split and not self._checked:
             self._check({name: part[:1, :8] if part.ndim == 2 else part[:1] for name, part in inputs.items()})
@@ -60,7 +59,7 @@ class ChunkedHead:
         return hidden
 
     def logits(self, rows: Tensor) -> Tensor:
-        """(n, D) rows of the result of `hidden` -> (n, V) logits, in the model's dtype."""
+        """Rows (n, D) of the result of `hidden` -> logits (n, V), in the model's dtype."""
         return self._head(rows, self._output) if self.split else rows
 
     def _backbone_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -82,8 +81,8 @@ class ChunkedHead:
             return self.model(**inputs, use_cache=False).logits[0]  # type: ignore[no-any-return]
 
     def _check(self, inputs: dict[str, Tensor]) -> None:
-        """Split only if backbone and head alone reproduce the model's logits: their difference is rounding, which is
-        small relative to the norm of all of them in any dtype.
+        """Set `split` to whether backbone and head reproduce the model's logits up to rounding, relative to their norm,
+        in the model's dtype.
         """
         self._checked, training = True, self.model.training
         self.model.eval()  # no dropout
@@ -92,7 +91,7 @@ class ChunkedHead:
                 expected = self.model(**inputs, use_cache=False).logits[0]
                 output = self.backbone(**self._backbone_inputs(inputs), use_cache=False, return_dict=True)
                 logits = self._head(output.last_hidden_state[0], output)
-            finite = expected.isfinite()  # some classes rule tokens out by -inf
+            finite = expected.isfinite()  # some classes set logits to -inf to exclude tokens
             self.split = torch.equal(logits.isfinite(), finite)
             if self.split:
                 error, size = (logits - expected)[finite].float().norm(), expected[finite].float().norm()
@@ -101,13 +100,13 @@ class ChunkedHead:
             self.split = False
         finally:
             self.model.train(training)
-            # Older versions of torch reuse the weights that autocast cast without a gradient (pytorch#112583).
+            # Older torch would reuse autocast copies of weights made without a gradient (pytorch#112583).
             torch.clear_autocast_cache()
 
 
 @contextmanager
 def _replaced_forward(module: torch.nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's `forward` by an instance attribute."""
+    """Temporarily shadow a module's `forward` with an instance attribute."""
     before = module.__dict__.get("forward")
     module.forward = function
     try:
@@ -119,7 +118,7 @@ def _replaced_forward(module: torch.nn.Module, function: Callable[..., Any]) -> 
 
 
 def chunks(count: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
-    """Slices of `count` rows whose float32 logits over `vocabulary` stay within what suits the device."""
+    """Slices of `count` rows, sized for float32 logits over `vocabulary` on the device."""
     numbers = CHUNK_NUMBERS if device.type == "cpu" else DEVICE_CHUNK_NUMBERS
     step = max(LEAST_ROWS, numbers // vocabulary)
     for start in range(0, count, step):
@@ -128,7 +127,7 @@ def chunks(count: int, vocabulary: int, device: torch.device) -> Iterator[slice]
 
 def nats(logits: Tensor, targets: Tensor) -> Tensor:
     """-ln p(target): (n, V) float32 logits, (n,) ids -> (n,) float32."""
-    # A CPU allocates new pages for every large result but reuses those of small ones, which is 7 times as fast.
+    # On a CPU, large results need new memory pages, small ones reuse them: 7 times as fast.
     small = logits.device.type == "cpu" and not logits.requires_grad
     rows = max(1, CHUNK_NUMBERS // 2 // logits.shape[-1] if small else len(logits))
     pieces = zip(logits.split(rows), targets.split(rows), strict=True)
@@ -136,8 +135,8 @@ def nats(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL(P || Q) = sum_v P(v) (ln P(v) - ln Q(v)) in nats: two (n, V) tensors of log-probabilities -> (n,)."""
+    """KL(P || Q) = sum_v P(v) (ln P(v) - ln Q(v)) in nats: log-probabilities p, q (n, V) -> (n,)."""
     divergence = (p.exp() * (p - q)).sum(-1)
-    if bool(divergence.isnan().any()):  # 0 x (-inf - -inf) where a model rules a token out
+    if bool(divergence.isnan().any()):  # 0 x (-inf - -inf) where a model excludes a token
         divergence = (p.exp() * (p - q)).masked_fill(p == -torch.inf, 0.0).sum(-1)
-    return divergence.clamp_min(0.0)  # rounding, where the two are equal
+    return divergence.clamp_min(0.0)  # rounding can make it negative
