@@ -1,7 +1,7 @@
 """Next-token likelihoods without the logits of a whole batch in memory.
 
 Uptraining, calibration and evaluation need float32 logits of every position, V numbers each, but not all at once. So
-the backbone runs once, and the model's own head (projection, soft-capping, scaling) runs on slices of the hidden states.
+the backbone runs once, and the model's own head (projection, soft-capping, scaling) runs on slices of hidden states.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ChunkedHead:
     """A model split into backbone and head: call `hidden(...)` once, then `logits(rows)` for any positions.
 
     The head is the model's own `forward` with its backbone replaced by a function that returns existing hidden states,
-    so whatever the class does after the backbone is exact. The first call checks that this reproduces the model's logits;
-    if not (an unusual class), `split` becomes False and the full forward is used, in the model's dtype.
+    so whatever the class does after the backbone is exact. The first call checks that this reproduces the model's
+    logits; if not (an unusual class), `split` becomes False and the full forward is used, in the model's dtype.
     """
 
     def __init__(self, model: PreTrainedModel, compile_backbone: bool = False) -> None:

@@ -40,8 +40,8 @@ class TrainingModel(nn.Module):
         self.model.tie_weights()
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
-        """`input_ids` (B, T), or for an encoder-decoder the encoder's inputs and `labels` (B, T) -> the loss summed over
-        predictions with a target, and the sums (predictions, nats, distillation) over them.
+        """`input_ids` (B, T), or for an encoder-decoder the encoder's inputs and `labels` (B, T) -> the loss summed
+        over predictions with a target, and the sums (predictions, nats, distillation) over them.
         """
         inputs, targets = split_batch(batch)
         if "labels" in batch:
