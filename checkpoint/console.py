@@ -67,7 +67,7 @@ class Watcher:
         self.update(1)
 
     def warn(self, text: str) -> None:
-        if self._bar is not None:
+        if self._bar is not None and is_interactive():
             self._bar.clear()
         click.echo(one_line(f"warning: {text}"), err=True)
 

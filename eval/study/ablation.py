@@ -15,7 +15,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.console import progress_bar
+from gqa.checkpoint.console import is_interactive, progress_bar
 from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain, one_line
 from gqa.checkpoint.provenance import portable
 from gqa.convert import convert_checkpoint
@@ -96,7 +96,8 @@ class Ablation:
                 evaluation = options.evaluation
                 self._comparison = Comparison(self.subject, self._text, evaluation)
                 self._environment = {"argv": portable(argv), **environment(str(evaluation.device))}
-                with progress_bar(len(cells), "cell", self.subject.name, options.quiet) as self._bar:
+                quiet = options.quiet or not is_interactive()  # in a log there is a line of each cell
+                with progress_bar(len(cells), "cell", self.subject.name, quiet) as self._bar:
                     self._measure_base_model(cells[0])
                     converted = (cell for cell in cells if not cell.is_base_model)
                     for _, group in groupby(converted, lambda cell: cell.conversion):
