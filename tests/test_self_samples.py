@@ -41,13 +41,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "gqa-samples"
 
 
+class CountingWatcher(Watcher):
+    """Records the tokens that a stage announces, and those that are done."""
+
+    def stage(self, name: str, total: int, unit: str = "tok") -> None:
+        super().stage(name, total, unit)
+        self.counts = [total, 0]
+
+    def update(self, count: int) -> None:
+        self.counts[1] += count
+
+
 def sampled(
     teacher, n_blocks: int, seed: int = 0, source: Path = SOURCE, plain: bool = True, size: int = SIZE, **how: bool
 ) -> tuple[SampledBlocks, list[int]]:
     """Blocks, and the numbers of tokens that were to be sampled and that were."""
-    watcher, model = Watcher(quiet=True), read_checkpoint(source)
+    watcher, model = CountingWatcher(quiet=True), read_checkpoint(source)
     blocks = sampled_blocks(lambda dtype: teacher, "cpu", model, size, n_blocks, seed, plain, watcher, **how)
-    return blocks, [watcher._total, watcher._done] if watcher._unit else []
+    return blocks, getattr(watcher, "counts", [])
 
 
 def ids(blocks: SampledBlocks) -> np.ndarray:
