@@ -9,7 +9,6 @@ import textwrap
 from base64 import b64encode
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +111,3 @@ def write_page(
         commands=commands,
     )  # fmt: skip
     write_text(directory / PAGE, html)
-
-
-def no_pictures() -> str:
-    """Why a report has no pictures; empty if it has."""
-    if find_spec("matplotlib"):
-        return ""
-    return "no pictures, for which matplotlib is missing: pip install 'gqa[report]'"

@@ -61,7 +61,7 @@ def ablate(out: Path, **options: Any) -> Result:
 def gqa_ablate(*words: object) -> Result:
     """`gqa-ablate WORDS` without pictures, which take longer than the measurements."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gqa.eval.study.report.no_pictures", lambda: "no pictures")
+        patch.setattr("gqa.eval.study.report.find_spec", lambda name: None)
         return run(*words, program="gqa-ablate")
 
 

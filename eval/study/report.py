@@ -5,6 +5,7 @@ and pictures.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +14,7 @@ from typing import Any
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.provenance import command_line
 from gqa.convert.summary import size
-from gqa.eval.page import Column, Table, no_pictures, number, table, write_page
+from gqa.eval.page import Column, Table, number, table, write_page
 from gqa.eval.report import measured_with, what_is_scored
 from gqa.eval.study.options import BASE, UNMERGED, Cell
 from gqa.eval.study.rows import FILES, Row, read_rows, writing
@@ -133,9 +134,11 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
     with writing(directory), TemporaryDirectory(prefix=".report-", dir=directory) as scratch:
         aside = Path(scratch)
         pictures: list[tuple[str, str]] = []
-        if not (remark := no_pictures()):
+        remark = "no pictures, for which matplotlib is missing: pip install 'gqa[report]'"
+        if find_spec("matplotlib"):
             from gqa.eval.study.plots import draw_study
 
+            remark = ""
             pictures = draw_study(measured(rows), aside)
         environments = sorted((row["environment"] for row in rows), key=lambda one: str(one["created"]))
         commands = [one_line(command_line("gqa-ablate", one["argv"]), 4000) for one in environments if one["argv"]]
