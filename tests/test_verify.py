@@ -19,7 +19,8 @@ from gqa.convert import OutputError, RefusedError, convert_checkpoint, plan_conv
 @pytest.mark.parametrize(
     ("offset", "says"),
     [
-        (-(1 << 20), "z.weight is not as it was in the source"),  # at the start, at the end
+        (-(1 << 20), "z.weight is not as it was in the source"),  # at the start, in the middle, at the end
+        (-(1 << 19) - 1, "z.weight is not as it was in the source"),
         (-1, "z.weight is not as it was in the source"),
         (12, "the result does not verify"),  # in the header
         (-(1 << 18), None),  # between two sampled blocks of a tensor of 1 MiB
