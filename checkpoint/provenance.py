@@ -1,4 +1,4 @@
-"""Records and model cards beside weights, which say where these come from; hashes of what a checkpoint computes."""
+"""Records and model cards that say how a checkpoint was made; hashes of checkpoints."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 PROVENANCE = "gqa_conversion.json"
 UPTRAINING = "gqa_uptraining.json"
-TAG = "gqa"  # of models at the hub
+TAG = "gqa"  # tag of models on the Hugging Face hub
 SOURCE_CARD = "# The source model's card"
-_BESIDE = re.compile(r"\.py$|\.model$|\.tiktoken$|^(tokenizer|vocab|merges|special_tokens|added_tokens)[^/]*$")
+_CODE_TOKENIZER = re.compile(r"\.py$|\.model$|\.tiktoken$|^(tokenizer|vocab|merges|special_tokens|added_tokens)[^/]*$")
 
 
 @cache
 def version(package: str = "gqa") -> str:
-    """Version of this tool, or of a package that it uses."""
+    """Installed version of this tool, or of another `package`."""
     return importlib.metadata.version(package)
 
 
 def stamp(tool: str, argv: Sequence[str]) -> dict[str, Any]:
-    """First entries of every record of a result. `argv`: the command's arguments; empty for a call from Python."""
+    """First entries of every record. `argv`: the command's arguments; empty for a call from Python."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return {"tool": tool, "version": version(), "argv": portable(argv), "created": created}
 
@@ -46,7 +46,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def portable(value: Any) -> Any:
-    """Arguments or options of a command, JSON-ready; of an absolute path, also after `--option=`, its last name."""
+    """Arguments or options, JSON-ready; absolute paths, also after `--option=`, are cut to their last component."""
     if isinstance(value, list | tuple):
         return [portable(part) for part in value]
     if not isinstance(value, str | Path):
@@ -61,12 +61,12 @@ def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def command_line(tool: str, argv: Sequence[str]) -> str:
-    """The command as a shell takes it; empty for a call from Python, which has no arguments."""
+    """The command, quoted for a shell; empty for a call from Python, which has no arguments."""
     return shlex.join([tool, *portable(argv)]) if argv else ""
 
 
 def read_record(checkpoint: Checkpoint, name: str) -> Any:
-    """The record that a conversion or a training wrote beside the weights; None if there is none to read."""
+    """The record `name` that a conversion or a training wrote next to the weights; None if it cannot be read."""
     try:
         return json.loads(checkpoint.path(name).read_text())
     except (OSError, ValueError, RecursionError):
@@ -74,8 +74,8 @@ def read_record(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any], str]:
-    """Metadata and text of a checkpoint's README.md. Unless the `whole` of it is wanted, only the part of the original
-    model's card of one that this tool wrote, so that cards do not grow with every step.
+    """Metadata and text of a checkpoint's README.md. If this tool wrote it, return only the original model's card in it
+    (unless `whole`), so that cards do not grow with every step.
     """
     from huggingface_hub import ModelCard
 
@@ -85,7 +85,7 @@ def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any]
         return {}, ""
     text = source.path("README.md").read_text(encoding="utf-8", errors="replace")
     metadata: dict[str, Any] = {}
-    # A card that cannot be parsed, or not be written again, is carried along as it is.
+    # A card that cannot be parsed or written again is copied without its metadata being read.
     with suppress(Exception), quiet("huggingface_hub"):
         loaded = ModelCard(text, ignore_metadata_errors=True)
         fields = dict(loaded.data.to_dict())
@@ -97,14 +97,14 @@ def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any]
 
 
 def comparison(columns: tuple[str, str], rows: Mapping[str, tuple[str, str]]) -> list[str]:
-    """A table of a card: what each row says of one model and of another."""
+    """A Markdown table that compares two models: one line per row, one column per model."""
     head = [f"| | {columns[0]} | {columns[1]} |", "|---|---:|---:|"]
     return [*head, *(f"| {name} | {before} | {after} |" for name, (before, after) in rows.items())]
 
 
 def format_card(metadata: Mapping[str, Any], lines: Sequence[str], command: str, original: str) -> str:
-    """README.md: `lines` of its own, the command that made the result, if any, and the card of what it was made from
-    below. The model is tagged `gqa`.
+    """Text of README.md: `lines`, the command that made the result (if any), then the `original` model's card. Adds the
+    tag `gqa`.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -116,9 +116,9 @@ def format_card(metadata: Mapping[str, Any], lines: Sequence[str], command: str,
 
 
 def checkpoint_digest(checkpoint: Checkpoint) -> str:
-    """SHA-256 of the config and of the contents of all files that hold weights, code or the tokenizer."""
+    """SHA-256 of the config and of the contents of all weight, code and tokenizer files."""
     origin = checkpoint.source or checkpoint
-    files = [*origin.files, *filter(_BESIDE.search, origin.side_files)]
+    files = [*origin.files, *filter(_CODE_TOKENIZER.search, origin.side_files)]
     config = hashlib.sha256(json.dumps(origin.config, sort_keys=True).encode()).hexdigest()
     return hashlib.sha256("\n".join([config, *file_digests(map(origin.path, files))]).encode()).hexdigest()
 
