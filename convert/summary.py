@@ -1,5 +1,5 @@
-"""What is said of a plan: in words and as one JSON object, which --dry-run and --json print, and beside the result as a
-model card for people and a provenance file for programs.
+"""Describe a plan: as text and as one JSON object (--dry-run and --json print them), and next to the result as a model
+card and a provenance file.
 """
 
 import os
@@ -26,7 +26,7 @@ _ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-que
 
 
 def size(count: float) -> str:
-    """`2.0 MiB`."""
+    """Format bytes: `2.0 MiB`."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -49,21 +49,21 @@ def kv_line(plan: Plan) -> str:
 
 
 def allotment_text(plan: Plan) -> str:
-    """The heads of every layer, what it would lose if it alone had the fewest, and the sum for those that it has."""
+    """KV heads of every layer, its loss if only this layer had the fewest heads, and the sum of the planned losses."""
     losses = plan.losses
     heads = plan.groups if isinstance(plan.groups, tuple) else [plan.groups] * len(losses)
     fewest = min(min(layer) for layer in losses)
     layers = enumerate(zip(heads, losses, strict=True))
     cells = [f"{number:3d} {count:2d} {layer[fewest]:.4f}" for number, (count, layer) in layers]
     rows = [cells[start : start + 5] for start in range(0, len(cells), 5)]
-    title = f"layers      KV heads, and nats a token that are lost if that layer alone has {fewest}\n"
+    title = f"layers      KV heads, and loss in nats per token if only that layer had {fewest}\n"
     alone = sum(layer[count] for count, layer in zip(heads, losses, strict=True))
-    sums = f"\nin sum      {alone:.3f} nats a token that layers of these heads lose alone; together by calibrated, more"
+    sums = f"\nin sum      {alone:.3f} nats per token, each layer merged alone; all together (calibrated) lose more"
     return title + "\n".join("            " + "  ".join(row) for row in rows) + sums
 
 
 def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
-    """The plan as one JSON-ready object, from which the text and the provenance of a result are made."""
+    """The plan as one JSON-ready object; the plan's text and the provenance are made from it."""
     main, before, after = plan.config.main, plan.cache_before, plan.cache_after
     way, classes, context = plan.checkpoint.way, plan.checkpoint.classes, after.context
     return {
@@ -99,7 +99,7 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
 
 
 def plan_text(plan: Plan, tensors: bool) -> str:
-    """The same for people, every changed tensor with its shapes listed or only counted."""
+    """The plan as text; `tensors`: list every changed tensor with its shapes instead of their number."""
     record, classes = plan_record(plan), " -> ".join(map(str, plan.checkpoint.classes))
     heads, saved = record["heads"], record["parameters"]["saved"]
     lines = [
@@ -121,16 +121,16 @@ def plan_text(plan: Plan, tensors: bool) -> str:
     return "\n".join(map(one_line, lines))
 
 
-def _place(plan: Plan, out: Path) -> str | None:
-    """The way from the result to a local base model, where training looks for its teacher; None where it would tell
-    whose directories they are.
+def _source_path(plan: Plan, out: Path) -> str | None:
+    """Relative path from the result to a local base model, where training looks for its teacher; None if it would
+    contain the user's name.
     """
-    way = Path(os.path.relpath(plan.checkpoint.directory.resolve(), out.resolve()))
-    return None if Path.home().name in way.parts and Path.home().name != "root" else way.as_posix()
+    path = Path(os.path.relpath(plan.checkpoint.directory.resolve(), out.resolve()))
+    return None if Path.home().name in path.parts and Path.home().name != "root" else path.as_posix()
 
 
 def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """How the result at `out` was made, JSON-ready; `request`: the command's arguments and options."""
+    """Record of how the result at `out` was made, JSON-ready; `request`: the command's arguments and options."""
     planned, maps = plan_record(plan), plan.merging.maps
     record: dict[str, Any] = {
         **stamp("gqa-convert", request.get("argv", ())),
@@ -148,13 +148,13 @@ def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, A
         "versions": versions("torch", "transformers", "safetensors") | {"python": platform.python_version()},
     }
     if plan.checkpoint.hub_id is None:
-        record["source"]["path"] = _place(plan, out)
+        record["source"]["path"] = _source_path(plan, out)
     optional = {"recast": planned["recast"], "maps": maps and maps.description}
     return record | {name: value for name, value in optional.items() if value}
 
 
 def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
-    """README.md: the source card's metadata kept, what was done, and the source's own card below it."""
+    """Text of README.md: the source card's metadata, a summary of the conversion, and the source's card below it."""
     metadata, original = source_card(plan.checkpoint)
     base, main, after_heads = plan.checkpoint.hub_id, plan.config.main, groups_text(plan.groups)
     before, after = plan.cache_before, plan.cache_after
@@ -179,8 +179,8 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
         "tags": tags,
     }
     summary = {
-        "none": f"with its own {main.kv} key/value heads: nothing was merged",
-        "repeat": f"with {after_heads} instead of {main.kv} key/value heads, each repeated: the same logits",
+        "none": f"with its original {main.kv} key/value heads: no heads are merged",
+        "repeat": f"with {after_heads} instead of {main.kv} key/value heads, by repeating each: the same logits",
     }.get(plan.method) or (
         f"with {after_heads} instead of {main.kv} key/value heads, {plan.merging.how.result} (method {plan.method})"
     )
@@ -193,9 +193,9 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     if plan.checkpoint.way:
         source, target = plan.checkpoint.classes
         code = "a class of transformers" if plan.checkpoint.way == "native" else "whose code is in this repository"
-        cannot = "have fewer key/value heads" if isinstance(plan.groups, int) else "have different numbers of them"
+        cannot = "have fewer key/value heads" if isinstance(plan.groups, int) else "have a number of them per layer"
         lines.append(f"- Class: {target}, {code}; the source is {source}, which cannot {cannot}")
     lines += [*comparison(("base model", "this model"), rows), "", f"- Provenance: `{PROVENANCE}`"]
     if plan.fewest < main.kv:
-        lines += ["", "Merging heads costs quality until the model is trained a little further; measure before use."]
+        lines += ["", "Merging heads costs quality until the model is trained a little further; evaluate before use."]
     return format_card(fields, lines, command_line("gqa-convert", request.get("argv", ())), original)
