@@ -185,7 +185,7 @@ def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
     message = f"the state {state(out, 4)} cannot be read ("
     for file, damages in (
         ("shards/__0_0.distcp", (None, b"half")), ("random_states_0.pkl", (None, b"half")),
-        ("shards/.metadata", (None,)), ("trainer_state.json", (b"", b"[]")),
+        ("shards/.metadata", (None,)), ("trainer_state.json", (b"", b"[]", b"{}", b'{"options": 1}')),
     ):  # fmt: skip
         path = state(out, 4) / file
         data = path.read_bytes()

@@ -275,7 +275,7 @@ def _resume(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress,
     """The progress and the best weights of the last state, whose weights and optimiser are loaded."""
     path, record = setup.states.latest()
     run = json.loads(json.dumps(_run_identity(setup), default=str))
-    changed = differences(run["options"], record.get("options", {}))
+    changed = differences(run["options"], record["options"])
     if record.get("data") != run["data"]:
         changed.append("the content of the data")
     if changed:

@@ -82,8 +82,8 @@ def prepare(
     options = replace(options, precision=_PRECISION.get(name := accelerator.mixed_precision, name))
     states = States(out.with_name(f"{out.name}-state"))
     if options.resume:  # the default of the run before: it may depend on the number of processes
-        saved = states.latest()[1].get("options", {})
-        options = replace(options, batch_size=options.batch_size or saved.get("batch_size"))
+        saved = states.latest()[1]["options"].get("batch_size")
+        options = replace(options, batch_size=options.batch_size or saved)
         options.check(processes)
     elif states.complete():
         raise RefusedError(

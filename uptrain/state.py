@@ -79,7 +79,7 @@ class States:
             raise RefusedError(f"--resume: {self.directory} has no saved state; start without --resume")
         with _readable(states[-1]):
             record: dict[str, Any] = json.loads((states[-1] / RECORD).read_text())
-            record.keys()
+            record["options"].keys()
         return states[-1], record
 
     def save(
