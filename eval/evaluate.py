@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.console import progress_bar, say_device
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.provenance import request, versions
 from gqa.corpus.likelihood import ChunkedHead
@@ -34,7 +34,8 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     """Run every measurement of `options`; a JSON-ready record on rank 0, empty on the other ranks.
 
     Refusals that need no model come first, then decoding, which needs the most memory: so no measurement is lost. If a
-    report cannot have recall, results["recall"]["refused"] is the reason; --recall raises it.
+    report cannot have recall, or not of all models, results["recall"]["refused"] is the reason; --recall raises the
+    first.
     """
     transformers.utils.logging.set_verbosity_error()
     state, device = ranks(), run_device(options.device)
@@ -65,7 +66,8 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
                 raise
             results["recall"]["refused"] = str(error)
     if text or comparison.questions:
-        comparison.measure_all(subjects, records)
+        if failed := comparison.measure_all(subjects, records):
+            results["recall"]["refused"] = failed
     return results if state.is_main_process else {}
 
 
@@ -102,25 +104,36 @@ class Comparison:
         plain = {kind: ids[~np.isin(ids, tokenizer.all_special_ids)] for kind, ids in plain.items()}
         self.questions = recall.make_questions(plain, tokenizer, self._baseline.vocabulary, context, prefix)
 
-    def measure_all(self, subjects: Sequence[Subject], records: Sequence[Record]) -> None:
-        """Add the measurements of each model to its record."""
+    def measure_all(self, subjects: Sequence[Subject], records: Sequence[Record]) -> str:
+        """Add the measurements of each model to its record; return why the recall of some is missing, if it is.
+
+        What else fails is raised, and with several ranks everything: the others would wait for this one.
+        """
+        failed = []
         for subject, record in zip(subjects, records, strict=True):
-            record |= self.measure(subject)
+            try:
+                self.measure(subject, record)
+            except Exception as error:  # whatever a library raises while it writes text
+                recall_failed = "quality" in record or not self._text
+                if subject is self._baseline or not recall_failed or ranks().num_processes > 1:
+                    raise
+                failed.append(f"{subject.name}: {explain(error)}")
         if self._text and self._nats is not None:
             records[0]["quality"] = perplexity(self._nats, self._text)
+        return "; ".join(failed)
 
-    def measure(self, subject: Subject, alone: bool = False) -> Record:
-        """Measurements by their keys in the record of a model. With `options.kl` the base model is scored in lockstep
-        with the second model, unless it is measured `alone`.
+    def measure(self, subject: Subject, record: Record, alone: bool = False) -> Record:
+        """Add the measurements of a model to its record, recall last. With `options.kl` the base model is scored in
+        lockstep with the second model, unless it is measured `alone`.
         """
         is_baseline = subject is self._baseline
         model = subject.load(self._options.precision, self._options.device)
         head = ChunkedHead(model)
-        record: Record = {**numerics(model)}
-        if self.questions:
-            record |= self._measure_recall(subject, head)
+        record |= numerics(model)
         if self._text and (alone or not (is_baseline and self._options.kl)):
             record |= self._measure_quality(subject, head, self._text)
+        if self.questions:
+            record |= self._measure_recall(subject, head)
         if is_baseline and self._options.kl:
             self._baseline_head = head
         return record

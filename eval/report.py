@@ -149,7 +149,8 @@ def _recall(models: list[Record], settings: Record) -> Table:
         "tokens, values by their keys, passkeys; greedy: tokens for which a model says what the first one says, of "
         f"{models[0]['greedy']['longest']:.0f} (rounding alone may make it leave)"
     )
-    return table("Recall from the context", columns, [model | recalled(model) for model in models], note)
+    records = [model | recalled(model) for model in models if "recall" in model]
+    return table("Recall from the context", columns, records, note)
 
 
 def _cache(models: list[Record], memory: Record | None) -> Table:
@@ -220,7 +221,8 @@ def measured_with(record: Record) -> str:
 
 def texts_beside(models: list[Record]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     """Each prompt, with (name, prefix equal to the first model's text, rest) of the models' greedy texts."""
-    for lines in zip(*(model.get("samples", []) for model in models), strict=True):
+    models = [model for model in models if "samples" in model]
+    for lines in zip(*(model["samples"] for model in models), strict=True):
         texts = [line["text"] for line in lines]
         same = [len(os.path.commonprefix([text, texts[0]])) for text in texts]  # noqa: RUF071 - of characters
         rows = zip(models, texts, same, strict=True)

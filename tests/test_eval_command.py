@@ -22,7 +22,7 @@ import torch
 import transformers
 from checkpoints import edit_json, run
 from embedded import SOURCE, copy_source
-from evaluations import evaluate_models, model_directory, refused, results, words
+from evaluations import evaluate_models, few_questions, model_directory, refused, results, words
 from hub_server import Hub
 from safetensors.torch import load_file, save_file
 from training import Runs
@@ -193,6 +193,25 @@ def test_models_that_predict_no_tokens(tmp_path: Path, name: str) -> None:
     for line in (f"{path} --data TEXT", f"SRC {path} --decode", f"SRC {path} --recall"):
         assert f"headless is a {name}, which does not predict the next token" in refused(line)
     assert "KV/token" in evaluate_models(f"{path} --memory 1GB -o {tmp_path / 'report'}").out
+
+
+@pytest.mark.parametrize("measures", ["--data TEXT --kl --recall --context 128", "--recall --context 128"])
+def test_recall_that_fails_for_one_model_loses_nothing_else(
+    measures: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exit code tells who asked for it; the page shows the other models."""
+    write = evaluate.recall.continued
+    calls = iter([write, Mock(side_effect=RuntimeError("out of\nmemory")), write])
+    monkeypatch.setattr(evaluate.recall, "continued", lambda *args: next(calls)(*args))
+    few_questions(monkeypatch)
+    result = run(*words(f"SRC G4 G2 {measures} --json"), "-o", tmp_path / "report", program="gqa-eval")
+    assert (result.code, result.err.splitlines()[-1]) == (
+        1, "gqa-eval: recall: gqa4: out of memory; the rest is measured"
+    )  # fmt: skip
+    models = json.loads(result.out)["models"]
+    assert ["recall" in model for model in models] == [True, False, True]
+    assert ["quality" in model for model in models] == ["--data" in measures] * 3
+    assert "gqa4: out of memory" in (tmp_path / "report" / "report.html").read_text()
 
 
 Damage = Callable[[Path, dict[str, torch.Tensor]], Any]

@@ -139,7 +139,7 @@ class Ablation:
                 comparison.prepare_recall([subject], text.context)
             except RefusedError as error:
                 row["recall_refused"] = str(error)
-        row |= rows.columns_of(comparison.measure(subject, alone=True), subject.cache, subject.cache)
+        row |= rows.columns_of(comparison.measure(subject, {}, alone=True), subject.cache, subject.cache)
         if first.is_base_model:
             self._add_row(first, **row, seconds_evaluating=time.perf_counter() - start)
 
@@ -189,7 +189,7 @@ class Ablation:
             row |= {"train": setup.options.train, "train_tokens": progress.tokens, "train_loss": progress.loss}
             row["seconds_training"] = time.perf_counter() - start
         subject, start = open_subjects([str(path)], options.trust_remote_code)[0], time.perf_counter()
-        row |= rows.columns_of(comparison.measure(subject), subject.cache, self.subject.cache)
+        row |= rows.columns_of(comparison.measure(subject, {}), subject.cache, self.subject.cache)
         if cell.alpha:
             shutil.rmtree(path)
         return row | {"seconds_evaluating": time.perf_counter() - start}
