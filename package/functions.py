@@ -135,7 +135,7 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
     from gqa.eval.evaluate import measure
     from gqa.eval.report import open_report, write_report
 
-    subjects = models[0] if models and isinstance(models[0], EvaluateOptions) else models
+    subjects = models[0] if len(models) == 1 and isinstance(models[0], EvaluateOptions) else models
     with options_of_call(EvaluateOptions, options, tokenizer, models=subjects) as (settings, _):
         settings.check()
         with open_report(settings) as report:
