@@ -65,9 +65,8 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
             if options.recall:
                 raise
             results["recall"]["refused"] = str(error)
-    if text or comparison.questions:
-        if failed := comparison.measure_all(subjects, records):
-            results["recall"]["refused"] = failed
+    if (text or comparison.questions) and (failed := comparison.measure_all(subjects, records)):
+        results["recall"]["refused"] = failed
     return results if state.is_main_process else {}
 
 
