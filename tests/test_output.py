@@ -84,16 +84,16 @@ def test_refused_outputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_refused(run(*MERGED, "-o", root / "out", model), says, "give another output with -o", code=1)
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "runs/1.json", ".env", "model.safetensors", "link"])
+@pytest.mark.parametrize("name", ["notes.txt", "runs/1.json", ".env", "model.safetensors", "link", "results.json"])
 def test_overwrite_refuses_what_no_record_lists(model: Path, tmp_path: Path, name: str) -> None:
     """In a result, and alone; what the product wrote is replaced, also a copy of a file of that name."""
-    out = tmp_path / "out"
+    out, report = tmp_path / "out", '{"files": ["results.json"]}'
     (model / "runs").mkdir()
     (model / "runs/0.json").write_text("{}")
     assert run(*MERGED, "-o", out, model).code == 0
     for place in (out, tmp_path / "other"):
         (place / name).parent.mkdir(exist_ok=True, parents=True)
-        (place / name).symlink_to(model) if name == "link" else (place / name).write_text("mine")
+        (place / name).symlink_to(model) if name == "link" else (place / name).write_text(report)
     before = snapshot(tmp_path)
     for place in (out, tmp_path / "other"):
         refused = run(*MERGED, "--overwrite", "-o", place, model)
