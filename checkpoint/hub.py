@@ -120,7 +120,7 @@ def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: 
             return read_checkpoint(directory, partial(_remote_table, model, commit), names)
         if not or_weights:
             raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
-    return read_checkpoint(fetch(*files))
+    return read_checkpoint(fetch(*files), present=names)
 
 
 def _fetch(model: str, revision: str | None, *names: str) -> Path:

@@ -44,6 +44,7 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
         RefusedError: The checkpoint or the options cannot be converted; one line says why and what is allowed.
         CorruptError: Files of the checkpoint are broken or hostile (a kind of RefusedError).
     """
+    options.check()
     checkpoint = open_model(options.model, options.revision, headers_only=True, or_weights=not options.dry_run)
     if not options.kv_budget:
         assert options.groups is not None

@@ -53,7 +53,6 @@ def command(options: ConvertOptions) -> None:
     from gqa.convert.api import prepare
     from gqa.convert.summary import allotment_text, plan_record
 
-    options.check()
     with quiet_transformers():  # what matters of its hints is in our errors
         if options.kv_budget:
             console.say_device(options.maps().device, options.quiet)

@@ -89,10 +89,9 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
     from gqa.checkpoint.console import Watcher
     from gqa.convert.api import convert, prepare
 
-    with options_of_call(ConvertOptions, options, tokenizer, model=model) as (settings, directory):
-        settings.check()
-        with Watcher(settings.quiet) as bar:
-            out = convert(prepare(settings, bar), settings, bar).out
+    call = options_of_call(ConvertOptions, options, tokenizer, model=model)
+    with call as (settings, directory), Watcher(settings.quiet) as bar:
+        out = convert(prepare(settings, bar), settings, bar).out
     return Result(path=out, record=json.loads((out / PROVENANCE).read_text(encoding="utf-8")), _directory=directory)
 
 

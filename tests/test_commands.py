@@ -24,6 +24,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.hub import quiet
 from gqa.checkpoint.options import BYTES, Amount, Number, Several, Text, _types, read, read_amount
 from gqa.convert import cli as convert_cli
+from gqa.convert import convert_checkpoint, plan_conversion
 from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
@@ -165,6 +166,16 @@ def test_an_option_is_refused_by_the_methods_that_do_not_use_it(method: str, tmp
         else:
             assert f"gqa-convert: {flag} is not used by --method {method}; it goes with --method " in message
             assert {*message.strip().split("--method ")[-1].split(", ")} <= METHODS.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"kv_budget": 0.5}, "one of them"), ({"method": "mean", "data": "notes.txt"}, "--data is not used by")],
+)
+def test_functions_refuse_the_same_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    for function in (plan_conversion, convert_checkpoint):
+        with pytest.raises(RefusedError, match=message):
+            function(tmp_path / "nothing", 2, **options)
 
 
 @pytest.mark.parametrize(("groups", "name"), [(2, "m-gqa2-first"), (1, "m-mqa-first"), (8, "m-gqa8"), (4, "m-gqa4")])

@@ -199,7 +199,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], bool, str]] = {
     "missing shard": (lambda source: (source / SHARDS[1]).unlink(), False,
                       f"{NAME} has an index that names {SHARDS[1]}, which is not there"),
     "no weights": (lambda source: (source / INDEX).rename(source / "x.gguf"), False,
-                   f"has neither {SINGLE} nor pytorch_model.bin (nor their index) but "),
+                   f"has neither {SINGLE} nor pytorch_model.bin (nor their index) but {SHARDS[0]}, "),
     "no config": (lambda source: (source / "config.json").rename(source / "adapter_config.json"), False,
                   f"{NAME} has no config.json; give a checkpoint with"),
     "truncated": (shard(lambda data: data[:-9]), True, "is truncated or no safetensors file: "),
