@@ -332,6 +332,18 @@ def test_tokenizers_stay_themselves(name: str, stored: str, tmp_path: Path) -> N
     assert all((out / file).read_bytes() == (directory / file).read_bytes() for file in files)
 
 
+def test_a_tokenizer_in_python_stays_itself(tmp_path: Path) -> None:
+    """It has no tokenizer.json to write, which BigCode's class needs: custom code keeps it."""
+    directory = source(tmp_path, "gpt2")
+    (directory / "vocab.json").write_text('{"<unk>": 0, "a</w>": 1, "b</w>": 2}')
+    (directory / "merges.txt").write_text("#version: 0.2\na b</w>\n")
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "CTRLTokenizer"}')
+    out = convert_checkpoint(directory, 1, tmp_path / "out", method="mean").out
+    before, after = map(AutoTokenizer.from_pretrained, (directory, out))
+    assert type(after) is type(before)
+    assert after("a b c")["input_ids"] == before("a b c")["input_ids"]
+
+
 def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     """It would be another with the result's model type."""
     directory = source(tmp_path, "gpt2")

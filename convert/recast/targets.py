@@ -42,7 +42,7 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
     """
     name, model_type, by_layer = checkpoint.name, checkpoint.config.get("model_type"), isinstance(groups, tuple)
     entries = [entry for entry in (_BY_LAYER if by_layer else RECASTINGS) if entry.source == model_type]
-    if by_layer and not entries and model_type not in {entry.target for entry in _BY_LAYER}:
+    if by_layer and not entries and model_type not in [entry.target for entry in _BY_LAYER]:
         raise RefusedError(
             f"{name} ({model_type}) must have as many key/value heads in all layers; they can differ in models of type "
             f"{listing(BY_LAYER, 40)}: give one number"
@@ -148,7 +148,7 @@ _GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend")
 def _tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> tuple[dict[str, str], dict[str, str]]:
     """Keys of config.json, and files that the result needs besides the tokenizer's, where a model type becomes another.
 
-    Raises CorruptError where transformers cannot load the tokenizer.
+    Raises CorruptError where transformers cannot load the tokenizer, RefusedError where the target cannot have it.
     """
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -168,5 +168,7 @@ def _tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> tuple[
         raise CorruptError(str(error)) from error
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     settings = {"tokenizer_class": type(tokenizer).__name__} | special | settings
+    if not (whole or hasattr(tokenizer, "backend_tokenizer")):  # custom modelling code keeps the class
+        raise RefusedError(f"{type(tokenizer).__name__} has no tokenizer.json, which {target} needs")
     files = {} if whole else {"tokenizer.json": tokenizer.backend_tokenizer.to_str(pretty=True)}
     return {}, files | {file: json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}
