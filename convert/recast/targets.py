@@ -1,8 +1,8 @@
-"""Models whose class cannot have fewer key/value heads, seen as models of a class that can.
+"""Recast models whose class cannot have fewer key/value heads as models of a class that can.
 
 A class without a number of KV heads would not load a checkpoint with fewer (or load it and compute something else), so
-the whole checkpoint is written for another class that computes the same. `recast` finds it and gives a view of the
-checkpoint as one of that class, with as many KV heads as before; everything after that is what happens to any model.
+the whole checkpoint is written for another class that computes the same. `recast` finds that class and returns a view
+of the checkpoint in it, with as many KV heads as before, which is then converted like any other model.
 """
 
 import json
@@ -19,7 +19,7 @@ from gqa.convert.heads.family import Groups, query_heads
 from gqa.convert.heads.modules import attention_modules, cached_layers
 from gqa.convert.recast.native import NATIVE, Recasting, Recipe, View
 
-# Exact for any G: with as many heads as before our classes give the source's logits (tests/test_custom_code.py).
+# Our own classes allow any G; with all KV heads they reproduce the source's logits (tests/test_custom_code.py).
 _CUSTOM = tuple(
     Recasting(target.removeprefix(PREFIX), target, family.note)
     for family in custom.FAMILIES
@@ -27,31 +27,31 @@ _CUSTOM = tuple(
 )
 RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *_CUSTOM)
 RECAST_TYPES = tuple(entry.source for entry in RECASTINGS)
-# Where layers shall have different numbers of heads, which no class of transformers builds.
+# For numbers of heads that differ between layers, which no class of transformers supports.
 _BY_LAYER = tuple(Recasting(source, f"{PREFIX}{source}") for source in BY_LAYER)
-# What llama.cpp's converter must find in config.json, as it knows no defaults of our class.
-_READ_FROM_THE_FILE = ("max_position_embeddings", "rms_norm_eps")
-# Masks and frequencies that were once stored, of which no class knows any more.
+# llama.cpp's converter needs these keys in config.json, as it does not know the defaults of our class.
+_EXPLICIT_KEYS = ("max_position_embeddings", "rms_norm_eps")
+# Masks and frequencies in old checkpoints, which current classes do not load.
 _BUFFERS = re.compile(r".*\.(attn|attention)\.(masked_)?bias|.*\.rotary_emb\.inv_freq")
 
 
 def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
-    """The checkpoint itself, or a view of it as one of a class that holds `groups` KV heads; of several the first.
+    """The checkpoint itself, or a view of it in the first class that supports `groups` KV heads.
 
-    Raises RefusedError where no class expresses what the config says.
+    Raises RefusedError if no class can express the config.
     """
     name, model_type, by_layer = checkpoint.name, checkpoint.config.get("model_type"), isinstance(groups, tuple)
     entries = [entry for entry in (_BY_LAYER if by_layer else RECASTINGS) if entry.source == model_type]
     if by_layer and not entries and model_type not in [entry.target for entry in _BY_LAYER]:
         raise RefusedError(
-            f"{name} ({model_type}) must have as many key/value heads in all layers; they can differ in models of type "
-            f"{listing(BY_LAYER, 40)}: give one number"
+            f"{name} ({model_type}) must have the same number of key/value heads in all layers; it can differ in "
+            f"models of type {listing(BY_LAYER, 40)}: give one number"
         )
     config = read_top(checkpoint.config, name) if entries else None
     for entry in entries:
         try:
             raw = _target_config(checkpoint, entry, config)
-            # The plan refuses a number that the last does not hold either.
+            # If the last class does not support `groups` either, the plan refuses them.
             if entry is entries[-1] or groups in valid_groups(read_config(raw, name)):
                 return _view(checkpoint, entry, config, raw)
         except RefusedError as error:
@@ -61,16 +61,16 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
 
 
 def as_it_is(checkpoint: Checkpoint) -> Checkpoint:
-    """The same for as many KV heads as the model has: what tells them of any model. Raises RefusedError."""
+    """`recast` with the model's own number of KV heads, to read the heads of any model. Raises RefusedError."""
     if checkpoint.config.get("model_type") not in RECAST_TYPES:
         return checkpoint
     return recast(checkpoint, query_heads(read_top(checkpoint.config, checkpoint.name)))
 
 
 def checkpoint_cache(checkpoint: Checkpoint) -> KVCache:
-    """The KV cache of a checkpoint as it is, from config and headers, in its stored dtype.
+    """The KV cache of a checkpoint in its stored dtype, computed from config and headers.
 
-    Raises RefusedError where it is not known which tensors are keys and values.
+    Raises RefusedError if it is unknown which tensors are keys and values.
     """
     checkpoint = as_it_is(checkpoint)
     config = read_config(checkpoint.config, checkpoint.name)
@@ -79,13 +79,13 @@ def checkpoint_cache(checkpoint: Checkpoint) -> KVCache:
 
 
 def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[str, Any]:
-    """config.json of the target with as many KV heads as before.
+    """config.json of the target class with as many KV heads as before.
 
-    Raises RefusedError, which says why, where the target cannot compute what the source does.
+    Raises RefusedError with the reason if the target cannot compute what the source does.
     """
     raw, target = checkpoint.config, recasting.target
     try:
-        if recasting.architecture:  # what every class has comes from the source's config
+        if recasting.architecture:  # keys that every class has are taken from the source's config
             new = {"architectures": [recasting.architecture], "model_type": target} | recasting.config(config)
             new |= {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
             new["tie_word_embeddings"] = bool(config.tie_word_embeddings)
@@ -95,11 +95,11 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
             new |= {} if recasting in _BY_LAYER else {"num_key_value_heads": query_heads(config)}
             new["architectures"] = [stand_in(config.architectures, target)]
             if loads_as_decilm(target):
-                new |= {key: getattr(config, key) for key in _READ_FROM_THE_FILE if key not in raw}
+                new |= {key: getattr(config, key) for key in _EXPLICIT_KEYS if key not in raw}
         transformers_config(new)
     except RefusedError as error:
         raise RefusedError(f"{checkpoint.name} ({recasting.source}) cannot be converted: {error}") from error
-    except Exception as error:  # whatever a config class raises on nonsense is the config's fault
+    except Exception as error:  # any error of a config class means that the config is wrong
         raise CorruptError(
             f"{checkpoint.name}: the {recasting.source} config.json makes no sense as {target}: {explain(error)}; "
             "correct it"
@@ -108,7 +108,7 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
 
 
 def _recipes(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[str, Recipe]:
-    """Every tensor of the target. Raises RefusedError and CorruptError."""
+    """How to make every tensor of the target, by name. Raises RefusedError and CorruptError."""
     parameters = {name: spec for name, spec in checkpoint.tensors.items() if not _BUFFERS.fullmatch(name)}
     if not recasting.architecture:
         return {name: Recipe((spec,)) for name, spec in parameters.items()}
@@ -119,14 +119,14 @@ def _recipes(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[
     used = {spec.name for recipe in recipes.values() for spec in recipe.sources}
     if unknown := [name for name, spec in stored.items() if spec.name not in used]:
         raise RefusedError(
-            f"{listing(unknown)} {'is' if len(unknown) == 1 else 'are'} not known of a language model of type "
-            f"{recasting.source}, which is all that becomes {recasting.target}"
+            f"{listing(unknown)} {'is' if len(unknown) == 1 else 'are'} not part of a language model of type "
+            f"{recasting.source}; only such a model can become {recasting.target}"
         )
     return recipes
 
 
 def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:
-    """The checkpoint as one of the target, its tensors in the order of the bytes that they are made of."""
+    """The checkpoint as one of the target class; its tensors have the order of their source tensors."""
     recipes = _recipes(checkpoint, recasting, config)
     edits, files = _tokenizer_edits(checkpoint, recasting.source, recasting.target)
     files |= {} if recasting.architecture else [file_of(recasting.target)]
@@ -137,18 +137,17 @@ def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[s
     return View(**vars(checkpoint) | fields, recipes=recipes)
 
 
-# A tokenizer stays what it was when the model type, by which transformers chooses tokenizers, becomes another: files
-# are carried along. Where the class is known by the model type alone, the new config.json names it. Where transformers
-# has a general class for the new type, which knows no special tokens of its own and reads no vocabulary and merges,
-# what the old class knew is written down.
+# Transformers chooses the tokenizer class by model type, but the tokenizer must stay the same: its files are copied. If
+# only the old model type determined the class, the new config.json names it. If transformers has a generic class for the
+# new type, without special tokens and unable to read vocab and merges files, both are written explicitly.
 _FILES = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
-_GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend")
+_GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend")
 
 
 def _tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Keys of config.json, and files that the result needs besides the tokenizer's, where a model type becomes another.
+    """Keys of config.json and additional files that keep the tokenizer the same under the new model type.
 
-    Raises CorruptError where transformers cannot load the tokenizer, RefusedError where the target cannot have it.
+    Raises CorruptError if transformers cannot load the tokenizer, RefusedError if the target cannot have it.
     """
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -156,7 +155,7 @@ def _tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> tuple[
     if not present & _FILES:
         return {}, {}
     settings = read_json(checkpoint.directory, file) if file in present else {}
-    if TOKENIZER_MAPPING_NAMES.get(target) not in _GENERAL:
+    if TOKENIZER_MAPPING_NAMES.get(target) not in _GENERIC:
         name = checkpoint.config.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source)
         return {"tokenizer_class": name} if name and not settings.get("tokenizer_class") else {}, {}
     whole = "tokenizer.json" in present
@@ -164,7 +163,7 @@ def _tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> tuple[
         return {}, {}
     try:
         tokenizer = load_tokenizer(checkpoint)
-    except RefusedError as error:  # no other target would do better
+    except RefusedError as error:  # no other target could load it, either
         raise CorruptError(str(error)) from error
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     settings = {"tokenizer_class": type(tokenizer).__name__} | special | settings
