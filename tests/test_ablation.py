@@ -393,7 +393,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "alpha of less than a step": ({"alphas": "0.0001"}, ["alpha 0.0001 is", "less than one block"]),
     "no data": ({"data": None}, ["no data is named", "--data"]),
     "no text but samples": ({"data": "self:1M"}, ["--data self is no text"]),
-    "nothing held out": ({"heldout": None}, ["nothing is held out", "--heldout-fraction"]),
+    "nothing held out": ({"heldout": None}, ["there is no held-out text", "--heldout-fraction"]),
     "a share of no document": ({"heldout": None, "heldout_fraction": 1e-9}, ["holds out no"]),
     "no model": ({"model": "nowhere"}, ["nowhere"]),
     "no head": ({"model": "headless"}, ["headless is a LlamaModel, which does not predict"]),

@@ -1,6 +1,4 @@
-"""`gqa-ablate`: a loop over cells that converts, trains and evaluates. A study is a directory; running it again
-continues it.
-"""
+"""`gqa-ablate`: convert, train and evaluate each cell of a study, a directory; running it again continues it."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from gqa.uptrain.setup import prepare
 
 
 class Ablation:
-    """The cells of a study whose options have passed all checks. Nothing is written before `run`."""
+    """A study: checks all options when constructed, measures its cells in `run`. Nothing is written before `run`."""
 
     def __init__(self, options: AblateOptions) -> None:
         """Raises RefusedError and CorpusError."""
@@ -45,7 +43,7 @@ class Ablation:
         check_target_field(self.subject, options.target_field)
         counts = options.groups or (1,)
         for method, groups in product(options.methods, counts):
-            plan = make_plan(self.subject.checkpoint, groups, method)  # refuses what the model cannot have
+            plan = make_plan(self.subject.checkpoint, groups, method)  # raises if the model cannot be converted so
         if max(counts) > (heads := plan.config.main.kv):
             name = self.subject.name
             raise RefusedError(f"--groups {max(counts)} is more than the {heads} key/value heads of {name}")
@@ -53,7 +51,7 @@ class Ablation:
         self._text = self._read_heldout()
         for alpha in filter(None, options.alphas):
             training = options.training(alpha, Path(self.subject.path), options.output / rows.WORK / "trained")
-            prepare(training, dry=True)  # refuses less data than a step needs
+            prepare(training, dry=True)  # raises if the data is less than one step needs
         sources = parse_sources(options.data, field=options.field, target_field=options.target_field)
         windows = [window.source + window.ids for window in self._text.windows]
         self._identity: rows.Row = json.loads(json.dumps({
@@ -64,12 +62,12 @@ class Ablation:
         rows.check_directory(options.output, self._identity, options.overwrite)
 
     def _read_heldout(self) -> Text:
-        """Held-out documents or pairs, sorted by a hash of their text so that --eval-tokens takes a spread sample."""
+        """Held-out documents or pairs, in the order of a hash of their text, so --eval-tokens takes a random sample."""
         subject, options = self.subject, self.options
         if not (sources := heldout_sources(options.training(None, Path(subject.path), options.output))):
             raise RefusedError(
-                "nothing is held out to measure on: give --heldout SOURCE, or --heldout-fraction of the data's "
-                "documents"
+                "there is no held-out text: give --heldout SOURCE, or --heldout-fraction to hold out documents of "
+                "the data"
             )
         context, limit = choose_context([subject], options.context), options.eval_tokens
         documents = sorted((row for source in sources for row in source.rows()), key=lambda row: row_digest(*row))
@@ -116,9 +114,7 @@ class Ablation:
 
     @contextmanager
     def _add_errors(self, cells: Sequence[Cell]) -> Iterator[None]:
-        """Turn an error of the block, whatever a conversion, a training or a library raises, into a row of each cell.
-        StoppedError is raised.
-        """
+        """Turn any error of the block, except StoppedError, into a row of each cell with that error."""
         try:
             yield
         except StoppedError:
@@ -130,7 +126,7 @@ class Ablation:
                 self._add_row(cell, reason)
 
     def _measure_base_model(self, first: Cell) -> None:
-        """Measure the base model, with which others are compared; add its row if it is the `first` cell."""
+        """Measure the base model as the baseline; add its row if it is the `first` cell."""
         subject, text, comparison = self.subject, self._text, self._comparison
         start = time.perf_counter()
         row: rows.Row = {"text": text.record(), "train_tokens": 0}
@@ -144,7 +140,7 @@ class Ablation:
             self._add_row(first, **row, seconds_evaluating=time.perf_counter() - start)
 
     def _measure_conversion(self, cells: Sequence[Cell]) -> None:
-        """Convert once, train and measure `cells`; a failure is a row of each cell that needs what failed.
+        """Convert once, then train and measure `cells`; an error becomes a row of each cell that it affects.
 
         Raises StoppedError after a signal during training, and OutputError.
         """
@@ -163,8 +159,8 @@ class Ablation:
         shutil.rmtree(directory)
 
     def _convert(self, cell: Cell, directory: Path) -> Path:
-        """Path of the converted checkpoint. The conversion of an interrupted run is reused; a cell that merges no heads
-        is the base model itself.
+        """Path of the converted checkpoint, or of the base model for a cell that merges no heads. The conversion of an
+        interrupted run is reused.
         """
         options, out = self.options, directory / "converted"
         if cell.method == UNMERGED:
@@ -176,7 +172,7 @@ class Ablation:
         return out
 
     def _measure_cell(self, cell: Cell, converted: Path) -> rows.Row:
-        """Train a cell and measure it: its columns."""
+        """Train a cell and measure it; return its columns."""
         options, comparison = self.options, self._comparison
         row: rows.Row = {"train_tokens": 0, "seconds_training": 0.0}
         path, start = converted, time.perf_counter()
