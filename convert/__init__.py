@@ -2,7 +2,7 @@
 
     from gqa.convert import convert_checkpoint, plan_conversion
 
-Torch and transformers are imported when one of these is first used, so that `gqa-convert --help` answers at once.
+Torch and transformers are imported on first use of one of these, so that `gqa-convert --help` is fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m gqa.eval`, and so every launcher: accelerate launch -m gqa.eval, torchrun -m gqa.eval."""
+"""`python -m gqa.eval`, for launchers: accelerate launch -m gqa.eval, torchrun -m gqa.eval."""
 
 from gqa.eval.cli import main
 

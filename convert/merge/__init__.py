@@ -1,1 +1,1 @@
-"""Heads brought into one basis before they are merged: from weights, or layer by layer from text."""
+"""Align heads before merging them: from the weights alone, or layer by layer on text."""
