@@ -138,8 +138,8 @@ def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[s
 
 
 # Transformers chooses the tokenizer class by model type, but the tokenizer must stay the same: its files are copied. If
-# only the old model type determined the class, the new config.json names it. If transformers has a generic class for the
-# new type, without special tokens and unable to read vocab and merges files, both are written explicitly.
+# only the old model type determined the class, the new config.json names it. If transformers has a generic class for
+# the new type, without special tokens and unable to read vocab and merges files, both are written explicitly.
 _FILES = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend")
 
