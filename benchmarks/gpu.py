@@ -9,9 +9,10 @@ decode: tokens per second of a random bfloat16 model of Llama-2-7B's shape by KV
     graph per step and as transformers runs it. `roofline` is the share of the device's copy bandwidth that the bytes of
     the weights and of the cache take: 1 is the limit. `largest` is the largest batch whose cache fits.
 convert: a model of 1.3 billion parameters with 4 of 16 KV heads by `calibrated` and `refined`, on text that it writes
-    itself: seconds and peak memory.
-uptrain: tokens per second of gqa-uptrain on a model of that size, with and without --compile and --checkpointing. `mfu`
-    is 6 operations per parameter and token, of the rate of a matrix product on the device.
+    itself: seconds and peak memory of each stage (the first samples the text: its tokens per second are the sampler's).
+uptrain: tokens per second of gqa-uptrain on a model of that size, with and without --compile and --checkpointing, with
+    NCCL on one rank and with FSDP2 on one rank. `mfu` is 6 operations per parameter and token, of the rate of a matrix
+    product on the device.
 distill: the embedded model with 2 and 1 heads, distilled on 1, 10 and 100 million tokens that it writes itself.
 smollm2: SmolLM2 (a directory, --smollm2) with 1 head, distilled on 20 million: perplexity and recall on each --text.
 
@@ -27,8 +28,10 @@ import gc
 import io
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -68,6 +71,7 @@ class Scale:
     convert: tuple[str, ...] = ("--tokens", "65536")
     refine: tuple[str, ...] = ()
     compile: bool = True
+    launchers: bool = True
     trained: Shape = SHAPES["1.3b"]
     train: tuple[str, ...] = (
         "--steps", "12", "--batch-size", "8", "--micro-batch", "4", "--context", "2048", "--precision", "bfloat16",
@@ -106,8 +110,7 @@ class Results:
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.file.exists():
-            self.rows = json.loads(self.file.read_text())["rows"]
+        self.rows = read_rows(self.file)
 
     def missing(self, *names: str) -> bool:
         """Whether one of them was not measured, or failed."""
@@ -132,11 +135,14 @@ class Results:
     def write(self, complete: bool) -> None:
         """`complete`: all of the part was measured, without an error."""
         complete = complete and not any("error" in row for row in self.rows.values())
-        device = f"{torch.cuda.get_device_name() if CUDA else 'cpu'}, torch {torch.__version__}"
-        text = json.dumps({"complete": complete, "device": device, "rows": self.rows}, indent=1)
+        text = json.dumps({"complete": complete, "device": device_name(), "rows": self.rows}, indent=1)
         temporary = self.file.with_suffix(".tmp")
         temporary.write_text(text + "\n")
         temporary.replace(self.file)
+
+
+def read_rows(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text())["rows"]) if file.exists() else {}
 
 
 def is_complete(file: Path) -> bool:
@@ -149,22 +155,51 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def device_name() -> str:
+    return f"{torch.cuda.get_device_name() if CUDA else 'cpu'}, torch {torch.__version__}"
+
+
 # ------------------------------------------------------------------------------------------------- commands
 
 
+class Stages(io.StringIO):
+    """Stands for a terminal's stderr: which progress bars a command showed, for how long, with how much memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, int] = {}
+        self._name, self._since = "start", time.monotonic()
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        found = re.search(r"^\s*([^:\r\n|]+?):? +\d+%\|?", text) or re.search(r"\r([^:\r\n|]+):", text)
+        self.next(found[1] if found else self._name)
+        return super().write(text)
+
+    def next(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
+        if CUDA:
+            self.peaks[self._name] = max(self.peaks.get(self._name, 0), torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+        self._name, self._since = name, now
+
+
 def command(module: str, *words: str) -> dict[str, Any]:
-    """Run `python -m gqa.MODULE` in this process. Returns seconds, peak bytes, and its JSON as `record`."""
-    started, errors, output = time.monotonic(), io.StringIO(), io.StringIO()
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
+    """Run `python -m gqa.MODULE` in this process. Returns seconds and peak bytes by stage, and its JSON as `record`."""
+    stages, output = Stages(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
+        with contextlib.redirect_stderr(stages), contextlib.redirect_stdout(output):
             run_command(module, *words, "--json")
     except (RuntimeError, TimeoutError) as error:
-        raise RuntimeError(f"{error}: {errors.getvalue()[-1500:]}") from error
-    peak = torch.cuda.max_memory_allocated() if CUDA else 0
+        raise RuntimeError(f"{error} after {stages.seconds}: {stages.getvalue()[-1500:]}") from error
+    stages.next("end")
+    seconds = {name: round(value, 2) for name, value in stages.seconds.items()}
     record = json.loads(output.getvalue().splitlines()[-1])
-    return {"seconds": round(time.monotonic() - started, 2), "peak_bytes": peak, "record": record}
+    return {"seconds": seconds, "peak_bytes": stages.peaks, "record": record}
 
 
 # ------------------------------------------------------------------------------------------------- decode
@@ -172,6 +207,7 @@ def command(module: str, *words: str) -> dict[str, Any]:
 
 def bandwidth(size: int) -> dict[str, Any]:
     """Bytes read and written per second by copies on the device."""
+
     source = torch.ones(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return {"bytes_per_second": 2 * size / seconds_of(lambda: target.copy_(source), 5)}
@@ -284,22 +320,26 @@ def timed(model: Any, batch: int, context: int, steps: int, copied: float) -> di
 
 
 def decode(results: Results) -> None:
+    from transformers.utils import is_flash_attn_2_available
+
     scale = results.scale
     results.measure("bandwidth", bandwidth, scale.copy_bytes)
     copied = float(results.rows["bandwidth"]["bytes_per_second"])
-    for heads in scale.kv_heads:
-        names = {
-            f"sdpa {heads} heads {context} context {batch or 'largest'} batch": (batch, context)
-            for context in scale.contexts for batch in scale.batches
-        }  # fmt: skip
-        if not results.missing(*names):
-            continue
-        shape = scale.shape._replace(kv_heads=heads, positions=max(scale.contexts))
-        model = random_llama(shape, "bfloat16", DEVICE, attn_implementation="sdpa").eval()
-        for name, (batch, context) in names.items():
-            results.measure(name, decode_point, model, batch, context, scale, copied)
-        del model
-        free_memory()
+    attentions = ["sdpa", *(["flash_attention_2"] if CUDA and is_flash_attn_2_available() else [])]
+    for attention in attentions:
+        for heads in scale.kv_heads:
+            names = {
+                f"{attention} {heads} heads {context} context {batch or 'largest'} batch": (batch, context)
+                for context in scale.contexts for batch in scale.batches
+            }  # fmt: skip
+            if not results.missing(*names):
+                continue
+            shape = scale.shape._replace(kv_heads=heads, positions=max(scale.contexts))
+            model = random_llama(shape, "bfloat16", DEVICE, attn_implementation=attention).eval()
+            for name, (batch, context) in names.items():
+                results.measure(name, decode_point, model, batch, context, scale, copied)
+            del model
+            free_memory()
 
 
 # ------------------------------------------------------------------------------------------------- convert, train
@@ -315,16 +355,18 @@ def random_model(results: Results, name: str, shape: Shape, dtype: str) -> str:
 
 
 def convert(results: Results) -> None:
-    scale = results.scale
+    scale, more = results.scale, {"calibrated": (), "refined": results.scale.refine}
+    if not results.missing(*more):
+        return
     model = random_model(results, "large", scale.converted, "bfloat16")
 
-    def run(method: str, *more: str) -> dict[str, Any]:
-        words = ["--groups", str(scale.convert_heads), "--method", method, *scale.convert, *more]
+    def run(method: str) -> dict[str, Any]:
+        words = ["--groups", str(scale.convert_heads), "--method", method, *scale.convert, *more[method]]
         row = command("convert", model, *words, "-o", str(results.work / f"large-{method}"), "--overwrite")
         return {name: row[name] for name in ("seconds", "peak_bytes")}
 
-    results.measure("calibrated", run, "calibrated")
-    results.measure("refined", run, "refined", *scale.refine)
+    for method in more:
+        results.measure(method, run, method)
 
 
 def metrics(state: Path) -> dict[str, Any]:
@@ -332,27 +374,57 @@ def metrics(state: Path) -> dict[str, Any]:
     return dict(json.loads((state / "metrics.jsonl").read_text().splitlines()[-1]))
 
 
-def trained(results: Results, model: str, more: Sequence[str], needed: float) -> dict[str, Any]:
-    """gqa-uptrain on the library's own text; `needed`: seconds of a token at the rate of a matrix product."""
+def trained(results: Results, model: str, launcher: Sequence[str], more: Sequence[str]) -> dict[str, Any]:
+    """gqa-uptrain on the library's own text, in this process or by a launcher, whose last word is a port."""
     out = results.work / "trained"
     words = [model, "--data", "stdlib:train", "--teacher", "none", "--train", "all", *results.scale.train, *more]
-    command("uptrain", *words, "-o", str(out), "--keep-state", "--overwrite")
-    row = metrics(out.with_name(f"{out.name}-state"))
-    return row | {"mfu": needed * row["tokens_per_second"]}
+    words += ["-o", str(out), "--keep-state", "--overwrite"]
+    state = out.with_name(f"{out.name}-state")
+    shutil.rmtree(state, ignore_errors=True)
+    if not launcher:
+        command("uptrain", *words)
+        return metrics(state)
+    whole = [sys.executable, "-m", *launcher, free_port(), "-m", "gqa.uptrain", *words]
+    environment = os.environ | {"NCCL_DEBUG": "VERSION"}
+    done = subprocess.run(whole, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-1500:])
+    return metrics(state) | {"nccl": "NCCL version" in done.stdout + done.stderr}
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def uptrain(results: Results) -> None:
     shape = results.scale.trained
     model = random_model(results, "trained-from", shape._replace(kv_heads=max(1, shape.heads // 4)), "float32")
-    runs = {"plain": [], "checkpointing": ["--checkpointing"]}
+    torchrun = ["torch.distributed.run", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port"]
+    fsdp2 = ["accelerate.commands.launch", "--config_file", str(ROOT / "examples" / "accelerate" / "fsdp2.yaml")]
+    fsdp2 += [*([] if CUDA else ["--mixed_precision", "no"]), "--num_processes", "1"]
+    fsdp2 += ["--main_process_ip", "127.0.0.1", "--main_process_port"]
+    runs: dict[str, tuple[list[str], list[str]]] = {
+        "plain": ([], []),
+        "checkpointing": ([], ["--checkpointing"]),
+        "one rank": (torchrun, []),
+        "one rank fsdp2": (fsdp2, []),
+    }
+    if not results.scale.launchers:
+        runs = {name: (launcher, more) for name, (launcher, more) in runs.items() if not launcher}
     if results.scale.compile:
-        runs |= {f"compile {name}": ["--compile", *more] for name, more in runs.items()}
+        runs |= {f"compile {name}": ([], ["--compile", *runs[name][1]]) for name in ("plain", "checkpointing")}
     results.measure("matrix product", product_rate, results.scale.product)
     parameters = random_llama(shape, "bfloat16", "meta").num_parameters()
     needed = 6 * parameters / float(results.rows["matrix product"]["flops_per_second"])
 
-    for name, more in runs.items():
-        results.measure(name, trained, results, model, more, needed)
+    def run(launcher: Sequence[str], more: Sequence[str]) -> dict[str, Any]:
+        row = trained(results, model, launcher, more)
+        return row | {"mfu": needed * row["tokens_per_second"]}
+
+    for name, words in runs.items():
+        results.measure(name, run, *words)
 
 
 def distilled(
@@ -419,7 +491,7 @@ def importable() -> Iterator[str]:
 
 
 def stop(number: int, frame: object) -> None:
-    """The limit of a part: what is under way is recorded as failed, with what it printed last."""
+    """The limit of a part: what is under way is recorded as failed, with the progress that it showed last."""
     raise TimeoutError("stopped at the time limit")
 
 
