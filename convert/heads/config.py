@@ -1,12 +1,11 @@
-"""config.json: who owns the head counts, what they effectively are, the smallest edit that changes them, and the KV
-cache that they make.
+"""config.json: find the head counts and their effective values, edit them minimally, and compute the size of the KV
+cache.
 
 The file is read through transformers' config classes (absent keys have class defaults: 32 heads for LLaVA's text part)
-but only ever edited as the JSON it is: transformers 5 writes configs that version 4 misreads.
+but edited as plain JSON, since transformers 5 writes configs that version 4 misreads.
 
 bytes of a cache = sum over layers of heads x (key dim + value dim) x tokens x bytes per number; a sliding-window layer
-holds at most its window. Of an encoder-decoder self-attention holds the tokens that were written and cross-attention
-those of the source.
+caches at most its window. In an encoder-decoder, self-attention caches target tokens, cross-attention source tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from gqa.convert.heads.family import Edits, Family, Groups, LayerHeads, Symmetry
 MAX_COUNT = 20_000  # layers, heads, blocks
 QUANTISATION = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
 QUANTISATION_GROUP = 64  # numbers that share a scale, at most
-SCALE_BYTES = 4  # minimum and step of a group
-# Names of keys that count what is made one by one.
+SCALE_BYTES = 4  # minimum and scale of a group, 16 bits each
+# Names of keys that count modules: large values would exhaust time and memory.
 _COUNTS = re.compile(r"(\w+_)?(layers?|heads?|blocks|depth|codebooks|quantizers|labels)")
 
 
@@ -44,10 +43,10 @@ class ConfigEdit(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The raw config.json with what transformers makes of its text part."""
+    """The raw config.json and transformers' config object of its text part."""
 
     raw: dict[str, Any]
-    owner: tuple[str, ...]  # where in `raw` the head counts are
+    owner: tuple[str, ...]  # path in `raw` of the config with the head counts
     text: Any  # transformers' config object of the text model
     family: Family
 
@@ -62,11 +61,11 @@ class ModelConfig:
 
     @property
     def not_layerwise(self) -> str | None:
-        """Why the model cannot be run layer by layer on text, where that is known."""
+        """Why the model cannot be run layer by layer on text; None if no reason is known."""
         return self.family.not_layerwise.get(listed_as(self.text.model_type))
 
     def heads(self, layer: int) -> LayerHeads:
-        """Heads of one layer; a layer beyond the last (multi-token prediction) is like the main type's."""
+        """Heads of one layer; layers beyond the last (multi-token prediction) have those of the main type."""
         return self.family.heads(self.text, layer) if layer < self.layers else self.main
 
     def shares_kv(self, layer: int) -> bool:
@@ -75,14 +74,14 @@ class ModelConfig:
 
     @cached_property
     def main(self) -> LayerHeads:
-        """Heads of the main layer type, whose KV heads `--groups` counts: what the config says without overrides."""
+        """Heads of the main layer type, to which `--groups` refers: the config's counts without per-layer overrides."""
         counts = [self.family.heads(self.text, layer) for layer in range(self.layers)]
         stated = self.text.to_dict().get("num_key_value_heads") if self.family.edits is None else None
         return next((h for h in counts if h.kv == stated), counts[0])
 
     @property
     def average_kv(self) -> float:
-        """KV heads of a layer: of the main type, or on average where every layer has a number of its own."""
+        """KV heads per layer: of the main type, or the average if counts differ by layer."""
         if listed_as(self.text.model_type) == self.text.model_type:
             return self.main.kv
         average = sum(self.heads(layer).kv for layer in range(self.layers)) / self.layers
@@ -115,7 +114,7 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
 def read_top(raw: dict[str, Any], name: str) -> Any:
     """transformers' config object of the whole model; no code of a checkpoint is imported. Raises RefusedError."""
     for part in _parts(raw):
-        for key, value in part.items():  # more would take endless time and memory just to list
+        for key, value in part.items():  # larger counts would exhaust time and memory
             if isinstance(value, int) and value > MAX_COUNT and _COUNTS.fullmatch(key):
                 raise CorruptError(
                     f"{name}: config.json says {key}: {value}, at most {MAX_COUNT} are allowed; correct it"
@@ -132,14 +131,14 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
         )
     try:
         return transformers_config(raw)
-    except Exception as error:  # whatever a config class raises on nonsense is the config's fault
+    except Exception as error:  # any error of a config class means that the config is wrong
         raise CorruptError(
             f"{name}: transformers cannot read config.json as {model_type}: {explain(error)}; correct it"
         ) from error
 
 
 def _check(config: ModelConfig, name: str) -> None:
-    """Numbers of layers and heads, of which its class lets pass any."""
+    """Raise CorruptError for impossible numbers of layers or heads, which config classes accept."""
     layers = getattr(config.text, config.family.layers)
     if type(layers) is not int or not 0 < layers <= MAX_COUNT:
         raise CorruptError(f"{name}: config.json has {layers or 'no'} layers, 1 to {MAX_COUNT} are allowed; correct it")
@@ -179,7 +178,7 @@ def valid_groups(config: ModelConfig) -> list[int]:
 
 
 def target_heads(config: ModelConfig, layer: int, groups: Groups) -> LayerHeads:
-    """Heads of a layer after the conversion: its own number, or the ratio between layer types is kept."""
+    """Heads of a layer after the conversion. A single G keeps the ratio of KV heads between layer types."""
     heads = config.heads(layer)
     if isinstance(groups, int):
         return replace(heads, kv=heads.kv * groups // config.main.kv)
@@ -189,8 +188,8 @@ def target_heads(config: ModelConfig, layer: int, groups: Groups) -> LayerHeads:
 def edit_config(
     config: ModelConfig, groups: Groups, name: str, dtype: str | None = None, quantised: bool = False
 ) -> tuple[ModelConfig, list[ConfigEdit]]:
-    """The new config, read back through transformers and checked, and the keys of config.json that changed. What it
-    says of quantisation is left out where no tensor is `quantised`.
+    """The new config, read back through transformers and checked, and the changed keys of config.json. Keys of
+    quantisation are removed unless tensors are `quantised`.
     """
     raw = copy.deepcopy(config.raw) if quantised else without_quantisation(config.raw)
     for part in _parts(raw) if dtype else ():
@@ -226,7 +225,7 @@ def edit_config(
 
 
 def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edits | None:
-    """Dotted keys below the owner of the head counts and their new values; None where there cannot be `groups`."""
+    """New values by dotted key below the owner of the head counts; None if `groups` heads are impossible."""
     if config.family.edits is not None:
         return config.family.edits(groups, config.main, config.text)
     first, *rest = config.family.kv_fields
@@ -262,7 +261,7 @@ def without_quantisation(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _descend(raw: Any, path: tuple[str, ...]) -> Any:
-    """What is at a path of a config; None where it holds no config."""
+    """The config at `path` in a config; None if there is none."""
     for step in path:
         raw = raw.get(step) if isinstance(raw, dict) else None
     return raw if isinstance(raw, dict) else None
@@ -270,17 +269,17 @@ def _descend(raw: Any, path: tuple[str, ...]) -> Any:
 
 def transformers_config(raw: dict[str, Any]) -> Any:
     """The config object of a config.json of a model type that transformers has, or that is ours."""
-    return copy.deepcopy(_read(json.dumps(raw)))  # whose caller may change it
+    return copy.deepcopy(_read(json.dumps(raw)))  # callers may change it
 
 
 @lru_cache(maxsize=8)
 def _read(text: str) -> Any:
-    """Kept, for a conversion needs the same several times and transformers takes long."""
+    """Cached, since a conversion needs the same config several times and transformers reads it slowly."""
     # transformers writes infinities, which JSON lacks, as `{"__float__": "Infinity"}`.
     raw = json.loads(text, object_hook=lambda part: float(part["__float__"]) if "__float__" in part else part)
     with quiet_transformers():
         config = config_class(raw["model_type"]).from_dict(raw)
-        config.to_dict()  # raises for what it took and cannot say again
+        config.to_dict()  # raises for values that it accepted but cannot write
     return config
 
 
@@ -291,7 +290,7 @@ def groups_per_head(dim: int) -> int:
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """KV heads of one layer, the numbers of a key and of a value in one head, and the window, if any."""
+    """KV heads of one layer, dimensions of a key and of a value per head, and the window, if any."""
 
     heads: int
     key_dim: int
@@ -313,18 +312,18 @@ class KVCache:
     layers: tuple[CachedLayer, ...]
     bytes_per_number: int
     context: int | None
-    remark: str | None = None  # where transformers caches other heads than the model's key/value heads
-    bits: int | None = None  # of a number, where the cache is quantised; scales come on top
+    remark: str | None = None  # set if transformers caches more heads than the model's KV heads
+    bits: int | None = None  # per number in a quantised cache, without scales
     cross: bool = False
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token takes while no window is full."""
+        """Bytes of one more token while no window is full."""
         return sum(layer.bytes_per_token(self.bytes_per_number, self.bits) for layer in self.layers)
 
     @property
     def cross_bytes_per_token(self) -> int:
-        """Bytes that one more token of the source takes; 0 without an encoder."""
+        """Bytes of one more source token; 0 without an encoder."""
         return self.bytes_per_token if self.cross else 0
 
     def bytes_at(self, tokens: int, source: int | None = None) -> int:
@@ -335,7 +334,7 @@ class KVCache:
 
 
 def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache:
-    """The cache of a model whose layers of these `numbers` have keys and values of their own, kept in `dtype`."""
+    """The KV cache of a model in `dtype`; `numbers`: the layers with their own keys and values."""
     text, main, all_heads = config.text, config.main, config.family.caches_all_heads
     block_types = getattr(text, "layers_block_type", None) or []
     if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
