@@ -1,8 +1,8 @@
-"""Models whose attention reads a KV cache of few bits, to be measured so.
+"""Simulate a KV cache quantised to few bits, to evaluate a model with it.
 
-Each key and each value of a head is cut into equal parts of at most 64 numbers, of which the smallest and the step are
-kept in 16 bits, and every number as a multiple of the step (asymmetric rounding to nearest; KIVI, arXiv 2402.02750,
-section 3.1, with both by token). Engines round a little otherwise: this is what the bits cost, not what an engine does.
+Each key and each value of a head is split into equal groups of at most 64 numbers. A group stores its minimum and step
+in 16 bits, and every number as a multiple of the step (asymmetric rounding to nearest, per token; KIVI, arXiv
+2402.02750, section 3.1). Engines round slightly differently: this measures the cost of the bits, not an engine.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from gqa.convert.merge.layerwise import PLAIN, register
 
 
 def rounded(heads: Tensor, bits: int) -> Tensor:
-    """(..., d) keys or values -> the same as a cache of `bits` for each number gives them back."""
+    """Quantise keys or values (..., d) to `bits` per number and dequantise them."""
     grouped = heads.float().unflatten(-1, (groups_per_head(heads.shape[-1]), -1))
     least, most = (edge.half().float() for edge in (grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)))
-    step = ((most - least) / (2**bits - 1)).half().float().clamp_min(2.0**-24)  # the smallest number of 16 bits
+    step = ((most - least) / (2**bits - 1)).half().float().clamp_min(2.0**-24)  # the smallest positive float16
     codes = ((grouped - least) / step).round().clamp(0, 2**bits - 1)
     numbers: Tensor = (codes * step + least).flatten(-2).to(heads.dtype)
     return numbers
@@ -31,9 +31,9 @@ def rounded(heads: Tensor, bits: int) -> Tensor:
 
 @torch.no_grad()
 def quantise_cache(model: PreTrainedModel, bits: int, layers: int, name: str) -> None:
-    """From now on the attention of a model reads a cache of `bits`.
+    """Replace the model's attention with one whose keys and values are `rounded` to `bits`.
 
-    Raises RefusedError where it cannot: another implementation of attention, or less than `layers` calls of it.
+    Raises RefusedError for other attention implementations, or if fewer than `layers` layers call it.
     """
     plain, calls = attention_name(model), 0
     if plain not in PLAIN:
