@@ -1,4 +1,4 @@
-"""Read side: a directory becomes a Checkpoint (config, tensor table, side files); nothing in it is ever trusted."""
+"""Read a directory as a Checkpoint (config, tensor table, side files) without trusting its contents."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ADVICE = (
     "an adapter is merged into one)"
 )
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# Ends of the names that GPTQ, AWQ, bitsandbytes and compressed-tensors give to packed weights and their scales.
+# Name suffixes of packed weights and scales in GPTQ, AWQ, bitsandbytes and compressed-tensors.
 _PACKED = (
     ".qweight", ".qzeros", ".g_idx", ".SCB", ".weight_packed", ".weight_scale", ".weight_scale_inv",
     ".weight.absmax", ".weight.quant_map",
@@ -52,7 +52,7 @@ _PACKED_DTYPES = frozenset(("U8", "I8", "U32", "I32", *(name for name in BITS if
 
 @dataclass(frozen=True)
 class ModelClass:
-    """A model type and, where config.json says it, the name of its class."""
+    """A model type and, if config.json has it, the name of its class."""
 
     model_type: str
     architecture: str | None
@@ -63,10 +63,10 @@ class ModelClass:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as it lies on disk (of a dry run from the hub, without its weights).
+    """A checkpoint on disk (in a dry run from the hub, without its weights).
 
-    source: What is stored, where it is seen as one of another class; `way`, how: `native` or `custom modelling code`.
-    added: Text files that the result has besides those of the source.
+    source: The stored checkpoint, if this is a view of it in another class; `way`: `native` or `custom modelling code`.
+    added: Additional text files of the result: contents by name.
     """
 
     name: str
@@ -84,13 +84,13 @@ class Checkpoint:
     _pickled: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def path(self, file: str) -> Path:
-        """Where a file of the checkpoint really lies (the hub's cache holds links)."""
+        """The real path of a file of the checkpoint (the hub's cache holds links)."""
         return member_path(self.directory, file)
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
-        """One tensor, in its stored dtype and shape. Raises CorruptError when the file has become shorter.
+        """One tensor, in its stored dtype and shape. Raises CorruptError if the file was truncated.
 
-        `buffer`, of at least its bytes, is where it is put and stays until the next read into the same one.
+        buffer: At least `spec.nbytes` long; the tensor is read into it and valid until its next use.
         """
         import numpy as np
         import torch
@@ -108,12 +108,12 @@ class Checkpoint:
         return torch.from_numpy(raw).view(getattr(torch, TORCH_DTYPES[spec.dtype])).reshape(spec.shape)
 
     def has_range(self, spec: TensorSpec) -> bool:
-        """Whether the bytes `[begin, end)` of its file are the tensor: not so in a `.bin`, nor of what is computed."""
+        """Whether the bytes `[begin, end)` of the file are the tensor; not for `.bin` files and computed tensors."""
         return spec.file not in self._pickled
 
     @property
     def parameters(self) -> int:
-        """Count of stored numbers."""
+        """Number of stored parameters."""
         return sum(spec.numel for spec in self.tensors.values())
 
     @property
@@ -123,12 +123,12 @@ class Checkpoint:
 
     @property
     def packed(self) -> list[str]:
-        """Names of the tensors that hold quantised weights, or their scales."""
+        """Names of tensors with quantised weights or their scales."""
         return [name for name, spec in self.tensors.items() if is_packed(spec)]
 
     @property
     def classes(self) -> tuple[ModelClass, ...]:
-        """The class; of a checkpoint seen as one of another class both, the stored one first."""
+        """The model class; for a view in another class both, the stored one first."""
         names = self.config.get("architectures")
         architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
         source = self.source.classes if self.source else ()
@@ -141,7 +141,7 @@ def is_packed(spec: TensorSpec) -> bool:
 
 
 def stored_as(tensor: Tensor, dtype: str) -> Tensor:
-    """The tensor in a storage dtype; one of integers as it is."""
+    """Cast a tensor to a float storage dtype; unchanged for other dtypes."""
     import torch
 
     return tensor.to(getattr(torch, TORCH_DTYPES[dtype])) if dtype in TORCH_DTYPES else tensor
@@ -155,7 +155,7 @@ def member_path(directory: Path, name: str) -> Path:
         real = (directory / name).resolve(strict=True)
     except PermissionError:
         raise
-    except (OSError, RuntimeError, ValueError) as error:  # not there, a link to itself, a name no file can have
+    except (OSError, RuntimeError, ValueError) as error:  # missing, a link to itself, or an impossible name
         raise CorruptError(f"{directory} has no file {name}; download it again") from error
     roots = [directory.resolve()]
     if roots[0].parent.name == "snapshots":
@@ -178,7 +178,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
         raise CorruptError(f"{name} has {path.stat().st_size} bytes, at most {MAX_JSON_BYTES} are allowed; is it one?")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(value, ensure_ascii=False).encode("utf-8")  # not so with half of a surrogate pair
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for half of a surrogate pair
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{name} is not JSON in UTF-8 ({error}); download it again") from error
     if not isinstance(value, dict):
@@ -193,7 +193,7 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read config, index and headers of a local directory. Raises RefusedError or CorruptError with one line.
 
-    Weights that are not in the directory are among the names `present`, and `read_table` reads their headers.
+    For weights that are not in the directory: `present` names all files, and `read_table` reads headers by file.
     """
     if not directory.is_dir():
         raise RefusedError(f"{directory} is no directory; give the one that holds config.json")
@@ -226,7 +226,7 @@ def read_checkpoint(
 
 
 def cached_revision(directory: Path) -> tuple[str | None, str | None]:
-    """Hub id and commit of a directory in the hub's cache (models--owner--name/snapshots/commit), else None twice."""
+    """Hub id and commit of a directory in the hub's cache (models--owner--name/snapshots/commit), else (None, None)."""
     *_, repository, snapshots, commit = "", "", *directory.resolve().parts
     if snapshots != "snapshots" or not repository.startswith("models--"):
         return None, None
@@ -234,9 +234,9 @@ def cached_revision(directory: Path) -> tuple[str | None, str | None]:
 
 
 def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any] | None) -> dict[str, TensorSpec]:
-    """One table of all files, in the order of files and bytes, as their index has it where there is one.
+    """One table of all files, in the order of files and bytes.
 
-    A tensor in two files is an error.
+    Raises CorruptError if a tensor is in two files, or the files disagree with their index.
     """
     tensors: dict[str, TensorSpec] = {}
     for table in tables.values():
@@ -269,7 +269,7 @@ def _weights_path(directory: Path, file: str) -> Path:
 
 
 def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[TensorSpec]]:
-    """The tensors of a `.bin`, mapped from the file, and their table; never unpickled beyond plain tensors."""
+    """The memory-mapped tensors of a `.bin`, and their table; unpickles plain tensors only."""
     import pickle
 
     import torch
@@ -301,7 +301,7 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
 
 
 def _side_files(directory: Path, rewritten: AbstractSet[str | None]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`side_files` of a directory, which can be read and lie in it. Raises RefusedError or CorruptError."""
+    """`side_files` of a directory, checked with `member_path`. Raises RefusedError or CorruptError."""
     paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*")}
     if links := [name for name, path in paths.items() if path.is_symlink() and path.is_dir()]:
         raise RefusedError(
