@@ -1,1 +1,1 @@
-"""Models whose class cannot have fewer key/value heads, written for a class that can."""
+"""Rewrite models whose class cannot have fewer key/value heads for a class that can."""

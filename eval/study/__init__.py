@@ -1,1 +1,1 @@
-"""gqa-ablate: conversions compared over methods, groups and training."""
+"""gqa-ablate: compare conversions over methods, groups and amounts of training."""

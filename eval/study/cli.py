@@ -1,4 +1,4 @@
-"""gqa-ablate: options, what is printed, exit codes. Nothing here imports torch before it is needed."""
+"""gqa-ablate: options, output, exit codes. Imports torch only when needed."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def command(options: AblateOptions) -> None:
 
 
 def main() -> None:
-    """Entry point; exit codes as `gqa.checkpoint.console.run` says, 1 also where cells failed."""
+    """Entry point; exit codes of `gqa.checkpoint.console.run`, and 1 if cells failed."""
     run(command, "gqa-ablate", "measured rows are kept; repeat the command to continue")
