@@ -50,6 +50,8 @@ def test_no_options(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """But how much: the base model teaches, on what it writes, and the result is beside the model."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path.with_name("cache")))  # nothing is written yet
     monkeypatch.setattr("gqa.checkpoint.console._LOG_SECONDS", 0.0)
+    refused = uptrain(converted, "--alpha", 0.1)
+    assert "--alpha of --data self without end; say how much there is, like self:1M" in refused.err
     done = uptrain(converted, "--steps", 2, "--batch-size", 2, "--heldout-tokens", 128)
     assert done.code == 0, done.err
     assert "base writes 100% eta 00:00 " in done.err
