@@ -1,5 +1,5 @@
-"""Pairs of source and target that an encoder-decoder is calibrated on: of a data set, made of plain text as such models
-were trained on it, or written by the decoder.
+"""Source-target pairs to calibrate an encoder-decoder on: from a data set, from plain text corrupted as in pretraining,
+or written by the model.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gqa.corpus.sources import Source, row_digest
 from gqa.corpus.tokens import Ints, check_ids
 
 Pair = tuple[list[int], list[int]]  # tokens of a source and of its target
-WRITTEN = 32  # targets at a time
+WRITTEN = 32  # pairs written per batch
 
 
 class PairMaker:
-    """Pairs of at most `length` tokens each for one model whose encoder reads text. Raises RefusedError."""
+    """Makes pairs of at most `length` tokens a side for a model whose encoder reads text. Raises RefusedError."""
 
     def __init__(
         self, checkpoint: Checkpoint, device: str, length: int, seed: int, watcher: Watcher,
@@ -44,17 +44,17 @@ class PairMaker:
         self._checkpoint, self._device, self._watcher = checkpoint, device, watcher
         self.length, self._seed, self._trusted = length, seed, trust_remote_code
         self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
-        self._model: Any = None  # once it is to write
+        self._model: Any = None  # loaded by the first `_write`
         self._dtype = "bfloat16" if native_bfloat16(device) else "float32"
         try:
             tokenizer = load_tokenizer(checkpoint, trust_remote_code)
-        except RefusedError:  # which what is read of text says
+        except RefusedError:  # raised later, when text is read
             tokenizer = None
         self._encoder = PairEncoder(config, tokenizer, checkpoint.name)
 
     def read(self, source: Source, count: int) -> list[Pair]:
-        """So many pairs of a data set, chosen by a hash of their texts and the seed. Warns how many are cut. Raises
-        RefusedError and CorpusError.
+        """`count` pairs of a data set, chosen by a hash of text and seed. Warns if some are cut. Raises RefusedError
+        and CorpusError.
         """
         chosen = nsmallest(count, source.rows(), key=lambda row: row_digest(str(self._seed), *row))
         sources, targets = zip(*chosen, strict=True) if chosen else ((), ())
@@ -65,13 +65,13 @@ class PairMaker:
         return [self._encoder.framed(*both, self.length) for both in pairs]
 
     def corrupt(self, blocks: Ints) -> list[Pair]:
-        """Of plain text (N, T), as `PairEncoder` does. Raises RefusedError."""
+        """Pairs from plain text (N, T) by `PairEncoder.corrupt`. Raises RefusedError."""
         generator = np.random.default_rng(self._seed)
         return [self._encoder.corrupt(block, generator) for block in blocks]
 
     def write(self, count: int, seed: int) -> list[Pair]:
-        """So many pairs of the model's own: what its decoder writes for no source at all, spans left out where the
-        tokenizer allows it, and the targets that it then writes.
+        """`count` self-generated pairs. Source: what the decoder writes for an empty source, with spans replaced by
+        marks if the tokenizer has them; target: what the decoder writes for that source.
         """
         self._watcher.stage(f"{self.name} writes", 2 * count * self.length)
         return self._own(count, seed)
@@ -86,8 +86,8 @@ class PairMaker:
         return list(zip(sources, self._write(sources, derive_seed(seed, "targets")), strict=True))
 
     def sampled(self, count: int) -> SampledBlocks:
-        """Blocks of twice `length` tokens: pairs as `write` gives them, each side filled up with -1. They are stored as
-        those of decoders are. Raises RefusedError.
+        """Blocks of 2 x `length` tokens: self-generated pairs as in `write`, each side padded with -1, stored by
+        `store_batches`. Raises RefusedError.
         """
         size = 2 * self.length
 
@@ -106,7 +106,7 @@ class PairMaker:
         return SampledBlocks(path, size, count, f"self {path.stem}", self._seed, 0, plain=True)
 
     def inputs(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
-        """What the model is given, by the names of its forward's arguments, padded at the end. Raises RefusedError."""
+        """Padded inputs (N, T) by argument name of the model's forward. Raises RefusedError."""
         read, mask = self._padded([self._encoder.start, *target[:-1]] for _, target in pairs)
         ids, source_mask = self._padded(source for source, _ in pairs)
         return {
@@ -114,16 +114,14 @@ class PairMaker:
         }  # fmt: skip
 
     def _padded(self, texts: Iterable[list[int]]) -> tuple[Tensor, Tensor]:
-        """(N, T) ids and which of them are text. Raises RefusedError."""
+        """Right-padded ids (N, T) and mask (N, T), 1 for text. Raises RefusedError."""
         rows = [torch.tensor(text, dtype=torch.long) for text in texts]
         check_ids(max(int(row.max()) for row in rows), self._vocabulary, self.name)
         masks = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         return pad_sequence(rows, batch_first=True, padding_value=self._encoder.pad), masks
 
     def _write(self, sources: Sequence[list[int]], seed: int, banned: Sequence[int] = ()) -> list[list[int]]:
-        """What the decoder writes at temperature 1 for each source: up to its end, or `length` tokens, none of those
-        that are `banned`.
-        """
+        """Sample a text at temperature 1 for each source: up to EOS or `length` tokens, without `banned` tokens."""
         if self._model is None:
             self._model = load_model(
                 str(self._checkpoint.directory), dtype=self._dtype, device=self._device, trust_remote_code=self._trusted
