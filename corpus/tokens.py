@@ -4,9 +4,9 @@ A document gets BOS before it (if the tokenizer adds one) and EOS after it. Text
 Consecutive documents are cut into blocks without padding, so a block depends on the list of documents and its number,
 not on batches or ranks.
 
-Some blocks are made to repeat themselves, which trains recall from the context: the second copy of a passage can be
-predicted from the first, whatever it says. Self-generated text hardly exercises the heads that look things up; a model
-that is calibrated or trained on plain text alone has a low perplexity but loses recall.
+Some blocks get repeated passages, which train recall from the context: the second copy of a passage can be predicted
+from the first, whatever it says. Self-generated text hardly exercises retrieval heads; a model that is calibrated or
+trained on plain text alone has a low perplexity but loses recall.
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ class Documents:
 
     @cached_property
     def lengths(self) -> Ints:
-        """(D,) the size of each for shares: its tokens, or 1 for a pair."""
+        """Sizes (D,) of documents: tokens, or 1 for a pair."""
         return self.count("tokens") if "tokens" in self.data.column_names else np.ones(len(self), np.int64)
 
     def count(self, column: str) -> Ints:
-        """(D,) tokens in a column."""
+        """Numbers of tokens (D,) in a column."""
         import pyarrow.compute  # type: ignore[import-untyped]
 
         counts: Ints = pyarrow.compute.list_value_length(self.data.data.column(column)).to_numpy().astype(np.int64)
         return counts
 
     def tokens(self, i: int, column: str = "tokens") -> NDArray[np.int32]:
-        """(n,) tokens of document i, with BOS and EOS."""
+        """Tokens (n,) of document i, with BOS and EOS."""
         tokens: NDArray[np.int32] = self.data.data.column(column)[i].values.to_numpy()
         return tokens
 
 
 def tokenise(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> Documents:
-    """The tokens of sources, stored as by `tokenise_columns`. Raises CorpusError."""
+    """Tokenise and cache the documents of sources. Raises CorpusError."""
     encoder = Encoder(tokenizer)
     return tokenise_columns(sources, encoder.identify(), {"tokens": encoder.tokens})
 
@@ -89,7 +89,7 @@ def tokenise(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> D
 def tokenise_columns(
     sources: Sequence[Source], identity: str, encoders: Mapping[str, Callable[[list[str]], list[list[int]]]]
 ) -> Documents:
-    """Tokenise each column of the sources' rows by its encoder; `identity` is a hash of what these depend on.
+    """Tokenise each column of the sources' rows by its encoder; `identity`: a hash of all that encoders depend on.
 
     The cache of `datasets` keeps the tokens of each source. One process tokenises; others that need the same tokens
     wait. Raises CorpusError.
@@ -115,10 +115,10 @@ def tokenise_columns(
         try:
             with quiet("datasets"):
                 part = datasets.Dataset.from_generator(partial(rows, source), features, fingerprint=keys[-1])
-        except DatasetGenerationError as error:  # around what reading raised
+        except DatasetGenerationError as error:  # wraps the error of the source
             reason = error.__cause__ or error
             raise reason from reason.__cause__
-        except (OSError, ValueError) as error:  # pyarrow's have no errno
+        except (OSError, ValueError) as error:  # errors of pyarrow have no errno
             if isinstance(error, OSError) and error.errno:
                 raise
             directory = Path(datasets.config.HF_DATASETS_CACHE) / "generator" / f"default-fingerprint={keys[-1]}"
@@ -148,7 +148,7 @@ class Encoder:
             yield from zip(batch, self.tokens(batch), strict=True)
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
-        """The tokens of documents that fit into memory together."""
+        """Tokenise documents, all at once, including BOS and EOS."""
         before = [] if self.bos is None else [self.bos]
         encoded = self.tokenizer(
             texts,
@@ -156,7 +156,7 @@ class Encoder:
             split_special_tokens=True,
             return_attention_mask=False,
             return_token_type_ids=False,
-            verbose=False,  # it warns of texts longer than the model's context
+            verbose=False,  # no warnings about texts longer than the model's context
         )["input_ids"]
         return [[*before, *tokens, self.eos] for tokens in encoded]
 
@@ -170,7 +170,7 @@ class Encoder:
         else:
             flags = {name: value for name, value in self.tokenizer.init_kwargs.items() if isinstance(value, bool)}
             settings = sorted((name, flags[name]) for name in flags.keys() - {"is_local", "local_files_only"})
-            with TemporaryDirectory() as directory:  # a vocabulary has neither merges nor scores
+            with TemporaryDirectory() as directory:  # the files also have merges or scores, get_vocab() does not
                 self.tokenizer.save_vocabulary(directory)
                 files = [file.read_bytes().hex() for file in sorted(Path(directory).iterdir())]
             content = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items()), settings, files]
@@ -220,7 +220,7 @@ def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
 
 
 class Blocks:
-    """Documents in an order, cut into blocks: a map-style data set for a DataLoader without shuffling.
+    """Documents in a given order, cut into blocks: a map-style data set for a DataLoader without shuffling.
 
     `order`: (N,) document numbers, repeated in several epochs. `lengths`: (D,) tokens to read from the start of each
     document, by default all. Block b is tokens b * size to (b + 1) * size of the stream: {"input_ids": (size,) int64}.
@@ -240,20 +240,20 @@ class Blocks:
         return self.n_blocks
 
     def __getitem__(self, index: int) -> Block:
-        """Block `index`. Raises IndexError outside."""
+        """Block `index`. Raises IndexError if it is out of range."""
         if not 0 <= index < self.n_blocks:
             raise IndexError(f"block {index} of {self.n_blocks}")
         begin = int(index) * self.size
         first = int(np.searchsorted(self._ends, begin, "right"))
         last = int(np.searchsorted(self._ends, begin + self.size, "left"))
         parts = [self.text.tokens(int(i))[: self.lengths[i]] for i in self.order[first : last + 1]]
-        parts[0] = parts[0][begin - int(self._ends[first]) :]  # from the end: negative
+        parts[0] = parts[0][begin - int(self._ends[first]) :]  # a negative start counts from the end
         return {"input_ids": np.concatenate(parts)[: self.size].astype(np.int64)}
 
 
 def pack(documents: Iterable[Any], size: int, rest: Any = ()) -> Iterator[tuple[Block, Ints]]:
-    """Pack the tokens of documents, after the `rest` of an earlier one, into blocks; yield each block with the rest of
-    its last document.
+    """Pack the tokens of documents, after `rest` of an earlier document, into blocks; yield each block with the
+    remaining tokens of its last document.
     """
     rest = np.asarray(rest, np.int64)
     for tokens in chain([()], documents):
@@ -271,13 +271,13 @@ def tiled(block: Ints, random: np.random.Generator) -> Ints:
 
 
 def mixed(blocks: Callable[[int], Ints], index: int, seed: int, lead: int, *, first: int = 0) -> Ints:
-    """Block `index` (T,), plain or repeating itself, with the shares of `MIX`.
+    """Block `index` (T,), plain or with repeated passages, in the shares of `MIX`.
 
     It depends on the index, the seed and the `BEFORE` earlier blocks, not on the number of blocks.
 
     Args:
         blocks: Index -> plain block.
-        lead: Tokens at the start of each block that do not change: BOS.
+        lead: Number of tokens at the start of each block that stay: BOS.
         first: The first block that exists.
     """
     plain = blocks(index)
