@@ -1,4 +1,4 @@
-"""Plan a conversion and run it: what the command, `package/` and studies call."""
+"""Plan and run a conversion: called by the command, `package/` and studies."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Conversion:
 
 
 def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
-    """Decide everything about a conversion from config and headers; nothing is written.
+    """Decide everything about a conversion from config and headers; write nothing.
 
-    Weights are fetched only if they have no headers (.bin) and this is no dry run. With `kv_budget` they are fetched,
-    too, and layers are measured on text.
+    Weights are fetched only if they have no headers (.bin) and this is no dry run, or with `kv_budget`, which measures
+    layers on text.
 
     Raises:
         RefusedError: The checkpoint or the options cannot be converted; one line says why and what is allowed.
@@ -52,7 +52,7 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     from gqa.convert.merge.budget import heads_within, uneven
 
     share, ranks, maps = options.kv_budget, options.tensor_parallel, options.maps()
-    # What would refuse the plan or the output does so before weights are fetched and layers are measured.
+    # Check plan and output before fetching weights and measuring layers.
     _open_output(options, _plan(checkpoint, uneven(checkpoint, share, ranks), options))
     fetch_weights(checkpoint)
     heads, losses = heads_within(checkpoint, share, maps, ranks, watcher)
@@ -62,12 +62,12 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
 def _plan(checkpoint: Checkpoint, groups: Groups, options: ConvertOptions) -> Plan:
     method = MEASURING if options.kv_budget and options.method == AUTO else options.method
     plan = make_plan(checkpoint, groups, method, options.seed, options.dtype)
-    searches(plan, options.grouping)  # refuses
+    searches(plan, options.grouping)  # raises RefusedError
     return plan
 
 
 def _open_output(options: ConvertOptions, plan: Plan) -> OutputDirectory:
-    """The directory to make. Raises RefusedError if it may not be made there, or the disk is too full."""
+    """The output directory, not yet created. Raises RefusedError if it must not be, or the disk is too full."""
     output = OutputDirectory(output_of(options, plan), plan.checkpoint.directory, options.overwrite)
     require_space(plan.total_bytes, output.out)
     return output
@@ -85,14 +85,14 @@ def convert(
     """Run a plan: fetch weights, find the maps of its method, stream the shards into the output, verify them from disk,
     make them visible.
 
-    Memory stays near 4 x the largest changed tensor per job; what does not change is copied by the kernel. Merging is
+    Memory stays near 4 x the largest changed tensor per job; unchanged tensors are copied by the kernel. Merging is
     done in float32 (float64 for F64 tensors) and rounded once to the stored dtype.
 
     Args:
         plan: Made with `prepare` from the same options.
         argv: The command's arguments, for the record.
-        calibration: How maps are found, if not as the options say.
-        jobs: Shards written at a time.
+        calibration: How to find maps, instead of `options.maps()`.
+        jobs: Number of shards written in parallel.
 
     Raises:
         RefusedError: Before anything is written.
@@ -104,7 +104,7 @@ def convert(
     fetch_weights(plan.checkpoint)
     with ExitStack() as stack:
         stack.enter_context(output)
-        if maps:  # what finds them runs models, whose imports take seconds
+        if maps:  # imported here, since importing models takes seconds
             from gqa.convert.merge.find_maps import with_maps
 
             stored = stack.enter_context(with_maps(plan, out, maps, watcher, overwrite=options.overwrite))
@@ -117,10 +117,10 @@ def convert(
 
 
 def output_of(options: ConvertOptions, plan: Plan) -> Path:
-    """`output`, or `MODEL-gqa4-refined` beside a local model, in the working directory for a hub id.
+    """`output`, or by default `MODEL-gqa4-refined` next to a local model, in the working directory for a hub id.
 
-    `MODEL-mqa-refined` for one head; `MODEL-gqa32` where none are merged; `MODEL-kv56-refined` where layers differ and
-    56 % of the KV cache is left.
+    `MODEL-mqa-refined` for one head; `MODEL-gqa32` if none are merged; `MODEL-kv56-refined` if heads differ by layer
+    and 56 % of the KV cache remains.
     """
     if options.output:
         return options.output
@@ -145,6 +145,6 @@ def convert_checkpoint(
     jobs: int = DEFAULT_JOBS,
     **options: Any,
 ) -> Conversion:
-    """`prepare` and then `convert`; `options` are fields of `ConvertOptions`."""
+    """`prepare`, then `convert`; `options` are fields of `ConvertOptions`."""
     settings = ConvertOptions(model=os.fspath(model), groups=groups, output=Path(out) if out else None, **options)
     return convert(prepare(settings), settings, calibration=calibration, jobs=jobs)
