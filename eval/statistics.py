@@ -27,8 +27,8 @@ def kl_statistics(kl: Floats, same_top: NDArray[np.bool_], acceptance: Floats) -
     """Mean differences between a model's next-token distributions Q and the baseline's P.
 
     Args:
-        kl: KL(P || Q) in nats; same_top: argmax P == argmax Q; acceptance: sum min(P, Q), which is 1 less half of the
-            sum of |P - Q|.
+        kl: KL(P || Q) in nats; same_top: argmax P == argmax Q; acceptance: sum min(P, Q) =
+            1 - sum |P - Q| / 2.
     """
     (mean, error), (share, share_error), (accepted, accepted_error) = map(mean_and_error, (kl, same_top, acceptance))
     return {
@@ -43,8 +43,8 @@ def kl_statistics(kl: Floats, same_top: NDArray[np.bool_], acceptance: Floats) -
 def paired_ratio(model: Floats, baseline: Floats, cluster: NDArray[np.integer[Any]]) -> dict[str, float]:
     """ln(PPL(Q) / PPL(P)) on the same tokens, with its standard error and a 95 % paired bootstrap interval.
 
-    The error is llama.cpp's: sqrt((var_Q + var_P - 2 cov) / (n - 1)), tokens taken as independent. They are not within
-    a text, so the interval resamples whole clusters (documents, or windows of one document; Efron and Tibshirani,
+    The error is llama.cpp's: sqrt((var_Q + var_P - 2 cov) / (n - 1)), tokens taken as independent. Within a text they
+    are not, so the interval resamples whole clusters (documents, or windows of one document; Efron and Tibshirani,
     An Introduction to the Bootstrap, 1993, section 8.6).
     """
     difference = model.astype(np.float64) - baseline
