@@ -1,17 +1,17 @@
-"""Multi-head checkpoints become grouped-query ones: convert, train further, measure. docs/api.md has examples.
+"""Convert multi-head checkpoints to grouped-query ones, train them further, evaluate them. Examples: docs/api.md.
 
     import gqa
 
     small = gqa.convert_model("examples/stdlib-mha", groups=2)
     model = small.load()
 
-Torch and transformers are imported when a function is first called. What is listed in `__all__` is public, and so are
-`gqa.convert.convert_checkpoint` and `plan_conversion`, which these functions build on.
+Torch and transformers are imported when a function is first called. Public are the names in `__all__`, and
+`gqa.convert.convert_checkpoint` and `plan_conversion`, on which these functions build.
 
-All functions raise RefusedError, before anything is written, where a model, the text or an option cannot be used;
-TypeError for options that there are not; OutputError where the result cannot be written or does not verify, and
-nothing is left at `output`. Training raises DivergedError if the loss is not finite too often in a row, and
-StoppedError after a signal: with `resume=True` a training, and by the same call a study, goes on.
+All functions raise RefusedError, before anything is written, if a model, text or option cannot be used; TypeError for
+unknown options; OutputError if the result cannot be written or verified, leaving nothing at `output`. Training raises
+DivergedError after too many non-finite losses in a row, and StoppedError after a signal: `resume=True` continues a
+training, the same call continues a study.
 """
 
 from gqa.checkpoint.errors import (
