@@ -1,4 +1,4 @@
-"""The four commands as functions, and what they return. `gqa` lists the errors."""
+"""The four commands as functions, and their results. The docstring of `gqa` lists the errors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A checkpoint that `convert_model` or `uptrain_model` wrote, which every function takes as a model; `record` is
-    the JSON file beside its weights.
+    """A checkpoint written by `convert_model` or `uptrain_model`; every function accepts it as a model. `record`: the
+    JSON file next to its weights.
     """
 
     path: Path
     record: Mapping[str, Any] = field(repr=False)
-    # A temporary directory, which exists as long as this object.
+    # A temporary directory, deleted with this object.
     _directory: Any = field(default=None, compare=False, repr=False)
 
     def __fspath__(self) -> str:
@@ -47,8 +47,8 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What `evaluate` measured: `record` is results.json of gqa-eval, `path` the directory of the report, if any.
-    `str` gives the verdicts and tables that gqa-eval prints.
+    """Results of `evaluate`: `record` is results.json of gqa-eval, `path` the directory of the report, if any. `str`
+    returns the verdicts and tables that gqa-eval prints.
     """
 
     path: Path | None = None
@@ -62,8 +62,8 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What `ablate` measured: `rows` are those of results.jsonl, one a cell; `path` is the directory of the report;
-    `recommendation` and, from `str`, the table are those that gqa-ablate prints.
+    """Results of `ablate`: `rows` of results.jsonl, one per cell; `path`, the directory of the report; the
+    `recommendation`, and as `str` the table, that gqa-ablate prints.
     """
 
     path: Path
@@ -80,9 +80,9 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
     """Convert a checkpoint to one with fewer (or more) key/value heads.
 
     Args:
-        model: A directory, a hub id, a result of another function, or a loaded model, which stays as it is and of which
-            a copy is written to a temporary directory. Or all options as `ConvertOptions`.
-        tokenizer: Of a loaded model; it is written beside the result.
+        model: A directory, a hub id, a result of another function, or a loaded model, which is not changed: a copy
+            is written to a temporary directory. Or all options as `ConvertOptions`.
+        tokenizer: Of a loaded model; it is saved with the result.
         options: The fields of `ConvertOptions` (`groups=2`, `method="refined"`, `data="self"` ...). Without `output`
             the result of a loaded model is in a temporary directory that exists as long as the result object.
     """
@@ -103,7 +103,7 @@ def uptrain_model(
     Args:
         model: A directory, a hub id, a result of another function, or a loaded model with its `tokenizer`. Or all
             options as `TrainOptions`.
-        teacher: The model before conversion, whose predictions are learnt; it may be loaded, too.
+        teacher: The model before conversion, whose predictions are distilled; may be a loaded model.
         options: The fields of `TrainOptions` (`data="corpus.jsonl"`, `tokens="1M"`, `learning_rate=1e-4` ...). Without
             `output` a loaded model is written to a temporary directory that exists as long as the result.
     """
@@ -127,7 +127,7 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
     Args:
         models: Directories, hub ids, results of other functions, or loaded models; the first is the baseline. Or all
             options as one `EvaluateOptions`.
-        tokenizer: Of the models that are loaded.
+        tokenizer: Of the loaded models.
         options: The fields of `EvaluateOptions` (`data="text.txt"`, `kl=True`, `memory="80GB"` ...). Without `output`
             no report is written.
     """
