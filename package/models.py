@@ -1,4 +1,4 @@
-"""What the functions share: options, models that callers hold in memory, errors in the words of Python."""
+"""Shared by the functions: options, models in memory, errors that name parameters instead of flags."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ T = TypeVar("T")
 def options_of_call(
     kind: type[T], options: dict[str, Any], tokenizer: Any = None, **models: Any
 ) -> Iterator[tuple[T, TemporaryDirectory[str]]]:
-    """Yield the options of a call and a temporary directory, which exists as long as something refers to it. Models in
-    memory are copied there until the block ends. `models` are the fields that name models; the first may be a `kind`
-    instead, which holds all options.
+    """Yield the options of a call and a temporary directory, which exists while it is referenced. Models in memory
+    are copied there until the block ends. `models`: the fields that name models; the first may be a `kind` with all
+    options instead.
 
     Raises TypeError for unknown options. RefusedError names parameters, not flags of the command: `overwrite`, not
     `--overwrite`. Meanwhile transformers logs errors only.
@@ -79,7 +79,7 @@ def options_of_call(
 
 
 def _name(model: Any) -> str:
-    """The last part of where a model in memory is from, or else its class. Raises RefusedError for what is no model."""
+    """Last path component of a loaded model's name, or else its class. Raises RefusedError if it is not a model."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
