@@ -67,7 +67,6 @@ def test_every_part(tmp_path: Path) -> None:
         assert [model["quality"]["tokens"] > 0 for model in row["stdlib:heldout"]] == [True] * 3
 
 
-@pytest.mark.scale
 @pytest.mark.scale  # launchers
 def test_launchers_of_one_rank(tmp_path: Path) -> None:
     run(tmp_path, "launchers")
