@@ -158,7 +158,7 @@ def main(repeats: int, shape: str | None, json_file: Path | None, **options: Any
             if shape or gpu:
                 write_random(Path(options["model"]), shape or "1.1b")
             else:
-                from gqa.convert import convert_checkpoint
+                from gqa.convert.api import convert_checkpoint
 
                 convert_checkpoint(EMBEDDED, 2, Path(options["model"]), method="mean")
         contestants = {"gqa-uptrain": ours, "Trainer": trainer, "bare loop": bare_loop}

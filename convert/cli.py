@@ -140,7 +140,3 @@ def main() -> None:
     console.run(
         command, "gqa-convert", "nothing half-written is left, finished layers of calibrated and refined are kept"
     )
-
-
-if __name__ == "__main__":
-    main()

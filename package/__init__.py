@@ -6,7 +6,7 @@
     model = small.load()
 
 Torch and transformers are imported when a function is first called. Public are the names in `__all__`, and
-`gqa.convert.convert_checkpoint` and `plan_conversion`, on which these functions build.
+`gqa.convert.api.plan_conversion`.
 
 All functions raise RefusedError, before anything is written, if a model, text or option cannot be used; TypeError for
 unknown options; OutputError if the result cannot be written or verified, leaving nothing at `output`. Training raises

@@ -11,7 +11,7 @@ from typing import Any
 from checkpoints import edit_json
 
 from gqa.checkpoint.loading import load_model
-from gqa.convert import convert_checkpoint
+from gqa.convert.api import convert_checkpoint
 from gqa.corpus.stdlib import stdlib_texts
 
 SOURCE = Path(__file__).parents[1] / "examples" / "stdlib-mha"

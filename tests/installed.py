@@ -22,7 +22,7 @@ for package in ('convert', 'corpus', 'uptrain', 'eval'):
     assert importlib.resources.files(f'gqa.{package}').joinpath('py.typed').is_file(), package
 files = {path.name for path in importlib.resources.files('gqa.checkpoint.modelling').iterdir()}
 assert {'modeling_gqa.py', 'modeling_gqa_by_layer.py'} <= files, files
-from gqa.convert import convert_checkpoint, plan_conversion
+from gqa.convert.api import convert_checkpoint, plan_conversion
 import gqa, importlib.metadata
 assert importlib.resources.files('gqa').joinpath('py.typed').is_file()
 assert callable(gqa.convert_model) and gqa.__version__ == importlib.metadata.version('gqa')

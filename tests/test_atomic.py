@@ -20,7 +20,8 @@ from training import Runs
 
 from gqa.checkpoint import write as writer
 from gqa.checkpoint.errors import OutputError
-from gqa.convert import convert_checkpoint, rewrite
+from gqa.convert import rewrite
+from gqa.convert.api import convert_checkpoint
 
 INTERRUPTED = (
     "gqa-convert: interrupted; nothing half-written is left, finished layers of calibrated and refined are kept"

@@ -11,7 +11,8 @@ from test_families import write_checkpoint
 from tiny_models import TINY, build
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.convert import convert_checkpoint, estimate, plan_conversion
+from gqa.convert import estimate
+from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.heads.family import Symmetry
 from gqa.convert.heads.modules import attention_modules, can_guess_inputs
 from gqa.convert.methods import AUTOMATIC, METHODS

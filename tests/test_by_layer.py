@@ -26,7 +26,7 @@ from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.custom_code import BY_LAYER
 from gqa.checkpoint.loading import cache_name, load_model
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert import convert_checkpoint
+from gqa.convert.api import convert_checkpoint
 from gqa.convert.merge.budget import allotted, losses_alone
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.plan import make_plan

@@ -15,7 +15,7 @@ from tiny_models import TINY, build, inputs, logits
 from torch import Tensor
 
 from gqa.checkpoint.console import Watcher
-from gqa.convert import Plan, convert_checkpoint, plan_conversion
+from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.merge.calibrate import Calibrator, refine
 from gqa.convert.merge.closed_form import LayerResult, Task, closed_form
 from gqa.convert.merge.options import Refinement

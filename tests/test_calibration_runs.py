@@ -24,7 +24,8 @@ from test_families import write_checkpoint
 from tiny_models import TINY, build
 from training import Runs, difference
 
-from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
+from gqa.checkpoint.errors import RefusedError
+from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.find_maps import describe, with_maps
 from gqa.convert.merge.options import CalibrationText

@@ -24,7 +24,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.hub import quiet
 from gqa.checkpoint.options import BYTES, Amount, Number, Several, Text, _types, read, read_amount
 from gqa.convert import cli as convert_cli
-from gqa.convert import convert_checkpoint, plan_conversion
+from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions

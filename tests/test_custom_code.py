@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 from gqa.checkpoint.loading import cache_name
-from gqa.convert import convert_checkpoint, plan_conversion
+from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.recast import targets
 
 TOLERANCE = 1e-5

@@ -19,7 +19,7 @@ from gqa.checkpoint import custom_code, modelling
 from gqa.checkpoint.custom_code import BY_LAYER, MODEL_TYPES, config_class
 from gqa.checkpoint.loading import load_model, load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert import convert_checkpoint
+from gqa.convert.api import convert_checkpoint
 
 FILES = sorted(Path(modelling.__path__[0]).glob("modeling_*.py"))
 

@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensorMode
 from training import tiny_checkpoint
 
 from gqa.checkpoint.console import run
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import as_float64, find_device, load_model, out_of_memory
-from gqa.convert import RefusedError
 
 
 @pytest.mark.parametrize(("device", "where"), [("cpu", "cpu"), ("cuda", "cuda"), ("mps", "cpu")])

@@ -15,7 +15,7 @@ from tiny_models import TINY, build
 from transformers import AutoTokenizer
 
 from gqa.checkpoint.loading import load_model
-from gqa.convert import convert_checkpoint
+from gqa.convert.api import convert_checkpoint
 from gqa.eval.decode import greedy_decode
 
 ROWS = [

@@ -21,8 +21,9 @@ from tiny_models import LEFT_OUT, QUERY_HEADS, TINY, Tiny, build, config, inputs
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name
-from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.heads.config import KVCache, read_config, valid_groups
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
 from gqa.convert.heads.family import QUERY_ROLES, Role

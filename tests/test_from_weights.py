@@ -13,7 +13,7 @@ from tiny_models import TINY, build
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from gqa.convert import plan_conversion
+from gqa.convert.api import plan_conversion
 from gqa.convert.merge import from_weights
 from gqa.convert.merge.from_weights import InputMoments, Mlp, gram
 

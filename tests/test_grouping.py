@@ -13,7 +13,8 @@ from scrambled import on_ids, rearrange, relative
 from test_families import load, write_checkpoint
 from tiny_models import TINY, build, inputs, logits
 
-from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
+from gqa.checkpoint.errors import RefusedError
+from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.heads.family import Rotary
 from gqa.convert.merge.linear_algebra import procrustes_key, procrustes_value
 from gqa.convert.merge.moments import Group, Moments, best_partition, find_order

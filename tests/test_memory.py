@@ -22,7 +22,7 @@ from transformers import DynamicCache, LlamaConfig
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name, load_model
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert import convert_checkpoint
+from gqa.convert.api import convert_checkpoint
 from gqa.convert.heads.config import CachedLayer, KVCache, groups_per_head, kv_cache, read_config
 from gqa.convert.recast.targets import checkpoint_cache
 from gqa.eval.cache_bits import quantise_cache, rounded

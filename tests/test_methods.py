@@ -10,7 +10,8 @@ from test_families import all_tensors, write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
 
-from gqa.convert import convert_checkpoint, methods
+from gqa.convert import methods
+from gqa.convert.api import convert_checkpoint
 from gqa.convert.methods import METHODS, HeadMaps
 
 DIM = 8

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2ForSequenceClassification, PreTrainedModel
 
 from gqa.checkpoint.hub import open_model
-from gqa.convert import convert_checkpoint, plan_conversion
+from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.heads.families.table import FAMILIES, REFUSED
 from gqa.convert.recast import targets
 from gqa.convert.recast.native import NATIVE

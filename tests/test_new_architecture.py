@@ -8,7 +8,8 @@ from test_families import write_checkpoint
 from tiny_models import TINY, build, config, inputs, logits
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from gqa.convert import RefusedError, convert_checkpoint
+from gqa.checkpoint.errors import RefusedError
+from gqa.convert.api import convert_checkpoint
 from gqa.convert.heads import config as heads_config
 from gqa.convert.heads.family import Family, Rule, Separate, Symmetry
 

@@ -22,7 +22,7 @@ import gqa.convert.merge.text_pairs as pairs_module
 from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert import plan_conversion
+from gqa.convert.api import plan_conversion
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.options import CalibrationText, MapsOptions

@@ -21,7 +21,7 @@ from test_families import CONTROL, TOLERANCE, all_tensors, check_same_tensors, e
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gqa.convert import convert_checkpoint
+from gqa.convert.api import convert_checkpoint
 from gqa.corpus.stdlib import stdlib_texts
 
 pytestmark = pytest.mark.real

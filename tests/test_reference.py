@@ -12,7 +12,7 @@ from test_families import TOLERANCE, all_tensors, decode, error, left_padded, lo
 from tiny_models import TINY, build, inputs
 from torch import Tensor
 
-from gqa.convert import convert_checkpoint
+from gqa.convert.api import convert_checkpoint
 
 HEADS, DIM = 4, 8
 Weights = dict[str, Tensor]

@@ -39,7 +39,7 @@ _PEAK = """
 import sys, torch
 from pathlib import Path
 import gqa.convert.merge.closed_form as module
-from gqa.convert import plan_conversion
+from gqa.convert.api import plan_conversion
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.timm_wrapper import modeling_timm_wrapper
 
+from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.files import byte_size, format_header
 from gqa.checkpoint.names import saved_tensors
-from gqa.convert import OutputError, RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.families.table import FAMILIES, NESTED
 

@@ -20,7 +20,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.names import saved_tensors
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert import plan_conversion
+from gqa.convert.api import plan_conversion
 from gqa.convert.merge.budget import heads_within
 from gqa.convert.merge.options import Refinement
 from gqa.convert.merge.pair import Pair

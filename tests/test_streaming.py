@@ -15,8 +15,7 @@ from training import Runs
 
 from gqa.checkpoint import write as writer
 from gqa.checkpoint.console import Watcher
-from gqa.convert import convert_checkpoint
-from gqa.convert.api import convert, prepare
+from gqa.convert.api import convert, convert_checkpoint, prepare
 from gqa.convert.methods import HeadMaps
 from gqa.convert.options import ConvertOptions
 

@@ -20,8 +20,9 @@ from tiny_models import QUERY_HEADS, TINY, Tiny, build, inputs, logits
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.names import parameter_names
-from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.heads.families.table import FAMILIES
 from gqa.convert.heads.family import Rotary, Symmetry
 from gqa.convert.heads.modules import AttentionModule, attention_modules

@@ -14,7 +14,7 @@ from training import load, material
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint, read_checkpoint
-from gqa.convert import convert_checkpoint
+from gqa.convert.api import convert_checkpoint
 from gqa.uptrain.dataloader import settle_steps
 from gqa.uptrain.models import TOKENS, settle
 from gqa.uptrain.options import TrainOptions

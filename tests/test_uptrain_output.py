@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert import convert_checkpoint
+from gqa.convert.api import convert_checkpoint
 from gqa.uptrain.models import attention_parameters
 from gqa.uptrain.run import _write_weights, uptrain
 from gqa.uptrain.setup import check_exportable, prepare

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert import convert_checkpoint
+from gqa.convert.api import convert_checkpoint
 from gqa.uptrain.models import choose, trained_names
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import prepare

@@ -12,8 +12,10 @@ from checkpoints import MERGED, llama, run, weights
 from test_edges import save_bin
 from torch import Tensor
 
+from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.write import write_tensor
-from gqa.convert import OutputError, RefusedError, convert_checkpoint, plan_conversion, rewrite
+from gqa.convert import rewrite
+from gqa.convert.api import convert_checkpoint, plan_conversion
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def command(job: dict[str, Any]) -> None:
 
 def warm(directory: str) -> None:
     """A conversion, after which another imports nothing."""
-    from gqa.convert import convert_checkpoint
+    from gqa.convert.api import convert_checkpoint
 
     convert_checkpoint(Path(directory, "model"), 1, Path(directory, "warm"), method="mean")
 

@@ -16,7 +16,7 @@ from typing import Any
 from gqa.checkpoint.console import is_interactive, progress_bar
 from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain, one_line
 from gqa.checkpoint.provenance import portable
-from gqa.convert import convert_checkpoint
+from gqa.convert.api import convert_checkpoint
 from gqa.convert.plan import make_plan
 from gqa.corpus.sources import parse_sources, row_digest
 from gqa.eval.evaluate import Comparison, environment

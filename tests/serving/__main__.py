@@ -17,7 +17,7 @@ import click
 import torch
 from transformers import AutoTokenizer
 
-from gqa.convert import convert_checkpoint
+from gqa.convert.api import convert_checkpoint
 from serving.clients import ENGINES, STEPS, TOP, Answer, gguf_converter, quiet, transformers
 from serving.models import EMBEDDED, HEADS, swap_heads, write_random
 
