@@ -1,5 +1,5 @@
-"""Train and write the trained checkpoint: weights under the names, in the dtypes and in the files of the source
-checkpoint, and everything else byte for byte, so whatever loads the source loads the result.
+"""Train, and write a checkpoint with the tensor names, dtypes and file layout of the source, and its other files
+unchanged, so whatever loads the source loads the result.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from gqa.uptrain.setup import Setup
 from gqa.uptrain.weights import gather, merge_adapters
 
 METRICS = "gqa_uptraining.jsonl"
-_MOMENTS = {"adamw": 8, "adafactor": 1}  # bytes of the optimiser's state for each weight that trains
+_MOMENTS = {"adamw": 8, "adafactor": 1}  # bytes of optimiser state per trained parameter
 _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
 
 
 def uptrain(setup: Setup, *, quiet: bool = True, argv: Sequence[str] = ()) -> tuple[TrainingProgress, dict[str, Any]]:
-    """Train and write the checkpoint to `options.output`; return the progress and the record that is written there.
+    """Train and write the checkpoint to `options.output`; return the progress and the record in it.
 
-    `argv` are the arguments of the command. Raises what `train` raises, and OutputError.
+    `argv`: arguments of the command. Raises what `train` raises, and OutputError.
     """
     with setup.states.lock():
         try:
@@ -75,7 +75,7 @@ def uptrain(setup: Setup, *, quiet: bool = True, argv: Sequence[str] = ()) -> tu
 
 
 def _export(setup: Setup, weights: dict[str, Tensor], record: dict[str, Any]) -> None:
-    """Write and verify the checkpoint, then remove the states. Without `weights` those of the source are written.
+    """Write and verify the checkpoint, then remove the training states. Empty `weights`: copy the source's.
 
     The directory appears only when it is complete.
     """
@@ -98,7 +98,7 @@ def _export(setup: Setup, weights: dict[str, Tensor], record: dict[str, Any]) ->
 
 
 def _write_weights(model: PreTrainedModel, weights: dict[str, Tensor], source: Checkpoint, work: Path) -> None:
-    """Write the files of the source with their tensors in order; tensors that the class does not use are copied.
+    """Write the weight files with their tensors in the source's order; copy tensors that the class does not use.
 
     Raises OutputError if a number is too large for its dtype.
     """
@@ -126,7 +126,7 @@ def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def _verify(work: Path, source: Checkpoint) -> None:
-    """Raise OutputError unless the written headers name the source's tensors in their dtypes and shapes."""
+    """Raise OutputError unless the written headers have the source's tensors with the same dtypes and shapes."""
     written = read_checkpoint(work).tensors
     expected, actual = (
         {name: (spec.dtype, spec.shape) for name, spec in tensors.items()} for tensors in (source.tensors, written)
@@ -153,14 +153,14 @@ def plan_record(setup: Setup) -> dict[str, Any]:
         "processes": processes,
         "warmup_steps": warmup_steps(options.warmup, options.schedule, dataloader.steps),
         "heldout_tokens": dataloader.tokens(len(dataloader.heldout)),
-        # Weights, gradients and optimiser state of a process, without activations.
+        # Weights, gradients and optimiser state per process, without activations.
         "memory_bytes": (4 * parameters + (4 + _MOMENTS[options.optimizer]) * trained + teacher)
         // (processes if setup.accelerator.is_fsdp2 else 1),
     }
 
 
 def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
-    """The plan in words."""
+    """The plan as text."""
     options = setup.options
     lines = [
         f"model       {record['model']}: {record['trained_parameters']:,} of {record['parameters']:,} parameters train "
@@ -181,7 +181,7 @@ def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
 
 
 def result_text(setup: Setup, progress: TrainingProgress) -> str:
-    """The result in words."""
+    """The result as text."""
     lines, before, after = [], progress.heldout_before, progress.heldout_after
     if before and after:
         name, unit = ("distillation", "nats from the teacher") if setup.options.distills else ("nats", "nats per token")
@@ -200,7 +200,7 @@ def result_text(setup: Setup, progress: TrainingProgress) -> str:
 
 
 def record_of(setup: Setup, progress: TrainingProgress, argv: Sequence[str]) -> dict[str, Any]:
-    """The record of a run, JSON-ready, with the records of the source checkpoint inside. `argv`: arguments of the
+    """The record of a run, JSON-ready, including the records of the source checkpoint. `argv`: arguments of the
     command.
     """
     source, options, dataloader = setup.checkpoint, setup.options, setup.dataloader
