@@ -1,4 +1,4 @@
-"""The files of a checkpoint: which are its weights, which travel along with them, and the weights as safetensors.
+"""The files of a checkpoint: find its weights and the side files to copy; read and write safetensors files.
 
 A safetensors file is 8 bytes of length, a header in JSON, then the tensors' bytes.
 """
@@ -27,10 +27,10 @@ WEIGHT_SUFFIXES = frozenset((
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".ggml", ".onnx", ".onnx_data",
     ".tflite", ".mlmodel", ".litertlm", ".task", ".pte", ".engine", ".nemo", ".npz", ".distcp",
 ))  # fmt: skip
-# A vocabulary, or what names a class that needs none; the special tokens alone (special_tokens_map.json) are neither.
+# Vocabularies and tokenizer configs or code; special tokens alone (special_tokens_map.json) make no tokenizer.
 TOKENIZER_FILES = ("tokenizer*", "tokenization_*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
 # The same model for other programs (Meta's and Mistral's own, OpenVINO, ONNX, Core ML, MLC, Ollama, llama.cpp,
-# LitGPT, NeMo, vLLM), an adapter that was trained on it, and states of its training.
+# LitGPT, NeMo, vLLM), adapters trained on it, and states of its training.
 _OLD_MODEL = (
     "params.json", "original/*", "openvino*", "onnx/*", "genai_config.json", "coreml/*", "mlc-chat-config.json",
     "*-cache.json", "Modelfile", "*imatrix*", "adapter_config.json", "checkpoint-*/*", "trainer_state.json",
@@ -48,7 +48,7 @@ BITS = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One stored tensor: what it is and where its bytes lie, `[begin, end)` counted from the start of `file`."""
+    """One stored tensor; its bytes are `[begin, end)` of `file`."""
 
     name: str
     dtype: str
@@ -67,12 +67,12 @@ class TensorSpec:
 
 
 def byte_size(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes of a tensor: packed sub-byte types are rounded up."""
+    """Bytes of a tensor, rounded up for packed sub-byte types."""
     return (math.prod(shape) * BITS[dtype] + 7) // 8
 
 
 def read_header(path: Path, file: str) -> list[TensorSpec]:
-    """The tensors of `file`, which is at `path`, in the order of their bytes, which have no gaps in a sound file.
+    """The tensors of `file`, stored at `path`, in the order of their bytes; valid files have no gaps.
 
     Raises CorruptError if safetensors rejects it.
     """
@@ -89,7 +89,7 @@ def read_header(path: Path, file: str) -> list[TensorSpec]:
                 end = position + byte_size(dtype, shape)
                 specs.append(TensorSpec(name, dtype, shape, file, position, end))
                 position = end
-    except (SafetensorError, OSError, KeyError) as error:  # KeyError: of a type that this version does not know
+    except (SafetensorError, OSError, KeyError) as error:  # KeyError: unknown dtype
         raise CorruptError(
             f"{file} is truncated or no safetensors file: {explain(error)}; download it again"
         ) from error
@@ -121,8 +121,8 @@ def holds_weights(name: str) -> bool:
 def weight_files(
     config: Mapping[str, Any], names: Collection[str], read: Callable[[str], dict[str, Any]]
 ) -> tuple[list[str], str | None]:
-    """The files that hold the weights, and the name of their index or None, as transformers chooses: a single file
-    before an index, safetensors before `.bin`. Nothing where there are none.
+    """Weight files, and the name of their index or None, as transformers chooses: a single file before an index,
+    safetensors before `.bin`. An empty list if there are none.
     """
     if (chosen := config.get("transformers_weights")) is not None:
         raise CorruptError(
@@ -138,7 +138,7 @@ def weight_files(
 
 
 def _shards(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
-    """The shards an index names, sorted; every name must be that of a plain file of the directory."""
+    """The shards that an index lists, sorted. Raises CorruptError unless each is a plain file name."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError(f"{name} has no weight_map (tensor -> file); download it again")
@@ -152,15 +152,13 @@ def _shards(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
 
 
 def side_files(names: Collection[str], modules: bytes = b"[]") -> tuple[list[str], list[str]]:
-    """Of the names that are neither config nor weights, those that travel along, and those that are left out: the old
-    model in other forms, or a description of it. `modules` is the content of modules.json (Sentence Transformers),
+    """Split names other than config and weights into files to copy and files to leave out: the old model in other
+    formats, or descriptions of it. `modules` is the content of modules.json (Sentence Transformers),
     which names directories of further modules with weights of their own.
     """
     visible = sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
     directories: tuple[str, ...] = ()
-    with suppress(
-        ValueError, KeyError, TypeError, AttributeError, RecursionError
-    ):  # a file of that name with something else
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):  # modules.json with other contents
         paths = [module["path"] for module in json.loads(modules)]
         directories = tuple(f"{path.rstrip('/')}/" for path in paths if path)
     weights = {name for name in visible if holds_weights(name) and not name.startswith(directories)}
@@ -174,7 +172,7 @@ def side_files(names: Collection[str], modules: bytes = b"[]") -> tuple[list[str
 
 
 def shard_names(count: int) -> list[str]:
-    """How transformers calls the files of weights that lie in so many."""
+    """Names of `count` weight files, as in transformers."""
     if count == 1:
         return [SINGLE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -182,7 +180,7 @@ def shard_names(count: int) -> list[str]:
 
 @contextmanager
 def new_shard(path: Path, tensors: Sequence[Any]) -> Iterator[BinaryIO]:
-    """A file with its header, to which the bytes of these tensors are appended in this order; durable at the end.
+    """Open a safetensors file and write its header; append the tensors' bytes in this order. Calls fsync at the end.
 
     tensors: Each has a `name`, a `dtype` and a `shape`.
     """
@@ -193,7 +191,7 @@ def new_shard(path: Path, tensors: Sequence[Any]) -> Iterator[BinaryIO]:
 
 
 def write_index(directory: Path, shards: Mapping[str, Sequence[Any]]) -> None:
-    """Which file has which tensor, sorted as transformers does; a single file needs no index."""
+    """Write the index (tensor -> file), sorted as in transformers, unless there is a single file."""
     if len(shards) == 1:
         return
     tensors = [tensor for part in shards.values() for tensor in part]
