@@ -395,6 +395,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no text but samples": ({"data": "self:1M"}, ["--data self is no text"]),
     "nothing held out": ({"heldout": None}, ["there is no held-out text", "--heldout-fraction"]),
     "a share of no document": ({"heldout": None, "heldout_fraction": 1e-9}, ["holds out no"]),
+    "two held-out texts": ({"heldout_fraction": 0.1, "alphas": "0"}, ["--heldout-fraction both name held-out text"]),
     "no model": ({"model": "nowhere"}, ["nowhere"]),
     "no head": ({"model": "headless"}, ["headless is a LlamaModel, which does not predict"]),
     "context beyond the model's": ({"context": 4096}, ["--context 4096 is more than the 64 positions"]),

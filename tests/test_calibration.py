@@ -23,7 +23,7 @@ from gqa.convert.merge.options import Refinement
 SHORT = Refinement(steps=8, batch=8, heldout=0.25)
 
 
-class Told(Watcher):
+class Recorder(Watcher):
     """Keeps the errors of the layers, and stops after some of them."""
 
     def __init__(self, stop_after: int = 0) -> None:
@@ -81,15 +81,15 @@ def test_a_drift_is_in_units_of_what_attention_adds(tmp_path: Path) -> None:
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     """The held-out errors of one module after another, before and after it is trained."""
-    found: list[tuple[float, float]] = []
+    errors: list[tuple[float, float]] = []
 
-    def noted(*given: Any) -> tuple[dict[str, Tensor], float, float]:
-        made = refine(*given)
-        found.append(made[1:])
-        return made
+    def refine_and_record(*args: Any) -> tuple[dict[str, Tensor], float, float]:
+        result = refine(*args)
+        errors.append(result[1:])
+        return result
 
-    monkeypatch.setattr("gqa.convert.merge.calibrate.refine", noted)
-    return found
+    monkeypatch.setattr("gqa.convert.merge.calibrate.refine", refine_and_record)
+    return errors
 
 
 @pytest.mark.parametrize("name", ["diffllama", "qwen3_5_text", "gqa_opt"])

@@ -19,12 +19,12 @@ import torch
 from embedded import SOURCE
 from safetensors.torch import load_file, save_file
 from scrambled import Ids, equal, find_maps, on_ids
-from test_calibration import SHORT, Told, plan_of
+from test_calibration import SHORT, Recorder, plan_of
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from training import Runs, difference
 
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.errors import CorruptError, RefusedError
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.find_maps import describe, with_maps
@@ -44,14 +44,14 @@ def test_goes_on_where_it_was_interrupted(source: Path, tmp_path: Path, method: 
     plan, options, out = plan_of(source, method), on_ids(refinement=SHORT), tmp_path / "parts"
     whole = find_maps(plan, tmp_path / "whole", options)
     with pytest.raises(KeyboardInterrupt):
-        find_maps(plan, out, options, Told(stop_after=1))
+        find_maps(plan, out, options, Recorder(stop_after=1))
     with pytest.raises(RefusedError, match=r"unfinished run with ridge 0\.03, not 0\.5; run it to its end, or start"):
         find_maps(plan, out, replace(options, ridge=0.5))
-    assert equal(find_maps(plan, out, options, told := Told()), whole)
-    assert len(told.losses) == 1, "the first layer was not done again"
+    assert equal(find_maps(plan, out, options, recorder := Recorder()), whole)
+    assert len(recorder.losses) == 1, "the first layer was not done again"
     for other in (replace(options, ridge=0.5), replace(options, text=Ids(seed=1))):
         with pytest.raises(KeyboardInterrupt):
-            find_maps(plan, out, options, Told(stop_after=1))
+            find_maps(plan, out, options, Recorder(stop_after=1))
         assert not equal(find_maps(plan, out, other, overwrite=True), whole)
     assert not list(tmp_path.iterdir())
 
@@ -61,7 +61,7 @@ def test_layers_of_another_model_are_refused(source: Path, tmp_path: Path) -> No
     model, out = Path(shutil.copytree(source, tmp_path / "m")), tmp_path / "out"
     for layer in range(2):  # one in each run
         with pytest.raises(KeyboardInterrupt):
-            find_maps(plan_of(model), out, on_ids(), Told(stop_after=1))
+            find_maps(plan_of(model), out, on_ids(), Recorder(stop_after=1))
         assert (tmp_path / f".out.gqa-work/{layer:05d}.safetensors").is_file()
         for file in model.iterdir():
             os.utime(file, ns=(1, 1))
@@ -100,14 +100,15 @@ def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, r
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt", "whole"]
 
 
-def test_maps_are_kept_until_something_was_made_of_them(source: Path, tmp_path: Path) -> None:
-    """A conversion that fails is not calibrated again."""
+@pytest.mark.parametrize("error", [OSError("failure"), CorruptError("failure"), MemoryError("failure")])
+def test_maps_are_kept_until_something_was_made_of_them(source: Path, tmp_path: Path, error: Exception) -> None:
+    """A conversion that fails while it writes is not calibrated again, and says its own reason."""
     plan, out, options = plan_of(source), tmp_path / "out", on_ids()
-    with pytest.raises(OSError, match="no space"), with_maps(plan, out, options):
-        raise OSError("no space")
-    with with_maps(plan, out, options, told := Told()) as found:
+    with pytest.raises(type(error), match="failure"), with_maps(plan, out, options):
+        raise error
+    with with_maps(plan, out, options, recorder := Recorder()) as found:
         assert found.names
-    assert told.losses == []
+    assert recorder.losses == []
     assert not list(tmp_path.iterdir())
 
 
@@ -116,10 +117,17 @@ def test_the_result_says_how_its_maps_were_made(source: Path, tmp_path: Path) ->
     out = convert_checkpoint(source, 2, tmp_path / "out", method="calibrated", calibration=on_ids()).out
     maps = json.loads((out / "gqa_conversion.json").read_text())["maps"]
     assert {"method", "groups", "model", "name", "text", "content", "ridge", "versions"} <= maps.keys()
-    (text := tmp_path / "text.txt").write_text("some text")
-    options = on_ids(text=CalibrationText((str(text), "self")))
+    (file := tmp_path / "text.txt").write_text("some text")
+    options = on_ids(text=CalibrationText((str(file), "self")))
     description = describe(plan_conversion(source, 2, method="calibrated"), options)
     assert description["text"]["sources"] == ["text.txt", "self"]
+    contents = []
+    for name in ("one", "other"):
+        (heldout := tmp_path / name / "heldout.txt").parent.mkdir()
+        heldout.write_text(name)
+        text = replace(options.text, heldout=str(heldout))
+        contents.append(describe(plan_conversion(source, 2, method="calibrated"), on_ids(text=text))["content"])
+    assert contents[0] != contents[1], "layers calibrated without one held-out text would serve another"
     assert "(method calibrated)" in (out / "README.md").read_text()
 
 
@@ -138,9 +146,9 @@ def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> 
     with pytest.raises(RefusedError, match=r"cannot be run layer by layer|several attention modules"):
         Calibrator(plan, Ids().ids(), on_ids(refinement=SHORT))
     says = f"cannot be run layer by layer: {known}; use --method auto" if known else "cannot be run layer by layer"
-    with pytest.raises(RefusedError, match=says) as told:
+    with pytest.raises(RefusedError, match=says) as refusal:
         convert_checkpoint(directory, 2, tmp_path / "out", method="refined", calibration=on_ids(refinement=SHORT))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refusal.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

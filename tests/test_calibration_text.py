@@ -11,7 +11,7 @@ import torch
 from checkpoints import check_refused, run
 from documents import Counted
 from embedded import SOURCE, bring_class, bring_tokenizer, copy_source, tokenizer
-from test_calibration import Told
+from test_calibration import Recorder
 from torch import Tensor
 
 import gqa.convert.merge.options as module
@@ -90,13 +90,13 @@ def test_a_model_that_is_code_writes_where_that_is_asked_for(tmp_path: Path) -> 
 
 def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
     """In blocks, of one source or of several; enough is not."""
-    source, told, pieces = written(tmp_path, 1), Told(), blocks(written(tmp_path, 1), 99)
+    source, recorder, pieces = written(tmp_path, 1), Recorder(), blocks(written(tmp_path, 1), 99)
     for sources, count in (((source,), 99), ((source, "self:plain"), 198), ((source,), len(pieces)), (("self",), 2)):
         text = CalibrationText(sources, count * LENGTH, LENGTH, repeats=False)
-        found = text.inputs(read_checkpoint(SOURCE), "cpu", told)["input_ids"]
+        found = text.inputs(read_checkpoint(SOURCE), "cpu", recorder)["input_ids"]
         assert len(found) == (len(pieces) + 99 if len(sources) > 1 else min(count, len(pieces)))
     asked = f"blocks of {LENGTH} tokens that are asked for; give more text"
-    assert told.warnings == [
+    assert recorder.warnings == [
         f"{source}: {len(pieces)} of the 99 {asked}",
         f"{source}, self:plain: {len(pieces) + 99} of the 198 {asked}",
     ]

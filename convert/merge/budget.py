@@ -61,9 +61,9 @@ def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
     for layer in losses:
         choices = sorted(layer)
         totals = np.full((len(choices), budget + 1), math.inf)
-        for row, kept in zip(totals, choices, strict=True):
-            if kept <= budget:
-                row[kept:] = least[: budget + 1 - kept] + layer[kept]
+        for row, count in zip(totals, choices, strict=True):
+            if count <= budget:
+                row[count:] = least[: budget + 1 - count] + layer[count]
         best = totals.argmin(0)
         least = totals.min(0)
         chosen.append(np.array(choices)[best])
@@ -95,7 +95,7 @@ def uneven(checkpoint: Checkpoint, share: float, ranks: int) -> tuple[int, ...]:
 
 def _counts(config: ModelConfig, ranks: int) -> list[int]:
     """What a layer may have."""
-    return [kept for kept in valid_groups(config) if kept <= config.main.kv and kept % ranks == 0]
+    return [count for count in valid_groups(config) if count <= config.main.kv and count % ranks == 0]
 
 
 def heads_within(
@@ -110,7 +110,7 @@ def heads_within(
     heads, layers, counts = config.main.kv, config.layers, _counts(config, ranks)
     fitted, measured = _text(checkpoint, options, watcher)
     losses: list[dict[int, float]] = [{heads: 0.0} for _ in range(layers)]
-    for groups in (kept for kept in counts if kept < heads):
+    for groups in (count for count in counts if count < heads):
         alone = make_plan(checkpoint, groups, MEASURING)
         for layer, lost in enumerate(losses_alone(alone, fitted, measured, options, watcher)):
             losses[layer][groups] = lost

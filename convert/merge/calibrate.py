@@ -116,7 +116,7 @@ class Calibrator:
         missing = torch.empty_like(streams.source.hidden)
         merged = self.pair.merged(task.layer.index, task.module, converted)
         for capture in task.source_layer().capture(streams.source, "attention_output"):
-            missing[capture.rows] = capture.attention_output
+            missing[capture.rows] = capture.attention_output.cpu()
         for capture in merged.capture(streams.converted, "attention_output"):
             missing[capture.rows] -= capture.attention_output.cpu()
         return missing

@@ -44,7 +44,6 @@ def with_maps(
             _look_at_weights(plan, layers, options, watcher)
         else:
             _calibrate(Calibrator(plan, inputs, options, layers.state()), layers, watcher)
-        yield layers.maps()
     except BaseException as error:
         if isinstance(error, RefusedError) or not reads_text:
             layers.remove()
@@ -55,6 +54,12 @@ def with_maps(
             f"a layer at a time ({options.refinement.batch} to refine it); lower --context, give --precision "
             "bfloat16, or another --device"
         ) from error
+    try:
+        yield layers.maps()
+    except BaseException:  # of writing the result: what text has taken hours to find stays
+        if not reads_text:
+            layers.remove()
+        raise
     layers.remove()
 
 

@@ -17,7 +17,7 @@ from gqa.convert.heads.family import Rotary
 CUT = 1e-6  # of the largest eigenvalue: what is below is rounding, and its inverse would be too
 _TURNS = 50  # of heads onto each other
 _ROUNDS = 10  # of alternating least squares for values: further ones change the fourth digit of the error
-_LITTLE = 1e-6  # of the energy: a round that gains less is the last
+_LEAST_GAIN = 1e-6  # of the energy: a round that gains less is the last
 
 
 def pairs(rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -197,21 +197,21 @@ def shared_value(attended: Tensor, values: Tensor, outputs: Tensor, owner: Tenso
     query_head = torch.arange(len(owner), device=own_dims.device)[:, None]
     crossed = attended.expand(len(owner), -1, -1)[query_head, own_dims]  # (R, d, m d) E[z_own z^T]
     energy = (outputs * crossed.take_along_dim(own_dims[:, None], 2)).sum()
-    restore = _ways_back(project, attended, crossed)
+    restore = _restoring_maps(project, attended, crossed)
     for _ in range(_ROUNDS if len(attended) > 1 else 0):
         gains = restore.mT @ outputs @ restore
         missing = (restore.mT @ outputs @ (crossed - restore @ project @ attended)).sum(0)
         move = pseudo_inverse(gains.sum(0)) @ missing @ inverse @ inverse
         slope, bend = (missing * move).sum(), (move * (gains @ move @ attended).sum(0)).sum()
-        if slope.square() <= _LITTLE * energy * bend:  # what the step would gain
+        if slope.square() <= _LEAST_GAIN * energy * bend:  # what the step would gain
             break
         project = project + slope / bend * move
-        restore = _ways_back(project, attended, crossed)
+        restore = _restoring_maps(project, attended, crossed)
     scale = _energy_back(values.trace() / heads, (project @ values @ project.T).trace())
     return GroupMaps(project * scale, restore / scale)
 
 
-def _ways_back(project: Tensor, attended: Tensor, crossed: Tensor) -> Tensor:
+def _restoring_maps(project: Tensor, attended: Tensor, crossed: Tensor) -> Tensor:
     """(R, d, d): the least-squares map of each query head from the shared value (d, m d) to its own; `crossed`
     (R, d, m d) is E[z_own z^T].
     """

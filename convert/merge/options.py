@@ -14,7 +14,7 @@ from gqa.corpus.sources import (
     is_below,
     is_self,
     parse_self,
-    parse_sources,
+    parse_source,
     row_digest,
 )
 
@@ -117,17 +117,23 @@ class CalibrationText:
         return torch.stack([torch.as_tensor(written[index]["input_ids"]) for index in range(len(written))])
 
     def identify(self, checkpoint: Checkpoint) -> list[str]:
-        """What the content of each source is, as a hash; of what the model writes its name. Raises CorpusError."""
-        return [spec if is_self(spec) else self._parse(spec).identify() for spec in self.sources]
+        """What the content of each source is, and of `heldout`, as a hash; of what the model writes its name. Raises
+        CorpusError.
+        """
+        specs = (*self.sources, *filter(None, [self.heldout]))
+        return [spec if is_self(spec) else self._source(spec).identify() for spec in specs]
 
-    def _parse(self, source: str) -> Source:
-        [parsed] = parse_sources((source,), field=self.field, target_field=self.target_field)
+    def _source(self, spec: str) -> Source:
+        """The source of a spec, held-out documents included."""
+        return parse_source(spec, field=self.field, target_field=self.target_field)
+
+    def _parse(self, spec: str) -> Source:
+        source = self._source(spec)
         if self.heldout_fraction:
-            return parsed.without(partial(is_below, fraction=self.heldout_fraction))
+            return source.without(partial(is_below, fraction=self.heldout_fraction))
         if self.heldout:
-            [heldout] = parse_sources((self.heldout,), field=self.field, target_field=self.target_field)
-            return parsed.without({row_digest(*row) for row in heldout.rows()}.__contains__)
-        return parsed
+            return source.without({row_digest(*row) for row in self._source(self.heldout).rows()}.__contains__)
+        return source
 
     def _seed(self, number: int) -> int:
         """Of what the model writes for the source of that number: for each text of its own."""

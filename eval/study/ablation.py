@@ -64,7 +64,9 @@ class Ablation:
     def _read_heldout(self) -> Text:
         """Held-out documents or pairs, in the order of a hash of their text, so --eval-tokens takes a random sample."""
         subject, options = self.subject, self.options
-        if not (sources := heldout_sources(options.training(None, Path(subject.path), options.output))):
+        training = options.training(None, Path(subject.path), options.output)
+        training.check(1)
+        if not (sources := heldout_sources(training)):
             raise RefusedError(
                 "there is no held-out text: give --heldout SOURCE, or --heldout-fraction to hold out documents of "
                 "the data"
