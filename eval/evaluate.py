@@ -57,7 +57,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
             time_decoding(subjects, records, options, contexts)
         state.wait_for_everyone()
     comparison = Comparison(subjects[0], text, options)
-    if options.measures_recall:
+    if options.recall or (options.measures_recall and not subjects[0].config.is_encoder_decoder):
         results["recall"] = {"context": context}
         try:
             comparison.prepare_recall(subjects, context)

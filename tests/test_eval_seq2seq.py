@@ -103,11 +103,12 @@ def test_greedy_tokens_are_those_of_generate(place: Path, name: str) -> None:
     assert torch.equal(greedy_decode(model, ids, steps=8).tokens, expected[:, 1:])
 
 
-def test_decoding_and_memory(place: Path) -> None:
+def test_decoding_and_memory(place: Path, tmp_path: Path) -> None:
     models = f"{place / 't5'} {place / 't5-2'} --decode --decode-contexts 24 --decode-batches 2 --decode-steps 3"
     first, second = results(models)["models"]
     assert [len(model["decode"]["points"]) for model in (first, second)] == [1, 1]
     assert first["kv_cache"]["cross_bytes_per_token"] == 2 * second["kv_cache"]["cross_bytes_per_token"]
-    shown = flat_output(models)
+    shown = flat_output(models, "-o", tmp_path / "report")
     assert "2 of 4 heads: KV cache 2x smaller" in shown
     assert "KV/token of source of baseline" in shown
+    assert "Recall" not in shown  # a report has none of an encoder-decoder
