@@ -36,6 +36,8 @@ _OLD_MODEL = (
     "*-cache.json", "Modelfile", "*imatrix*", "adapter_config.json", "checkpoint-*/*", "trainer_state.json",
     "*.onnx[._]data*", "*.mlpackage/*", "lit_config.json", "model_config.yaml", "kv_cache_scales.json",
 )  # fmt: skip
+# Of one file: the largest models have some hundred thousand tensors, in many files, and each takes about 150 bytes.
+MAX_HEADER_BYTES = 20_000_000
 BITS = {
     **dict.fromkeys(["F4"], 4),
     **dict.fromkeys(["F6_E2M3", "F6_E3M2"], 6),
@@ -79,7 +81,13 @@ def read_header(path: Path, file: str) -> list[TensorSpec]:
     from safetensors import SafetensorError, safe_open
 
     with path.open("rb") as stream:
-        position = 8 + int.from_bytes(stream.read(8), "little")
+        length = int.from_bytes(stream.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise CorruptError(
+            f"{file} is truncated or no safetensors file: a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,} "
+            "are allowed; download it again"
+        )
+    position = 8 + length
     specs = []
     try:
         with safe_open(path, framework="np") as stored:

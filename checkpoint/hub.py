@@ -19,6 +19,7 @@ import click
 
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.files import (
+    MAX_HEADER_BYTES,
     TensorSpec,
     read_header,
     side_files,
@@ -27,7 +28,6 @@ from gqa.checkpoint.files import (
 from gqa.checkpoint.read import ADVICE, Checkpoint, cached_revision, read_checkpoint, read_json
 
 FIRST_BYTES = 2**16  # of a shard at the hub: nearly always its whole header
-MAX_HEADER_BYTES = 100_000_000  # safetensors allows no more
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 # Whether a caller from Python wants no progress bars.
 without_bars: ContextVar[bool] = ContextVar("without_bars", default=False)

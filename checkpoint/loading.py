@@ -58,7 +58,7 @@ def load_model(
     Raises:
         RefusedError: It cannot be loaded, loads with keys missing, unexpected or of another shape, or an adapter lies
             beside its weights.
-        RuntimeError, MemoryError: There is no memory left for it (`devices.out_of_memory`).
+        RuntimeError, MemoryError: There is no memory left for it (`out_of_memory`).
     """
     if (Path(name) / "adapter_config.json").exists():  # transformers would apply it to weights that may have it already
         raise RefusedError(
