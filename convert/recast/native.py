@@ -1,10 +1,10 @@
-"""A checkpoint seen as one of another class of transformers that computes the same and can have fewer key/value heads.
+"""View a checkpoint as one of another transformers class that computes the same and can have fewer key/value heads.
 
-Its tensors are renamed, re-laid-out and folded as they are read. Nothing is stored on the way: whatever plans, merges,
-calibrates, writes or verifies a checkpoint does the same with a view.
+Its tensors are renamed, rearranged and folded when they are read. Nothing is stored in between: code that plans,
+merges, calibrates, writes or verifies a checkpoint takes a view just the same.
 
 Each entry is exact: with as many heads as before the target gives the source's logits (to rounding, where LayerNorms
-are folded). `tests/test_native_targets.py` holds every entry against both classes.
+are folded). `tests/test_native.py` compares every entry with both classes.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one tensor of a view is made of stored ones.
+    """How to compute one tensor of a view from stored ones.
 
-    sources: What is read, possibly from several files; the first says the dtype and where the tensor stands.
-    compute: From them, in float32 (float64 for F64), to the tensor, which stays so until it is written, so that merging
-        afterwards rounds it no second time; None for the first as it is.
+    sources: Stored tensors, possibly of several files; the first determines dtype and order.
+    compute: Sources -> tensor, in float32 (float64 for F64), rounded only when written, so that merging does not round
+        twice; None for the first source unchanged.
     """
 
     sources: tuple[TensorSpec, ...]
     compute: Callable[[Sequence[Tensor]], Tensor] | None = None
 
     def spec(self, name: str) -> TensorSpec:
-        """What the view says of the tensor. Raises CorruptError where the sources do not fit together."""
+        """The view's entry of the tensor `name`. Raises CorruptError if the shapes of the sources do not match."""
         import torch
 
         first = self.sources[0]
@@ -66,7 +66,7 @@ class View(Checkpoint):
     recipes: Mapping[str, Recipe] = field(kw_only=True)
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
-        """One tensor; what is computed comes in float32 (float64 for F64) and is rounded when it is written."""
+        """One tensor; a computed one is float32 (float64 for F64) and rounded when it is written."""
         import torch
 
         recipe = self.recipes[spec.name]
@@ -81,11 +81,11 @@ class View(Checkpoint):
 
     @property
     def parameters(self) -> int:
-        """Of the source, as far as it is used: masks that it stores are none, nor are zeros that the target adds."""
+        """Number of source parameters in use, without stored masks and zeros that the target adds."""
         return sum({spec.name: spec.numel for r in self.recipes.values() for spec in r.sources}.values())
 
 
-Stored = Mapping[str, TensorSpec]  # the source's tensors by their names without the prefix of the base model
+Stored = Mapping[str, TensorSpec]  # the source's tensors by name without the base model's prefix
 Recipes = Iterator[tuple[str, Recipe]]
 Rows = Callable[["Tensor"], "Tensor"]
 
@@ -94,13 +94,13 @@ Rows = Callable[["Tensor"], "Tensor"]
 class Recasting:
     """From the model type `source` to the model type `target`.
 
-    architecture: The target's class; None for custom modelling code, where the class is the one that stands in for the
-        source's, config.json stays the source's with what is new, and all tensors stay as they are.
+    architecture: The target's class; None for custom modelling code: then our counterpart of the source's class,
+        config.json gets the new keys only, and tensors are unchanged.
     config: transformers' config of the source -> config.json of the target with `kv = query` heads, without
-        `architectures`, `model_type`, token ids, `tie_word_embeddings` and the dtype, which all have. Raises
-        RefusedError, which says why, for a config that cannot be expressed.
-    tensors: Of (stored tensors, config of the source), every tensor of the target.
-    prefix: Of the base model's tensors in the source; a checkpoint may lack it.
+        `architectures`, `model_type`, token ids, `tie_word_embeddings` and dtype, which are set for all. Raises
+        RefusedError with the reason for a config that cannot be expressed.
+    tensors: (stored tensors, config of the source) -> every tensor of the target.
+    prefix: The base model's prefix of tensor names in the source; a checkpoint may lack it.
     note: What a user should know, in words.
     """
 
@@ -114,7 +114,7 @@ class Recasting:
 
     @property
     def way(self) -> str:
-        """How a model becomes one of the other type: with a class of transformers, or with one beside its weights."""
+        """Whether the target class is from transformers or from code next to the weights."""
         return "native" if self.architecture else "custom modelling code"
 
 
@@ -127,12 +127,12 @@ def _linear(
     always_bias: bool = False,
     tied: str | None = None,
 ) -> Recipes:
-    """A module whose weight W (out, in) and bias b (out,), if any, stay as they are, or are laid out anew.
+    """Weight W (out, in) and bias b (out,), if any, of a module, unchanged or rearranged.
 
-    rows: What of W and b is taken, in which order.
-    norm: A LayerNorm n * w + c before it, folded into it: W diag(w) n + (b + W c).
-    always_bias: Whether the target has a bias where the source has none: zeros.
-    tied: The embedding that is the weight where there is none of its own.
+    rows: Selects and orders the rows of W and b.
+    norm: The LayerNorm n * w + c before the module, folded into it: W diag(w) n + (b + W c).
+    always_bias: Whether to add a zero bias if the source has none.
+    tied: The embedding to use as weight if none is stored.
     """
     bias, order = stored.get(f"{source}.bias"), rows or (lambda tensor: tensor)
     if tied and f"{source}.weight" not in stored:
@@ -163,11 +163,11 @@ def _heads(config: Any) -> LayerHeads:
 
 
 def _phi_tensors(stored: Stored, config: Any) -> Recipes:
-    """GPT-NeoX as Phi, which has one LayerNorm a layer: both are folded into what reads them, and Phi's is neutral."""
+    """GPT-NeoX as Phi, which has one LayerNorm per layer: both are folded into the linear layers, Phi's is neutral."""
     heads = _heads(config)
 
     def rows(role: Role) -> Rows:
-        """Of a [q, k, v] for each head (3 * H * d, *rest): one of the three (H * d, *rest)."""
+        """Select one of [q, k, v] of every head: (3 * H * d, *rest) -> (H * d, *rest)."""
         return lambda tensor: Fused("grouped").split(tensor, heads)[role].flatten(0, 1)
 
     yield from _linear("model.embed_tokens", stored, "embed_in")
@@ -189,7 +189,7 @@ def _phi_tensors(stored: Stored, config: Any) -> Recipes:
 
 
 def _bigcode_tensors(stored: Stored, config: Any) -> Recipes:
-    """GPT-2 as GPTBigCode, which has a [q, k, v] for each head; what scales scores by 1 / (layer + 1) goes into Q."""
+    """GPT-2 as GPTBigCode, which stores [q, k, v] per head; a score scale of 1 / (layer + 1) is folded into Q."""
     heads = _heads(config)
 
     def transpose(tensor: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def _copied(config: Any, *names: str) -> dict[str, Any]:
 
 
 def _phi_config(config: Any) -> dict[str, Any]:
-    """`rope_theta` and its like are where both transformers 4 and 5, and serving engines, read them."""
+    """Writes `rope_theta` and the like where transformers 4 and 5 and serving engines all read them."""
     if not config.use_parallel_residual:
         raise RefusedError("no class with a number of KV heads has its layers (use_parallel_residual: false)")
     rope = dict(config.rope_parameters)
