@@ -1,4 +1,4 @@
-"""Where a model comes from: a local directory, or the hub through huggingface_hub (which --help does not import)."""
+"""Open a model from a local directory or, through huggingface_hub (which --help does not import), from the hub."""
 
 import importlib
 import logging
@@ -27,9 +27,9 @@ from gqa.checkpoint.files import (
 )
 from gqa.checkpoint.read import ADVICE, Checkpoint, cached_revision, read_checkpoint, read_json
 
-FIRST_BYTES = 2**16  # of a shard at the hub: nearly always its whole header
+FIRST_BYTES = 2**16  # read first from a shard at the hub: nearly always its whole header
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-# Whether a caller from Python wants no progress bars.
+# True if a caller from Python wants no progress bars.
 without_bars: ContextVar[bool] = ContextVar("without_bars", default=False)
 
 
@@ -41,9 +41,9 @@ def open_model(
 ) -> Checkpoint:
     """The checkpoint of a directory or a hub id, whose files are fetched into the hub's cache.
 
-    headers_only: Of a hub id's weights fetch only the headers: no tensor can be read before `fetch_weights`.
-    or_weights: Fetch weights that have no headers (.bin), which are refused else.
-    Raises RefusedError for whatever keeps the model from being fetched, OSError where this machine is the cause.
+    headers_only: Fetch only the headers of a hub id's weights; call `fetch_weights` before reading tensors.
+    or_weights: Fetch weights without headers (.bin) instead of refusing them.
+    Raises RefusedError if the model cannot be fetched, OSError if this machine is the cause.
     """
     if os.path.lexists(model):
         if revision is not None:
@@ -58,7 +58,7 @@ def open_model(
 
 
 def fetch_weights(checkpoint: Checkpoint) -> None:
-    """Fetch the weights of a hub id that was opened by its headers. Raises what `open_model` raises."""
+    """Fetch the weights of a hub id that was opened with `headers_only`. Raises what `open_model` raises."""
     if checkpoint.hub_id is None or all((checkpoint.directory / file).exists() for file in checkpoint.files):
         return
     with _hub_errors(checkpoint.hub_id):
@@ -67,22 +67,22 @@ def fetch_weights(checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def _hub_errors(model: str) -> Iterator[None]:
-    """Errors of the hub and of its clients as a RefusedError."""
+    """Turn errors of the hub and of its clients into RefusedError."""
     try:
         with quiet("huggingface_hub"):
             yield
     except RefusedError:
         raise
     except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
-        if isinstance(error, OSError) and error.errno is not None:  # of this machine: no space, no permission
+        if isinstance(error, OSError) and error.errno is not None:  # local: no space, no permission
             raise
         reason = hub_reason(error) or f"{model} at the hub: {type(error).__name__}: {explain(error)}"
         raise RefusedError(f"there is no directory {model}, and {reason}") from error
 
 
 def beside(model: str, suffix: str) -> Path:
-    """The name of a model with a suffix: beside a local model, in the working directory for a hub id, also by the path
-    that it has in the hub's cache.
+    """A model's path with a suffix: next to a local model, in the working directory for a hub id or a path in the hub's
+    cache.
     """
     path, (hub_id, _) = Path(model), cached_revision(Path(model))
     if path.is_dir() and not hub_id:
@@ -101,7 +101,7 @@ def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: 
         names = set(HfApi().list_repo_files(model, revision=commit))
     except HfHubHTTPError:
         raise
-    except Exception as unreachable:  # offline, or there was no answer: then the cache is all that there is
+    except Exception as unreachable:  # offline or no answer: use the cache
         try:
             return read_checkpoint(directory)
         except RefusedError as incomplete:
@@ -124,16 +124,16 @@ def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: 
 
 
 def _fetch(model: str, revision: str | None, *names: str) -> Path:
-    """The directory in the hub's cache with these files of a repository, as far as it has them."""
+    """Fetch those of the files that the repository has; return their directory in the hub's cache."""
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(model, revision=revision, allow_patterns=[escape(name) for name in names]))
 
 
 def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
-    """The tensors of a file at the hub: `read_header` of a file of its size, in which nothing follows the header.
+    """The tensors of a file at the hub: `read_header` of a sparse copy that contains only the header.
 
-    HfApi.parse_safetensors_file_metadata would not do: it does not say where in the file the tensors begin.
+    HfApi.parse_safetensors_file_metadata does not return where in the file the tensors begin.
     """
     from huggingface_hub import HfFileSystem
 
@@ -151,19 +151,19 @@ def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
 
 @contextmanager
 def quiet(library: str) -> Iterator[None]:
-    """Without the messages of `huggingface_hub` or `datasets` (what fails is raised) and, with --quiet, `without_bars`
-    or where nobody sits before it, without their progress bars; or as their environment variables say.
+    """Silence messages of `huggingface_hub` or `datasets` (failures raise anyway), and their progress bars with
+    --quiet, with `without_bars` or without a terminal. Their environment variables take precedence.
     """
     command = click.get_current_context(silent=True)
     utils: Any = importlib.import_module(f"{library}.utils")
     level, shown = utils.logging.get_verbosity(), not utils.are_progress_bars_disabled()
-    if level == logging.WARNING:  # nobody asked for another
+    if level == logging.WARNING:  # the default, so not chosen by the user
         utils.logging.set_verbosity(logging.CRITICAL)
     if shown and (without_bars.get() or not sys.stderr.isatty() or (command and command.params.get("quiet"))):
-        with warnings.catch_warnings(action="ignore"):  # that a variable says otherwise, and goes first
+        with warnings.catch_warnings(action="ignore"):  # of an environment variable that takes precedence
             utils.disable_progress_bars()
     try:
-        with quiet("huggingface_hub") if library == "datasets" else nullcontext():  # by which it fetches
+        with quiet("huggingface_hub") if library == "datasets" else nullcontext():  # datasets fetches through it
             yield
     finally:
         utils.logging.set_verbosity(level)
@@ -172,7 +172,7 @@ def quiet(library: str) -> Iterator[None]:
 
 
 def error_chain(error: BaseException) -> list[BaseException]:
-    """An error and what it was raised from or while handling, as a traceback shows them."""
+    """An error and its chain of causes and contexts, as in a traceback."""
     chain = [error]
     while cause := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
         if cause in chain:
@@ -182,7 +182,7 @@ def error_chain(error: BaseException) -> list[BaseException]:
 
 
 def hub_reason(error: BaseException) -> str | None:
-    """What huggingface_hub says of an error, or that it had no answer; None if the hub is not the cause."""
+    """The message of huggingface_hub in an error, or that the hub is unreachable; None if the hub is not the cause."""
     from huggingface_hub import constants, errors
 
     for cause in error_chain(error):
