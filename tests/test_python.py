@@ -184,6 +184,8 @@ def test_options_are_an_object_or_keywords() -> None:
     options: Any = gqa.EvaluateOptions(("model",), data="text")
     with pytest.raises(TypeError, match="EvaluateOptions holds all options"):
         gqa.evaluate(options, context=64)
+    with pytest.raises(gqa.RefusedError, match="the model is a EvaluateOptions; give a directory"):
+        gqa.evaluate(options, "another")
     with pytest.raises(TypeError, match="unexpected keyword argument 'contxt'"):
         gqa.evaluate("model", data="text", contxt=3)
 
