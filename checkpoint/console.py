@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import sys
-import textwrap
 import traceback
 from importlib.metadata import version as installed
 from typing import Any, NoReturn, Self
@@ -13,8 +12,6 @@ import click
 
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 
-WIDTH = 80  # characters per line in a terminal
-_LABEL = 12  # of them for the label at the left
 _LOG_SECONDS = 30.0  # between progress updates in a log
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -83,19 +80,6 @@ class Watcher:
 
 
 SILENT = Watcher(quiet=True)
-
-
-def wrap_lines(text: str) -> str:
-    """Wrap lines that begin with a label to the width of a terminal; words are not broken. Indented lines (rows of
-    tables, commands to copy) are unchanged.
-    """
-    lines = []
-    for line in text.splitlines():
-        if len(line) > WIDTH and not line.startswith(" "):
-            rows = textwrap.wrap(line[_LABEL:], WIDTH - _LABEL, break_long_words=False, break_on_hyphens=False)
-            line = line[:_LABEL] + ("\n" + _LABEL * " ").join(rows)
-        lines.append(line)
-    return "\n".join(lines)
 
 
 def say_device(name: object, quiet: bool) -> None:

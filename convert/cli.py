@@ -127,7 +127,7 @@ def _say_next(plan: Plan, result: Conversion, options: ConvertOptions) -> None:
 
 def _say(text: str, options: ConvertOptions) -> None:
     if not options.quiet:
-        click.echo(console.wrap_lines(text), err=options.json)
+        click.echo(text, err=options.json)
 
 
 def _warn(warnings: Sequence[str]) -> None:

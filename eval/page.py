@@ -14,10 +14,10 @@ from typing import Any
 
 import jinja2
 
-from gqa.checkpoint.console import WIDTH
 from gqa.checkpoint.write import write_text
 
 PAGE = "report.html"
+WIDTH = 80  # characters per line of a table
 _NAME, _LEAST = 32, 16  # characters of a name in a table that is cut, and the fewest
 
 Column = tuple[str, Callable[[Any], str]]  # a title, and the cell of a record

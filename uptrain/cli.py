@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import click
 
-from gqa.checkpoint.console import fail, run, say_device, wrap_lines
+from gqa.checkpoint.console import fail, run, say_device
 from gqa.checkpoint.errors import DivergedError, StoppedError
 from gqa.checkpoint.options import command as command_of
 from gqa.uptrain.options import TrainOptions
@@ -47,7 +47,7 @@ def command(options: TrainOptions) -> None:
 
     def say(text: str) -> None:
         if not quiet:
-            click.echo(wrap_lines(text), err=options.json)
+            click.echo(text, err=options.json)
 
     say_device(setup.accelerator.device, quiet)
     record = plan_record(setup)

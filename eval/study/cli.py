@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from gqa.checkpoint.console import fail, run, say_device, wrap_lines
+from gqa.checkpoint.console import fail, run, say_device
 from gqa.checkpoint.errors import StoppedError
 from gqa.checkpoint.options import command as command_of
 from gqa.eval.study.options import AblateOptions
@@ -47,7 +47,7 @@ def command(options: AblateOptions) -> None:
     if not options.quiet:
         click.echo(short_table(rows).text())
         click.echo(f"\nwritten to {options.output}: {', '.join(names)}")
-        click.echo(wrap_lines(recommend(rows, options.max_loss_increase)[1]))
+        click.echo(recommend(rows, options.max_loss_increase)[1])
     failed = sum(bool(row["error"]) for row in rows)
     if options.model and failed:
         message = f"{failed} of {len(rows)} cells failed, as {options.output}/report.html says"
