@@ -213,5 +213,5 @@ def test_refusals(pair_models: Path, tmp_path: Path) -> None:
         assert says in check_refused(done, program="gqa-uptrain", advice="")
     decoder = words_for(material() / "model", out=tmp_path / "out", **PAIRS | {"data": pair_models / "pairs.jsonl"})
     done = run(*decoder, program="gqa-uptrain")
-    assert "--target-field is for encoder-decoders, model is none" in done.err
+    assert "--target-field is for encoder-decoders, model is not one" in done.err
     assert not list(tmp_path.iterdir())

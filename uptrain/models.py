@@ -105,7 +105,7 @@ def build_model(
     model = _load(checkpoint, options, device, "float32", weights=not (dry or sharded))
     follow_prefix(model, checkpoint.tensors)
     if options.target_field and not model.config.is_encoder_decoder:
-        raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
+        raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it out")
     set_seed(options.seed)  # initialises adapters
     choose(model, checkpoint, options.train or "all", options.lora_rank)
     if options.checkpointing:

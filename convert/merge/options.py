@@ -101,7 +101,7 @@ class CalibrationText:
         from gqa.convert.merge.self_samples import sampled_blocks
 
         if self.target_field:
-            raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
+            raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it out")
         source, trusted = self.sources[number], self.trust_remote_code
         if not is_self(source):
             text = self._parse(source)
