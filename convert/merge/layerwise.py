@@ -140,7 +140,7 @@ class Layer:
     def pass_through(self, stream: Stream) -> None:
         """Replace the hidden states by the layer's output."""
         for rows in stream.batches():
-            stream.hidden[rows] = self.run(stream.hidden[rows], stream.arguments(rows)[self.index]).cpu()
+            stream.hidden[rows] = self.run(stream.hidden[rows], stream.arguments(rows)[self.index]).to(stream.hidden)
 
     def capture(self, stream: Stream, *parts: Part) -> Iterator[Capture]:
         """Capture parts of one batch after another. Raises RefusedError where the layer does not compute them."""
