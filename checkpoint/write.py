@@ -78,10 +78,13 @@ class OutputDirectory:
             self._stack = stack.pop_all()
         return self
 
-    def commit(self, name: str, record: Mapping[str, Any]) -> None:
-        """Make everything durable and visible under the final name, with `record` and a list of the files as `name`."""
+    def commit(self, name: str, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Make everything durable and visible under the final name, with `record` and a list of the files as `name`.
+        Returns what `name` has.
+        """
         files = sorted({name} | {p.relative_to(self.work).as_posix() for p in self.work.rglob("*") if p.is_file()})
-        write_text(self.work / name, json.dumps({**record, "files": files}, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps({**record, "files": files}, indent=2, ensure_ascii=False) + "\n"
+        write_text(self.work / name, text)
         for directory in {self.work, *(p for p in self.work.rglob("*") if p.is_dir())}:
             fsync_directory(directory)
         try:
@@ -92,6 +95,7 @@ class OutputDirectory:
             self.out.rename(self._old)  # then OUT is absent for a moment: see _restore
         self.work.rename(self.out)
         fsync_directory(self.out.parent)
+        return dict(json.loads(text))
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
         with self._stack:

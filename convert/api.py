@@ -32,6 +32,7 @@ class Conversion:
     out: Path
     plan: Plan
     warnings: tuple[str, ...]
+    record: dict[str, Any]  # gqa_conversion.json
 
 
 def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
@@ -112,8 +113,8 @@ def convert(
         watcher.stage("converting", plan.total_bytes, "B")
         warnings = write(plan, output.work, watcher.update, jobs)
         write_text(output.work / "README.md", model_card(plan, out.name, command))
-        output.commit(PROVENANCE, provenance(plan, out, command))
-    return Conversion(out, plan, (*plan.warnings, *warnings))
+        record = output.commit(PROVENANCE, provenance(plan, out, command))
+    return Conversion(out, plan, (*plan.warnings, *warnings), record)
 
 
 def output_of(options: ConvertOptions, plan: Plan) -> Path:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.provenance import PROVENANCE
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.study.options import AblateOptions
@@ -91,8 +89,8 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
 
     call = options_of_call(ConvertOptions, options, tokenizer, model=model)
     with call as (settings, directory), Watcher(settings.quiet) as bar:
-        out = convert(prepare(settings, bar), settings, bar).out
-    return Result(path=out, record=json.loads((out / PROVENANCE).read_text(encoding="utf-8")), _directory=directory)
+        done = convert(prepare(settings, bar), settings, bar)
+    return Result(path=done.out, record=done.record, _directory=directory)
 
 
 def uptrain_model(
