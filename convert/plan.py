@@ -88,7 +88,7 @@ class Plan:
     dtype: str | None = None
     warnings: tuple[str, ...] = ()
     why: str = ""  # the method was taken, where none was named and heads are merged
-    losses: Sequence[Mapping[int, float]] = ()  # of a KV budget: by layer, nats a token that any number of heads loses
+    losses: Sequence[Mapping[int, float]] = ()  # with a KV budget, by layer: heads -> loss (nats per token)
 
     @property
     def fewest(self) -> int:

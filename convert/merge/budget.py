@@ -1,9 +1,9 @@
-"""Which layers keep how many key/value heads, where a share of the cache's bytes is to be left.
+"""Choose the KV heads of each layer for a given share of the KV cache's bytes (`--kv-budget`).
 
-Layers do not lose alike. What one loses is measured by merging its heads alone, in closed form, on text that the model
-writes: the divergence of the next token's distribution from the base model's. The numbers of heads are those whose
-losses have the least sum within the bytes. Layers that are converted together lose more than that sum; where all lose
-more in proportion, the choice stays the best one.
+The loss of a layer is measured with only its heads merged, in closed form: the KL divergence of next-token
+distributions from the base model's, on calibration text. A knapsack then finds the numbers of heads with the least sum
+of losses. Layers merged together lose more than that sum; as long as all losses grow in proportion, the choice stays
+optimal.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gqa.convert.methods import MEASURING
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.targets import as_it_is
 
-FITTED, MEASURED = 16_384, 4_096  # tokens at the most that a layer is fitted to, and whose distributions are compared
+FITTED, MEASURED = 16_384, 4_096  # at most: tokens to fit a layer to, and tokens to compare distributions on
 
-Losses = Sequence[Mapping[int, float]]  # of each layer: heads that it may keep -> nats a token that are lost by it
+Losses = Sequence[Mapping[int, float]]  # by layer: number of KV heads -> KL divergence in nats per token
 
 
 def _text(checkpoint: Checkpoint, options: MapsOptions, watcher: Watcher) -> tuple[Tensor, Tensor]:
-    """Blocks to fit layers to, and further ones to measure them on, half of all where text is short; of each source in
-    proportion to its share of the text. Raises RefusedError.
+    """(N, T) blocks to fit layers to, and (M, T) others to measure them on: half of the text if it is short. Both take
+    the same share of each source. Raises RefusedError.
     """
     shares, length = options.text.shares(), options.text.length
     whole, fitted, measured = sum(tokens for _, tokens in shares), list[Tensor](), list[Tensor]()
@@ -45,18 +45,18 @@ def _text(checkpoint: Checkpoint, options: MapsOptions, watcher: Watcher) -> tup
         measured.append(blocks[-last:])
     if not sum(map(len, fitted)):
         raise RefusedError(
-            f"{options.text.sources[0]} has one block of {length} tokens; layers are fitted to one and measured on "
-            "another: give more text, or smaller blocks"
+            f"{options.text.sources[0]} has one block of {length} tokens; --kv-budget fits layers to one block and "
+            "measures them on another: give more text, or smaller blocks"
         )
     return torch.cat(fitted), torch.cat(measured)
 
 
 def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
-    """The heads of each layer that lose least together, at most `budget` in all (a knapsack of multiple choice).
+    """KV heads of each layer with the least sum of losses, at most `budget` heads in all (multiple-choice knapsack).
 
-    Raises ValueError where the fewest are more than that.
+    Raises ValueError if the smallest numbers exceed the budget.
     """
-    least = np.zeros(budget + 1)  # of the layers so far, by the heads that they may have
+    least = np.zeros(budget + 1)  # sum of losses of the layers so far, by heads available to them
     chosen: list[np.ndarray] = []
     for layer in losses:
         choices = sorted(layer)
@@ -76,9 +76,10 @@ def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
 
 
 def uneven(checkpoint: Checkpoint, share: float, ranks: int) -> tuple[int, ...]:
-    """Heads by layer for which `share` of the KV cache's bytes has room: all in the first, the fewest in the others.
+    """Uneven heads by layer: all in the first, the fewest in the others. Planning with them tests whether layers may
+    differ.
 
-    Raises RefusedError where the fewest everywhere are more, and where layers cannot differ.
+    Raises RefusedError if they may not, or if the fewest heads everywhere exceed `share` of the KV cache's bytes.
     """
     config = read_config(as_it_is(checkpoint).config, checkpoint.name)
     heads, counts = config.main.kv, _counts(config, ranks)
@@ -94,17 +95,18 @@ def uneven(checkpoint: Checkpoint, share: float, ranks: int) -> tuple[int, ...]:
 
 
 def _counts(config: ModelConfig, ranks: int) -> list[int]:
-    """What a layer may have."""
+    """The numbers of KV heads that a layer may have, at most the base model's."""
     return [count for count in valid_groups(config) if count <= config.main.kv and count % ranks == 0]
 
 
 def heads_within(
     checkpoint: Checkpoint, share: float, options: MapsOptions, ranks: int = 1, watcher: Watcher = SILENT
 ) -> tuple[tuple[int, ...], Losses]:
-    """The KV heads of every layer that leave at most `share` of the KV cache's bytes, and what layers would lose by any
-    number. Raises RefusedError.
+    """KV heads of each layer within `share` of the KV cache's bytes, and the losses of each layer by number of heads.
 
-    ranks: Every number is a multiple of this, for tensor parallelism.
+    ranks: Tensor-parallel ranks; every number of heads is a multiple of it.
+
+    Raises RefusedError if text or model cannot be used.
     """
     config = read_config(as_it_is(checkpoint).config, checkpoint.name)
     heads, layers, counts = config.main.kv, config.layers, _counts(config, ranks)
@@ -119,10 +121,10 @@ def heads_within(
 
 @torch.no_grad()
 def losses_alone(plan: Plan, blocks: Tensor, measured: Tensor, options: MapsOptions, watcher: Watcher) -> list[float]:
-    """Of every layer, the divergence in nats a token from the base model if that layer alone had the plan's heads.
+    """KL divergence from the base model in nats per token, by layer, if only that layer had the plan's heads.
 
-    `blocks` (N, T) are what it is fitted to, on `measured` (M, T) distributions are compared. Held are M x T x D
-    numbers for each layer, and the weights of one layer at a time.
+    Layers are fitted to `blocks` (N, T) and measured on `measured` (M, T). Memory: M x T x D numbers for each layer,
+    and the weights of one layer.
     """
     calibrator = Calibrator(plan, blocks, options)
     watcher.stage(f"measuring layers, G = {plan.groups}", calibrator.layers, "layer")
@@ -130,7 +132,7 @@ def losses_alone(plan: Plan, blocks: Tensor, measured: Tensor, options: MapsOpti
     true = pair.start({"input_ids": measured}).source
     for layer in range(calibrator.layers):
         results = calibrator.run(layer)
-        # The next one is changed alone, too.
+        # Undo this layer's change in the stream, so that the next layer is the only changed one.
         calibrator.streams.converted.hidden.copy_(calibrator.streams.source.hidden)
         source = pair.original(layer)
         for stream in changed.values():
