@@ -214,7 +214,6 @@ def bad_models(place: Path, root: Path) -> Refusals:
         ({"output": packed}, "packed exists; choose another output with -o"),
         ({"context": 65}, "--context 65 is more than the 64 positions of model"),
         ({"attn_implementation": "magic"}, "magic"),
-        ({"precision": "float16"}, "--precision float16 needs a GPU; on a CPU use bfloat16"),
         ({"device": "nowhere"}, "--device nowhere cannot be used"),
         ({"resume": True}, "out-state has no saved state; start without --resume"),
     ]

@@ -17,7 +17,7 @@ from gqa.uptrain.state import States
 
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "distilled": {"train": "kv", "optimizer": "adafactor", "teacher": "teacher", "distill": 0.5, "temperature": 2.0},
+    "distilled": {"train": "kv", "optimizer": "adafactor", "teacher": "teacher", "distill": 0.5},
 }
 
 

@@ -131,7 +131,7 @@ def train_step(
     over ranks, and the norm of the gradient before clipping.
 
     The gradient is that of the mean over all predictions of the step. If loss or gradient is not finite, nothing
-    changes; in float16 the gradient scaler skips the step, and then lowers its scale.
+    changes.
     """
     device = accelerator.device
     predictions = sum(int((split_batch(batch)[1] >= 0).sum()) for batch in micro_batches)
@@ -150,7 +150,7 @@ def train_step(
     sums = accelerator.reduce(sums, "sum")
     norm = accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], clip)
     norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if accelerator.scaler is not None or _is_finite(sums, norm):
+    if _is_finite(sums, norm):
         optimizer.step()
     optimizer.zero_grad()
     return sums, norm
@@ -178,7 +178,7 @@ def _count(progress: TrainingProgress, sums: Tensor, norm: float, rate: float, s
     if progress.skipped_in_a_row >= setup.options.patience:
         raise DivergedError(
             f"loss or gradient was not finite {progress.skipped_in_a_row} steps in a row, up to step {progress.step}; "
-            "what was saved before is kept. Lower --learning-rate, lengthen --warmup or use bfloat16 instead of float16"
+            "what was saved before is kept. Lower --learning-rate or lengthen --warmup"
         )
     return {
         "tokens": progress.tokens, "step_tokens": tokens, "loss": nats, "learning_rate": rate, "gradient_norm": norm,

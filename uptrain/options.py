@@ -78,7 +78,7 @@ class TrainOptions(Options):
     warmup: int | None = option(
         None, "Steps in which the learning rate rises.  [default: none with constant, else 5 %, 100 at most]",
         Number(int, f"from 0 to {LARGEST}"))
-    precision: Literal["float32", "bfloat16", "float16"] | None = option(
+    precision: Literal["float32", "bfloat16"] | None = option(
         None, "What is computed in; weights are kept in float32.  [default: as the launcher says, else float32]")
     device: str | None = same_as(ConvertOptions, "device", methods="", free=True)
     checkpointing: bool = option(False, "Compute activations twice instead of keeping them.", free=True)
@@ -104,7 +104,6 @@ class TrainOptions(Options):
     repeats: bool | None = option(None, expert=True)  # half of the blocks repeat themselves; None: with a teacher
     clip: float = option(1.0, "", POSITIVE, expert=True)  # the norm of the gradient, at most
     distill: float = option(1.0, "", SHARE, expert=True)  # the teacher's share of the loss; the rest is cross-entropy
-    temperature: float = option(1.0, "", POSITIVE, expert=True)  # of the predictions that are compared
     eval_every: int | None = option(None, "", COUNT, free=True, expert=True)  # steps; None: four times
     patience: int = option(10, "", COUNT, free=True, expert=True)  # steps in a row that are not finite
     revision: str | None = option(None, expert=True)
@@ -150,7 +149,6 @@ class TrainOptions(Options):
         yield has_alpha and self.streaming, "--alpha of a stream, whose length is unknown; give --tokens or --steps"
         for name, applies, needed in (
             ("distill", self.distills, "--teacher"),
-            ("temperature", self.distills, "--teacher"),
             ("lora_rank", self.train == "lora", "--train lora"),
             ("repeats", not sampled, "text of yours; self repeats itself, self:plain does not"),
         ):

@@ -26,7 +26,7 @@ from gqa.uptrain.state import States
 from gqa.uptrain.training_model import TrainingModel
 from gqa.uptrain.weights import shard_model
 
-_PRECISION: dict[str, Any] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # by accelerate's names
+_PRECISION: dict[str, Any] = {"no": "float32", "bf16": "bfloat16"}  # by accelerate's names
 _ACCELERATE = {name: short for short, name in _PRECISION.items()}
 
 
@@ -79,7 +79,7 @@ def prepare(
     if not dry:  # a dry run may be for another machine
         require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options)
-    options = replace(options, precision=_PRECISION.get(name := accelerator.mixed_precision, name))
+    options = replace(options, precision=_PRECISION[accelerator.mixed_precision])
     states = States(out.with_name(f"{out.name}-state"))
     if options.resume:  # the default of the run before: it may depend on the number of processes
         saved = states.latest()[1]["options"].get("batch_size")
@@ -135,10 +135,10 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         raise RefusedError(f"accelerate cannot start with these options: {explain(error)}") from error
     if device:
         accelerator.state.device = torch.device(device)  # of this run; the state of the process stays
-    if (
-        accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu"
-    ):  # accelerate would compute in float32
-        raise RefusedError("--precision float16 needs a GPU; on a CPU use bfloat16")
+    if accelerator.mixed_precision not in _PRECISION:
+        raise RefusedError(
+            f"the launcher sets {accelerator.mixed_precision}; train in bfloat16 or float32, --precision"
+        )
     if accelerator.is_fsdp2 and options.optimizer == "adafactor":  # transformers' own keeps its state in whole tensors
         raise RefusedError("--optimizer adafactor does not go with FSDP2, which divides weights; use adamw")
     if accelerator.is_fsdp2:
@@ -147,7 +147,7 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         # Without it each process holds unsharded gradients between micro-batches.
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         # Weights are gathered in 16 bits, but gradients added and sums returned in float32; accelerate rounds both.
-        if dtype := {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision):
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        if accelerator.mixed_precision == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return accelerator

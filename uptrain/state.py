@@ -1,7 +1,7 @@
 """States of a run: saved while it trains, loaded to continue it.
 
 A state is a directory `step-N`: weights, optimiser and the best weights so far as torch's distributed checkpoint,
-accelerate's own files (scaler, random states of every rank) and `trainer_state.json` with the progress and the options.
+accelerate's own files (random states of every rank) and `trainer_state.json` with the progress and the options.
 It gets this name only when it is complete. All ranks write into one directory, which several machines must share.
 accelerate reads random states with pickle: continue only from states that you made.
 """
@@ -89,8 +89,7 @@ class States:
         work, main = self.directory / f"step-{record['step']:08d}.partial", accelerator.is_main_process
         try:
             work.mkdir(parents=True, exist_ok=True)
-            scaler = accelerator.scaler if main else None
-            save_accelerator_state(str(work), [], [], [], [], accelerator.process_index, 0, scaler)
+            save_accelerator_state(str(work), [], [], [], [], accelerator.process_index, 0)
             weights, moments = get_state_dict(model, optimizer.optimizer)
             # It returns on all ranks when all have written, or fails on all.
             save({"model": weights, "optimizer": moments, "best": best}, checkpoint_id=work / _SHARDS)
@@ -130,7 +129,7 @@ def load(
         set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
         if (rank := accelerator.process_index) < record["ranks"]:  # accelerate ignores a file that it cannot read
             torch.load(path / f"random_states_{rank}.pkl", weights_only=False)
-        load_accelerator_state(str(path), [], [], [], [], rank, accelerator.scaler)
+        load_accelerator_state(str(path), [], [], [], [], rank)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class TrainingModel(nn.Module):
                 if teacher is not None and teacher_hidden is not None:
                     teacher_logits = teacher.logits(teacher_hidden[piece])
             logits = self._head.logits(rows)
-            return next_token_loss(logits, targets[piece], teacher_logits, options.distill, options.temperature)
+            return next_token_loss(logits, targets[piece], teacher_logits, options.distill)
 
         loss, sums = chunked_sum(slice_loss, self._head.vocabulary, hidden, self._head_parameters())
         if shards:
@@ -127,7 +127,7 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         (rows, sums), ctx.gradients = ctx.gradients, None  # scaled in place below, so usable only once
-        # In float32: float16 cannot hold the loss scale. autograd casts the result.
+        # In float32, as the slices are added; autograd casts the result.
         return (None, None, None, *(None if part is None else part.float().mul_(upstream[0]) for part in (rows, *sums)))
 
 
@@ -143,9 +143,7 @@ def chunked_sum(
 ) -> tuple[Tensor, Tensor]:
     """Sum of `loss` over slices of (N, D) rows, differentiable (once) in the rows and in the head's `parameters`.
 
-    Return the sum and the summed numbers to report. Divide gradients afterwards: those of a mean could underflow in
-    float16.
-    All `parameters` need a gradient.
+    Return the sum and the summed numbers to report. All `parameters` need a gradient.
     """
     differentiate = torch.is_grad_enabled()
     sums: tuple[Tensor, Tensor] = _ChunkedSum.apply(loss, vocabulary, differentiate, rows, *parameters)  # type: ignore[no-untyped-call]
@@ -153,12 +151,11 @@ def chunked_sum(
 
 
 def next_token_loss(
-    logits: Tensor, targets: Tensor, teacher: Tensor | None = None, weight: float = 1.0, temperature: float = 1.0
+    logits: Tensor, targets: Tensor, teacher: Tensor | None = None, weight: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """(1 - weight) x cross-entropy + weight x distillation, summed; and (sum of nats, sum of distillation).
 
-    Distillation is T^2 KL(teacher || student) at temperature T (Hinton et al., arXiv 1503.02531, section 2); T^2 keeps
-    the gradient's size the same for every temperature.
+    Distillation is KL(teacher || student) (Hinton et al., arXiv 1503.02531, section 2).
 
     Args:
         logits: (n, V) of the student, any dtype; computed in float32.
@@ -169,8 +166,8 @@ def next_token_loss(
     likelihood = nats(logits, targets).sum()
     if teacher is None:
         return likelihood, torch.stack([likelihood, likelihood.new_zeros(())])
-    p, q = (teacher.float() / temperature).log_softmax(-1), (logits / temperature).log_softmax(-1)
-    kl = temperature**2 * torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    p, q = teacher.float().log_softmax(-1), logits.log_softmax(-1)
+    kl = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
     divergence = kl.where(targets >= 0, 0.0).sum()
     loss = divergence if weight == 1 else (1 - weight) * likelihood + weight * divergence
     return loss, torch.stack([likelihood, divergence])

@@ -87,7 +87,7 @@ class AblateOptions(Options):
     batch_size: int | None = same_as(TrainOptions, "batch_size")
     learning_rate: float = same_as(TrainOptions, "learning_rate")
     seed: int = same_as(TrainOptions, "seed")
-    precision: Literal["float32", "bfloat16", "float16"] | None = option(
+    precision: Literal["float32", "bfloat16"] | None = option(
         None, "What training and measuring compute in.  [default: float32 for training, as stored for measuring]")
     calibration_tokens: int = same_as(ConvertOptions, "tokens")
     refine_steps: int = same_as(ConvertOptions, "refine_steps")
