@@ -36,33 +36,31 @@ def command(options: TrainOptions) -> None:
 
     from gqa.checkpoint.console import Watcher
     from gqa.checkpoint.loading import ranks
-    from gqa.uptrain.run import plan_record, plan_text, result_text, uptrain
+    from gqa.uptrain.run import plan_text, result_text, uptrain
     from gqa.uptrain.setup import prepare
 
     transformers.utils.logging.set_verbosity_error()
     main = ranks().is_main_process
     quiet = options.quiet or not main
     with Watcher(quiet) as bar:
-        setup = prepare(options, watcher=bar, dry=options.dry_run)
+        setup = prepare(options, watcher=bar)
 
     def say(text: str) -> None:
         if not quiet:
             click.echo(text, err=options.json)
 
     say_device(setup.accelerator.device, quiet)
-    record = plan_record(setup)
-    say(plan_text(setup, record))
-    if not options.dry_run:
-        try:
-            progress, record = uptrain(setup, quiet=options.quiet, argv=sys.argv[1:])
-        except StoppedError as stopped:
-            message = f"stopped; step {stopped.step} is saved in {setup.states.directory}, continue with --resume"
-            _leave(main, message, 128 + stopped.number)
-        except DivergedError as error:
-            if options.verbose and main:
-                traceback.print_exc()
-            _leave(main, str(error), 1)
-        say(result_text(setup, progress))
+    say(plan_text(setup))
+    try:
+        progress, record = uptrain(setup, quiet=options.quiet, argv=sys.argv[1:])
+    except StoppedError as stopped:
+        message = f"stopped; step {stopped.step} is saved in {setup.states.directory}, continue with --resume"
+        _leave(main, message, 128 + stopped.number)
+    except DivergedError as error:
+        if options.verbose and main:
+            traceback.print_exc()
+        _leave(main, str(error), 1)
+    say(result_text(setup, progress))
     if main and options.json:
         click.echo(json.dumps(record))
 

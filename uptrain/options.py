@@ -94,7 +94,6 @@ class TrainOptions(Options):
     trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code", methods="")
     overwrite: bool = option(False, "Replace the checkpoint at DIR once the new one is complete.", free=True)
     resume: bool = option(False, "Continue from the last state in DIR-state.", free=True)
-    dry_run: bool = option(False, "Print what would be trained on what, and stop.", free=True)
     json: bool = same_as(ConvertOptions, "json", free=True)
     verbose: bool = option(False, "Show where an error comes from.", short="-v", free=True)
     quiet: bool = same_as(ConvertOptions, "quiet", free=True)

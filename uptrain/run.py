@@ -5,7 +5,7 @@ unchanged, so whatever loads the source loads the result.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -135,46 +135,26 @@ def _verify(work: Path, source: Checkpoint) -> None:
         raise OutputError(f"the result does not verify: {listing(wrong)} not as in {source.name}")
 
 
-def plan_record(setup: Setup) -> dict[str, Any]:
-    """The plan of a run, JSON-ready."""
-    options, dataloader, model, processes = setup.options, setup.dataloader, setup.model, ranks().num_processes
+def plan_text(setup: Setup) -> str:
+    """The plan of a run as text."""
+    options, data, model = setup.options, setup.dataloader, setup.model
     parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     teacher = sum(p.numel() * p.element_size() for p in setup.teacher.parameters()) if setup.teacher else 0
-    return {
-        "model": setup.checkpoint.hub_id or setup.checkpoint.name,
-        "parameters": parameters,
-        "trained_parameters": trained,
-        "data": dataloader.summary,
-        "steps": dataloader.steps,
-        "tokens": dataloader.steps * dataloader.tokens_per_step,
-        "tokens_per_step": dataloader.tokens_per_step,
-        "block_size": options.block,
-        "micro_batch": setup.micro_batch,
-        "processes": processes,
-        "warmup_steps": warmup_steps(options.warmup, options.schedule, dataloader.steps),
-        "heldout_tokens": dataloader.tokens(len(dataloader.heldout)),
-        # Weights, gradients and optimiser state per process, without activations.
-        "memory_bytes": (4 * parameters + (4 + _MOMENTS[options.optimizer]) * trained + teacher)
-        // (processes if setup.accelerator.is_fsdp2 else 1),
-    }
-
-
-def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
-    """The plan as text."""
-    options = setup.options
+    # Weights, gradients and optimiser state per process, without activations.
+    memory = (4 * parameters + (4 + _MOMENTS[options.optimizer]) * trained + teacher) / 2**30
     lines = [
-        f"model       {record['model']}: {record['trained_parameters']:,} of {record['parameters']:,} parameters train "
-        f"({options.train})",
+        f"model       {setup.checkpoint.hub_id or setup.checkpoint.name}: {trained:,} of {parameters:,} parameters "
+        f"train ({options.train})",
         f"teacher     {setup.teacher_text}" if options.distills else f"no teacher  {setup.teacher_text}",
-        f"data        {', '.join(options.data)}: {record['data']}",
-        f"steps       {record['steps']:,} of {options.batch_size} blocks = {record['tokens_per_step']:,} tokens, "
-        f"{record['tokens']:,} tokens in all",
+        f"data        {', '.join(options.data)}: {data.summary}",
+        f"steps       {data.steps:,} of {options.batch_size} blocks = {data.tokens_per_step:,} tokens, "
+        f"{data.steps * data.tokens_per_step:,} tokens in all",
         f"rate        {options.learning_rate:g} {options.optimizer}, {options.schedule}, "
-        f"{record['warmup_steps']} steps of warm-up",
-        f"memory      {record['memory_bytes'] / 2**30:.1f} GiB in a process for weights, gradients and optimiser, "
-        "activations on top",
-        f"held out    {record['heldout_tokens']:,} tokens; the state that does best on them is written"
-        if setup.dataloader.heldout
+        f"{warmup_steps(options.warmup, options.schedule, data.steps)} steps of warm-up",
+        f"memory      {memory / (ranks().num_processes if setup.accelerator.is_fsdp2 else 1):.1f} GiB in a process for "
+        "weights, gradients and optimiser, activations on top",
+        f"held out    {data.tokens(len(data.heldout)):,} tokens; the state that does best on them is written"
+        if data.heldout
         else "held out    nothing, as the data is short: the last state is written (see --heldout)",
     ]
     return "\n".join(lines)
