@@ -23,7 +23,7 @@ class OutputError(OSError):
 
 
 class DivergedError(Exception):
-    """Loss or gradients were not finite too often in a row."""
+    """Loss or gradients were not finite."""
 
 
 class StoppedError(Exception):

@@ -67,7 +67,7 @@ def test_output(place: Path, tmp_path: Path) -> None:
         assert part in status
     assert "| held-out " in next(line for line in done.err.splitlines() if line.startswith("step 1/")), "as it came"
     assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
-    assert {"tokens", "loss", "distillation", "gradient_norm", "learning_rate", "skipped"} <= steps[0].keys()
+    assert {"tokens", "loss", "distillation", "gradient_norm", "learning_rate"} <= steps[0].keys()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
@@ -103,7 +103,7 @@ def train(out: Path, **options: Any) -> tuple[TrainingProgress, dict[int, dict[s
 
     with patch.object(loop, "train_step", step_and_copy):
         progress, _ = trained(options_for(material() / "model", out, **options))
-    keys = ("step", "loss", "learning_rate", "gradient_norm", "skipped")
+    keys = ("step", "loss", "learning_rate", "gradient_norm")
     records = [{key: record[key] for key in keys} for record in metrics(out / "gqa_uptraining.jsonl")]
     return progress, weights, records
 
@@ -125,24 +125,12 @@ def test_alpha_is_a_prefix(tmp_path: Path) -> None:
     assert not are_equal(few[small.step], other[small.step])
 
 
-def test_a_gradient_that_is_not_finite_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step counts and is recorded, weights and optimiser stay: afterwards the run is as if it had not been."""
-    infinite_gradient(monkeypatch, 1, 3)
-    progress, weights, records = train(tmp_path / "out", steps=4, batch_size=1)
-    assert (progress.step, progress.skipped, progress.skipped_in_a_row) == (4, 2, 0)
-    assert are_equal(weights[2], weights[3])
-    assert not are_equal(weights[3], weights[4])
-    assert [record["gradient_norm"] is None for record in records] == [True, False, True, False]
-    assert [record["skipped"] for record in records] == [1, 1, 2, 2]
-    assert json.loads((tmp_path / "out" / "gqa_uptraining.json").read_text())["skipped_steps"] == 2
-
-
 @pytest.mark.parametrize("verbose", [False, True])
 def test_divergence_stops_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verbose: bool) -> None:
-    infinite_gradient(monkeypatch, *range(3, 99))
-    done = command(tmp_path / "out", steps=9, save_every=2, patience=3, verbose=verbose)
+    infinite_gradient(monkeypatch, 5)
+    done = command(tmp_path / "out", steps=9, save_every=2, verbose=verbose)
     assert (done.code, done.err.count("\n") == 1, "Traceback" in done.err) == (1, not verbose, verbose), done.err
-    assert "not finite 3 steps in a row, up to step 5; what was saved before is kept. Lower --learning-rate" in done.err
+    assert "not finite in step 5; what was saved before is kept. Lower --learning-rate" in done.err
     states = sorted((tmp_path / "out-state").glob("step-*"))
     assert [path.name for path in states] == ["step-00000002", "step-00000004"]
     assert not (tmp_path / "out").exists()

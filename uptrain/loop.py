@@ -48,8 +48,6 @@ class TrainingProgress:
 
     step: int = 0
     tokens: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
     best_step: int = 0
     heldout_before: dict[str, float] | None = None
     heldout_after: dict[str, float] | None = None
@@ -89,14 +87,16 @@ def train(setup: Setup, *, quiet: bool = True) -> tuple[TrainingProgress, Weight
             log.step(progress, numbers, seconds)
 
             # The last step is saved too: if writing the result fails, nothing has to be trained again.
-            signal_number = _shared_signal(accelerator, signals)
-            if signal_number or (options.save_every and (last or progress.step % options.save_every == 0)):
+            if signals:
+                accelerator.set_trigger()
+            stopped = accelerator.check_trigger()  # all ranks must stop after the same step
+            if stopped or (options.save_every and (last or progress.step % options.save_every == 0)):
                 positions = getattr(dataloader.blocks, "positions", [])
                 state = vars(progress) | _run_identity(setup) | {"stream": gather_object(positions)}
                 state["ranks"] = accelerator.num_processes
                 setup.states.save(accelerator, model, optimizer, best, state)
-            if signal_number:
-                raise StoppedError(signal_number, progress.step)
+            if stopped:
+                raise StoppedError(signals[0] if signals else signal.SIGTERM, progress.step)
             start = time.perf_counter()
     return progress, _best(setup, model, progress, best)
 
@@ -130,8 +130,7 @@ def train_step(
     """Take one optimiser step over the micro-batches of all ranks; return (predictions, nats, distillation) summed
     over ranks, and the norm of the gradient before clipping.
 
-    The gradient is that of the mean over all predictions of the step. If loss or gradient is not finite, nothing
-    changes.
+    The gradient is that of the mean over all predictions of the step.
     """
     device = accelerator.device
     predictions = sum(int((split_batch(batch)[1] >= 0).sum()) for batch in micro_batches)
@@ -150,14 +149,9 @@ def train_step(
     sums = accelerator.reduce(sums, "sum")
     norm = accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], clip)
     norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if _is_finite(sums, norm):
-        optimizer.step()
+    optimizer.step()
     optimizer.zero_grad()
     return sums, norm
-
-
-def _is_finite(sums: Tensor, norm: float) -> bool:
-    return math.isfinite(norm) and bool(sums.isfinite().all())
 
 
 def _zeros(count: int, device: torch.device) -> Tensor:
@@ -165,24 +159,21 @@ def _zeros(count: int, device: torch.device) -> Tensor:
 
 
 def _count(progress: TrainingProgress, sums: Tensor, norm: float, rate: float, setup: Setup) -> dict[str, float]:
-    """Add a step to `progress`; return its numbers for the log."""
+    """Add a step to `progress`; return its numbers for the log. Raises DivergedError."""
     tokens = setup.dataloader.tokens_per_step
     nats, divergence = _means(sums)
-    if not progress.step and not setup.dataloader.heldout and not bool(sums.isfinite().all()):
+    finite_loss = bool(sums.isfinite().all())
+    if not progress.step and not setup.dataloader.heldout and not finite_loss:
         raise _not_finite(setup)
-    progress.step, progress.tokens = progress.step + 1, progress.tokens + tokens
-    if _is_finite(sums, norm):
-        progress.skipped_in_a_row, progress.loss = 0, nats
-    else:
-        progress.skipped, progress.skipped_in_a_row = progress.skipped + 1, progress.skipped_in_a_row + 1
-    if progress.skipped_in_a_row >= setup.options.patience:
+    progress.step, progress.tokens, progress.loss = progress.step + 1, progress.tokens + tokens, nats
+    if not finite_loss or not math.isfinite(norm):
         raise DivergedError(
-            f"loss or gradient was not finite {progress.skipped_in_a_row} steps in a row, up to step {progress.step}; "
+            f"loss or gradient was not finite in step {progress.step}; "
             "what was saved before is kept. Lower --learning-rate or lengthen --warmup"
         )
     return {
         "tokens": progress.tokens, "step_tokens": tokens, "loss": nats, "learning_rate": rate, "gradient_norm": norm,
-        "skipped": progress.skipped, **({"distillation": divergence} if divergence else {}),
+        **({"distillation": divergence} if divergence else {}),
     }  # fmt: skip
 
 
@@ -210,7 +201,7 @@ def _evaluate(setup: Setup, model: Any, progress: TrainingProgress, best: Weight
 
 
 def _not_finite(setup: Setup) -> RefusedError:
-    """The error of a model whose loss is no number before training: every step would be skipped."""
+    """The error of a model whose loss is no number before training."""
     return RefusedError(
         f"{setup.checkpoint.name} or its teacher has weights that are NaN or infinite: its loss is no number; give "
         "intact checkpoints"
@@ -286,14 +277,6 @@ def _resume(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress,
     if isinstance(blocks := setup.dataloader.blocks, StreamedBlocks):
         blocks.seek(record["stream"])
     return progress, best
-
-
-def _shared_signal(accelerator: Accelerator, signals: list[int]) -> int:
-    """The signal that any rank received, or 0: all ranks must stop after the same step."""
-    number = signals[0] if signals else 0
-    if accelerator.num_processes == 1:
-        return number
-    return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
 
 
 @contextmanager

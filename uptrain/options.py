@@ -104,7 +104,6 @@ class TrainOptions(Options):
     clip: float = option(1.0, "", POSITIVE, expert=True)  # the norm of the gradient, at most
     distill: float = option(1.0, "", SHARE, expert=True)  # the teacher's share of the loss; the rest is cross-entropy
     eval_every: int | None = option(None, "", COUNT, free=True, expert=True)  # steps; None: four times
-    patience: int = option(10, "", COUNT, free=True, expert=True)  # steps in a row that are not finite
     revision: str | None = option(None, expert=True)
     # fmt: on
 

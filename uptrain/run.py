@@ -173,8 +173,6 @@ def result_text(setup: Setup, progress: TrainingProgress) -> str:
                 f"unchanged   no step did better: the weights are those of {setup.checkpoint.name}. Try a lower "
                 f"--learning-rate (now {setup.options.learning_rate:g}), or more tokens"
             )
-    if progress.skipped:
-        lines.append(f"skipped     {progress.skipped} steps whose loss or gradient was not finite")
     loads = "trust_remote_code=True" if "auto_map" in setup.checkpoint.config else "plain transformers"
     return "\n".join([*lines, f"written     {setup.options.output}: loads with {loads}, verified"])
 
@@ -193,7 +191,6 @@ def record_of(setup: Setup, progress: TrainingProgress, argv: Sequence[str]) -> 
         "alpha": options.alpha,
         "tokens": progress.tokens,
         "steps": progress.step,
-        "skipped_steps": progress.skipped,
         "teacher": recorded["teacher"] if options.distills else None,
         "teacher_revision": setup.teacher_checkpoint and setup.teacher_checkpoint.revision,
         "losses": _losses(setup, progress),
