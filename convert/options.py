@@ -40,7 +40,8 @@ class ConvertOptions(Options):
     output: Path | None = option(
         None, "The directory to make.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]",
         short="-o", metavar="DIR")
-    method: str = option(AUTO, "How the heads of a group become one: see below.", click.Choice((AUTO, *METHODS)))
+    method: str = option(
+        AUTO, "How the heads of a group become one: see below.", click.Choice((AUTO, *METHODS)), metavar="METHOD")
     data: tuple[str, ...] = option(
         CalibrationText.sources, "Text for calibrated and refined: self (sampled from the model), self:TOKENS, "
         "self:plain, a file, a hub data set, stdlib:train; several times, or with commas.",
