@@ -62,7 +62,6 @@ CASES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("one.txt",), {}),
     (("more.jsonl",), {"heldout": "a.jsonl"}),
     (("a.jsonl",), {"heldout": "lines.jsonl"}),
-    (("twice.jsonl",), STREAM),
     (("a.jsonl",), STREAM | {"heldout": "some.jsonl"}),
 ]
 

@@ -28,9 +28,9 @@ from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_b
 from gqa.convert.merge.text_pairs import PairMaker
 from gqa.corpus.alpha import Heldout, hold_back, in_hash_order, n_blocks_for, reading_order
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenise_pairs
-from gqa.corpus.sources import Source, is_self, parse_self, parse_source, parse_sources, row_digest
+from gqa.corpus.sources import Source, is_self, parse_self, parse_source, parse_sources
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Block, Blocks, Documents, Encoder, mixed, pack, tokenise
+from gqa.corpus.tokens import Block, Blocks, Documents, mixed, pack, tokenise
 from gqa.uptrain.options import TrainOptions
 
 MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens of a block; of a source or target with relative positions, as for T5
@@ -126,13 +126,6 @@ def _open_stream(options: TrainOptions, source: Source, tokenizer: Any, longest:
     options = settle_steps(options, _ENDLESS, longest, ranks)
     steps = count_steps(n_blocks_for(_ENDLESS, options.block, **length_arguments(options)), options)
     heldout, heldout_blocks = open_heldout(options, tokenizer)
-    if not heldout_blocks:  # the first documents
-        documents = dict[bytes, list[int]]()
-        encoded = Encoder(tokenizer).encode(source.texts())
-        pairs = ((row_digest(text), documents.setdefault(row_digest(text), tokens)) for text, tokens in encoded)
-        target = count_heldout(options) * options.block
-        heldout = Heldout(limits := hold_back(((digest, len(tokens)) for digest, tokens in pairs), target))
-        heldout_blocks = _pack_heldout((documents[digest][limit:] for digest, limit in limits.items()), options)
     blocks = StreamedBlocks(source, tokenizer, block_size=options.block, heldout=heldout, batch=options.blocks_per_step)
     summary = f"a stream of {blocks}"
     contents = file_digests(source.files)

@@ -155,7 +155,7 @@ def plan_text(setup: Setup) -> str:
         "weights, gradients and optimiser, activations on top",
         f"held out    {data.tokens(len(data.heldout)):,} tokens; the state that does best on them is written"
         if data.heldout
-        else "held out    nothing, as the data is short: the last state is written (see --heldout)",
+        else "held out    nothing of a stream or of short data: the last state is written (see --heldout)",
     ]
     return "\n".join(lines)
 
