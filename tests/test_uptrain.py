@@ -56,7 +56,7 @@ def test_output(place: Path, tmp_path: Path) -> None:
     done = command(out, alpha=0.5, teacher=place / "teacher", heldout_fraction=0.2, batch_size=4, quiet=False)
     assert done.code == 0, done.err
     lines = done.said.splitlines()
-    starts = ["model", "teacher", "data", "steps", "rate", "memory", "held out", "held out", "written"]
+    starts = ["model", "teacher", "data", "steps", "rate", "held out", "held out", "written"]
     assert [line[:10].rstrip() for line in lines] == starts
     assert lines[1] == f"teacher     {place / 'teacher'}"
     assert lines[-1] == f"written     {out}: loads with plain transformers, verified"

@@ -51,9 +51,8 @@ class TrainOptions(Options):
         "spans are left out]", metavar="NAME")
     streaming: bool = option(False, "Read a hub data set as it comes and keep nothing.")
     heldout: str | None = option(
-        None, "Text that says which state of the model is the best.  [default: what is held back from the data, nothing "
-        "of a stream]",
-        metavar="SOURCE")
+        None, "Text that says which state of the model is the best.  [default: what is held back from the data, "
+        "nothing of a stream]", metavar="SOURCE")
     heldout_fraction: float = option(0.0, "Hold back this share of the documents.", SHARE)
     heldout_tokens: int = option(
         8192, "How much of it to hold back or to read, at most.", tokens_type(), metavar="COUNT")

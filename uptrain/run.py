@@ -43,7 +43,6 @@ from gqa.uptrain.setup import Setup
 from gqa.uptrain.weights import gather, merge_adapters
 
 METRICS = "gqa_uptraining.jsonl"
-_MOMENTS = {"adamw": 8, "adafactor": 1}  # bytes of optimiser state per trained parameter
 _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
 
 
@@ -139,9 +138,6 @@ def plan_text(setup: Setup) -> str:
     """The plan of a run as text."""
     options, data, model = setup.options, setup.dataloader, setup.model
     parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
-    teacher = sum(p.numel() * p.element_size() for p in setup.teacher.parameters()) if setup.teacher else 0
-    # Weights, gradients and optimiser state per process, without activations.
-    memory = (4 * parameters + (4 + _MOMENTS[options.optimizer]) * trained + teacher) / 2**30
     lines = [
         f"model       {setup.checkpoint.hub_id or setup.checkpoint.name}: {trained:,} of {parameters:,} parameters "
         f"train ({options.train})",
@@ -151,8 +147,6 @@ def plan_text(setup: Setup) -> str:
         f"{data.steps * data.tokens_per_step:,} tokens in all",
         f"rate        {options.learning_rate:g} {options.optimizer}, {options.schedule}, "
         f"{warmup_steps(options.warmup, options.schedule, data.steps)} steps of warm-up",
-        f"memory      {memory / (ranks().num_processes if setup.accelerator.is_fsdp2 else 1):.1f} GiB in a process for "
-        "weights, gradients and optimiser, activations on top",
         f"held out    {data.tokens(len(data.heldout)):,} tokens; the state that does best on them is written"
         if data.heldout
         else "held out    nothing of a stream or of short data: the last state is written (see --heldout)",
