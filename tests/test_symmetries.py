@@ -302,9 +302,9 @@ def check_gains(tiny: Tiny, model: PreTrainedModel, plan: Plan) -> None:
 def test_options_that_take_a_symmetry_away(tmp_path: Path) -> None:
     """Clipped values and gates of each dimension: nothing is known to be free, and the methods say so."""
     gated = _other("laguna", "gated", gating="per-element")
-    told = {"olmo": "where clip_qkv is set", "olmoe": "where clip_qkv is set", "bitnet": "a norm over all heads",
-            "gemma4_text": "a norm of its values"}  # fmt: skip
-    cases = [*((TINY[name], why) for name, why in told.items()), (gated, "where gating is not per head")]
+    reasons = {"olmo": "with clip_qkv", "olmoe": "with clip_qkv", "bitnet": "a norm over all heads",
+            "gemma4_text": "its value norm"}  # fmt: skip
+    cases = [*((TINY[name], why) for name, why in reasons.items()), (gated, "unless gating is per head")]
     for number, (tiny, why) in enumerate(cases):
         directory = write_checkpoint(build(tiny, QUERY_HEADS), tmp_path / str(number))
         for method in ("procrustes", "aligned", "calibrated"):
