@@ -51,6 +51,7 @@ def rows(out: Path, part: str) -> dict[str, dict[str, Any]]:
     return dict(written["rows"])
 
 
+@pytest.mark.scale  # every part of it, in 20 seconds
 def test_every_part(tmp_path: Path) -> None:
     run(tmp_path, "parts")
     decode = rows(tmp_path, "decode")
