@@ -6,7 +6,7 @@ columns, plain text with spans left out, or what the teacher writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -110,7 +110,8 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
         heldout = Heldout(hold_back(in_hash_order(text), count_held_back(options, text) * options.block))
         numbers = dict(zip(map(bytes, text.digests), range(len(text)), strict=True))
         ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
-        blocks = _pack_heldout((text.tokens(number)[limit:] for number, limit in ends), options)
+        packed = pack((text.tokens(number)[limit:] for number, limit in ends), options.block)
+        blocks = [block for block, _ in islice(packed, count_heldout(options))]
     lengths, size = heldout.lengths(text), options.block
     order, n_blocks, data_tokens = reading_order(
         text, lengths, block_size=size, seed=options.seed, **length_arguments(options)
@@ -131,12 +132,6 @@ def _open_stream(options: TrainOptions, source: Source, tokenizer: Any, longest:
     contents = file_digests(source.files)
     fingerprint = f"{summary} {blocks.encoder.identify()} {contents}"
     return Dataloader(options, blocks, steps, fingerprint, summary, heldout_blocks)
-
-
-def _pack_heldout(documents: Iterable[Any], options: TrainOptions) -> list[Block]:
-    """Pack documents into at most `count_heldout` blocks."""
-    packed = pack(documents, options.block)
-    return [block for block, _ in islice(packed, count_heldout(options))]
 
 
 def count_heldout(options: TrainOptions) -> int:

@@ -76,8 +76,7 @@ def prepare(
     options, base, teacher_text = settle(options, checkpoint, headers_only=dry)
     options.check(processes)
     out = OutputDirectory(output, checkpoint.directory, options.overwrite).out  # refuses a bad output now
-    if not dry:  # a dry run may be for another machine
-        require_space(checkpoint.nbytes, out)
+    require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options)
     options = replace(options, precision=_PRECISION[accelerator.mixed_precision])
     states = States(out.with_name(f"{out.name}-state"))
