@@ -109,7 +109,7 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """
     edited(converted, lambda record: record.update(source={"model": "lab/base", "revision": "abc"}))
 
-    def open_model(name: str, revision: str | None, headers_only: bool) -> Checkpoint:
+    def open_model(name: str, revision: str | None) -> Checkpoint:
         return replace(read_checkpoint(material() / "teacher"), hub_id=name, revision=revision or "main's commit")
 
     monkeypatch.setattr("gqa.uptrain.models.open_model", open_model)

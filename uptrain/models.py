@@ -31,9 +31,7 @@ from gqa.uptrain.weights import LORA_ALPHA, shard_teacher
 TOKENS = 512_000  # to train on by default
 
 
-def settle(
-    options: TrainOptions, checkpoint: Checkpoint, headers_only: bool = False
-) -> tuple[TrainOptions, Checkpoint | None, str]:
+def settle(options: TrainOptions, checkpoint: Checkpoint) -> tuple[TrainOptions, Checkpoint | None, str]:
     """The options with teacher, data, length, repeats and scope decided; the teacher's checkpoint; and its name, or
     why there is none. Raises RefusedError if there is neither text nor a teacher to write it.
     """
@@ -43,12 +41,12 @@ def settle(
     source, conversion_options = (part if isinstance(part, dict) else {} for part in parts)
     teacher, name, teacher_text = None, NO_TEACHER, "--teacher none"
     if options.teacher == AUTO_TEACHER:
-        teacher, teacher_text = find_base(checkpoint, source, headers_only)
+        teacher, teacher_text = find_base(checkpoint, source)
         name = (teacher.hub_id or str(teacher.directory)) if teacher else NO_TEACHER
     elif options.teacher != NO_TEACHER:
         name = options.teacher
         converted = name == source.get("model") and not Path(name).exists()
-        teacher = open_model(name, source.get("revision") if converted else None, headers_only)
+        teacher = open_model(name, source.get("revision") if converted else None)
         teacher_text = name + _at_commit(teacher)
     if not options.data and teacher is None:
         raise RefusedError(
@@ -67,9 +65,7 @@ def settle(
     return replace(options, teacher=name, data=data, tokens=tokens, train=train, repeats=repeats), teacher, teacher_text
 
 
-def find_base(
-    checkpoint: Checkpoint, source: dict[str, Any], headers_only: bool = False
-) -> tuple[Checkpoint | None, str]:
+def find_base(checkpoint: Checkpoint, source: dict[str, Any]) -> tuple[Checkpoint | None, str]:
     """The base model, which the `source` of a conversion's provenance names, at the commit that was converted, or None;
     and its name in words, or why there is none.
 
@@ -85,7 +81,7 @@ def find_base(
     if local is None and "path" in source:  # it was local at the conversion
         return None, f"the base model {name} is not where it was; --teacher says where it is now"
     try:
-        base = open_model(local or name, None if local else source.get("revision"), headers_only)
+        base = open_model(local or name, None if local else source.get("revision"))
     except (RefusedError, OSError) as error:
         return None, f"the base model {name} cannot be read: {explain(error)}"
     return base, f"{local or name}{_at_commit(base)}, the base model; --teacher none is without"

@@ -62,18 +62,18 @@ def prepare(
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
 
     `teacher`: the model of `options.teacher` in its own dtype, if it is in memory already. `watcher` shows the progress
-    of sampling. A `dry` run reads headers only; its models have no weights, and it cannot start.
+    of sampling. The models of a `dry` run have no weights, and it cannot start.
     """
     processes = ranks().num_processes
     output = options.output or beside(options.model, "-uptrained")
     options = replace(options, output=output)
     options.check(processes)
-    checkpoint = open_model(options.model, options.revision, headers_only=dry)
+    checkpoint = open_model(options.model, options.revision)
     if checkpoint.packed:
         raise RefusedError(f"{checkpoint.name} has quantised weights, which are not trained; uptrain the original")
     config = read_auto_config(str(checkpoint.directory), options.trust_remote_code)
     check_predicts_tokens(config, checkpoint.name, options.trust_remote_code)
-    options, base, teacher_text = settle(options, checkpoint, headers_only=dry)
+    options, base, teacher_text = settle(options, checkpoint)
     options.check(processes)
     out = OutputDirectory(output, checkpoint.directory, options.overwrite).out  # refuses a bad output now
     require_space(checkpoint.nbytes, out)
