@@ -97,25 +97,19 @@ def tokens_type(least: int = 1) -> Amount:
 BYTES = Amount(_SIZES, "size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB")
 
 
-class Text(click.ParamType[str]):
-    """A name or a path, as text."""
+class Text(click.ParamType[Any]):
+    """A name or a path, which need not exist."""
 
     name = "text"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+    def __init__(self, kind: type = str) -> None:
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not isinstance(text, str) or not text.strip() or "\0" in text:
             self.fail(f"{value!r} is no name", param, ctx)
-        return text
-
-
-class Directory(Text):
-    """A directory, which need not exist: whether it can be made says who makes it."""
-
-    name = "directory"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return Path(super().convert(value, param, ctx))
+        return self._kind(text)
 
 
 class Several(click.ParamType[tuple[Any, ...]]):
@@ -196,15 +190,6 @@ def field_of(kind: type, name: str) -> Field[Any]:
     return cast("Field[Any]", kind.__dataclass_fields__[name])  # type: ignore[attr-defined]
 
 
-class _Flag(click.ParamType[bool]):
-    name = "flag"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
-        if not isinstance(value, bool):
-            self.fail(f"{value!r} is neither True nor False", param, ctx)
-        return value
-
-
 @cache
 def _types(kind: type) -> dict[str, tuple[click.ParamType[Any], bool]]:
     """By field, the type of its values, and whether it has several."""
@@ -215,7 +200,7 @@ def _types(kind: type) -> dict[str, tuple[click.ParamType[Any], bool]]:
         several = get_origin(hint) is tuple or (get_origin(plain) is tuple and len(parts) == 1)
         value = get_args(plain)[0] if several else plain
         choices = click.Choice(get_args(value)) if get_origin(value) is Literal else None
-        usual = {bool: _Flag(), str: Text(), Path: Directory()}
+        usual = {bool: click.BOOL, str: Text(), Path: Text(Path)}
         one = field_of(kind, name).metadata["kind"] or choices or usual.get(value)
         assert one is not None, f"{kind.__name__}.{name} needs a type"
         types[name] = (Several(one) if several else one), several
@@ -272,7 +257,7 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
     text = metadata["help"]
     if one.default not in (None, MISSING, (), False, True):
         text += f"  [default: {','.join(map(str, one.default)) if several else one.default}]"
-    if isinstance(kind, _Flag):
+    if kind is click.BOOL:
         if one.default is not False:
             names[-1] += f"/--no-{flag(name)[2:]}"
         return click.Option(names, is_flag=True, default=None, help=text)
