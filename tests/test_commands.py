@@ -134,7 +134,7 @@ def test_python_refuses_the_same_values(program: str) -> None:
     needed = {name: "x" for name, one in kind.__dataclass_fields__.items() if one.default is MISSING}
     for name, (type_, _) in _types(kind).items():
         numeric = isinstance(type_._kind if isinstance(type_, Several) else type_, (Number, Amount))
-        bad = (math.nan, math.inf, -1, 10**40, True, "x") if numeric else ("\0", 1.5)
+        bad = (math.nan, math.inf, -1, 10**40, True, "x") if numeric else ("", 1.5)
         for value in bad:
             with pytest.raises(RefusedError, match=f"^{name}: "):
                 kind(**needed | {name: value})
