@@ -189,7 +189,7 @@ class Stages(io.StringIO):
 
 
 def command(module: str, *words: str) -> dict[str, Any]:
-    """Run `python -m gqa.MODULE` in this process. Returns seconds and peak bytes by stage, and its JSON as `record`."""
+    """Run the command gqa-MODULE in this process. Returns seconds and peak bytes by stage, and its JSON as `record`."""
     stages, output = Stages(), io.StringIO()
     try:
         with contextlib.redirect_stderr(stages), contextlib.redirect_stdout(output):

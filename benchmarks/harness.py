@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import runpy
 import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,10 +76,10 @@ def write_random(directory: Path, shape: str | Shape, dtype: str = "float32", de
 
 
 def run_command(module: str, *words: str) -> None:
-    """`python -m gqa.MODULE` in this process. Raises RuntimeError where it fails."""
+    """The command gqa-MODULE in this process. Raises RuntimeError where it fails."""
     arguments, sys.argv = sys.argv, [f"gqa-{module}", *words]
     try:
-        runpy.run_module(f"gqa.{module}", run_name="__main__")
+        import_module(f"gqa.{module}.cli").main()
     except SystemExit as leaving:
         if leaving.code:
             raise RuntimeError(f"gqa-{module} {' '.join(words)}: exit {leaving.code}") from leaving

@@ -35,8 +35,6 @@ from gqa.checkpoint.errors import RefusedError
 T = TypeVar("T")
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
 _COMPARE = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": operator.lt}
 
 

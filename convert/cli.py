@@ -22,16 +22,11 @@ if TYPE_CHECKING:
     from gqa.convert.api import Conversion, Plan
 
 
-def _methods() -> str:
-    """One line for each, with what it needs and costs."""
-    lines = [f"  {AUTO:12}weights; seconds to minutes: the best that reads no text"]
-    lines += [f"  {name:12}{how.needs}; {how.cost}: {how.result}" for name, how in METHODS.items()]
-    return "\n".join(lines)
-
-
+_METHODS = "\n".join(f"  {name:12}{how.needs}; {how.cost}: {how.result}" for name, how in METHODS.items())
 _EPILOG = f"""\b
 Methods, what they need (text: --data, or the model's own), cost and do:
-{_methods()}
+  {AUTO:12}weights; seconds to minutes: the best that reads no text
+{_METHODS}
 \b
 Examples:
   gqa-convert --groups 8 ./Llama-2-7b-hf

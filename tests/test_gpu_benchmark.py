@@ -115,7 +115,7 @@ def test_parts_have_limits_and_complete_ones_are_skipped(
         assert environment["HF_HUB_OFFLINE"] == "1"
         path = environment["PYTHONPATH"].split(os.pathsep)[:1]
         assert [found.name for found in distributions(name="gqa", path=path)] == ["gqa"]
-        assert (Path(path[0]) / "gqa" / "convert" / "__main__.py").exists()
+        assert (Path(path[0]) / "gqa" / "convert" / "cli.py").exists()
 
     monkeypatch.setattr(gpu, "run_part", part)
     gpu.Results(tmp_path / "decode.json", tmp_path, gpu.TINY).write(True)

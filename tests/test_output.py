@@ -156,6 +156,6 @@ def test_output_made_meanwhile_is_not_replaced(model: Path, tmp_path: Path) -> N
 
 def test_one_real_process(model: Path, tmp_path: Path) -> None:
     name = os.fsdecode(b"no\xffutf\n8")
-    command = [sys.executable, "-m", "gqa.convert", *map(str, MERGED), "-o", tmp_path / name, model]
+    command = [Path(sys.executable).with_name("gqa-convert"), *map(str, MERGED), "-o", tmp_path / name, model]
     subprocess.run(command, check=True, timeout=120, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert (tmp_path / name / "config.json").is_file()

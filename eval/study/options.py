@@ -17,7 +17,7 @@ from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions, refuse_unused
 from gqa.corpus.sources import is_self
 from gqa.eval.options import EvaluateOptions
-from gqa.uptrain.options import NO_TEACHER, Schedule, Scope, TrainOptions
+from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
 
 if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
@@ -105,9 +105,7 @@ class AblateOptions(Options):
     verbose: bool = same_as(TrainOptions, "verbose")
     quiet: bool = same_as(TrainOptions, "quiet")
     # For Python callers.
-    schedule: Schedule = same_as(TrainOptions, "schedule", expert=True)
     calibration_context: int = same_as(ConvertOptions, "context", expert=True)
-    micro_batch: int | None = same_as(TrainOptions, "micro_batch", expert=True)
     trust_remote_code: bool = same_as(TrainOptions, "trust_remote_code", free=True, expert=True)
     # fmt: on
 
