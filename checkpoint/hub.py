@@ -18,13 +18,7 @@ from typing import Any
 import click
 
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.files import (
-    MAX_HEADER_BYTES,
-    TensorSpec,
-    read_header,
-    side_files,
-    weight_files,
-)
+from gqa.checkpoint.files import MAX_HEADER_BYTES, TensorSpec, read_header, side_files, weight_files
 from gqa.checkpoint.read import ADVICE, Checkpoint, cached_revision, read_checkpoint, read_json
 
 FIRST_BYTES = 2**16  # read first from a shard at the hub: nearly always its whole header

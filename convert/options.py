@@ -10,16 +10,7 @@ from typing import Literal
 import click
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.options import (
-    COUNT,
-    SEED,
-    KVHeads,
-    Number,
-    Options,
-    flag,
-    option,
-    tokens_type,
-)
+from gqa.checkpoint.options import COUNT, SEED, KVHeads, Number, Options, flag, option, tokens_type
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import AUTO, AUTOMATIC, GROUPINGS, MEASURING, METHODS
 

@@ -15,15 +15,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.files import TensorSpec, new_shard, read_header, write_index
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
-from gqa.checkpoint.write import (
-    DEFAULT_JOBS,
-    Progress,
-    copy_file,
-    copy_range,
-    no_progress,
-    write_tensor,
-    write_text,
-)
+from gqa.checkpoint.write import DEFAULT_JOBS, Progress, copy_file, copy_range, no_progress, write_tensor, write_text
 from gqa.convert.heads.config import read_config, target_heads
 from gqa.convert.heads.modules import Change, attention_modules, module_changes
 from gqa.convert.plan import OutputTensor, Plan, Shard

@@ -14,14 +14,7 @@ DivergedError after a loss or gradient that is not finite, and StoppedError afte
 training, the same call continues a study.
 """
 
-from gqa.checkpoint.errors import (
-    CorpusError,
-    CorruptError,
-    DivergedError,
-    OutputError,
-    RefusedError,
-    StoppedError,
-)
+from gqa.checkpoint.errors import CorpusError, CorruptError, DivergedError, OutputError, RefusedError, StoppedError
 from gqa.checkpoint.provenance import version
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions

@@ -4,15 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tiny_configs import (
-    CONFIG_MAPPING,
-    FAMILIES,
-    KV,
-    LENGTH,
-    MIXED,
-    Tiny,
-    tiny_model,
-)
+from tiny_configs import CONFIG_MAPPING, FAMILIES, KV, LENGTH, MIXED, Tiny, tiny_model
 
 from gqa.convert.heads.families.table import NESTED as OWNERS
 

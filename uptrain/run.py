@@ -29,15 +29,7 @@ from gqa.checkpoint.provenance import (
     versions,
 )
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
-from gqa.checkpoint.write import (
-    OutputDirectory,
-    copy_file,
-    copy_range,
-    finite,
-    require_space,
-    write_tensor,
-    write_text,
-)
+from gqa.checkpoint.write import OutputDirectory, copy_file, copy_range, finite, require_space, write_tensor, write_text
 from gqa.uptrain.loop import TrainingProgress, train, warmup_steps
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.weights import gather, merge_adapters

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 
 from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import RefusedError
-from gqa.corpus.sources import (
-    Source,
-    is_below,
-    is_self,
-    parse_self,
-    parse_source,
-    row_digest,
-)
+from gqa.corpus.sources import Source, is_below, is_self, parse_self, parse_source, row_digest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,13 +18,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model, load_tokenizer, native_bfloat16
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.merge.self_samples import (
-    SampledBlocks,
-    derive_seed,
-    samples,
-    samples_identity,
-    store_batches,
-)
+from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, samples, samples_identity, store_batches
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import Source, row_digest
 from gqa.corpus.tokens import Ints, check_ids
