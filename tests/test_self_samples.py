@@ -19,7 +19,7 @@ from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.options import CalibrationText
-from gqa.convert.merge.self_samples import Draw, PreallocatedLayer, SampledBlocks, sampled_blocks, samples
+from gqa.convert.merge.self_samples import Draw, PreallocatedLayer, SampledBlocks, attend_one, sampled_blocks, samples
 from gqa.corpus.sources import SelfText, is_self, parse_self
 from gqa.eval.recall import SAMPLES, self_samples
 from gqa.eval.subjects import Subject
@@ -285,3 +285,34 @@ def test_what_cannot_be_sampled_from() -> None:
     model.forward = None  # nothing can be called
     with pytest.raises(RefusedError, match="cannot be sampled from, 2 sequences of 4 tokens at a time: "):
         samples(model, 4, seed=0, batch=2)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("mask", ["none", "allowed", "added", "heads"])
+def test_one_query_attends_as_in_torch(groups: int, mask: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 6, 1, 8), torch.randn(3, groups, 5, 8), torch.randn(3, groups, 5, 4)
+    given = {
+        "none": None,
+        "allowed": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 1, 1]]).bool()[:, None, None],
+        "added": torch.randn(3, 1, 1, 5),
+        "heads": torch.randn(3, 6, 1, 5),
+    }[mask]
+    for scaling in (None, 0.3):
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, k.repeat_interleave(6 // groups, 1), v.repeat_interleave(6 // groups, 1), given, scale=scaling
+        )
+        torch.testing.assert_close(attend_one(q, k, v, given, scaling), expected.transpose(1, 2))
+
+
+def test_a_model_attends_as_before_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after what fails; while it writes, queries attend one by one."""
+    model, single = load(SOURCE), []
+    monkeypatch.setattr(module, "attend_one", lambda *given: single.append(0) or attend_one(*given))
+    samples(model, 4, seed=0, batch=1)
+    assert len(single) == 3 * model.config.num_hidden_layers
+    assert model.config._attn_implementation == "sdpa"
+    model.forward = None  # nothing can be called
+    with pytest.raises(RefusedError, match="cannot be sampled from"):
+        samples(model, 4, seed=0, batch=1)
+    assert model.config._attn_implementation == "sdpa"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,19 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import sdpa_mask
 
+from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import FILLED, cache_name, free_memory, load_tokenizer, native_bfloat16
 from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config
+from gqa.convert.merge.layerwise import attend_sdpa, register
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.tokens import MIX, Block, Ints, first_token, mixed
 
@@ -194,9 +198,7 @@ def samples(
     batch *= len(seeds)
     prompt = torch.full((batch, 1), start, device=model.device)
     try:
-        # No cuDNN kernels: they are compiled for each length.
-        backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        with sdpa_kernel(backends) if model.device.type == "cuda" else nullcontext():
+        with _fast_attention(model):
             inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
             if encoder_inputs is not None:
                 inputs = {**encoder_inputs, "decoder_input_ids": prompt}
@@ -245,11 +247,13 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
         first, states = self.get_seq_length(), (key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(*states)
-            self._buffers = [new.new_empty(*new.shape[:2], self._length, new.shape[3]) for new in states]
+            self._buffers = [new.new_zeros(*new.shape[:2], self._length, new.shape[3]) for new in states]
         end = first + key_states.shape[2]
         for buffer, new in zip(self._buffers, states, strict=True):
             buffer[:, :, first:end] = new
         self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        for part, buffer in zip((self.keys, self.values), self._buffers, strict=True):
+            part.buffer = buffer  # type: ignore[attr-defined]
         return self.keys, self.values
 
 
@@ -261,3 +265,45 @@ def _cache(model: Any, length: int) -> dict[str, Any]:
         return {}
     cache.layers = [PreallocatedLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return {cache_name(model): cache}
+
+
+@contextmanager
+def _fast_attention(model: Any) -> Iterator[None]:
+    """Within the block: on CPUs `attend_one`, four times as fast as torch's kernel for one query in bfloat16; on CUDA
+    no cuDNN kernels, which are compiled for each length.
+    """
+    if model.device.type == "cuda":
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            yield
+    elif model.device.type == "cpu" and attention_name(model) == "sdpa":
+        model.set_attn_implementation("gqa_steps")
+        try:
+            yield
+        finally:
+            model.set_attn_implementation("sdpa")
+    else:
+        yield
+
+
+def _attend_steps(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    if q.shape[2] > 1 or any(options.get(name) is not None for name in ("position_bias", "softcap", "cache")):
+        return attend_sdpa(module, q, k, v, mask, **options)
+    return attend_one(q, k, v, mask, options.get("scaling"))
+
+
+register("gqa_steps", _attend_steps, sdpa_mask)
+
+
+def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None) -> Tensor:
+    """(B, H, 1, d) queries, (B, G, T, d) keys, (B, G, T, e) values, a mask (B, 1 or H, 1, T) -> (B, 1, H, e)."""
+    groups, scaling = key.shape[1], query.shape[-1] ** -0.5 if scaling is None else scaling
+    length = key.shape[2]
+    # matmul would copy the slice, so multiply the whole buffer; its rest is zero.
+    key, value = (getattr(states, "buffer", states) for states in (key, value))
+    scores = ((query.unflatten(1, (groups, -1)).squeeze(3) * scaling) @ key.mT)[..., :length]  # (B, G, H / G, T)
+    if mask is not None:
+        shared = mask if mask.shape[1] == 1 else mask.unflatten(1, (groups, -1)).squeeze(3)
+        scores = scores.masked_fill(~shared, -torch.inf) if mask.dtype == torch.bool else scores + shared
+    attention = pad(scores.softmax(-1, dtype=torch.float32).to(value.dtype), (0, value.shape[2] - length))
+    output: Tensor = attention @ value
+    return output.flatten(1, 2)[:, None]
