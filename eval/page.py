@@ -53,7 +53,7 @@ class Table:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Wrap at the terminal's width, indenting all lines but the first; "95 %" is not split."""
+    """Wrap at WIDTH, indenting all lines but the first; "95 %" is not split."""
     lines = textwrap.wrap(text.replace(" %", "\xa0%"), WIDTH, subsequent_indent=indent, break_on_hyphens=False)
     return "\n".join(lines).replace("\xa0", " ")
 
