@@ -36,10 +36,10 @@ def copy(source: Path, out: Path, groups: int) -> Callable[[], None]:
     return run
 
 
-def convert(source: Path, out: Path, groups: int, *more: str) -> Callable[[], None]:
+def convert(source: Path, out: Path, groups: int) -> Callable[[], None]:
     words = "--method", "mean", "--quiet", "--overwrite", "--groups"
     run_command("convert", str(EMBEDDED), *words, "2", "-o", str(out.with_name("small")))  # imports what it needs
-    return lambda: run_command("convert", str(source), *words, str(groups), "-o", str(out), *more)
+    return lambda: run_command("convert", str(source), *words, str(groups), "-o", str(out))
 
 
 def script(source: Path, out: Path, groups: int) -> Callable[[], None]:
@@ -60,14 +60,14 @@ def script(source: Path, out: Path, groups: int) -> Callable[[], None]:
     return run
 
 
-def check_equal(one: Path, other: Path) -> None:
+def check_equal(first: Path, second: Path) -> None:
     """Raise AssertionError unless all tensors of two results have the same bits."""
     from gqa.checkpoint.read import read_checkpoint
 
-    ours, theirs = read_checkpoint(one), read_checkpoint(other)
-    assert ours.tensors.keys() == theirs.tensors.keys()
-    for name, spec in ours.tensors.items():
-        assert ours.read(spec).equal(theirs.read(theirs.tensors[name])), name
+    left, right = read_checkpoint(first), read_checkpoint(second)
+    assert left.tensors.keys() == right.tensors.keys()
+    for name, spec in left.tensors.items():
+        assert left.read(spec).equal(right.read(right.tensors[name])), name
 
 
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
@@ -90,15 +90,13 @@ def main(layers: int, groups: int, repeats: int, json_file: Path | None) -> None
                     while stream.read(8 * MIB):
                         pass
 
-        def keep(name: str) -> None:
-            if name in ("gqa-convert", "transformers") and not (kept := out.with_name(name)).exists():
-                out.rename(kept)
+        def store_first(name: str) -> None:
+            if not out.with_name(name).exists():
+                out.rename(out.with_name(name))
 
-        fixed = source, out, groups
-        contestants = {
-            "cp -r": (copy, *fixed), "gqa-convert": (convert, *fixed), "transformers": (script, *fixed),
-        }  # fmt: skip
-        rows = report(rounds(contestants, repeats, settle, keep), "cp -r")
+        functions = {"cp -r": copy, "gqa-convert": convert, "transformers": script}
+        contestants = {name: (function, source, out, groups) for name, function in functions.items()}
+        rows = report(rounds(contestants, repeats, settle, store_first), "cp -r")
         check_equal(out.with_name("gqa-convert"), out.with_name("transformers"))
     print("both results are bit-identical")
     write_json(rows, json_file)

@@ -3,9 +3,9 @@
     python benchmarks/evaluate.py                       # a random model of SmolLM2-135M's shape, 49,152 tokens wide
     python benchmarks/evaluate.py --model examples/stdlib-mha --windows 160
 
-All score the same held-out text with the same model, batch and number of threads, each as a process of its own in every
-round. `bare forward` computes logits and throws them away: what no evaluator can be faster than while it uses that
-forward. Memory is above what it was with the model loaded.
+All score the same held-out text with the same model in float32, batch and two threads, each as a process of its own in
+every round. `bare forward` computes logits and drops them: no evaluator that uses that forward can be faster. Memory
+is above what it was with the model loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from harness import JSON_OPTION, report, rounds, write_json, write_random
+from harness import JSON_OPTION, SHAPES, report, rounds, write_json, write_random
 
 
 def load(options: dict[str, Any]) -> tuple[Any, Any, str, Any]:
@@ -29,32 +29,27 @@ def load(options: dict[str, Any]) -> tuple[Any, Any, str, Any]:
     from gqa.corpus.stdlib import stdlib_texts
     from gqa.eval.text import make_text, text_windows
 
-    torch.set_num_threads(options["threads"])
-    model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=getattr(torch, options["dtype"])).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options["model"])
+    torch.set_num_threads(2)
+    model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float32).eval()
+    tokenizer, context = AutoTokenizer.from_pretrained(options["model"]), options["context"]
     joined = "\n\n".join(stdlib_texts("heldout"))
     ids = tokenizer(joined, add_special_tokens=False, verbose=False)["input_ids"]
-    text = tokenizer.decode(ids[: options["windows"] * options["context"]])
-    return (
-        model,
-        tokenizer,
-        text,
-        make_text(text_windows([text], tokenizer, options["context"]), "rolling", options["context"]),
-    )
+    text = tokenizer.decode(ids[: options["windows"] * context])
+    return model, tokenizer, text, make_text(text_windows([text], tokenizer, context), "rolling", context).windows
 
 
 def bare_forward(options: dict[str, Any]) -> Callable[[], None]:
     import torch
 
-    model, _, _, cut = load(options)
+    model, _, _, windows = load(options)
     size = options["batch_size"]
 
     @torch.inference_mode()
     def run() -> None:
-        for start in range(0, len(cut.windows), size):
-            windows = cut.windows[start : start + size]
-            longest = max(len(window.ids) for window in windows)
-            rows = [[*window.ids, *[0] * longest][: longest - 1] for window in windows]
+        for start in range(0, len(windows), size):
+            batch = windows[start : start + size]
+            longest = max(len(window.ids) for window in batch)
+            rows = [[*window.ids, *[0] * longest][: longest - 1] for window in batch]
             model(input_ids=torch.tensor(rows), use_cache=False)
 
     return run
@@ -64,9 +59,9 @@ def ours(options: dict[str, Any]) -> Callable[[], float]:
     from gqa.corpus.likelihood import ChunkedHead
     from gqa.eval.scoring import score
 
-    model, _, _, cut = load(options)
+    model, _, _, windows = load(options)
     head = ChunkedHead(model)
-    return lambda: float(score(head, cut.windows, batch_size=options["batch_size"])["nats"].sum(dtype="float64"))
+    return lambda: float(score(head, windows, batch_size=options["batch_size"])["nats"].sum(dtype="float64"))
 
 
 def harness(options: dict[str, Any], batch_size: int) -> Callable[[], float]:
@@ -84,13 +79,11 @@ def harness(options: dict[str, Any], batch_size: int) -> Callable[[], float]:
 @click.option("--windows", default=64, help="Windows of text to score.")
 @click.option("--context", default=512)
 @click.option("--batch-size", default=8, help="Windows.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32")
-@click.option("--threads", default=2)
 @click.option("--repeats", default=5)
 @JSON_OPTION
 def main(json_file: Path | None, repeats: int, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        options["model"] = str(options["model"] or write_random(Path(scratch), "135m-mha"))
+        options["model"] = str(options["model"] or write_random(Path(scratch), SHAPES["135m"]))
         contestants = {
             "gqa-eval": (ours, options), "bare forward": (bare_forward, options),
             "lm_eval, same batch": (harness, options, options["batch_size"]), "lm_eval, default": (harness, options, 1),

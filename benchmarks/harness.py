@@ -1,4 +1,4 @@
-"""What the benchmarks share: processes that take turns, their time and memory, random models, how figures are kept."""
+"""What the benchmarks share: processes that take turns, their time and memory, random models, files of figures."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import click
 ROOT = Path(__file__).parents[1]
 EMBEDDED = ROOT / "examples" / "stdlib-mha"
 MIB = 1 << 20
+SAMPLE_SECONDS = 0.003
+JSON_OPTION = click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 
 
 class Shape(NamedTuple):
@@ -35,15 +37,10 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "135m": Shape(576, 1536, 30, 9, 3, 49152, True),  # SmolLM2-135M
-    "135m-mha": Shape(576, 1536, 30, 9, 9, 49152, True),
-    "1.1b": Shape(2048, 5632, 22, 32, 4, 32000),  # TinyLlama
+    "135m": Shape(576, 1536, 30, 9, 9, 49152, True),  # SmolLM2-135M, with as many KV heads as query heads
     "1.3b": Shape(2048, 5504, 24, 16, 16, 32000),
     "llama-7b": Shape(4096, 11008, 32, 32, 32, 32000),
-    "llama-7b-4": Shape(4096, 11008, 4, 32, 32, 32000, True),  # four of its layers
 }
-SAMPLE_SECONDS = 0.003
-JSON_OPTION = click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 
 
 def write_json(figures: Any, file: Path | None) -> None:
@@ -52,7 +49,7 @@ def write_json(figures: Any, file: Path | None) -> None:
 
 
 def random_llama(shape: Shape, dtype: str = "float32", device: str = "cpu", **options: Any) -> Any:
-    """A random model, made on the device."""
+    """A random model, created on the device."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -67,16 +64,16 @@ def random_llama(shape: Shape, dtype: str = "float32", device: str = "cpu", **op
         return LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype), **options)
 
 
-def write_random(directory: Path, shape: str | Shape, dtype: str = "float32", device: str = "cpu") -> str:
-    """A checkpoint of a random Llama with the embedded tokenizer, whose ids it can all predict."""
-    random_llama(SHAPES[shape] if isinstance(shape, str) else shape, dtype, device).save_pretrained(directory)
+def write_random(directory: Path, shape: Shape, dtype: str = "float32", device: str = "cpu") -> str:
+    """Write a random Llama with the embedded tokenizer, whose ids it can all predict. Returns the directory."""
+    random_llama(shape, dtype, device).save_pretrained(directory)
     for file in EMBEDDED.glob("*token*"):
         shutil.copyfile(file, directory / file.name)
     return str(directory)
 
 
 def run_command(module: str, *words: str) -> None:
-    """The command gqa-MODULE in this process. Raises RuntimeError where it fails."""
+    """Run the command gqa-MODULE in this process. Raises RuntimeError if it fails."""
     arguments, sys.argv = sys.argv, [f"gqa-{module}", *words]
     try:
         import_module(f"gqa.{module}.cli").main()
@@ -95,22 +92,19 @@ class Run(NamedTuple):
     memory_bytes: int
 
 
-def run_alone(
-    prepare: Callable[..., Callable[[], Any]], *arguments: Any, before: Callable[[], None] | None = None
-) -> Run:
+def run_alone(prepare: Callable[..., Callable[[], Any]], *arguments: Any, before: Callable[[], None]) -> Run:
     """Time what `prepare(*arguments)` returns, in a process of its own that has imported and loaded what it needs.
 
     `before` is called here when it is ready. Its memory is read from here, where its own work cannot hold the reader
     up; pages of files, which vanish when somebody needs memory, do not count.
     """
     context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, prepare, *arguments), daemon=True)
+    pipe, child_end = context.Pipe()
+    process = context.Process(target=_serve, args=(child_end, prepare, *arguments), daemon=True)
     process.start()
-    theirs.close()
+    child_end.close()
     pipe.recv()
-    if before:
-        before()
+    before()
     start = peak = anonymous_bytes(process.pid)
     pipe.send(None)
     while not pipe.poll(SAMPLE_SECONDS):
@@ -139,14 +133,14 @@ def anonymous_bytes(process: int | None) -> int:
 
 
 def rounds(
-    contestants: Mapping[str, tuple[Any, ...]], count: int, before: Callable[[], None] | None = None,
+    contestants: Mapping[str, tuple[Any, ...]], count: int, before: Callable[[], None] = lambda: None,
     after: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[Run]]:  # fmt: skip
     """Run all in turns, in another order in each round, so that other work on the machine hits all alike."""
     runs: dict[str, list[Run]] = {name: [] for name in contestants}
     for number in range(count):
-        names = [*contestants][number % len(contestants) :] + [*contestants][: number % len(contestants)]
-        for name in names:
+        first = number % len(contestants)
+        for name in [*contestants][first:] + [*contestants][:first]:
             runs[name].append(run_alone(*contestants[name], before=before))
             after(name)
             print(f"  round {number + 1}  {name:24}{runs[name][-1].seconds:8.2f} s", flush=True)
@@ -157,12 +151,12 @@ def report(runs: Mapping[str, Sequence[Run]], baseline: str, tokens: int | None 
     """Print and return a row for each: times, the median over rounds of the time by the baseline's, and memory."""
     rows = []
     print(f"\n{'':24}{'median':>10}{'min - max':>18}{f'of {baseline}':>24}{'memory':>12}")
-    for name, own in runs.items():
-        seconds = [run.seconds for run in own]
-        ratio = statistics.median(a.seconds / b.seconds for a, b in zip(own, runs[baseline], strict=True))
-        row = {"name": name, "seconds": seconds, "ratio": ratio, "memory_bytes": max(run.memory_bytes for run in own)}
-        rows.append(row)
+    for name, entries in runs.items():
+        seconds = [run.seconds for run in entries]
+        ratio = statistics.median(a.seconds / b.seconds for a, b in zip(entries, runs[baseline], strict=True))
+        memory = max(run.memory_bytes for run in entries)
+        rows.append({"name": name, "seconds": seconds, "ratio": ratio, "memory_bytes": memory})
         speed = f"{tokens / statistics.median(seconds):10,.0f} tokens/s" if tokens else ""
         print(f"{name:24}{statistics.median(seconds):8.2f} s{min(seconds):8.2f} - {max(seconds):5.2f} s{ratio:24.3f}"
-              f"{row['memory_bytes'] / MIB:8,.0f} MiB{speed}")  # fmt: skip
+              f"{memory / MIB:8,.0f} MiB{speed}")  # fmt: skip
     return rows

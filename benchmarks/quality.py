@@ -9,6 +9,7 @@ first of a file, evenly spaced ones of stdlib:heldout, or samples of the model (
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 import tempfile
@@ -34,8 +35,8 @@ def windows_of(text: str, model: str, count: int, length: int) -> Any:
     if text == "self":
         return samples(load_model(model, dtype="float32"), length, seed=1, batch=count)
     tokenizer, spread = AutoTokenizer.from_pretrained(model), text == "stdlib:heldout"
-    read = "\n\n".join(stdlib_texts("heldout")) if spread else Path(text).read_text("utf-8")
-    windows = torch.tensor(tokenizer(read, add_special_tokens=False, verbose=False)["input_ids"])
+    content = "\n\n".join(stdlib_texts("heldout")) if spread else Path(text).read_text("utf-8")
+    windows = torch.tensor(tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"])
     windows = windows[: len(windows) // length * length].view(-1, length)
     if len(windows) < count:
         raise click.UsageError(f"{text} has {len(windows)} windows of {length} tokens; give fewer --windows")
@@ -69,23 +70,24 @@ def main(
     model: str, groups: tuple[int, ...], methods: tuple[str, ...], texts: tuple[str, ...], windows: int, length: int,
     options: str, json_file: Path | None,
 ) -> None:  # fmt: skip
-    read = {text: windows_of(text, model, windows, length) for text in texts}
-    base = {text: nats(model, ids) for text, ids in read.items()}
+    windows_by_text = {text: windows_of(text, model, windows, length) for text in texts}
+
+    def measure(directory: str) -> dict[str, float]:
+        return {text: nats(directory, ids) for text, ids in windows_by_text.items()}
+
+    base, rows = measure(model), list[dict[str, Any]]()
     for text, value in base.items():
         print(f"{text}: base model {value:.4f} nats, perplexity {math.exp(value):.2f}")
-    rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        for kept in groups:
-            for method in methods:
-                words = [model, "--groups", str(kept), "--method", method, "--dtype", "float32", "-o", f"{scratch}/out"]
-                started = time.perf_counter()
-                more = shlex.split(options) if method in ("calibrated", "refined") else []
-                run_command("convert", *words, "--overwrite", "--quiet", *more)
-                row: dict[str, Any] = {"groups": kept, "method": method, "seconds": time.perf_counter() - started}
-                rows.append(row | {"nats": {text: nats(f"{scratch}/out", ids) for text, ids in read.items()}})
-                told = "".join(f"{math.exp(value):10,.2f} (x{math.exp(value - base[text]):.3g})"
-                               for text, value in rows[-1]["nats"].items())  # fmt: skip
-                print(f"{kept:3} heads  {method:12}{row['seconds']:8.1f} s{told}", flush=True)
+        for kv_heads, method in itertools.product(groups, methods):
+            words = [model, "--groups", str(kv_heads), "--method", method, "--dtype", "float32", "-o", f"{scratch}/out"]
+            words += shlex.split(options) if method in ("calibrated", "refined") else []
+            started = time.perf_counter()
+            run_command("convert", *words, "--overwrite", "--quiet")
+            seconds, losses = time.perf_counter() - started, measure(f"{scratch}/out")
+            rows.append({"groups": kv_heads, "method": method, "seconds": seconds, "nats": losses})
+            ratios = "".join(f"{math.exp(losses[t]):10,.2f} (x{math.exp(losses[t] - base[t]):.3g})" for t in losses)
+            print(f"{kv_heads:3} heads  {method:12}{seconds:8.1f} s{ratios}", flush=True)
     write_json({"base": base, "rows": rows}, json_file)
 
 

@@ -1,18 +1,16 @@
 """gqa-uptrain's loop beside transformers' Trainer and a bare PyTorch loop: tokens a second and peak memory in one run.
 
-    python benchmarks/uptrain.py                      # CPU: the embedded model with 2 KV heads; GPU: a Llama of 1.1B
-    python benchmarks/uptrain.py --shape 135m --batch-size 2 --context 256 --steps 3
+    python benchmarks/uptrain.py                      # the embedded model with 2 KV heads
     python benchmarks/uptrain.py --model MODEL-gqa8 --context 2048
 
-All train the same weights on the same blocks with AdamW (fused), the same batch, precision and number of threads, each
-as a process of its own in every round. The first steps are not timed, nor is saving. `bare loop` is forward with all
-logits, cross-entropy, backward and the optimiser's step: no clipping, no log, no schedule. That all compute the same is
-seen from the loss of the first step.
+All train the same weights on the same blocks with AdamW (fused), the same batch, in bfloat16, with two threads, each as
+a process of its own in every round. The first steps are not timed, nor is saving: times are of a step. `bare loop` is
+forward with all logits, cross-entropy, backward and the optimiser's step: no clipping, no log, no schedule. That all
+compute the same is seen from the loss of the first step.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from typing import Any
 
 import click
 import torch
-from harness import EMBEDDED, JSON_OPTION, MIB, SHAPES, rounds, write_json, write_random
+from harness import EMBEDDED, JSON_OPTION, report, rounds, write_json
 from torch.nn.functional import cross_entropy
 
 RATE, WARM_UP = 1e-4, 2
@@ -54,12 +52,12 @@ def prepare(options: dict[str, Any]) -> Any:
     logging.set_verbosity_error()
     chosen = TrainOptions(
         model=options["model"], output=Path(tempfile.mkdtemp(dir=options["scratch"])) / "out", data=("stdlib:train",),
-        context=options["context"], batch_size=options["batch_size"], precision=options["precision"],
+        context=options["context"], batch_size=options["batch_size"], precision="bfloat16",
         steps=WARM_UP + options["steps"], learning_rate=RATE, schedule="constant", train="all", teacher="none",
     )  # fmt: skip
     setup = prepared(chosen)
     setup = replace(setup, dataloader=replace(setup.dataloader, heldout=[]))
-    torch.set_num_threads(options["threads"])  # after accelerate, which sets its own
+    torch.set_num_threads(2)  # after accelerate, which sets its own
     return setup
 
 
@@ -106,14 +104,8 @@ def trainer(options: dict[str, Any]) -> Callable[[], Any]:
     from transformers import Trainer, TrainingArguments
 
     setup, clock = prepare(options), Clock()
-    blocks = setup.dataloader.blocks
 
-    class InOrder(Trainer):  # type: ignore[misc]
-        """Reads the blocks in their order, as the others do."""
-
-        def _get_train_sampler(self, *args: Any) -> Any:
-            return torch.utils.data.SequentialSampler(blocks)
-
+    class Timed(Trainer):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().training_step(*args, **kwargs).detach()
             clock.tick(loss)
@@ -126,13 +118,14 @@ def trainer(options: dict[str, Any]) -> Callable[[], Any]:
     arguments = TrainingArguments(
         output_dir=options["scratch"], per_device_train_batch_size=setup.micro_batch, max_steps=setup.dataloader.steps,
         learning_rate=RATE, lr_scheduler_type="constant", adam_beta2=0.95, weight_decay=0.1, optim="adamw_torch_fused",
-        bf16=options["precision"] == "bfloat16", save_strategy="no", report_to="none", disable_tqdm=True,
+        bf16=True, save_strategy="no", report_to="none", disable_tqdm=True,
         use_cpu=not torch.accelerator.is_available(), dataloader_pin_memory=False, logging_strategy="no",
+        train_sampling_strategy="sequential",
     )  # fmt: skip
-    made = InOrder(model=setup.model, args=arguments, train_dataset=blocks, data_collator=collate)
+    training = Timed(model=setup.model, args=arguments, train_dataset=setup.dataloader.blocks, data_collator=collate)
 
     def run() -> tuple[float, float]:
-        made.train()
+        training.train()
         return clock.result()
 
     return run
@@ -140,38 +133,26 @@ def trainer(options: dict[str, Any]) -> Callable[[], Any]:
 
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--model", type=click.Path(exists=True), help="A checkpoint.  [default: the embedded one -> 2 KV heads]")
-@click.option("--shape", type=click.Choice(list(SHAPES)), help="A random model instead.  [default on a GPU: 1.1b]")
-@click.option("--context", type=int, help="[default: 512; on a GPU 2048]")
+@click.option("--context", default=512, help="Tokens of a block.")
 @click.option("--batch-size", default=8, help="Blocks of a step.")
-@click.option("--precision", type=click.Choice(["float32", "bfloat16"]), default="bfloat16")
 @click.option("--steps", default=8, help="Steps that are timed.")
-@click.option("--threads", default=2)
 @click.option("--repeats", default=3)
 @JSON_OPTION
-def main(repeats: int, shape: str | None, json_file: Path | None, **options: Any) -> None:
-    gpu = torch.accelerator.is_available()
-    options["context"] = options["context"] or (2048 if gpu else 512)
+def main(repeats: int, json_file: Path | None, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         options["scratch"] = scratch
         if options["model"] is None:
-            options["model"] = str(Path(scratch) / (shape or "model"))
-            if shape or gpu:
-                write_random(Path(options["model"]), shape or "1.1b")
-            else:
-                from gqa.convert.api import convert_checkpoint
+            from gqa.convert.api import convert_checkpoint
 
-                convert_checkpoint(EMBEDDED, 2, Path(options["model"]), method="mean")
+            options["model"] = f"{scratch}/model"
+            convert_checkpoint(EMBEDDED, 2, Path(options["model"]), method="mean")
         contestants = {"gqa-uptrain": ours, "Trainer": trainer, "bare loop": bare_loop}
-        runs = rounds({name: (make, options) for name, make in contestants.items()}, repeats)
-    tokens, rows = options["batch_size"] * options["context"], {}
-    for name, own in runs.items():
-        ratio = statistics.median(a.value[1] / b.value[1] for a, b in zip(own, runs["gqa-uptrain"], strict=True))
-        rate = tokens / statistics.median(run.value[1] for run in own)
-        memory = max(run.memory_bytes for run in own)
-        rows[name] = {"tokens_per_second": rate, "ratio": ratio, "memory_bytes": memory, "loss": own[0].value[0]}
-        print(f"{name:12}{rate:10,.0f} tokens/s{ratio:8.3f} of gqa-uptrain's time{memory / MIB:8,.0f} MiB"
-              f"   first loss {own[0].value[0]:.6f}")  # fmt: skip
-    write_json({"options": options, "rows": rows}, json_file)
+        runs = rounds({name: (contestant, options) for name, contestant in contestants.items()}, repeats)
+    losses = {name: entries[0].value[0] for name, entries in runs.items()}
+    of_steps = {name: [run._replace(seconds=run.value[1]) for run in entries] for name, entries in runs.items()}
+    rows = report(of_steps, "gqa-uptrain", options["batch_size"] * options["context"])
+    print("first losses", "  ".join(f"{loss:.6f}" for loss in losses.values()))
+    write_json({"options": options, "rows": rows, "losses": losses}, json_file)
 
 
 if __name__ == "__main__":
