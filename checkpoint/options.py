@@ -17,8 +17,8 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from fractions import Fraction
 from functools import cache
@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 import click
 
 from gqa.checkpoint.console import CONTEXT_SETTINGS, version_option
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError
 
 T = TypeVar("T")
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -250,7 +250,43 @@ class Options:
 
 
 def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    """The option of a field."""
+    return "--" + ("groups" if name == "kv_heads" else name).replace("_", "-")
+
+
+def name_parameters(message: str, command: type) -> str:
+    """A message to Python callers: `kv_heads=3` instead of `--groups 3`, `overwrite=True` instead of `--overwrite`,
+    `output` instead of `-o`.
+    """
+    names = {word: one.name for one in fields(command) for word in (flag(one.name), one.metadata["short"]) if word}
+
+    def name_parameter(match: re.Match[str]) -> str:
+        word, rest = match.groups(default="")
+        name = names.get(word.replace("--no-", "--"))
+        if name is None:  # of another command
+            return word[2:].replace("-", "_") + rest
+        kind, several = _types(command)[name]
+        if isinstance(kind, _Flag):
+            return f"{name}={word in names}{rest}"
+        if rest.isupper():  # --groups G
+            return f"{name}={rest[1:]}"
+        with suppress(click.BadParameter):
+            if not isinstance(kind._kind if isinstance(kind, Several) else kind, Text):
+                value = kind.convert(rest[1:], None, None)
+                return f"{name}={value[0] if several and len(value) == 1 else value!r}"
+        return name + rest if word.startswith("--") else f"{name}=...{rest}"
+
+    return re.sub(rf"(?<![\w-])(--[a-z][a-z-]+|{'|'.join(names)})\b( [\w.,]*\w)?", name_parameter, message)
+
+
+@contextmanager
+def parameters_in_errors(command: type) -> Iterator[None]:
+    """Errors of the block are for Python callers."""
+    try:
+        yield
+    except (RefusedError, OutputError, DivergedError) as error:
+        error.args = (name_parameters(str(error), command),)
+        raise
 
 
 def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:

@@ -103,7 +103,7 @@ class OutputDirectory:
             shutil.rmtree(self._old, ignore_errors=True)
         if isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutputError(
-                f"no space left for {self.out}: nothing was kept; free some space or give another output with -o"
+                f"no space left for {self.out}: nothing was kept; free some space or give another directory with -o"
             ) from value
 
     def _restore(self) -> None:
@@ -131,13 +131,13 @@ class OutputDirectory:
         if not self.out.exists():
             return
         if not self.out.is_dir():
-            raise RefusedError(f"{self.out} exists and is not a directory; give another output with -o")
+            raise RefusedError(f"{self.out} exists and is not a directory; give another directory with -o")
         if any(self.out.iterdir()) and not self._overwrite:
-            raise RefusedError(f"{self.out} exists; choose another output with -o, or replace it with --overwrite")
+            raise RefusedError(f"{self.out} exists; choose another directory with -o, or replace it with --overwrite")
         if others := _unlisted_files(self.out, self._records):
             raise RefusedError(
                 f"{self.out} holds {listing(others, 3)}, which --overwrite will not remove: no {self._records} lists "
-                "it as part of a result; move it away or give another output with -o"
+                "it as part of a result; move it away or give another directory with -o"
             )
 
 
@@ -175,7 +175,7 @@ def require_space(needed: int, out: Path) -> None:
     if (free := shutil.disk_usage(place).free) < needed:
         raise OutputError(
             f"no space left: the result takes {needed:,} bytes, {free:,} are free at {place}; free some space or give "
-            "another output with -o"
+            "another directory with -o"
         )
 
 
@@ -186,7 +186,7 @@ def _system_errors(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"cannot write beside {out}: {error.strerror or error}; give another output with -o"
+            f"cannot write beside {out}: {error.strerror or error}; give another directory with -o"
         ) from error
 
 

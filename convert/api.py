@@ -11,6 +11,7 @@ from typing import Any
 
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.hub import beside, fetch_weights, open_model
+from gqa.checkpoint.options import parameters_in_errors
 from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, require_space, write_text
@@ -48,8 +49,8 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     options.check()
     checkpoint = open_model(options.model, options.revision, headers_only=True, or_weights=not options.dry_run)
     if not options.kv_budget:
-        assert options.groups is not None
-        return _plan(checkpoint, options.groups, options)
+        assert options.kv_heads is not None
+        return _plan(checkpoint, options.kv_heads, options)
     from gqa.convert.merge.budget import heads_within, uneven
 
     share, ranks, maps = options.kv_budget, options.tensor_parallel, options.maps()
@@ -132,14 +133,15 @@ def output_of(options: ConvertOptions, plan: Plan) -> Path:
     return beside(plan.checkpoint.hub_id or options.model, suffix)
 
 
-def plan_conversion(model: str | os.PathLike[str], groups: Groups, **options: Any) -> Plan:
+def plan_conversion(model: str | os.PathLike[str], kv_heads: Groups, **options: Any) -> Plan:
     """The plan of `--dry-run`; `options` are fields of `ConvertOptions`. Raises what `prepare` raises."""
-    return prepare(ConvertOptions(model=os.fspath(model), groups=groups, dry_run=True, **options))
+    with parameters_in_errors(ConvertOptions):
+        return prepare(ConvertOptions(model=os.fspath(model), kv_heads=kv_heads, dry_run=True, **options))
 
 
 def convert_checkpoint(
     model: str | os.PathLike[str],
-    groups: Groups,
+    kv_heads: Groups,
     out: str | os.PathLike[str] | None = None,
     *,
     calibration: MapsOptions | None = None,
@@ -147,5 +149,5 @@ def convert_checkpoint(
     **options: Any,
 ) -> Conversion:
     """`prepare`, then `convert`; `options` are fields of `ConvertOptions`."""
-    settings = ConvertOptions(model=os.fspath(model), groups=groups, output=Path(out) if out else None, **options)
+    settings = ConvertOptions(model=os.fspath(model), kv_heads=kv_heads, output=Path(out) if out else None, **options)
     return convert(prepare(settings), settings, calibration=calibration, jobs=jobs)

@@ -21,7 +21,7 @@ class ConvertOptions(Options):
 
     # fmt: off
     model: str = option(MISSING, argument="MODEL")
-    groups: int | tuple[int, ...] | None = option(
+    kv_heads: int | tuple[int, ...] | None = option(
         None, "Key/value heads of the result: a divisor of the model's own, or a multiple to expand; or one number for "
         "each layer, 3,1,1,3, or a file of them.", KVHeads(), short="-g", metavar="G")
     kv_budget: float | None = option(
@@ -91,7 +91,7 @@ class ConvertOptions(Options):
     def check(self) -> None:
         """Raises RefusedError where options do not go together, or the method does not use one."""
         self.check_needs()
-        if (self.groups is None) == (self.kv_budget is None):
+        if (self.kv_heads is None) == (self.kv_budget is None):
             raise RefusedError("give --groups G, or --kv-budget SHARE for a share of the KV cache; one of them")
         if self.kv_budget and self.dry_run:
             raise RefusedError("--kv-budget measures the layers of a model, --dry-run runs none; leave one of them out")

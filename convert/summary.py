@@ -138,7 +138,7 @@ def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, A
         **{name: planned[name] for name in ("model_type", "family")},
         "options": {
             **request.get("options", {}),
-            "groups": plan.groups,
+            "kv_heads": plan.groups,
             "method": plan.method,
             "seed": plan.merging.seed if plan.merging.how.redraws and plan.method == plan.merging.method else None,
             "dtype": plan.dtype,

@@ -25,7 +25,7 @@ def study(output: Path) -> gqa.Study:
     """Calibrated on 16,384 tokens, refined for 50 steps a layer: a fraction of the defaults, as is the training."""
     print(f"{', '.join(METHODS)}; 8 heads to 2, each untrained and after {max(ALPHAS):.0%} of the data\n")
     return gqa.ablate(
-        SOURCE, data="stdlib:train", output=output, methods=METHODS, groups=[2], alphas=ALPHAS, batch_size=4,
+        SOURCE, data="stdlib:train", output=output, methods=METHODS, kv_heads=[2], alphas=ALPHAS, batch_size=4,
         precision="bfloat16", calibration_tokens=16_384, refine_steps=50, eval_tokens=16_384, overwrite=True,
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
     import gqa
 
-    small = gqa.convert_model("examples/stdlib-mha", groups=2)
+    small = gqa.convert_model("examples/stdlib-mha", kv_heads=2)
     model = small.load()
 
 Torch and transformers are imported when a function is first called. Public are the names in `__all__`, and

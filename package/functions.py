@@ -81,7 +81,7 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
         model: A directory, a hub id, a result of another function, or a loaded model, which is not changed: a copy
             is written to a temporary directory. Or all options as `ConvertOptions`.
         tokenizer: Of a loaded model; it is saved with the result.
-        options: The fields of `ConvertOptions` (`groups=2`, `method="refined"`, `data="self"` ...). Without `output`
+        options: The fields of `ConvertOptions` (`kv_heads=2`, `method="refined"`, `data="self"` ...). Without `output`
             the result of a loaded model is in a temporary directory that exists as long as the result object.
     """
     from gqa.checkpoint.console import Watcher
@@ -149,7 +149,7 @@ def ablate(model: Model | AblateOptions, *, tokenizer: Any = None, **options: An
     Args:
         model: As of `convert_model`. Or all options as `AblateOptions`.
         options: The fields of `AblateOptions` (`data="corpus.jsonl"`, `output="study"`, `methods=["mean", "aligned"]`,
-            `groups=[1, 2]`, `alphas=[0, 0.05]` ...).
+            `kv_heads=[1, 2]`, `alphas=[0, 0.05]` ...).
     """
     from gqa.eval.study.ablation import Ablation
     from gqa.eval.study.report import recommend, write_study_report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.hub import without_bars
+from gqa.checkpoint.options import parameters_in_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,8 +30,8 @@ def options_of_call(
     are copied there until the block ends. `models`: the fields that name models; the first may be a `kind` with all
     options instead.
 
-    Raises TypeError for unknown options. RefusedError names parameters, not flags of the command: `overwrite`, not
-    `--overwrite`. Meanwhile transformers logs errors only.
+    Raises TypeError for unknown options. Errors name parameters, not options of the command. Meanwhile transformers
+    logs errors only.
     """
     from transformers.utils import logging
 
@@ -65,10 +65,8 @@ def options_of_call(
             raise RefusedError("tokenizer is for models in memory, and no model is; leave it out")
         if getattr(settings, "dry_run", False):
             raise RefusedError("dry_run is for the commands; leave it out")
-        yield settings, directory
-    except RefusedError as error:
-        error.args = (re.sub(r"(?<![\w-])--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error)),)
-        raise
+        with parameters_in_errors(kind):
+            yield settings, directory
     finally:
         logging.set_verbosity(verbosity)
         without_bars.reset(bars)

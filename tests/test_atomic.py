@@ -73,7 +73,9 @@ def test_killed_at_every_change_of_a_name(runs: Runs, tmp_path: Path, overwrite:
             break
         states.append(check_stopped(out, new, old))
         if overwrite and states[-1] == "absent":
-            check_refused(run(*(word for word in words if word != "--overwrite")), "out exists; choose another output")
+            check_refused(
+                run(*(word for word in words if word != "--overwrite")), "out exists; choose another directory"
+            )
             assert check_stopped(out, new, old) == "old"
         again = words if overwrite or states[-1] == "absent" else [*words, "--overwrite"]
         following = run(*again)

@@ -267,7 +267,7 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     run(uneven, "--groups", listed, *words, "-o", tmp_path / "named")
     assert contents(tmp_path / "budget") == contents(tmp_path / "named")
     record = json.loads((tmp_path / "budget/gqa_conversion.json").read_text())
-    assert record["options"]["groups"] == [1, 4, 1, 4]
+    assert record["options"]["kv_heads"] == [1, 4, 1, 4]
 
 
 # -------------------------------------------------------------------------------------------------------- refusals

@@ -24,7 +24,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.hub import quiet
 from gqa.checkpoint.options import BYTES, Amount, Number, Several, Text, _types, read, read_amount
 from gqa.convert import cli as convert_cli
-from gqa.convert.api import convert_checkpoint, plan_conversion
+from gqa.convert.api import plan_conversion
 from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
@@ -68,7 +68,7 @@ def test_messages_name_options_that_are_there() -> None:
 @pytest.mark.parametrize(("program", "words", "name", "value"), [
     ("gqa-convert", "--tokens 64k", "tokens", 64_000),
     ("gqa-convert", "--data a.txt@2,self --data b", "data", ("a.txt@2", "self", "b")),
-    ("gqa-convert", "--groups 1,2", "groups", (1, 2)),
+    ("gqa-convert", "--groups 1,2", "kv_heads", (1, 2)),
     ("gqa-uptrain", "--tokens 1M", "tokens", 10**6),
     ("gqa-uptrain", "--data a,b@2", "data", ("text", "a", "b@2")),
     ("gqa-eval", "--memory 80GiB", "memory", 80 * 2**30),
@@ -170,12 +170,17 @@ def test_an_option_is_refused_by_the_methods_that_do_not_use_it(method: str, tmp
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"kv_budget": 0.5}, "one of them"), ({"method": "mean", "data": "notes.txt"}, "--data is not used by")],
+    [
+        ({"kv_budget": 0.5}, "give kv_heads=G, or kv_budget=SHARE for a share of the KV cache; one of them"),
+        (
+            {"method": "mean", "data": "notes.txt"},
+            "data is not used by method='mean'; it goes with method='calibrated',",
+        ),
+    ],
 )
-def test_functions_refuse_the_same_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    for function in (plan_conversion, convert_checkpoint):
-        with pytest.raises(RefusedError, match=message):
-            function(tmp_path / "nothing", 2, **options)
+def test_a_plan_refuses_the_same_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=message):
+        plan_conversion(tmp_path / "nothing", 2, **options)
 
 
 @pytest.mark.parametrize(("groups", "name"), [(2, "m-gqa2-first"), (1, "m-mqa-first"), (8, "m-gqa8"), (4, "m-gqa4")])

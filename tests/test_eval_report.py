@@ -75,7 +75,7 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
         for key in filter(None, path.split("/")):
             part = part[int(key) if key.isdigit() else key]
         assert set(part) == keys, path
-    assert record["models"][1]["provenance"]["options"]["groups"] == 2
+    assert record["models"][1]["provenance"]["options"]["kv_heads"] == 2
     assert (record["options"]["decode_contexts"], record["options"]["kl"]) == ([4, 8], True)
 
 
@@ -140,7 +140,7 @@ def test_a_report_replaces_only_a_report_and_only_if_asked(tmp_path: Path) -> No
     out, line = tmp_path / "report", "SRC --memory 1GB --no-recall"
     evaluate_models(line, "-o", out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert "exists; choose another output with -o, or replace it with --overwrite" in refused(line, "-o", out)
+    assert "exists; choose another directory with -o, or replace it with --overwrite" in refused(line, "-o", out)
     with open_report(EvaluateOptions(("m",), output=out, overwrite=True)):
         assert "another run is writing" in refused(line, "--overwrite", "-o", out)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before

@@ -59,11 +59,11 @@ def test_refused_outputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, target in (("link", "full"), ("loose", "nowhere"), ("same", "m"), ("loop", "loop")):
         (root / name).symlink_to(target)
     cases: dict[str, tuple[object, str]] = {
-        "exists": (root / "full", "full exists; choose another output with -o, or replace it with --overwrite"),
+        "exists": (root / "full", "full exists; choose another directory with -o, or replace it with --overwrite"),
         "a file": (root / "file", "file exists and is not a directory"),
         "below a file": (root / "file" / "out", "file is not a directory that you may write to; give another"),
         "below a link to itself": (root / "loop" / "out", "loop is not a directory that you may write to"),
-        "where no files are made": ("/proc/out", "give another output with -o"),
+        "where no files are made": ("/proc/out", "give another directory with -o"),
         "a link": (root / "link", "is a link; give the directory itself"),
         "a link to nothing": (root / "loose", "is a link"),
         "the model by another name": (root / "full" / ".." / "m" / "", "is the model itself or inside it"),
@@ -81,7 +81,7 @@ def test_refused_outputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert snapshot(model.parent) == before, name
     (root / ".out.gqa-lock").mkdir()  # what is in the way only when it is entered
     says = f"cannot write beside {root / 'out'}: "
-    check_refused(run(*MERGED, "-o", root / "out", model), says, "give another output with -o", code=1)
+    check_refused(run(*MERGED, "-o", root / "out", model), says, "give another directory with -o", code=1)
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "runs/1.json", ".env", "model.safetensors", "link", "results.json"])

@@ -100,7 +100,7 @@ def test_jobs_change_nothing_but_the_time(tmp_path: Path, dtype: str | None, mon
         moved, watcher = list[int](), Watcher(quiet=True)
         monkeypatch.setattr(watcher, "update", moved.append)
         fields: dict[str, Any] = {"output": tmp_path / str(jobs), "dtype": dtype}
-        options = ConvertOptions(model=str(source), groups=2, method="mean", **fields)
+        options = ConvertOptions(model=str(source), kv_heads=2, method="mean", **fields)
         result = convert(prepare(options), options, watcher, jobs=jobs)
         files = {path.name: path.read_bytes() for path in result.out.glob("*.safetensors")}
         headers = sum(8 + int.from_bytes(data[:8], "little") for data in files.values())

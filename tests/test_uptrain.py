@@ -180,7 +180,7 @@ def bad_models(place: Path, root: Path) -> Refusals:
         ({"teacher": spoilt, "data": short}, "its loss is no number; give intact checkpoints"),
         ({"model": headless}, "headless is a Qwen3VLTextModel, which does not predict the next token of a text"),
         ({"model": bare}, "bare has no tokenizer; copy its base model's tokenizer files into"),
-        ({"output": packed}, "packed exists; choose another output with -o"),
+        ({"output": packed}, "packed exists; choose another directory with -o"),
         ({"context": 65}, "--context 65 is more than the 64 positions of model"),
         ({"attn_implementation": "magic"}, "magic"),
         ({"device": "nowhere"}, "--device nowhere cannot be used"),
@@ -223,7 +223,7 @@ def test_lacks_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as disk:
         disk.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         done = command(tmp_path / "deep" / "out", steps=1)
-    check_refused(done, f"bytes, 1,000 are free at {tmp_path}; free some space or give another output", code=1)
+    check_refused(done, f"bytes, 1,000 are free at {tmp_path}; free some space or give another directory", code=1)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(setup.Setup, "metrics", Path("/dev/full"))
     done = command(tmp_path / "out", steps=2)

@@ -41,7 +41,7 @@ class Ablation:
         self.options = options = replace(options, model=self.subject.path)
         self.subject.check_predicts_tokens()
         check_target_field(self.subject, options.target_field)
-        counts = options.groups or (1,)
+        counts = options.kv_heads or (1,)
         for method, groups in product(options.methods, counts):
             plan = make_plan(self.subject.checkpoint, groups, method)  # raises if the model cannot be converted so
         if max(counts) > (heads := plan.config.main.kv):

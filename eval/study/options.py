@@ -66,7 +66,7 @@ class AblateOptions(Options):
     methods: tuple[str, ...] = option(
         ("mean", "first", "aligned", "calibrated", "refined"), "How heads are merged; random is a control.",
         click.Choice([*METHODS]), metavar="METHOD[,...]", free=True)
-    groups: tuple[int, ...] | None = option(
+    kv_heads: tuple[int, ...] | None = option(
         None, "How many key/value heads are kept.  [default: a half, a quarter and one of MODEL's; all, as the "
         "control, with --teacher none]", COUNT, short="-g", metavar="G[,...]", free=True)
     alphas: tuple[float, ...] = option(
@@ -114,7 +114,7 @@ class AblateOptions(Options):
         alphas. As many heads as the base model's are one conversion, whatever the method.
         """
         cells = {Cell(UNMERGED, heads, 0.0)}
-        for groups in self.groups or self._default_groups(heads):
+        for groups in self.kv_heads or self._default_groups(heads):
             for method in self.methods if groups < heads else (UNMERGED,):
                 cells |= {Cell(method, groups, alpha) for alpha in self.alphas}
         return sorted(cells, key=lambda cell: cell.order)
