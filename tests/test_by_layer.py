@@ -120,7 +120,7 @@ def test_it_is_saved_and_loaded_again(converted: Path, tmp_path: Path) -> None:
 
 
 def as_engines_read_it(place: Path) -> list[int]:
-    """The heads of each layer as vLLM and llama.cpp's converter take them (docs/budget.md), who must agree."""
+    """The heads of each layer as vLLM and llama.cpp's converter take them (docs/models.md), who must agree."""
     raw = json.loads((place / "config.json").read_text())
     assert raw["architectures"] == ["DeciLMForCausalLM"]
     assert raw["num_key_value_heads"] == max(raw["num_key_value_heads_per_layer"])  # what is sized once fits all
@@ -305,7 +305,7 @@ def test_refused_before_anything_is_measured(
 
 
 def test_the_page_lists_them() -> None:
-    page = (Path(__file__).parents[1] / "docs/budget.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/models.md").read_text(encoding="utf-8")
     listed = page.partition("Model types: ")[2].partition(". Others")[0]
     assert listed.replace("\n", " ").split(", ") == sorted(BY_LAYER)
 

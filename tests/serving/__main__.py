@@ -2,7 +2,7 @@
 
 Every engine continues a prompt by 32 greedy tokens. They must be those of transformers (float32, sdpa), and the
 log-probabilities of the ten most probable tokens of each step must be as near as the engine's arithmetic allows. The
-same comparison must reject a checkpoint whose key/value heads are swapped. What docs/engines.md says an engine refuses
+same comparison must reject a checkpoint whose key/value heads are swapped. What docs/models.md says an engine refuses
 or misreads is checked too, so that a new version which does better is noticed. Exit code 1 if anything is otherwise.
 """
 
@@ -35,7 +35,7 @@ NO_BUILDER = "is not currently supported"
 NO_LOADER = "No conversion is registered"
 NOT_LOADED = "Failed to init server"
 
-# Model, G and what each engine does with it (docs/engines.md); an engine without a loader for the family is left out.
+# Model, G and what each engine does with it (docs/models.md); an engine without a loader for the family is left out.
 CASES: tuple[tuple[str, int | str, dict[str, Expected]], ...] = (
     (EMBEDDED.name, 2, {"CTranslate2": AGREES, "onnxruntime-genai": AGREES, "llama.cpp": AGREES}),
     (EMBEDDED.name, 1, {"CTranslate2": AGREES, "onnxruntime-genai": AGREES, "llama.cpp": AGREES}),
@@ -99,7 +99,7 @@ def check(name: str, model: str, expected: Expected, outcome: tuple[int, float] 
         good = difference > FAR * tolerance if expected is MISREADS else False
         if isinstance(expected, float):
             good = equal == STEPS and difference < (expected or tolerance)
-    verdict = "" if good else "  FAILED: if the engine has changed, correct docs/engines.md and CASES"
+    verdict = "" if good else "  FAILED: if the engine has changed, correct docs/models.md and CASES"
     click.echo(f"{name:17} {model:36} {text}{verdict}")
     return good
 

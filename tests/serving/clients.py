@@ -1,6 +1,6 @@
 """Serving engines as clients: each continues a prompt greedily and returns tokens and log-probabilities.
 
-Each prepares a checkpoint by its own command (docs/engines.md), in this process: another would import torch anew.
+Each prepares a checkpoint by its own command (docs/models.md), in this process: another would import torch anew.
 """
 
 from __future__ import annotations
