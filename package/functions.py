@@ -152,10 +152,10 @@ def ablate(model: Model | AblateOptions, *, tokenizer: Any = None, **options: An
             `kv_heads=[1, 2]`, `alphas=[0, 0.05]` ...).
     """
     from gqa.eval.study.ablation import Ablation
-    from gqa.eval.study.report import recommend, write_study_report
+    from gqa.eval.study.report import write_study_report
 
     with options_of_call(AblateOptions, options, tokenizer, model=model) as (settings, _):
         Ablation(settings).run()
-        rows, _ = write_study_report(settings.output, settings.max_loss_increase)
-    _, recommendation = recommend(rows, settings.max_loss_increase)
+        rows, recommendation, _ = write_study_report(settings.output, settings.max_loss_increase)
+    recommendation = recommendation.replace("--max-loss-increase", "max_loss_increase")
     return Study(path=settings.output, rows=rows, recommendation=recommendation)

@@ -6,10 +6,12 @@ import atexit
 import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 import tempfile
 from functools import cache
+from html import unescape
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -140,15 +142,23 @@ def check_cells(found: list[dict[str, Any]], models: list[dict[str, Any]]) -> No
     assert min(abs(one["loss"] - other["loss"]) for one, other in combinations(found, 2)) > 1e-5
 
 
-def test_cells_are_what_the_commands_give(tmp_path: Path) -> None:
-    """The base model, a conversion, and a training of it."""
-    converted = convert(tmp_path / "converted", "first")
-    trained = uptrain(converted, tmp_path / "trained", teacher="none", train="all")
-    base, *models = evaluated(place() / "model", converted, trained, "--kl")
-    source, *found = measured(tmp_path / "study", methods="first", skip=None)
+def test_recommended_commands_give_the_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the paths of the study, also after a report alone."""
+    monkeypatch.chdir(tmp_path)
+    Path("my models").mkdir()
+    (model := Path("my models", "it's")).symlink_to(place() / "model")
+    source, *found = measured(Path("study"), model=model, methods="first", alphas="0.1,0.3", skip=None)
+    report = gqa_ablate("-o", "study", "--max-loss-increase", 99).out
+    commands = [shlex.split(line[12:]) for line in report.splitlines() if line.startswith("command ")]
+    for program, *arguments in commands:
+        assert run(*arguments, "-q", program=program).code == 0
+    assert [program for program, *_ in commands] == ["gqa-convert", "gqa-uptrain"]
+    outputs = [words[words.index("--output") + 1] for words in commands]
+    base, *models = evaluated(model, *outputs[1:], "--kl")
     assert source["loss"] == pytest.approx(base["quality"]["nats_per_token"], abs=1e-6)
-    assert [(row["alpha"], row["train"]) for row in found] == [(0, None), (0.1, "all"), (0.3, "all")]
+    assert [(row["alpha"], row["train"]) for row in found] == [(0.1, "all"), (0.3, "all")]
     check_cells(found, models)
+    assert unescape(Path("study/report.html").read_text()).count(shlex.join(commands[1])) == 1
 
 
 def test_cells_of_an_encoder_decoder(tmp_path: Path) -> None:

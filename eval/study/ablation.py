@@ -15,7 +15,6 @@ from typing import Any
 
 from gqa.checkpoint.console import is_interactive, progress_bar
 from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain, one_line
-from gqa.checkpoint.provenance import portable
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.plan import make_plan
 from gqa.corpus.sources import parse_sources, row_digest
@@ -38,6 +37,7 @@ class Ablation:
         if not options.model:
             raise RefusedError("no model is named; give a directory or a hub id")
         self.subject = open_subjects([options.model], options.trust_remote_code)[0]
+        self._paths = {"model": options.model, "data": options.data, "heldout": options.heldout}
         self.options = options = replace(options, model=self.subject.path)
         self.subject.check_predicts_tokens()
         check_target_field(self.subject, options.target_field)
@@ -95,7 +95,7 @@ class Ablation:
             if cells := self.unmeasured:
                 evaluation = options.evaluation
                 self._comparison = Comparison(self.subject, self._text, evaluation)
-                self._environment = {"argv": portable(argv), **environment(str(evaluation.device))}
+                self._environment = {"argv": argv, "paths": self._paths, **environment(str(evaluation.device))}
                 quiet = options.quiet or not is_interactive()  # in a log there is a line of each cell
                 with progress_bar(len(cells), "cell", self.subject.name, quiet) as self._bar:
                     self._measure_base_model(cells[0])

@@ -29,7 +29,7 @@ def command(options: AblateOptions) -> None:
     import transformers
 
     from gqa.eval.study.ablation import Ablation
-    from gqa.eval.study.report import cells_table, recommend, short_table, write_study_report
+    from gqa.eval.study.report import cells_table, short_table, write_study_report
 
     transformers.utils.logging.set_verbosity_error()
     options.check()
@@ -43,11 +43,11 @@ def command(options: AblateOptions) -> None:
             study.run(sys.argv[1:])
         except StoppedError as stopped:
             fail("gqa-ablate", "stopped; the same command continues", 128 + stopped.number)
-    rows, names = write_study_report(options.output, options.max_loss_increase)
+    rows, recommendation, names = write_study_report(options.output, options.max_loss_increase)
     if not options.quiet:
         click.echo(short_table(rows).text())
         click.echo(f"\nwritten to {options.output}: {', '.join(names)}")
-        click.echo(recommend(rows, options.max_loss_increase)[1])
+        click.echo(recommendation)
     failed = sum(bool(row["error"]) for row in rows)
     if options.model and failed:
         message = f"{failed} of {len(rows)} cells failed, as {options.output}/report.html says"

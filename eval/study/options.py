@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.options import COUNT, FROM_ZERO, SHARE, Options, flag, option, same_as, tokens_type
+from gqa.checkpoint.options import COUNT, FROM_ZERO, SHARE, Options, field_of, flag, option, same_as, tokens_type
 from gqa.checkpoint.provenance import request
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import METHODS
@@ -158,6 +159,24 @@ class AblateOptions(Options):
         )  # fmt: skip
         refinement = Refinement(self.refine_steps, seed=self.seed)
         return MapsOptions(text=text, refinement=refinement, device=find_device(self.device))
+
+    def commands(self, cell: Cell) -> list[str]:
+        """Commands that make the model of a cell whose heads are merged, in the working directory."""
+        assert self.model
+        out = f"{Path(self.model).name}-{cell.conversion}"
+        shared = ("data", "field", "target_field", "refine_steps", "device", "seed", "trust_remote_code")
+        values = {name: getattr(self, name) for name in shared}
+        values |= {"tokens": self.calibration_tokens, "context": self.calibration_context}
+        method = METHODS[cell.method]
+        used = {
+            name: values[name] for name in values if getattr(method, field_of(ConvertOptions, name).metadata["methods"])
+        }
+        conversion = ConvertOptions(self.model, cell.groups, output=Path(out), method=cell.method, **used)
+        commands = [("gqa-convert", conversion)]
+        if cell.alpha:
+            training = self.training(cell.alpha, Path(out), Path(f"{out}-alpha{cell.alpha:g}"))
+            commands.append(("gqa-uptrain", replace(training, overwrite=False)))
+        return [shlex.join([program, *options.arguments()]) for program, options in commands]
 
     def training(self, alpha: float | None, model: Path, output: Path) -> TrainOptions:
         """Training options of a cell: from the conversion `model` to `output`, continued if it was interrupted."""

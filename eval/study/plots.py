@@ -102,8 +102,9 @@ def _scale_losses(axis: Axes, losses: Any) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Save as SVG, with the legend of the first panel below."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    columns = min(len(labels), int(figure.get_figwidth() / 1.8))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+    """Save as SVG, with a legend of all panels below."""
+    legends = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in figure.axes]
+    handles = {label: handle for legend in legends for handle, label in legend}
+    columns = min(len(handles), int(figure.get_figwidth() / 1.8))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
     figure.savefig(path, metadata={"Date": None})

@@ -4,6 +4,7 @@ and pictures.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from importlib.util import find_spec
 from operator import itemgetter
@@ -12,11 +13,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from gqa.checkpoint.errors import RefusedError, one_line
-from gqa.checkpoint.provenance import command_line
 from gqa.convert.summary import size
 from gqa.eval.page import Column, Table, number, table, write_page
 from gqa.eval.report import measured_with, what_is_scored
-from gqa.eval.study.options import BASE, UNMERGED, Cell
+from gqa.eval.study.options import BASE, UNMERGED, AblateOptions, Cell
 from gqa.eval.study.rows import FILES, Row, read_rows, writing
 
 _CELL: list[Column] = [
@@ -92,6 +92,15 @@ def _describe(row: Row, base: Row) -> str:
     return f"{row['method']}, {row['groups']} of {base['groups']} KV heads, {trained}: {loses}{recall}, {cache}"
 
 
+def _commands(row: Row, directory: Path) -> list[str]:
+    """Commands that make the model of a row, with paths as its study names them; none of an older version's row."""
+    if (paths := row["environment"].get("paths")) is None:
+        return []
+    options = {name: value for name, value in (row["options"] | paths).items() if value not in (None, [])}
+    names = options.keys() & AblateOptions.__dataclass_fields__.keys()
+    return AblateOptions(directory, **{name: options[name] for name in names}).commands(Cell.of(row))
+
+
 def cells_table(name: str, cells: Sequence[Cell], unmeasured: Sequence[Cell]) -> Table:
     """The cells of a study, and which of them are measured."""
     records = [cell._asdict() | {"state": "" if cell in unmeasured else "done"} for cell in cells]
@@ -123,14 +132,18 @@ def _cells(rows: Sequence[Row]) -> Table:
     return table("Cells", _COLUMNS, rows, note)
 
 
-def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[Row], list[str]]:
-    """Write report.html and, with matplotlib, pictures beside the rows; return the rows, and the names of all files.
+def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[Row], str, list[str]]:
+    """Write report.html and, with matplotlib, pictures beside the rows; return the rows, the recommendation with the
+    commands that follow it, and the names of all files.
 
     Raises RefusedError where there are no rows, OutputError.
     """
     rows = [*read_rows(directory).values()]
     if not rows or not Cell.of(rows[0]).is_base_model or rows[0]["error"]:
         raise RefusedError(f"{directory} has no measured study; pass MODEL to start one")
+    recommended, recommendation = recommend(rows, max_loss_increase)
+    commands = _commands(recommended, directory) if recommended else []
+    recommendation += "".join(f"\n{'command':12}{command}" for command in commands)
     with writing(directory), TemporaryDirectory(prefix=".report-", dir=directory) as scratch:
         aside = Path(scratch)
         pictures: list[tuple[str, str]] = []
@@ -141,18 +154,17 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
             remark = ""
             pictures = draw_study(measured(rows), aside)
         environments = sorted((row["environment"] for row in rows), key=lambda one: str(one["created"]))
-        commands = [one_line(command_line("gqa-ablate", one["argv"]), 4000) for one in environments if one["argv"]]
-        _, recommendation = recommend(rows, max_loss_increase)
+        runs = [shlex.join(["gqa-ablate", *one["argv"]]) for one in environments if one["argv"]]
         write_page(
             aside,
             title=f"{rows[0]['options']['model']}: methods, groups and training",
-            verdicts=[f"{line[:12].strip().capitalize()}: {line[12:]}." for line in recommendation.splitlines()],
+            verdicts=[f"{line[:12].strip().capitalize()}: {line[12:]}" for line in recommendation.splitlines()],
             lead=f"{len(rows)} cells.",
             pictures=pictures,
             tables=[short_table(rows), _cells(rows)],
-            commands=list(dict.fromkeys(commands)),
+            commands=[one_line(run, 4000) for run in dict.fromkeys(runs)],
             foot=" ".join([*filter(None, [remark]), f"{measured_with(environments[-1])}."]),
         )
         for path in aside.iterdir():
             path.replace(directory / path.name)
-    return rows, [name for name in FILES if (directory / name).exists()]
+    return rows, recommendation, [name for name in FILES if (directory / name).exists()]
