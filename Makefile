@@ -60,7 +60,7 @@ $(SERVING)/.installed: pyproject.toml constraints.txt tests/serving/requirements
 test-lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n 2 tests/test_families.py tests/test_custom_code.py \
 		tests/test_native.py tests/test_uptrain_resume.py tests/test_losses.py tests/test_tokens.py \
-		tests/test_hub.py tests/test_scoring.py tests/test_compat.py
+		tests/test_hub.py tests/test_scoring.py tests/test_structure.py
 
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)

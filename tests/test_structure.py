@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole: imports, sizes, generated text, start-up."""
+"""What holds for the repository as a whole: imports, sizes, private names of libraries, generated text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
 from gqa.convert.recast.targets import RECASTINGS
@@ -71,6 +76,43 @@ def test_functions_and_files_stay_small(path: Path) -> None:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 70, f"{path}: {node.name}"
+
+
+def private_names(path: Path) -> set[str]:
+    """Names with a leading underscore that a file imports, or reads or sets as attributes of another object."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            names.add(node.attr)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
+            names |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("gqa"):
+            names |= {*str(node.module).split("."), *(alias.name for alias in node.names)}
+    return {name for name in names if re.match("_[a-zA-Z]", name)} - {"_asdict", "_fields"}  # of namedtuples, public
+
+
+COMPAT = ROOT / "checkpoint/compat.py"
+PRIVATE = private_names(COMPAT)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_one_file_touches_private_names_of_libraries(path: Path) -> None:
+    """At most 15, each with a comment beside it. Files beside weights need no package, and read one themselves."""
+    beside_weights = {"_attn_implementation"} if path.parent.name == "modelling" else set()
+    assert 0 < len(PRIVATE) <= 15
+    assert path == COMPAT or private_names(path) <= beside_weights
+
+
+@pytest.mark.parametrize("name", sorted(PRIVATE))
+def test_private_names_are_there(name: str, tmp_path: Path) -> None:
+    """In the libraries that are installed; some only while transformers loads a model, or after."""
+    config = LlamaConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=8)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    owners = [
+        LlamaForCausalLM.from_pretrained(tmp_path), config, AttentionInterface, AttentionMaskInterface, torch.utils,
+        Accelerator(cpu=True), AcceleratorState, GradientState, Dataset.from_dict({"text": ["a"]}),
+    ]  # fmt: skip
+    assert any(hasattr(owner, name) for owner in owners)
 
 
 HEADER = "| how heads are stored | model types | note |\n|---|---|---|\n"
