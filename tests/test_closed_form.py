@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
+from gqa.checkpoint.loading import as_float64
 from gqa.convert.heads.family import Rotary
 from gqa.convert.merge import closed_form, linear_algebra
 from gqa.convert.merge.closed_form import output_roots, significance_of
@@ -152,3 +154,11 @@ def test_scores_count_by_what_they_move() -> None:
             left = (left / left.sum(-1, keepdim=True)).nan_to_num()  # one key alone: nothing is left, and it counts 0
             moved += (left @ values - paid @ values).square().sum(-1) * (left.sum(-1) > 0)
         torch.testing.assert_close(found[:, head], moved, rtol=1e-3, atol=0.5)  # of up to 300
+
+
+@pytest.mark.parametrize(("device", "where"), [("cpu", "cpu"), ("cuda", "cuda"), ("mps", "cpu")])
+def test_float64_is_on_the_device_if_it_has_it(device: str, where: str) -> None:
+    with FakeTensorMode():
+        found = as_float64(torch.empty(3, 2, dtype=torch.bfloat16, device=device))
+    assert (found.device.type, found.dtype, tuple(found.shape)) == (where, torch.float64, (3, 2))
+    assert as_float64(torch.tensor([1.5, -2.0], dtype=torch.bfloat16)).tolist() == [1.5, -2.0]

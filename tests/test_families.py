@@ -4,7 +4,10 @@ A tiny random model is written as a checkpoint with keys and values of one layer
 streaming rewriter, and loaded again with transformers. Tolerances are relative to the largest logit, float32.
 """
 
+from __future__ import annotations
+
 import json
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,17 +19,19 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from scrambled import on_ids, relative, scramble
 from tiny_configs import COPIES
 from tiny_models import LEFT_OUT, QUERY_HEADS, TINY, Tiny, build, config, inputs, logits, model_class
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name
 from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
+from gqa.convert.heads import config as heads_config
 from gqa.convert.heads.config import KVCache, read_config, valid_groups
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
-from gqa.convert.heads.family import QUERY_ROLES, Role
+from gqa.convert.heads.family import QUERY_ROLES, Family, Role, Rule, Separate, Symmetry
 from gqa.convert.heads.modules import Change
 from gqa.convert.methods import Merging
 
@@ -247,3 +252,123 @@ def test_refused() -> None:
     for raw, reason in (*(({"model_type": name}, REFUSED[name]) for name in REFUSED), (mla, REFUSED["deepseek_v3"])):
         with pytest.raises(RefusedError, match=rf"cannot be converted: {re.escape(reason)}"):
             read_config(raw, "model")
+
+
+# ----------------------------------------------------------------------------- an architecture is one entry in one file
+
+
+ENTRY = Family(
+    "k_proj and v_proj of the new one",
+    {"new_llama": Symmetry(query="q_proj", output="o_proj", norms=("input_layernorm",))},
+    attention=("self_attn",),
+    rules=(Rule("k_proj", Separate("key")), Rule("v_proj", Separate("value"))),
+)
+
+
+class NewConfig(LlamaConfig):
+    model_type = "new_llama"
+
+
+class NewForCausalLM(LlamaForCausalLM):
+    config_class = NewConfig
+
+
+def test_one_entry_in_one_file_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a class that only the Auto classes know, with the weights of a tiny Llama."""
+    AutoConfig.register("new_llama", NewConfig, exist_ok=True)
+    AutoModelForCausalLM.register(NewConfig, NewForCausalLM, exist_ok=True)
+    tiny = TINY["llama"]
+    settings = {name: value for name, value in config(tiny, 2).to_dict().items() if name != "model_type"}
+    model = NewForCausalLM(NewConfig(**settings)).eval()
+    model.load_state_dict(build(tiny, 2).state_dict())
+    source, expected = write_checkpoint(model, tmp_path / "source"), logits(tiny, model, inputs(tiny))
+
+    def error_of(out: Path) -> float:
+        return relative(logits(tiny, NewForCausalLM.from_pretrained(out), inputs(tiny)), expected)
+
+    with pytest.raises(RefusedError, match="new_llama, which is not supported"):
+        convert_checkpoint(source, 4, tmp_path / "four", method="mean")
+    monkeypatch.setattr(heads_config, "FAMILIES", (*heads_config.FAMILIES, ENTRY))
+    four = convert_checkpoint(source, 4, tmp_path / "four", method="mean").out
+    scramble(four)
+    assert error_of(four) < 1e-5
+    for method in ("mean", "aligned", "calibrated"):
+        out = convert_checkpoint(four, 2, tmp_path / method, method=method, calibration=on_ids()).out
+        assert (error_of(out) > 0.01) if method == "mean" else (error_of(out) < 1e-4), method
+
+
+# --------------------------------------------------------------------------- oracle 6: an attention that shares no code
+
+
+HEAD_DIM = 8
+Weights = dict[str, Tensor]
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
+    """Rotary embedding of pairs (i, i + d/2). x (B, heads, T, d), positions (B, T)."""
+    frequencies = theta ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angles = positions[:, None, :, None] * frequencies  # (B, 1, T, d/2)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+def grouped_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """q (B, H, T, d), k and v (B, G, S, d), visible (B, T, S) -> (B, T, H * d). Head i reads group i // (H // G)."""
+    groups = k.shape[1]
+    outputs = []
+    for i in range(q.shape[1]):
+        j = i // (q.shape[1] // groups)
+        scores = q[:, i] @ k[:, j].transpose(1, 2) / math.sqrt(HEAD_DIM)
+        outputs.append(scores.masked_fill(~visible, -math.inf).softmax(-1) @ v[:, j])
+    return torch.cat(outputs, -1)
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def heads(x: Tensor) -> Tensor:
+    """(B, T, n * d) -> (B, n, T, d)."""
+    return x.view(*x.shape[:2], -1, HEAD_DIM).transpose(1, 2)
+
+
+def forward(w: Weights, ids: Tensor, mask: Tensor) -> Tensor:
+    """Logits of a Llama read straight from its stored tensors."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    length = ids.shape[1]
+    visible = torch.ones(length, length).tril().bool() & mask[:, None, :].bool()
+    visible = visible | torch.eye(length).bool()  # a padded query sees itself: its output is not looked at
+    x = w["model.embed_tokens.weight"][ids]
+    for layer in range(2):
+        p = f"model.layers.{layer}."
+        h = norm(x, w[p + "input_layernorm.weight"])
+        q, k, v = (heads(h @ w[f"{p}self_attn.{n}_proj.weight"].T) for n in "qkv")
+        q, k = rotate(q, positions), rotate(k, positions)
+        x = x + grouped_attention(q, k, v, visible) @ w[p + "self_attn.o_proj.weight"].T
+        h = norm(x, w[p + "post_attention_layernorm.weight"])
+        gate, up = h @ w[p + "mlp.gate_proj.weight"].T, h @ w[p + "mlp.up_proj.weight"].T
+        x = x + (gate * gate.sigmoid() * up) @ w[p + "mlp.down_proj.weight"].T
+    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
+    return norm(x, w["model.norm.weight"]) @ head.T
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_converted_llama_agrees_with_an_independent_attention(groups: int, tmp_path: Path) -> None:
+    """The control: the same weights with the queries in strided order are another model."""
+    tiny = TINY["llama"]
+    source = write_checkpoint(build(tiny, QUERY_HEADS), tmp_path / "source")
+    out = convert_checkpoint(source, groups, tmp_path / "out", method="mean").out
+    model, w = load(tiny, out, "sdpa"), all_tensors(out)
+    assert w["model.layers.0.self_attn.k_proj.weight"].shape[0] == groups * HEAD_DIM
+    given = left_padded(inputs(tiny), 3)
+    for mask in (torch.ones_like(given["input_ids"]), given["attention_mask"]):
+        expected = forward(w, given["input_ids"], mask)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            actual = model(input_ids=given["input_ids"], attention_mask=mask, position_ids=positions).logits
+        assert error(actual[mask.bool()], expected[mask.bool()]) < TOLERANCE
+    full = forward(w, given["input_ids"], torch.ones_like(given["input_ids"]))
+    assert error(decode(model, inputs(tiny)), full[:, 8:]) < TOLERANCE
+    for name in (name for name in w if "q_proj" in name):
+        w[name] = w[name].view(QUERY_HEADS, HEAD_DIM, -1)[[0, 2, 1, 3]].flatten(0, 1)
+    assert error(forward(w, given["input_ids"], torch.ones_like(given["input_ids"])), full) > 100 * TOLERANCE

@@ -1,18 +1,29 @@
 """The arithmetic of merging: what each method yields, in which precision, rounded how often."""
 
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_families import all_tensors, write_checkpoint
-from tiny_models import TINY, build
+from scrambled import on_ids, rearrange, relative
+from test_families import all_tensors, load, write_checkpoint
+from tiny_models import TINY, build, inputs, logits
 from torch import Tensor
 
+from gqa.checkpoint.errors import RefusedError
 from gqa.convert import methods
-from gqa.convert.api import convert_checkpoint
+from gqa.convert.api import convert_checkpoint, plan_conversion
+from gqa.convert.heads.family import Rotary
+from gqa.convert.merge.linear_algebra import procrustes_key, procrustes_value
+from gqa.convert.merge.moments import Group, Moments, best_partition, find_order
 from gqa.convert.methods import METHODS, HeadMaps
+from gqa.convert.plan import searches
 
 DIM = 8
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -96,3 +107,101 @@ def test_a_method_is_one_entry(source: Path, monkeypatch: pytest.MonkeyPatch, tm
     tensors = converted(source, 2, tmp_path, "first")
     assert torch.equal(tensors[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
     assert "the last of each group (method first)" in (tmp_path / "out" / "README.md").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------- which heads share
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (6, 2), (6, 3), (8, 4), (6, 1), (6, 6)])
+def test_the_best_of_all_partitions(heads: int, groups: int) -> None:
+    """Against a search that knows nothing: every order of heads, cut into groups of a random cost."""
+    size, costs = heads // groups, torch.rand(2**heads, generator=torch.Generator().manual_seed(heads + groups))
+
+    def cost(group: Group) -> float:
+        return float(costs[sum(1 << head for head in group)])
+
+    best = best_partition(heads, groups, cost)
+    assert sorted(head for group in best for head in group) == list(range(heads))
+    cuts = ([order[at : at + size] for at in range(0, heads, size)] for order in permutations(range(heads)))
+    assert sum(map(cost, best)) == pytest.approx(min(sum(map(cost, groups)) for groups in cuts))
+
+
+def random_moments(heads: int, dim: int) -> Moments:
+    generator = torch.Generator().manual_seed(3)
+    sizes = ((1, heads * dim), (heads, dim), (1, heads * dim))
+    roots = [torch.randn(n, size, size, generator=generator, dtype=torch.float64) for n, size in sizes]
+    keys, queries, values = (root @ root.mT for root in roots)
+    return Moments(keys, keys.new_zeros(1, heads * dim), queries, values)
+
+
+def test_units_of_keys_and_values_do_not_matter() -> None:
+    made, w_o = random_moments(8, 4), torch.randn(8, 4, 4, generator=torch.Generator().manual_seed(4)).double()
+    others = [made, replace(made, keys=1e6 * made.keys), replace(made, values=1e6 * made.values)]
+    one, *more = (find_order(moments, w_o, 4, Rotary(4), free_keys=True) for moments in others)
+    assert one is not None
+    assert more == [one, one]
+
+
+@pytest.mark.parametrize("rotated", [0, 4, 8])
+def test_an_aligned_mean_has_the_mean_energy(rotated: int) -> None:
+    """Of three heads that are not alike."""
+    moments = random_moments(3, 8).keys[0]
+    for maps in (procrustes_key(moments, Rotary(rotated), 3), procrustes_value(moments, 3, 1)):
+        assert float((maps.merge @ moments @ maps.merge.mT).trace()) == pytest.approx(float(moments.trace()) / 3)
+
+
+@pytest.mark.parametrize("method", ["procrustes", "calibrated"])
+def test_from_the_option_to_the_checkpoint(tmp_path: Path, method: str) -> None:
+    """KV heads 0 and 2 are equal, 1 and 3 are; neighbours lose a lot. Each is read by two query heads."""
+    tiny = replace(TINY["llama+bias"], options={**TINY["llama+bias"].options, "num_attention_heads": 8})
+    source = write_checkpoint(build(tiny, 2), tmp_path / "source")
+    rearrange(model := convert_checkpoint(source, 4, tmp_path / "equal", method="mean").out)
+    expected, lost = logits(tiny, load(tiny, model), inputs(tiny)), {}
+    for grouping in ("contiguous", "auto"):
+        calibration = on_ids(grouping=grouping)
+        out = convert_checkpoint(model, 2, tmp_path / grouping, method=method, calibration=calibration).out
+        lost[grouping] = relative(logits(tiny, load(tiny, out), inputs(tiny)), expected)
+    assert lost["auto"] < 1e-4  # of so few heads all partitions are tried
+    assert lost["contiguous"] > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "reason"),
+    [
+        ("llama", "mean", "--grouping is not used by --method mean; it goes with --method procrustes, aligned"),
+        ("falcon+rw", "aligned", "falcon ties something to the places of heads; use --grouping contiguous"),
+        ("diffllama", "refined", "the attention of diffllama ties something to the places of heads"),
+    ],
+)
+def test_refusals(name: str, method: str, reason: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(build(TINY[name], 4), tmp_path / "source")
+    groups = 1 if name == "falcon+rw" else 2
+    done = checkpoints.run(directory, "-g", groups, "--method", method, "--grouping", "search", "--dry-run")
+    assert done.code == 2
+    assert reason in done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "groups", "method", "searched"),
+    [
+        ("llama", 8, 2, "aligned", True),
+        ("llama", 12, 6, "refined", True),
+        ("llama", 12, 2, "refined", False),  # 924 groups of six heads
+        ("llama", 14, 7, "aligned", False),  # 91 pairs, and 135,135 ways to divide into pairs
+        ("llama", 32, 8, "calibrated", False),
+        ("llama", 8, 1, "calibrated", False),  # all share
+        ("llama", 8, 2, "mean", False),
+        ("falcon+rw", 4, 1, "aligned", False),  # ALiBi: a head's place is its slope
+    ],
+)
+def test_few_heads_are_searched_without_being_asked(
+    name: str, heads: int, groups: int, method: str, searched: bool, tmp_path: Path
+) -> None:
+    options = {**TINY[name].options, "num_attention_heads": heads, "hidden_size": 8 * heads}
+    directory = write_checkpoint(build(replace(TINY[name], options=options), heads), tmp_path / "source")
+    plan = plan_conversion(directory, groups, method=method)
+    assert searches(plan, "auto") is searched
+    assert not searches(plan, "contiguous")
+    if heads > 12:
+        with pytest.raises(RefusedError, match=rf"{heads} heads form \d[\d,]+ partitions, more"):
+            searches(plan, "search")
