@@ -2,7 +2,7 @@
 
 No public name does the same. All are in the lowest versions that pyproject.toml allows (torch 2.13, transformers 5.18,
 accelerate 1.10, datasets 4.3) and in the newest; a comment names the major version that brought it.
-tests/test_structure.py fails where a name is gone and where another file touches one. Only the files of `modelling` read
+tests/test_structure.py fails where a name is gone and where another file touches one. Only files of `modelling` read
 `_attn_implementation` themselves: they lie beside weights, where this package need not be installed.
 """
 
