@@ -438,7 +438,6 @@ def distilled(
     if out.exists():
         shutil.rmtree(state, ignore_errors=True)
     words = ["--data", f"self:{tokens}", "--tokens", str(tokens), *results.scale.distil, "--teacher", str(base)]
-    words += ["--resume"] if state.exists() else []
     run = command("uptrain", str(start), *words, "-o", str(out), "--keep-state", "--overwrite")
     row = {"tokens": tokens, "losses": run["record"]["losses"], "seconds": run["seconds"], **{
         name: value for name, value in metrics(state).items()

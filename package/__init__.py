@@ -10,8 +10,8 @@ Torch and transformers are imported when a function is first called. Public are 
 
 All functions raise RefusedError, before anything is written, if a model, text or option cannot be used; TypeError for
 unknown options; OutputError if the result cannot be written or verified, leaving nothing at `output`. Training raises
-DivergedError after a loss or gradient that is not finite, and StoppedError after a signal: `resume=True` continues a
-training, the same call continues a study.
+DivergedError after a loss or gradient that is not finite, and StoppedError after a signal: the same call continues
+the training or the study.
 """
 
 from gqa.checkpoint.errors import CorpusError, CorruptError, DivergedError, OutputError, RefusedError, StoppedError

@@ -329,7 +329,7 @@ def test_a_stopped_study_continues_to_identical_rows(
     assert (out / "results.jsonl").read_text() == text
 
     def noting(setup: Any) -> Any:
-        resumed.append(setup.options.resume)
+        resumed.append(setup.start is not None)
         return train(setup)
 
     monkeypatch.setattr(ablation, "uptrain", noting)

@@ -155,7 +155,7 @@ def test_passes_ranks_shards_and_states_change_nothing(
     given = {"save_every": 2, "keep_state": True} | given
     killed = words(pair_models, name, tmp_path / "killed", micro_batch=1, **given)
     assert runs.run(*killed, before="kill_at(3)").code == -signal.SIGKILL
-    runs.finish(*killed, "--resume")
+    runs.finish(*killed)
     runs.finish(*words(pair_models, name, tmp_path / "1x1", micro_batch=1, **given))
     for way in ways:
         runs.finish(*words(pair_models, name, tmp_path / way, **given), **WAYS[way])

@@ -45,13 +45,13 @@ def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
     runs.finish(*runs.words(whole, **words), ranks=2)
     killed = runs.run(*runs.words(sharded, **words), ranks=2, before="shard(True); kill_at(3)")
     assert killed.code == -signal.SIGKILL
-    files = {path.name for path in States(Path(f"{sharded}-state")).latest()[0].rglob("*.distcp")}
+    files = {path.name for path in States(Path(f"{sharded}-state")).latest().path.rglob("*.distcp")}
     assert files == {"__0_0.distcp", "__1_0.distcp"}, "nothing was sharded"
     shutil.copytree(f"{sharded}-state", f"{alone}-state")
     runs.run(*runs.words(began, **words), before="kill_at(3)")
     for continued, how in ((sharded, {"ranks": 2, "before": "shard(True)"}), (alone, {}),
                            (began, {"ranks": 2, "before": "shard()"})):  # fmt: skip
-        runs.finish(*runs.words(continued, **words), "--resume", **how)
+        runs.finish(*runs.words(continued, **words), **how)
         assert losses(continued) == pytest.approx(losses(whole), rel=1e-6)
         assert continued is began or difference(continued, whole) <= 1e-6
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -53,9 +55,12 @@ def test_killed_and_continued_is_bit_identical(runs: Runs, tmp_path: Path, name:
 from gqa.corpus.streamed import StreamedBlocks
 after(StreamedBlocks, "seek", lambda blocks, positions: note({notes!r}, len(positions)))
 """
-    runs.finish(*killed, "--resume", ranks=ranks, before=before)
+    runs.finish(*killed, ranks=ranks, before=before)
     assert Path(f"{notes}-0").exists() == (name == "streaming"), "a stream is read from where it was"
-    files, again = (state_files(state(out, STEPS)) for out in (one, other))
+    files, again = (
+        {name: data.replace(str(out).encode(), b"") for name, data in state_files(state(out, STEPS)).items()}
+        for out in (one, other)
+    )
     for rank in range(ranks):
         assert {f"random_states_{rank}.pkl", f"shards/__{rank}_0.distcp"} <= set(files)
     assert again == files
@@ -86,7 +91,7 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
     runs.finish(*saving(runs, one, **options), **how, before=f"{before}set_losses(9, 8, 9, 9, 9)")
     words = saving(runs, other, **options)
     assert runs.run(*words, **how, before=f"{before}set_losses(9, 8, 9, 7, 9); kill_at(3)").code == -signal.SIGKILL
-    runs.finish(*words, "--resume", before="set_losses(9, 8, 9, 9, 9)")
+    runs.finish(*words, before="set_losses(9, 8, 9, 9, 9)")
     assert difference(one, other) == 0
     recorded = json.loads((one / "gqa_uptraining.json").read_text())["losses"]
     assert (recorded["best_step"], recorded["heldout_after"]) == (1, 8)
@@ -112,7 +117,7 @@ def test_more_or_fewer_ranks_may_continue(
     out = tmp_path / "out"
     words = saving(runs, out, **given)
     runs.run(*words, ranks=before, before="kill_at(3)")
-    runs.finish(*words, "--resume", ranks=after)
+    runs.finish(*words, ranks=after)
     runs.finish(*saving(runs, tmp_path / "straight", **given), ranks=before)
     assert losses(out) == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
 
@@ -125,12 +130,12 @@ def test_a_signal_saves_and_leaves(runs: Runs, tmp_path: Path, number: int, code
     before = f"if os.environ.get('RANK', '{ranks - 1}') == '{ranks - 1}': kill_at(3, {int(number)})"
     stopped = runs.run(*words, ranks=ranks, before=before)
     assert stopped.code == code
-    message = f"gqa-uptrain: stopped; step 3 is saved in {out}-state, continue with --resume"
+    message = f"gqa-uptrain: stopped; step 3 is saved in {out}-state; the same command continues"
     assert stopped.err.splitlines()[-1] == message
     assert "Traceback" not in stopped.err
     assert not out.exists()
     assert states(out).complete() == [state(out, 3)]
-    runs.finish(*words, "--resume", ranks=ranks)
+    runs.finish(*words, ranks=ranks)
     assert [record["step"] for record in metrics(out / "gqa_uptraining.jsonl")] == [1, 2, 3, 4]
     assert not Path(f"{out}-state").exists()
 
@@ -143,13 +148,14 @@ def test_a_save_that_was_killed_is_never_picked_up(runs: Runs, tmp_path: Path) -
     words = saving(runs, tmp_path / "out", steps=3, save_every=1)
     for change in range(1, 40, 2):
         done = runs.run(*words, before=f"kill_save_after(2, {change})")
-        newest, record = saved.latest()
-        assert (newest, done.code) == (state(tmp_path / "out", record["step"]), -signal.SIGKILL), done.err
-        steps.append(record["step"])
+        newest = saved.latest()
+        assert done.code == -signal.SIGKILL, done.err
+        assert newest.path == state(tmp_path / "out", newest.record["step"])
+        steps.append(newest.record["step"])
         for path in saved.directory.glob("step-????????"):  # each is whole at once, and the same in every run
             assert whole.setdefault(path.name, state_files(path)) == state_files(path)
-        with saved.lock():
-            assert saved.latest()[0] == newest
+        with saved.lock(keep=True):
+            assert saved.latest() == newest
             assert not list(saved.directory.glob("*.partial"))
         shutil.rmtree(saved.directory)
         if steps.count(2) > 1:
@@ -181,57 +187,95 @@ def refused(runs: Runs, *words: object, code: int = 2, before: str = "") -> str:
 
 
 def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
-    words = [*saving(runs, out, steps=6), "--resume"]
-    message = f"the state {state(out, 4)} cannot be read ("
-    for file, damages in (
-        ("shards/__0_0.distcp", (None, b"half")), ("random_states_0.pkl", (None, b"half")),
-        ("shards/.metadata", (None,)), ("trainer_state.json", (b"", b"[]", b"{}", b'{"options": 1}')),
-    ):  # fmt: skip
+    """It is ignored with --overwrite."""
+    words = saving(runs, out, steps=6)
+    for file in ("shards/__0_0.distcp", "random_states_0.pkl", "shards/.metadata"):
         path = state(out, 4) / file
         data = path.read_bytes()
-        for damage in damages:
+        for damage in (None, b"half"):
             path.unlink() if damage is None else path.write_bytes(damage)
-            if file == "trainer_state.json":
-                with pytest.raises(RefusedError, match="cannot be read"):
-                    states(out).latest()
-            else:
-                assert message in refused(runs, *words)
+            assert f"the state {state(out, 4)} cannot be read (" in refused(runs, *words)
         path.write_bytes(data)
+    path = state(out, 4) / "trainer_state.json"
+    record = json.loads(path.read_text())
+    path.unlink()
+    for damage in ("", "[]", *(json.dumps({k: v for k, v in record.items() if k != name}) for name in record)):
+        with pytest.raises(RefusedError, match="cannot be read"):
+            states(out).latest()
+        path.write_text(damage)
+    advice = "delete it to continue from the one before, or begin anew with --overwrite"
+    assert f"({path.name} lacks {[*record][-1]}); {advice}" in refused(runs, *words)
+    shutil.copytree(f"{out}-state", out.with_name("anew-state"))
+    runs.finish(*saving(runs, out.with_name("anew"), steps=6, overwrite=True))
+    assert states(out.with_name("anew")).complete() == [state(out.with_name("anew"), step) for step in (4, 6)]
     shutil.rmtree(state(out, 4))
-    runs.finish(*words)
+    done = runs.finish(*saving(runs, out, steps=6, quiet=False))
+    assert f"\ncontinues   after step 2, saved in {out}-state\n" in done.out
 
 
-def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path) -> None:
-    was = "was saved by another run:"
-    for options, says in (
-        ({}, "holds states of an unfinished run; continue it with --resume or delete"),
-        ({"resume": True, "learning_rate": 2e-3, "clip": 0.5, "alpha": 0.5, "steps": None},
-         f"{was} alpha: None -> 0.5; clip: 1.0 -> 0.5; learning_rate: 0.001 -> 0.002; steps: 6 -> None; start without"),
-    ):  # fmt: skip
-        assert says in refused(runs, *saving(runs, out, **{"steps": 6} | options))
+_LIGHT = "import gqa.uptrain.setup as module; module.load_tokenizer = None; "  # nothing is loaded, tokenised or sampled
+
+
+def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, saved: Path) -> None:
+    """Before anything heavy is done, and with the command that continues."""
+    command = shlex.join(["gqa-uptrain", *saving(runs, saved, steps=6)])
+    end = f"); continue it with {command}, or begin anew with --overwrite\n"
+    different = saving(runs, out, learning_rate=2e-3, clip=0.5, alpha=0.5, steps=None)
+    says = "(--alpha: None -> 0.5; --clip: 1.0 -> 0.5; --learning-rate: 0.001 -> 0.002; --steps: 6 -> None"
+    assert refused(runs, *different, before=_LIGHT) == f"gqa-uptrain: {out}-state holds another run {says}{end}"
+    taught = refused(runs, *saving(runs, out, steps=6, data="self", teacher="teacher"), before=_LIGHT)
+    says = r"\(--repeats: .*; content of --data: \w+ -> \w+; content of --teacher: None -> \w+\)"
+    assert re.search(says, taught)
+    elsewhere = refused(runs, *different, before=f"{_LIGHT}os.chdir('/')")
+    assert f"continue it with cd {Path.cwd()} && {command}" in elsewhere
     data, config = runs.directory / "data.jsonl", runs.directory / "model" / "config.json"
     texts = {data: data.read_text(), config: config.read_text()}
     try:
         data.write_text(texts[data].partition("\n")[2])
         config.write_text(texts[config].replace("10000.0", "20000.0"))
-        message = refused(runs, *saving(runs, out, steps=6), "--resume")
+        message = refused(runs, *saving(runs, out, steps=6), before=_LIGHT)
     finally:
         for path, text in texts.items():
             path.write_text(text)
-    assert f"{was} content of the model: " in message
-    assert "; the content of the data; start without" in message
+    assert re.search(r"\(content of --data: \w+ -> \w+; content of MODEL: \w+ -> \w+\); continue", message)
     assert states(out).complete() == [state(out, 2), state(out, 4)]
+
+
+def test_ranks_that_cannot_share_the_batch(runs: Runs, tmp_path: Path) -> None:
+    """The batch is that of the stopped run, also where it is not named."""
+    words = saving(runs, tmp_path / "out", batch_size=None, micro_batch=1)
+    assert runs.run(*words, ranks=2, before="kill_at(3)").code == -signal.SIGKILL
+    done = runs.run(*words, ranks=3, before=_LIGHT)
+    command = shlex.join(["torchrun", "--nproc_per_node", "2", "-m", "gqa.uptrain", *words])
+    assert done.code == 2
+    assert f"(processes: 2 -> 3, which cannot share a batch of 8); continue it with {command}, or" in done.err
+
+
+def test_overwriting(runs: Runs, out: Path) -> None:
+    """With it a run begins anew; one that was started with it is continued by the same command."""
+    words = saving(runs, out, steps=3, save_every=1, overwrite=True, quiet=False)
+    stopped = runs.run(*words, before=f"kill_at(2, {int(signal.SIGTERM)})")
+    assert "continues" not in stopped.out
+    assert states(out).complete() == [state(out, 1), state(out, 2)]
+    assert "\ncontinues   after step 2" in runs.finish(*words).out
 
 
 def test_what_may_change(runs: Runs, out: Path) -> None:
-    """Foreign names beside states stay, and the last two states."""
-    for name in ("step-backup", "step-00000009", "step-00000008.partial", "notes"):
+    """Paths, and what changes no result. Foreign names beside states stay, and the last two states."""
+    for name in ("step-backup", "step-0000009", "step-00000008.partial", "notes"):
         (out.with_name("out-state") / name).mkdir()
     assert states(out).complete() == [state(out, 2), state(out, 4)]
-    changes = {"micro_batch": 2, "save_every": 1, "checkpointing": True, "attn_implementation": "eager"}
-    runs.finish(*saving(runs, out, steps=6, **changes), "--resume")
+    changes = {
+        "micro_batch": 2,
+        "save_every": 1,
+        "checkpointing": True,
+        "attn_implementation": "eager",
+        "verbose": True,
+    }
+    copy = shutil.copyfile(runs.directory / "data.jsonl", out.with_name("copy.jsonl"))
+    runs.finish(*saving(runs, out, steps=6, data=copy, **changes))
     assert states(out).complete() == [state(out, step) for step in (5, 6)]
-    assert {path.name for path in out.with_name("out-state").iterdir()} >= {"step-backup", "step-00000009", "notes"}
+    assert {path.name for path in out.with_name("out-state").iterdir()} >= {"step-backup", "step-0000009", "notes"}
 
 
 def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_path: Path) -> None:
@@ -243,8 +287,8 @@ def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out-state"]
     before = (tmp_path / "out-state" / "metrics.jsonl").read_bytes()
     with pytest.raises(AssertionError, match=r"\(\[1, 0\]"):  # exit codes
-        runs.run(*saving(runs, out), "--resume", ranks=2, before=f"shard(); {full}")
-    runs.finish(*saving(runs, out), "--resume")
+        runs.run(*saving(runs, out), ranks=2, before=f"shard(); {full}")
+    runs.finish(*saving(runs, out))
     assert (out / "gqa_uptraining.jsonl").read_bytes() == before
     assert json.loads((out / "gqa_uptraining.json").read_text())["steps"] == STEPS
 
@@ -266,11 +310,11 @@ FileSystemWriter.write_data = full
     assert "the state of step 4 could not be saved in" in message
     assert "(PytorchStreamWriter failed" in message
     assert sorted(path.name for path in Path(f"{out}-state").glob("step-*")) == [state(out, 2).name]
-    runs.finish(*saving(runs, out), "--resume")
+    runs.finish(*saving(runs, out))
 
 
 def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:
-    with states(tmp_path / "out").lock():
+    with states(tmp_path / "out").lock(keep=True):
         message = refused(runs, *runs.words(tmp_path / "out", steps=1))
     assert f"another run is using {tmp_path}/out-state; wait for it or give another output" in message
     assert not list(tmp_path.iterdir())

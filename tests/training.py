@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -93,12 +93,12 @@ def options_for(model: Path | str = "model", out: Path | str = "out", **given: A
     return TrainOptions(str(model), Path(out), **short | given)
 
 
-def trained(options: Any, **how: Any) -> Any:
-    """What a run of these options returns: how it went, and its record."""
+def trained(options: Any, argv: Sequence[str] = ()) -> Any:
+    """Progress and record of a run of these options."""
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
 
-    return uptrain(prepare(options), **how)
+    return uptrain(prepare(options, argv))
 
 
 def training_model(model: Any, teacher: Any = None, **options: Any) -> Any:
@@ -202,7 +202,8 @@ class Runs(Forks):
             options["teacher"] = self.directory / options["teacher"]
         with expert_options(options) as rest:
             expert = {name: value for name, value in options.items() if name not in rest}
-        words = words_for(self.directory / model, self.directory / "data.jsonl", out, **rest)
+        rest = {"data": self.directory / "data.jsonl"} | rest
+        words = words_for(self.directory / model, out=out, **rest)
         return words + ([json.dumps(expert)] if expert else [])
 
 

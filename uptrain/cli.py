@@ -43,7 +43,7 @@ def command(options: TrainOptions) -> None:
     main = ranks().is_main_process
     quiet = options.quiet or not main
     with Watcher(quiet) as bar:
-        setup = prepare(options, watcher=bar)
+        setup = prepare(options, sys.argv[1:], watcher=bar)
 
     def say(text: str) -> None:
         if not quiet:
@@ -52,9 +52,9 @@ def command(options: TrainOptions) -> None:
     say_device(setup.accelerator.device, quiet)
     say(plan_text(setup))
     try:
-        progress, record = uptrain(setup, quiet=options.quiet, argv=sys.argv[1:])
+        progress, record = uptrain(setup, quiet=options.quiet)
     except StoppedError as stopped:
-        message = f"stopped; step {stopped.step} is saved in {setup.states.directory}, continue with --resume"
+        message = f"stopped; step {stopped.step} is saved in {setup.states.directory}; the same command continues"
         _leave(main, message, 128 + stopped.number)
     except DivergedError as error:
         if options.verbose and main:

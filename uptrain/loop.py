@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,14 +21,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain
-from gqa.checkpoint.provenance import checkpoint_digest
 from gqa.checkpoint.write import finite, replacing
 from gqa.corpus.streamed import StreamedBlocks
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.models import make_optimizer, trained_names
-from gqa.uptrain.options import Schedule, differences
+from gqa.uptrain.options import Schedule
 from gqa.uptrain.setup import Setup
-from gqa.uptrain.state import load
+from gqa.uptrain.state import TrainingProgress, load
 from gqa.uptrain.training_model import Batch, split_batch
 from gqa.uptrain.weights import local_shard, prepare_model, stored_weights
 
@@ -38,35 +36,19 @@ STATUS_SECONDS = 5  # between two status lines
 Weights = dict[str, Tensor]
 
 
-@dataclass
-class TrainingProgress:
-    """The part of a state besides weights and optimiser. Losses are nats per token.
-
-    heldout_before, heldout_after: results of `heldout_losses` at the start and after `best_step`, the step with the
-    lowest loss so far; step 0 is the model before training.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    best_step: int = 0
-    heldout_before: dict[str, float] | None = None
-    heldout_after: dict[str, float] | None = None
-    loss: float | None = None
-
-
 def train(setup: Setup, *, quiet: bool = True) -> tuple[TrainingProgress, Weights]:
     """Train; return the progress and this process' weights with the lowest held-out loss (with adapters apart, and as
     shards under FSDP2).
 
     Without held-out text these are the last weights. They are empty if no step improved the model. The caller holds the
-    lock of `setup.states`. No checkpoint is written. Raises RefusedError (a state of another run, too little memory),
+    lock of `setup.states`. No checkpoint is written. Raises RefusedError (a damaged state, too little memory),
     DivergedError, StoppedError, and OutputError if a state cannot be saved.
     """
     options, accelerator, dataloader = setup.options, setup.accelerator, setup.dataloader
     set_seed(options.seed, device_specific=True)  # dropout differs between ranks
     training = setup.training_model
     model, optimizer = prepare_model(accelerator, training, make_optimizer(training, options))
-    progress, best = _resume(setup, model, optimizer) if options.resume else (TrainingProgress(), {})
+    progress, best = _continue(setup, model, optimizer) if setup.start else (TrainingProgress(), {})
     if progress.step == 0 and dataloader.heldout:
         _evaluate(setup, model, progress, best)
     log = Log(setup, progress.step, quiet)
@@ -92,9 +74,8 @@ def train(setup: Setup, *, quiet: bool = True) -> tuple[TrainingProgress, Weight
             stopped = accelerator.check_trigger()  # all ranks must stop after the same step
             if stopped or (options.save_every and (last or progress.step % options.save_every == 0)):
                 positions = getattr(dataloader.blocks, "positions", [])
-                state = vars(progress) | _run_identity(setup) | {"stream": gather_object(positions)}
-                state["ranks"] = accelerator.num_processes
-                setup.states.save(accelerator, model, optimizer, best, state)
+                batch = {"batch_size": options.batch_size, "stream": gather_object(positions)}
+                setup.states.save(accelerator, model, optimizer, best, vars(progress) | setup.run | batch)
             if stopped:
                 raise StoppedError(signals[0] if signals else signal.SIGTERM, progress.step)
             start = time.perf_counter()
@@ -254,28 +235,14 @@ def state_dict(accelerator: Accelerator, wrapped: Any) -> Weights:
     return {name.removeprefix("model."): tensor for name, tensor in get(wrapped).items()}
 
 
-def _run_identity(setup: Setup) -> dict[str, Any]:
-    """The options and contents that a state must share with the run that continues it."""
-    base = setup.teacher_checkpoint
-    models = {"model": setup.checkpoint} | ({"teacher": base} if base else {})
-    contents = {f"content of the {name}": checkpoint_digest(model) for name, model in models.items()}
-    return {"options": setup.options.binding() | contents, "data": setup.dataloader.fingerprint}
-
-
-def _resume(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress, Weights]:
-    """The progress and the best weights of the last state, whose weights and optimiser are loaded."""
-    path, record = setup.states.latest()
-    run = json.loads(json.dumps(_run_identity(setup), default=str))
-    changed = differences(run["options"], record["options"])
-    if record.get("data") != run["data"]:
-        changed.append("the content of the data")
-    if changed:
-        raise RefusedError(f"{path} was saved by another run: {'; '.join(changed)}; start without --resume, or as then")
-    progress = TrainingProgress(**{name: record[name] for name in vars(TrainingProgress())})
+def _continue(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress, Weights]:
+    """The progress and the best weights of the state to continue from, whose weights and optimiser are loaded."""
+    assert setup.start
+    progress = TrainingProgress(**{name: setup.start.record[name] for name in vars(TrainingProgress())})
     best = _copy_trained(setup, model) if 0 < progress.best_step < setup.dataloader.steps else {}
-    load(path, record, setup.accelerator, model, optimizer, best)
+    load(setup.start, setup.accelerator, model, optimizer, best)
     if isinstance(blocks := setup.dataloader.blocks, StreamedBlocks):
-        blocks.seek(record["stream"])
+        blocks.seek(setup.start.record["stream"])
     return progress, best
 
 
@@ -320,8 +287,8 @@ class Log:
                 stream.write(json.dumps(finite(record)) + "\n")
         except OSError as error:
             raise OutputError(
-                f"{self._path} could not be written ({explain(error)}); free some space and continue from the last "
-                "state with --resume"
+                f"{self._path} could not be written ({explain(error)}); free some space, and the same command "
+                "continues from the last state"
             ) from error
         now = time.perf_counter()
         if not self._quiet and (step == self._steps or now - self._last_line > STATUS_SECONDS):

@@ -92,8 +92,8 @@ class TrainOptions(Options):
     save_every: int | None = option(None, "Save a state after so many steps.", COUNT, metavar="STEPS", free=True)
     keep_state: bool = option(False, "Keep DIR-state after the end.", free=True)
     trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code", methods="")
-    overwrite: bool = option(False, "Replace the checkpoint at DIR once the new one is complete.", free=True)
-    resume: bool = option(False, "Continue from the last state in DIR-state.", free=True)
+    overwrite: bool = option(False, "Begin anew, and replace the checkpoint at DIR once the new one is complete.",
+        free=True)
     json: bool = same_as(ConvertOptions, "json", free=True)
     verbose: bool = option(False, "Show where an error comes from.", short="-v", free=True)
     quiet: bool = same_as(ConvertOptions, "quiet", free=True)

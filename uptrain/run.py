@@ -5,7 +5,7 @@ unchanged, so whatever loads the source loads the result.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,20 +30,20 @@ from gqa.checkpoint.provenance import (
 )
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import OutputDirectory, copy_file, copy_range, finite, require_space, write_tensor, write_text
-from gqa.uptrain.loop import TrainingProgress, train, warmup_steps
+from gqa.uptrain.loop import train, warmup_steps
 from gqa.uptrain.setup import Setup
+from gqa.uptrain.state import TrainingProgress
 from gqa.uptrain.weights import gather, merge_adapters
 
 METRICS = "gqa_uptraining.jsonl"
 _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
 
 
-def uptrain(setup: Setup, *, quiet: bool = True, argv: Sequence[str] = ()) -> tuple[TrainingProgress, dict[str, Any]]:
-    """Train and write the checkpoint to `options.output`; return the progress and the record in it.
-
-    `argv`: arguments of the command. Raises what `train` raises, and OutputError.
+def uptrain(setup: Setup, *, quiet: bool = True) -> tuple[TrainingProgress, dict[str, Any]]:
+    """Train and write the checkpoint to `options.output`; return the progress and the record in it. Raises what `train`
+    raises, and OutputError.
     """
-    with setup.states.lock():
+    with setup.states.lock(keep=setup.start is not None):
         try:
             progress, weights = train(setup, quiet=quiet)
         except (RuntimeError, MemoryError) as error:
@@ -56,7 +56,7 @@ def uptrain(setup: Setup, *, quiet: bool = True, argv: Sequence[str] = ()) -> tu
                 f"{setup.micro_batch}) or --context (now {setup.options.block:,}), or give --checkpointing, "
                 "--train lora or --optimizer adafactor"
             ) from error
-        record, whole = finite(record_of(setup, progress, argv)), gather(weights)
+        record, whole = finite(record_of(setup, progress)), gather(weights)
         try:
             if setup.accelerator.is_main_process:
                 _export(setup, whole, record)
@@ -85,7 +85,7 @@ def _export(setup: Setup, weights: dict[str, Tensor], record: dict[str, Any]) ->
         _verify(work, source)
         output.commit(UPTRAINING, record)
     if not options.keep_state:
-        setup.states.remove()
+        shutil.rmtree(setup.states.directory, ignore_errors=True)
 
 
 def _write_weights(model: PreTrainedModel, weights: dict[str, Tensor], source: Checkpoint, work: Path) -> None:
@@ -143,6 +143,8 @@ def plan_text(setup: Setup) -> str:
         if data.heldout
         else "held out    nothing of a stream or of short data: the last state is written (see --heldout)",
     ]
+    if setup.start:
+        lines.append(f"continues   after step {setup.start.record['step']:,}, saved in {setup.states.directory}")
     return "\n".join(lines)
 
 
@@ -163,11 +165,9 @@ def result_text(setup: Setup, progress: TrainingProgress) -> str:
     return "\n".join([*lines, f"written     {setup.options.output}: loads with {loads}, verified"])
 
 
-def record_of(setup: Setup, progress: TrainingProgress, argv: Sequence[str]) -> dict[str, Any]:
-    """The record of a run, JSON-ready, including the records of the source checkpoint. `argv`: arguments of the
-    command.
-    """
-    source, options, dataloader = setup.checkpoint, setup.options, setup.dataloader
+def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
+    """The record of a run, JSON-ready, including the records of the source checkpoint."""
+    source, options, dataloader, argv = setup.checkpoint, setup.options, setup.dataloader, setup.run["argv"]
     recorded = request(options, argv)["options"]
     return {
         **stamp("gqa-uptrain", argv),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from gqa.checkpoint.hub import beside, open_model
 from gqa.checkpoint.loading import check_predicts_tokens, find_device, load_tokenizer, ranks, read_auto_config
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import OutputDirectory, require_space
-from gqa.uptrain.dataloader import Dataloader, build_data
+from gqa.uptrain.dataloader import Dataloader, build_data, main_first
 from gqa.uptrain.models import build_model, build_teacher, check_exportable, check_teacher, settle
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.state import States
+from gqa.uptrain.state import State, States, describe_run
 from gqa.uptrain.training_model import TrainingModel
 from gqa.uptrain.weights import shard_model
 
@@ -35,7 +36,8 @@ class Setup:
     """A run that is ready to start, with everything checked that can be checked before the first step.
 
     `options`: with all defaults decided. `teacher_text`: the teacher, or why there is none, in words. `training_model`:
-    the model with its loss and its teacher. `micro_batch`: blocks of one forward pass on one process.
+    the model with its loss and its teacher. `micro_batch`: blocks of one forward pass on one process. `run`: of
+    `describe_run`. `start`: the state from which it continues.
     """
 
     options: TrainOptions
@@ -49,6 +51,8 @@ class Setup:
     dataloader: Dataloader
     micro_batch: int
     states: States
+    run: dict[str, Any]
+    start: State | None
 
     @property
     def metrics(self) -> Path:
@@ -57,12 +61,13 @@ class Setup:
 
 
 def prepare(
-    options: TrainOptions, teacher: PreTrainedModel | None = None, watcher: Watcher = SILENT, dry: bool = False
-) -> Setup:
+    options: TrainOptions, argv: Sequence[str] = (), teacher: PreTrainedModel | None = None, watcher: Watcher = SILENT,
+    dry: bool = False,
+) -> Setup:  # fmt: skip
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
 
-    `teacher`: the model of `options.teacher` in its own dtype, if it is in memory already. `watcher` shows the progress
-    of sampling. The models of a `dry` run have no weights, and it cannot start.
+    `argv`: arguments of the command. `teacher`: the model of `options.teacher` in its own dtype, if it is in memory
+    already. `watcher` shows the progress of sampling. The models of a `dry` run have no weights, and it cannot start.
     """
     processes = ranks().num_processes
     output = options.output or beside(options.model, "-uptrained")
@@ -80,14 +85,12 @@ def prepare(
     accelerator = make_accelerator(options)
     options = replace(options, precision=_PRECISION[accelerator.mixed_precision])
     states = States(out.with_name(f"{out.name}-state"))
-    if options.resume:  # the default of the run before: it may depend on the number of processes
-        saved = states.latest()[1]["options"].get("batch_size")
-        options = replace(options, batch_size=options.batch_size or saved)
+    device = str(accelerator.device)
+    with main_first():  # data of a hub is fetched once
+        run = {} if dry else describe_run(options, checkpoint, base, device, argv)
+    if start := None if dry else states.start(run):  # the default batch may depend on the number of processes
+        options = replace(options, batch_size=start.record["batch_size"])
         options.check(processes)
-    elif states.complete():
-        raise RefusedError(
-            f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"
-        )
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     model = build_model(options, checkpoint, accelerator, dry)
     if base is not None:
@@ -98,7 +101,6 @@ def prepare(
         if accelerator.is_fsdp2:
             shard_model(training, checkpoint, accelerator)
         check_exportable(model, checkpoint)  # weights are read: it is known which of several tied names are stored
-    device = str(accelerator.device)
     dataloader = build_data(options, checkpoint, base, model.config, tokenizer, device, watcher, dry)
     options = dataloader.options
     share = options.blocks_per_step // processes
@@ -106,7 +108,7 @@ def prepare(
     accelerator.gradient_accumulation_steps = share // micro_batch
     return Setup(
         options, teacher_text, accelerator, checkpoint, base, model, teacher, training, dataloader,
-        micro_batch, states,
+        micro_batch, states, run, start,
     )  # fmt: skip
 
 

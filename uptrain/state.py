@@ -1,17 +1,20 @@
-"""States of a run: saved while it trains, loaded to continue it.
+"""States of a run: saved while it trains, loaded by the same command to continue it.
 
 A state is a directory `step-N`: weights, optimiser and the best weights so far as torch's distributed checkpoint,
-accelerate's own files (random states of every rank) and `trainer_state.json` with the progress and the options.
+accelerate's own files (random states of every rank) and `trainer_state.json` with the progress and the run.
 It gets this name only when it is complete. All ranks write into one directory, which several machines must share.
 accelerate reads random states with pickle: continue only from states that you made.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shlex
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,16 +31,75 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from gqa.checkpoint.errors import OutputError, RefusedError, explain
-from gqa.checkpoint.loading import out_of_memory, ranks
+from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
+from gqa.checkpoint.loading import native_bfloat16, out_of_memory, ranks
+from gqa.checkpoint.options import flag
+from gqa.checkpoint.provenance import checkpoint_digest, versions
+from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import fsync_directory, locked, write_text
+from gqa.corpus.sources import is_self
+from gqa.uptrain.dataloader import data_sources, heldout_sources
+from gqa.uptrain.options import TrainOptions, differences
 
 RECORD = "trainer_state.json"
-KEPT = 2  # states
 _SHARDS = "shards"
-
+_HASHED = {"model", "revision", "teacher", "data", "heldout"}  # options that name models and text
+_STATES = 2  # that stay
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant, where it is one
+
+
+@dataclass
+class TrainingProgress:
+    """The part of a state besides weights and optimiser. Losses are nats per token.
+
+    heldout_before, heldout_after: results of `heldout_losses` at the start and after `best_step`, the step with the
+    lowest loss so far; step 0 is the model before training.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    best_step: int = 0
+    heldout_before: dict[str, float] | None = None
+    heldout_after: dict[str, float] | None = None
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """A saved state: its directory and `trainer_state.json`."""
+
+    path: Path
+    record: dict[str, Any]
+
+
+_KEYS = {*vars(TrainingProgress()), "identity", "overwrite", "argv", "directory", "ranks", "batch_size", "stream"}
+
+
+def describe_run(
+    options: TrainOptions, checkpoint: Checkpoint, base: Checkpoint | None, device: str, argv: Sequence[str]
+) -> dict[str, Any]:
+    """What a state records of its run, JSON-ready. `identity`: what a run that continues it must share: options by
+    flag, and hashes of models and text, which may have other paths.
+    """
+    content = {"MODEL": checkpoint_digest(checkpoint)}
+    if base:
+        content["--teacher"] = checkpoint_digest(base)
+    if options.heldout:
+        content["--heldout"] = " ".join(source.identify() for source in heldout_sources(options))
+    if is_self(options.data[0]):  # samples also depend on these
+        content["--data"] = f"{options.data[0]} {versions('torch', 'transformers')} {native_bfloat16(device)}"
+    else:
+        content["--data"] = " ".join(
+            source.spec if options.streaming and not source.files else source.identify()  # a stream from the hub
+            for source in data_sources(options)
+        )
+    hashes = {name: hashlib.sha256(value.encode()).hexdigest()[:12] for name, value in content.items()}
+    shared = {flag(name): value for name, value in options.binding().items() if name not in _HASHED}
+    return {
+        "identity": shared | {f"content of {name}": value for name, value in hashes.items()},
+        "overwrite": options.overwrite, "argv": [*argv], "directory": os.getcwd(), "ranks": ranks().num_processes,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,9 +109,9 @@ class States:
     directory: Path
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Create and lock the directory, and remove incomplete states, in the main process. Raises RefusedError if
-        another run has the lock.
+    def lock(self, keep: bool) -> Iterator[None]:
+        """Create and lock the directory in the main process, and remove incomplete states, and unless `keep` all.
+        Raises RefusedError if another run has the lock.
         """
         if not ranks().is_main_process:
             yield
@@ -58,29 +120,53 @@ class States:
         message = f"another run is using {self.directory}; wait for it or give another output with -o"
         try:
             with locked(self.directory / "lock", message):
-                for leftover in self.directory.glob("*.partial"):
+                for leftover in [*self.directory.glob("*.partial"), *([] if keep else self.complete())]:
                     shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
                 yield
         finally:
-            with suppress(OSError):  # it is empty if nothing was saved, or if `remove` was called
+            with suppress(OSError):  # it is empty if nothing was saved, or if the run is done
                 self.directory.rmdir()
 
-    def remove(self) -> None:
-        """Remove the states and the log, as far as possible."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-
     def complete(self) -> list[Path]:
-        """Complete states, the oldest first."""
-        return sorted(record.parent for record in self.directory.glob(f"step-{'[0-9]' * 8}/{RECORD}"))
+        """Directories of complete states, the oldest first."""
+        return sorted(self.directory.glob(f"step-{'[0-9]' * 8}"))
 
-    def latest(self) -> tuple[Path, dict[str, Any]]:
-        """The newest state and its record. Raises RefusedError if there is none or it cannot be read."""
-        if not (states := self.complete()):
-            raise RefusedError(f"--resume: {self.directory} has no saved state; start without --resume")
-        with _readable(states[-1]):
-            record: dict[str, Any] = json.loads((states[-1] / RECORD).read_text())
-            record["options"].keys()
-        return states[-1], record
+    def latest(self) -> State:
+        """The newest state. Raises RefusedError if it cannot be read."""
+        path = self.complete()[-1]
+        with _readable(path):
+            record: dict[str, Any] = json.loads((path / RECORD).read_text())
+            if missing := _KEYS - record.keys():
+                raise ValueError(f"{RECORD} lacks {listing(missing)}")
+        return State(path, record)
+
+    def start(self, run: dict[str, Any]) -> State | None:
+        """The state from which a run continues, the newest; None if it begins anew: if there is no state, and with
+        --overwrite if the states are of another run, damaged, or of the same run without --overwrite.
+
+        Raises RefusedError, which names the differences and the command that continues, if they are of another run.
+        """
+        if not self.complete():
+            return None
+        try:
+            state = self.latest()
+        except RefusedError:
+            if run["overwrite"]:
+                return None
+            raise
+        before, batch, processes = state.record, state.record["batch_size"], run["ranks"]
+        changed = differences(run["identity"], before["identity"])
+        if batch % processes:
+            changed.append(f"processes: {before['ranks']} -> {processes}, which cannot share a batch of {batch}")
+        if run["overwrite"] and (changed or not before["overwrite"]):
+            return None
+        if changed:
+            command = _command(before) if before["argv"] and run["argv"] else "the same options"
+            raise RefusedError(
+                f"{self.directory} holds another run ({'; '.join(changed)}); continue it with {command}, or begin anew "
+                "with --overwrite"
+            )
+        return state
 
     def save(
         self, accelerator: Accelerator, model: Any, optimizer: Any, best: dict[str, Tensor], record: dict[str, Any]
@@ -97,12 +183,9 @@ class States:
                 write_text(work / RECORD, json.dumps(record, indent=2) + "\n")
                 for directory in [work, *(path for path in work.rglob("*") if path.is_dir())]:
                     fsync_directory(directory)
-                final = work.with_suffix("")
-                if final.exists():  # an incomplete one
-                    shutil.rmtree(final)
-                work.rename(final)
+                work.rename(work.with_suffix(""))
                 fsync_directory(self.directory)
-                for old in self.complete()[:-KEPT]:
+                for old in self.complete()[:-_STATES]:
                     shutil.rmtree(old.rename(old.with_suffix(".partial")))
         except (OSError, RuntimeError, CheckpointException) as error:  # torch writes files with its own errors
             shutil.rmtree(work, ignore_errors=True)
@@ -110,16 +193,23 @@ class States:
                 raise cause from error
             raise OutputError(
                 f"the state of step {record['step']} could not be saved in {self.directory} ({explain(cause)}); free "
-                "some space and continue from the last state with --resume"
+                "some space, and the same command continues from the last state"
             ) from error
 
 
-def load(
-    path: Path, record: dict[str, Any], accelerator: Accelerator, model: Any, optimizer: Any, best: dict[str, Tensor]
-) -> None:
+def _command(record: dict[str, Any]) -> str:
+    """The command that saved a state, for a shell in the current directory."""
+    several = record["ranks"] > 1
+    launcher = ["torchrun", "--nproc_per_node", str(record["ranks"]), "-m", "gqa.uptrain"]
+    words = shlex.join([*(launcher if several else ["gqa-uptrain"]), *record["argv"]])
+    return words if record["directory"] == os.getcwd() else f"cd {shlex.quote(record['directory'])} && {words}"
+
+
+def load(state: State, accelerator: Accelerator, model: Any, optimizer: Any, best: dict[str, Tensor]) -> None:
     """Read weights, optimiser and random states, and the best weights into the tensors of `best`. Ranks and shards may
     be others than when it was saved. Raises RefusedError if the state cannot be read.
     """
+    path = state.path
     with _readable(path):
         FileSystemReader(path / _SHARDS).read_metadata()  # `read` would log every error of it
         weights, moments = get_state_dict(model, optimizer.optimizer)
@@ -127,7 +217,7 @@ def load(
         partial = DefaultLoadPlanner(allow_partial_load=True)  # parameters without gradients have no moments
         read({"optimizer": moments}, checkpoint_id=path / _SHARDS, planner=partial)
         set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
-        if (rank := accelerator.process_index) < record["ranks"]:  # accelerate ignores a file that it cannot read
+        if (rank := accelerator.process_index) < state.record["ranks"]:  # accelerate ignores a file that it cannot read
             torch.load(path / f"random_states_{rank}.pkl", weights_only=False)
         load_accelerator_state(str(path), [], [], [], [], rank)
 
@@ -140,7 +230,8 @@ def _readable(path: Path) -> Iterator[None]:
         if out_of_memory(cause := _cause(error)):
             raise cause from error
         raise RefusedError(
-            f"the state {path} cannot be read ({explain(cause)}); delete it to continue from the one before"
+            f"the state {path} cannot be read ({explain(cause)}); delete it to continue from the one before, or begin "
+            "anew with --overwrite"
         ) from error
 
 

@@ -180,12 +180,9 @@ class AblateOptions(Options):
 
     def training(self, alpha: float | None, model: Path, output: Path) -> TrainOptions:
         """Training options of a cell: from the conversion `model` to `output`, continued if it was interrupted."""
-        from gqa.uptrain.state import States
-
         names = TrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys() - {"dry_run"}
         changes = {
             "model": str(model), "output": output, "alpha": alpha, "overwrite": True,
-            "resume": bool(States(output.with_name(f"{output.name}-state")).complete()),
             "precision": self.precision or "float32",
             "teacher": self.model if self.model and self.teacher == "source" else NO_TEACHER,
         }  # fmt: skip
