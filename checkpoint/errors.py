@@ -11,6 +11,10 @@ class CorruptError(RefusedError):
     """A checkpoint whose files are broken or hostile."""
 
 
+class LayerwiseError(RefusedError):
+    """A model that cannot be run layer by layer."""
+
+
 class CorpusError(RefusedError):
     """Text that cannot be used. One line: what was given, what is wrong with it or allowed, what to do."""
 
@@ -41,9 +45,9 @@ def listing(names: Iterable[object], limit: int = 8) -> str:
     return shown if len(texts) <= limit else f"{shown} and {len(texts) - limit} more"
 
 
-def alternatives(numbers: Iterable[int]) -> str:
+def alternatives(values: Iterable[object]) -> str:
     """`1, 2, 4 or 8`."""
-    texts = [str(n) for n in sorted(numbers)]
+    texts = [str(value) for value in values]
     return " or ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
 
 

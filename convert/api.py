@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.console import SILENT, Watcher
+from gqa.checkpoint.errors import LayerwiseError, RefusedError, alternatives
 from gqa.checkpoint.hub import beside, fetch_weights, open_model
 from gqa.checkpoint.options import parameters_in_errors
 from gqa.checkpoint.provenance import PROVENANCE, request
@@ -17,7 +18,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, require_space, write_text
 from gqa.convert.heads.family import Groups
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.methods import AUTO, MEASURING, METHODS
+from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan, make_plan, searches
 from gqa.convert.rewrite import write
@@ -62,8 +63,7 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
 
 
 def _plan(checkpoint: Checkpoint, groups: Groups, options: ConvertOptions) -> Plan:
-    method = MEASURING if options.kv_budget and options.method == AUTO else options.method
-    plan = make_plan(checkpoint, groups, method, options.seed, options.dtype)
+    plan = make_plan(checkpoint, groups, options.method, options.seed, options.dtype)
     searches(plan, options.grouping)  # raises RefusedError
     return plan
 
@@ -109,7 +109,11 @@ def convert(
         if maps:  # imported here, since importing models takes seconds
             from gqa.convert.merge.find_maps import with_maps
 
-            stored = stack.enter_context(with_maps(plan, out, maps, watcher, overwrite=options.overwrite))
+            try:
+                stored = stack.enter_context(with_maps(plan, out, maps, watcher, overwrite=options.overwrite))
+            except LayerwiseError as error:
+                usable = (one.name for one in plan.available_methods() if not one.reads_text)
+                raise RefusedError(f"{error}; use --method {alternatives(usable)}") from error
             plan = replace(plan, merging=replace(plan.merging, maps=stored))
         watcher.stage("converting", plan.total_bytes, "B")
         warnings = write(plan, output.work, watcher.update, jobs)

@@ -15,7 +15,7 @@ from gqa.checkpoint import console
 from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.options import command as command_of
-from gqa.convert.methods import AUTO, METHODS
+from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _METHODS = "\n".join(f"  {name:12}{how.needs}; {how.cost}: {how.result}" for name, how in METHODS.items())
 _EPILOG = f"""\b
 Methods, what they need (text: --data, or the model's own), cost and do:
-  {AUTO:12}weights; seconds to minutes: the best that reads no text
 {_METHODS}
 \b
 Examples:
@@ -41,8 +40,8 @@ def command(options: ConvertOptions) -> None:
     """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.
 
     Keys and values of neighbouring heads are merged (or, upwards, repeated), everything else is copied byte for byte;
-    the result loads with plain transformers and its KV cache shrinks with the number of heads. Without --method it is
-    the best that needs only the weights; the GQA paper's mean pooling is --method mean.
+    the result loads with plain transformers and its KV cache shrinks with the number of heads. No data is needed: the
+    model writes the text that the default method reads. The GQA paper's mean pooling is --method mean.
     """
     from gqa.checkpoint.loading import quiet_transformers
     from gqa.convert.api import prepare
@@ -55,11 +54,9 @@ def command(options: ConvertOptions) -> None:
             plan = prepare(options, bar)
         if plan.losses:
             _say(allotment_text(plan), options)
-        _warn(plan.warnings if plan.why or options.dry_run else ())
+        _warn(plan.warnings)
         if options.is_set("method") and plan.method not in METHODS:
             _say(f"note        --method is not used: none of the {plan.config.main.kv} heads are merged", options)
-        if plan.why:
-            _say(f"method      {plan.method} (--method {AUTO}): {plan.why}", options)
         record = plan_record(plan, options.kv_budget) | {"dry_run": options.dry_run}
         record |= _dry_run(plan, options) if options.dry_run else _convert(plan, options)
         if options.json:
@@ -77,7 +74,7 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     with Watcher(options.quiet) as bar:
         result = convert(plan, options, bar, sys.argv[1:])
     _say(plan_text(plan, tensors=options.verbose), options)
-    _warn(result.warnings[len(plan.warnings) if plan.why else 0 :])
+    _warn(result.warnings[len(plan.warnings) :])
     seconds = time.monotonic() - start
     _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
     if plan.method in METHODS and not options.quiet:
@@ -109,11 +106,10 @@ def _say_next(plan: Plan, result: Conversion, options: ConvertOptions) -> None:
     a head that predicts tokens.
     """
     from gqa.checkpoint.loading import predicts_tokens
-    from gqa.convert.estimate import available_methods
     from gqa.convert.heads.config import transformers_config
 
     if predicts_tokens(transformers_config(plan.new_config)):
-        *_, best = available_methods(plan)
+        *_, best = plan.available_methods()
         advice = f"--method {best.name} ({best.cost}): {best.result}"
         if best.name == plan.method:
             advice = f"distil from the base model:\n            {shlex.join(['gqa-uptrain', str(result.out)])}"

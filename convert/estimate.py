@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from functools import cache
 
 from gqa.checkpoint.write import DEFAULT_JOBS
-from gqa.convert.heads.family import Symmetry
-from gqa.convert.heads.modules import attention_modules, can_guess_inputs
+from gqa.convert.heads.modules import attention_modules
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.methods import METHODS, Method
+from gqa.convert.methods import Method
 from gqa.convert.plan import Plan
 from gqa.corpus.sources import is_self
 
@@ -27,23 +26,12 @@ _PROCRUSTES_COPIES = 4  # of attention's parameters, in float64
 _MUON = 5  # iterations for each matrix and step
 
 
-def available_methods(plan: Plan) -> Iterator[Method]:
-    """The methods that merge heads of this model, controls left out, from the quickest on."""
-    alignable = isinstance(plan.config.symmetry, Symmetry)
-    guessing = can_guess_inputs(plan.checkpoint, plan.config, attention_modules(plan.checkpoint, plan.config))
-    for method in METHODS.values():
-        mergeable = alignable or method.refines or not method.aligns
-        possible = (not plan.config.not_layerwise or not method.reads_text) and (guessing or not method.guesses)
-        if mergeable and possible and not method.redraws:
-            yield method
-
-
 def estimates(plan: Plan, options: MapsOptions) -> Iterator[tuple[Method, float, int]]:
     """Seconds of every method that the model allows, and the bytes that it holds at the most above what imports take.
     Half a second goes into timing the device.
     """
     speed = measure_flops(options.device, int(plan.config.text.hidden_size))
-    for method in available_methods(plan):
+    for method in plan.available_methods():
         operations, memory = _cost(plan, method, options)
         yield method, operations / speed + plan.total_bytes / _BYTES_A_SECOND, memory
 

@@ -214,9 +214,7 @@ _METHODS = (
     Method("refined", "text", "minutes a layer", "calibrated, then trained layer by layer", refines=True),
 )
 METHODS = {method.name: method for method in _METHODS}
-AUTO = "auto"  # the best of those that need nothing but weights (`gqa.convert.plan`)
-AUTOMATIC = tuple(method.name for method in _METHODS if not method.draws)  # what AUTO may turn out to be
-MEASURING = "calibrated"  # by which layers are measured that shall have different numbers of heads
+DEFAULT = "calibrated"  # with --kv-budget also the method that measures layers
 GROUPINGS = ("auto", "contiguous", "search")
 
 

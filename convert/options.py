@@ -12,7 +12,7 @@ import click
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import COUNT, SEED, KVHeads, Number, Options, flag, option, tokens_type
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
-from gqa.convert.methods import AUTO, AUTOMATIC, GROUPINGS, MEASURING, METHODS
+from gqa.convert.methods import DEFAULT, GROUPINGS, METHODS
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ConvertOptions(Options):
         None, "The directory to make.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]",
         short="-o", metavar="DIR")
     method: str = option(
-        AUTO, "How the heads of a group become one: see below.", click.Choice((AUTO, *METHODS)), metavar="METHOD")
+        DEFAULT, "How the heads of a group become one: see below.", click.Choice((*METHODS,)), metavar="METHOD")
     data: tuple[str, ...] = option(
         CalibrationText.sources, "Text for calibrated and refined: self (sampled from the model), self:TOKENS, "
         "self:plain, a file, a hub data set, stdlib:train; several times, or with commas.",
@@ -95,8 +95,7 @@ class ConvertOptions(Options):
             raise RefusedError("give --groups G, or --kv-budget SHARE for a share of the KV cache; one of them")
         if self.kv_budget and self.dry_run:
             raise RefusedError("--kv-budget measures the layers of a model, --dry-run runs none; leave one of them out")
-        methods = AUTOMATIC if self.method == AUTO else (self.method,)
-        refuse_unused(self, (*methods, MEASURING) if self.kv_budget else methods, f"--method {self.method}")
+        refuse_unused(self, (self.method, DEFAULT) if self.kv_budget else (self.method,), f"--method {self.method}")
 
 
 def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:

@@ -33,7 +33,7 @@ from gqa.convert.heads.modules import (
     can_guess_inputs,
     module_changes,
 )
-from gqa.convert.methods import AUTO, METHODS, Merging
+from gqa.convert.methods import METHODS, Merging, Method
 from gqa.convert.recast.targets import RECAST_TYPES, recast
 
 _LISTED = 3  # names listed in a message
@@ -87,7 +87,6 @@ class Plan:
     cache_after: KVCache
     dtype: str | None = None
     warnings: tuple[str, ...] = ()
-    why: str = ""  # the method was taken, where none was named and heads are merged
     losses: Sequence[Mapping[int, float]] = ()  # with a KV budget, by layer: heads -> loss (nats per token)
 
     @property
@@ -106,6 +105,10 @@ class Plan:
     def changes_of(self, module: AttentionModule) -> list[Change]:
         """What happens to one attention module; nothing where its heads stay."""
         return [t.change for t in self.tensors if t.change and t.change.module == module.path]
+
+    def available_methods(self) -> list[Method]:
+        """The methods that can merge the heads of the model, controls left out, from the quickest on."""
+        return available_methods(self.checkpoint, self.config, attention_modules(self.checkpoint, self.config))
 
     @property
     def total_bytes(self) -> int:
@@ -130,7 +133,7 @@ class Plan:
 def make_plan(
     checkpoint: Checkpoint,
     groups: Groups,
-    method: str = "auto",
+    method: str,
     seed: int = 0,
     dtype: str | None = None,
 ) -> Plan:
@@ -145,14 +148,10 @@ def make_plan(
     check_groups(config, given, checkpoint.name)
     modules = attention_modules(checkpoint, config)
     merges = (groups if isinstance(groups, int) else min(groups)) < config.main.kv
-    method, why = _choose(checkpoint, config, modules) if method == AUTO else (method, "")
-    not_layerwise = config.not_layerwise or ("its other weights are quantised" if checkpoint.packed else "")
-    if merges and METHODS[method].reads_text and not_layerwise:
-        raise RefusedError(
-            f"{checkpoint.name} ({config.text.model_type}) cannot be run layer by layer: {not_layerwise}; "
-            f"use --method {AUTO}, mean or first"
-        )
-    extra = _rules_beside(config, method, checkpoint.name) if merges else ()
+    if merges and (reason := obstacle(METHODS[method], checkpoint, config, modules)):
+        usable = (one.name for one in available_methods(checkpoint, config, modules))
+        raise RefusedError(f"{reason}; use --method {alternatives(usable)}")
+    extra = _rules_beside(config, METHODS[method]) if merges else ()
     every_change = (change for module in modules for change in module_changes(module, config, groups, extra))
     changes = [change for change in every_change if change.groups != change.heads.kv]
     merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02))
@@ -174,29 +173,35 @@ def make_plan(
         cache_before=kv_cache(config, cached, kv_dtype),
         cache_after=kv_cache(new, cached, stored or kv_dtype),
         dtype=stored,
-        warnings=(*_warnings(checkpoint, why if merges and not METHODS[method].aligns else ""), *unread),
-        why=why if merges else "",
+        warnings=(*_warnings(checkpoint), *unread),
     )
 
 
-def _choose(checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]) -> tuple[str, str]:
-    """The best method of those that look at weights alone, and why it is, in words."""
-    if isinstance(config.symmetry, str):
-        return "mean", f"heads of {config.text.model_type} cannot be aligned: {config.symmetry}"
-    if can_guess_inputs(checkpoint, config, modules):
-        return "aligned", "what its layers are given can be guessed from the weights"
-    return "procrustes", "what its layers are given cannot be guessed from the weights"
+def obstacle(method: Method, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]) -> str:
+    """Why a method cannot merge the heads of a model; empty if it can."""
+    symmetry, name = config.symmetry, f"{checkpoint.name} ({config.text.model_type})"
+    not_layerwise = config.not_layerwise or ("its other weights are quantised" if checkpoint.packed else "")
+    if method.reads_text and not_layerwise:
+        return f"{name} cannot be run layer by layer: {not_layerwise}"
+    if method.aligns and not method.refines and isinstance(symmetry, str):
+        return f"--method {method.name} cannot align the heads of {name}: {symmetry}"
+    if method.guesses and not can_guess_inputs(checkpoint, config, modules):
+        return f"--method {method.name} is for layers of attention and one MLP, and {name} has others"
+    return ""
 
 
-def _rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ...]:
-    """Rules of what a method changes beside keys and values. Raises RefusedError where heads cannot be changed so."""
-    if not METHODS[method].aligns:
+def available_methods(checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]) -> list[Method]:
+    """The methods that can merge the heads of a model, controls left out, from the quickest on."""
+    methods = (method for method in METHODS.values() if not method.redraws)
+    return [method for method in methods if not obstacle(method, checkpoint, config, modules)]
+
+
+def _rules_beside(config: ModelConfig, method: Method) -> tuple[Rule, ...]:
+    """Rules of what a method changes beside keys and values."""
+    if not method.aligns:
         return ()
     if isinstance(config.symmetry, Symmetry):
         return config.symmetry.rules
-    heads = f"the heads of {name} ({config.text.model_type}): {config.symmetry}"
-    if not METHODS[method].refines:
-        raise RefusedError(f"--method {method} cannot align {heads}; use --method refined, mean or first")
     return tuple(Rule(tensor, Layout()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
 
 
@@ -278,9 +283,7 @@ def _shards(outputs: Sequence[OutputTensor], files: Sequence[str]) -> tuple[Shar
     return tuple(map(Shard, shard_names(len(shards)), shards))
 
 
-def _warnings(checkpoint: Checkpoint, resort: str) -> Iterable[str]:
-    if resort:
-        yield f"the result needs training before it is of use: {resort}, so their mean is taken"
+def _warnings(checkpoint: Checkpoint) -> Iterable[str]:
     if checkpoint.config.get("model_type") in MODEL_TYPES:
         yield "the result brings custom modelling code: other programs load it with trust_remote_code=True"
     elif "auto_map" in checkpoint.config:

@@ -145,7 +145,7 @@ def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> 
     plan = replace(plan, merging=replace(plan.merging, method="refined"))
     with pytest.raises(RefusedError, match=r"cannot be run layer by layer|several attention modules"):
         Calibrator(plan, Ids().ids(), on_ids(refinement=SHORT))
-    says = f"cannot be run layer by layer: {known}; use --method auto" if known else "cannot be run layer by layer"
+    says = f"cannot be run layer by layer: {known}; use --method mean" if known else "cannot be run layer by layer"
     with pytest.raises(RefusedError, match=says) as refusal:
         convert_checkpoint(directory, 2, tmp_path / "out", method="refined", calibration=on_ids(refinement=SHORT))
     assert "\n" not in str(refusal.value)

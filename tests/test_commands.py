@@ -95,7 +95,7 @@ def test_numbers_are_those_that_are_written() -> None:
 @pytest.mark.parametrize(("program", "words", "message"), [
     ("gqa-convert", "--metod mean", "No such option '--metod'. (Did you mean one of: '--method'"),
     ("gqa-convert", "--kv-heads 2", "No such option '--kv-heads'"),
-    ("gqa-convert", "--method refind", "'refind' is not one of 'auto', 'mean'"),
+    ("gqa-convert", "--method refind", "'refind' is not one of 'mean'"),
     ("gqa-convert", "--data ,", "names nothing; give one or more"),
     ("gqa-convert", "--context 1", "'1' is not a number of tokens from 2 to 1000T"),
     ("gqa-convert", "--tokens 5GB", "'5GB' is not a number of tokens from 1 to 1000T; give one like 65536, 64k"),

@@ -117,7 +117,7 @@ def test_configs(
     part = raw["text_config"] if below and "text_config" in raw else raw
     part |= odd
     try:
-        plan = make_plan(replace(sound, config=raw), groups, dtype=dtype)
+        plan = make_plan(replace(sound, config=raw), groups, "mean", dtype=dtype)
     except RefusedError:
         return
     assert {t.name for t in plan.tensors} == weights().keys()
@@ -146,7 +146,7 @@ def test_mutated_checkpoints(sound: Checkpoint, data: st.DataObject) -> None:
             for file in checkpoint.files:
                 specs = [spec for spec in checkpoint.tensors.values() if spec.file == file]
                 others_read_the_same((directory / file).read_bytes(), specs)
-            make_plan(checkpoint, 2)
+            make_plan(checkpoint, 2, "mean")
         except RefusedError as error:
             line = one_line(str(error))
             assert len(line) < 1100

@@ -23,7 +23,7 @@ WRONG_USAGE = {
     "--groups 3 m": "4 key/value heads and 8 query heads of m; choose 1, 2, 4 or 8",
     "--groups 16 m": "choose 1, 2, 4 or 8",
     **{f"--groups {word} m": f"'{word}' is no number of heads" for word in ("0", "-2", "two", "2.0", "1,,x")},
-    "-g2 m --method median": "'median' is not one of 'auto', 'mean', 'first'",
+    "-g2 m --method median": "'median' is not one of 'mean', 'first'",
     "-g2 m --dtype int8": "'int8' is not one of",
     "-g2 m --tensor-parallel 0": "'0' is not a whole number from 1",
     "-g2 m --no-such-option": "No such option",

@@ -22,7 +22,7 @@ from gqa.convert.heads.config import ModelConfig, read_config, valid_groups
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.layerwise import Stream
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.methods import MEASURING
+from gqa.convert.methods import DEFAULT
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.targets import as_it_is
 
@@ -90,7 +90,7 @@ def uneven(checkpoint: Checkpoint, share: float, ranks: int) -> tuple[int, ...]:
             f"is {least}"
         )
     groups = (heads, *[min(counts)] * (config.layers - 1))
-    make_plan(checkpoint, groups, MEASURING)
+    make_plan(checkpoint, groups, DEFAULT)
     return groups
 
 
@@ -113,7 +113,7 @@ def heads_within(
     fitted, measured = _text(checkpoint, options, watcher)
     losses: list[dict[int, float]] = [{heads: 0.0} for _ in range(layers)]
     for groups in (count for count in counts if count < heads):
-        alone = make_plan(checkpoint, groups, MEASURING)
+        alone = make_plan(checkpoint, groups, DEFAULT)
         for layer, lost in enumerate(losses_alone(alone, fitted, measured, options, watcher)):
             losses[layer][groups] = lost
     return allotted(losses, math.floor(share * layers * heads + 1e-9)), losses

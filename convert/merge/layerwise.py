@@ -26,7 +26,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.compat import build_model, initialize, supports_sdpa, tree_map_only, unsaved_names
-from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.errors import LayerwiseError, RefusedError, explain
 from gqa.checkpoint.loading import concrete_class, out_of_memory
 from gqa.checkpoint.names import Loading
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
@@ -143,7 +143,7 @@ class Layer:
             stream.hidden[rows] = self.run(stream.hidden[rows], stream.arguments(rows)[self.index]).to(stream.hidden)
 
     def capture(self, stream: Stream, *parts: Part) -> Iterator[Capture]:
-        """Capture parts of one batch after another. Raises RefusedError where the layer does not compute them."""
+        """Capture parts of one batch after another. Raises LayerwiseError where the layer does not compute them."""
         return (self.capture_blocks(stream, rows, *parts) for rows in stream.batches())
 
     def capture_blocks(self, stream: Stream, rows: Tensor, *parts: Part) -> Capture:
@@ -176,7 +176,7 @@ class Layer:
             for hook in hooks:
                 hook.remove()
         if missing:
-            raise RefusedError(f"{type(self.module).__name__} does not call transformers' attention functions")
+            raise LayerwiseError(f"{type(self.module).__name__} does not call transformers' attention functions")
         return capture
 
 
@@ -189,11 +189,11 @@ class Layerwise:
         self, checkpoint: Checkpoint, config: Any, path: str, dtype: torch.dtype, device: str, names: Iterable[str]
     ) -> None:
         """Build the model of transformers' `config`; `path`: an attention module of its decoder; `names`: all stored
-        tensors. Raises RefusedError where transformers cannot run it layer by layer.
+        tensors. Raises LayerwiseError where transformers cannot run it layer by layer.
         """
         cls, _ = concrete_class(config)
         if cls is None:
-            raise RefusedError(
+            raise LayerwiseError(
                 f"transformers has no model of {config.model_type} alone; it cannot be run layer by layer"
             )
         capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
@@ -202,7 +202,7 @@ class Layerwise:
             with init_empty_weights(include_buffers=False), no_init_weights():
                 model = build_model(cls, config, attn_implementation=f"gqa_{'eager' if eager else 'sdpa'}", dtype=dtype)
         except (KeyError, ValueError) as error:  # a class with its own table of attention classes
-            raise RefusedError(
+            raise LayerwiseError(
                 f"{cls.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
             ) from error
         model.tie_weights()  # empty weights are not tied
@@ -210,7 +210,7 @@ class Layerwise:
         parameter = next((into for name, into in self.loading.whole.items() if name.startswith(f"{path}.")), "")
         match = re.match(r"(.+?)\.\d+\.", parameter)
         if match is None:
-            raise RefusedError(f"{type(model).__name__} has no layer with {path}; it cannot be run layer by layer")
+            raise LayerwiseError(f"{type(model).__name__} has no layer with {path}; it cannot be run layer by layer")
         self.model: PreTrainedModel = model.eval()
         self.device, self.attend = torch.device(device), attend_eager if eager else attend_sdpa
         self.prefix = match[1]  # of the names of all layers of the decoder
@@ -242,7 +242,7 @@ class Layerwise:
                 spec = checkpoint.tensors.get(part)
                 if part not in changed and (spec is None or spec.dtype not in TORCH_DTYPES):
                     stored = f"stores {part} as {spec.dtype}" if spec else f"does not store {part}"
-                    raise RefusedError(f"{checkpoint.name} {stored}; it cannot be run layer by layer")
+                    raise LayerwiseError(f"{checkpoint.name} {stored}; it cannot be run layer by layer")
                 tensors[part] = changed[part] if part in changed else checkpoint.read(checkpoint.tensors[part])
             tensor = self.loading.assemble(name, tensors)
             set_module_tensor_to_device(self.model, name, self.device, tensor, dtype=self.model.dtype)
@@ -284,14 +284,14 @@ class Layerwise:
         return output
 
     def _run(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """The output of the encoder or decoder. Raises RefusedError where it fails."""
+        """The output of the encoder or decoder. Raises LayerwiseError where it fails."""
         try:
             return module(**send(dict(inputs), self.device))
         except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
             if isinstance(error, RefusedError) or out_of_memory(error):
                 raise
             name = type(self.model).__name__
-            raise RefusedError(f"{name} cannot be run layer by layer: {explain(error)}") from error
+            raise LayerwiseError(f"{name} cannot be run layer by layer: {explain(error)}") from error
 
     @torch.no_grad()
     def layer_inputs(self, inputs: Mapping[str, Any]) -> tuple[Tensor, dict[int, Arguments]]:
@@ -302,7 +302,7 @@ class Layerwise:
         with self._bypassed() as calls:
             output = self._run(decoder, inputs).last_hidden_state
         if len(calls) < len(self.layers) or output.shape != calls[0][0].shape:
-            raise RefusedError(f"{type(self.model).__name__} cannot be run layer by layer")
+            raise LayerwiseError(f"{type(self.model).__name__} cannot be run layer by layer")
         return calls[0][0], {index: arguments for index, (_, arguments) in calls.items()}
 
     @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gqa.checkpoint.compat import tree_leaves, tree_map
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.errors import LayerwiseError, RefusedError
 from gqa.checkpoint.names import stored_tensors
 from gqa.convert.heads.config import target_heads, transformers_config
 from gqa.convert.heads.family import LayerHeads, Symmetry
@@ -61,7 +61,7 @@ class Pair:
         """The layer's attention modules whose heads are merged, in execution order."""
         modules = [module for module in self._modules if module.layer == layer and self.plan.changes_of(module)]
         if len({module.kind for module in modules}) < len(modules):
-            raise RefusedError(f"layer {layer} has several attention modules of one kind, which is not supported")
+            raise LayerwiseError(f"layer {layer} has several attention modules of one kind, which is not supported")
         return modules
 
     def original(self, layer: int, before: Mapping[str, Tensor] | None = None) -> Layer:
@@ -127,7 +127,7 @@ class Pair:
             ids = inputs["input_ids"][:1]
             one, other = (source.layer_inputs({**decoder, "input_ids": ids})[1] for ids in (ids, ids.flip(1)))
             if not all(tree_leaves(tree_map(lambda a, b: not isinstance(a, Tensor) or torch.equal(a, b), one, other))):
-                raise RefusedError(
+                raise LayerwiseError(
                     f"layers of {type(source.model).__name__} read more of the text than hidden states; "
                     "it cannot be run layer by layer"
                 )

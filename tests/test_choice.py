@@ -1,0 +1,98 @@
+"""The default method, which methods a model allows, what is said of that, and what they cost."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import MERGED, check_refused, llama, run, weights
+from safetensors.torch import save_file
+from test_families import write_checkpoint
+from tiny_models import TINY, build
+
+from gqa.checkpoint.errors import RefusedError
+from gqa.convert import estimate
+from gqa.convert.api import plan_conversion
+from gqa.convert.options import ConvertOptions
+
+# Of tiny models: what the default says of those that it cannot convert, and which methods they allow.
+ALL = ("mean", "first", "procrustes", "aligned", "calibrated", "refined")
+ALLOWED = {
+    **dict.fromkeys(("llama", "qwen3", "phi", "starcoder2", "gemma", "gemma2", "olmo2"), ("", ALL)),
+    "mixtral": ("", ("mean", "first", "procrustes", "calibrated", "refined")),
+    "falcon_h1": ("", ("mean", "first", "procrustes", "calibrated", "refined")),
+    "gemma3n_text": ("cannot be run layer by layer", ("mean", "first")),
+    "qwen3_next": ("cannot align the heads", ("mean", "first", "refined")),
+    "bitnet": ("cannot align the heads", ("mean", "first", "refined")),
+}  # fmt: skip
+
+
+def tiny(name: str, place: Path) -> Path:
+    return write_checkpoint(build(TINY[name], 4), place)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_a_method_that_a_model_does_not_allow_is_refused_with_those_that_it_does(name: str, tmp_path: Path) -> None:
+    says, allowed = ALLOWED[name]
+    model = tiny(name, tmp_path / "m")
+    assert tuple(one.name for one in plan_conversion(model, 2, method="mean").available_methods()) == allowed
+    if says:
+        names = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+        check_refused(run("-g", 2, model), says, f"; use --method {names}\n")
+    else:
+        assert plan_conversion(model, 2).method == "calibrated"
+    if "aligned" not in allowed:
+        says = says or "is for layers of attention and one MLP, and m"
+        check_refused(run("-g", 2, "--method", "aligned", model), says if "align" in says else "", "; use --method mean")
+    assert plan_conversion(model, 4).method == "none", "nothing is refused where nothing is merged"
+
+
+def test_aligned_is_refused_where_one_layer_is_unlike_the_others(tmp_path: Path) -> None:
+    """A matrix or a norm too many in the last layer: what it reads is not known."""
+    model = llama(tmp_path / "m", shards=1)
+    assert plan_conversion(model, 2, method="aligned").method == "aligned"
+    for name, tensor in (("mlp.experts", torch.zeros(4, 32)), ("other_layernorm", torch.ones(32))):
+        more = weights() | {f"model.layers.1.{name}.weight": tensor}
+        save_file(more, model / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(RefusedError, match="is for layers of attention and one MLP"):
+            plan_conversion(model, 2, method="aligned")
+
+
+def test_nothing_is_advised_for_a_model_that_predicts_no_tokens(tmp_path: Path) -> None:
+    """It can be neither trained nor evaluated as a language model; the control with its head is above."""
+    tensors = {name: tensor for name, tensor in weights().items() if not name.startswith("lm_head")}
+    said = run(*MERGED, llama(tmp_path / "m", tensors=tensors, architectures=["LlamaModel"])).out
+    assert "written     " in said
+    assert not {"next", "gqa-uptrain"} & {*said.split()}
+
+
+def test_the_default_uses_text_and_no_other_method_is_known(tmp_path: Path) -> None:
+    assert ConvertOptions("m", groups=2).method == "calibrated"
+    model = llama(tmp_path / "m")
+    assert run("--groups", 2, "--grouping", "search", "--tokens", "1k", "--dry-run", model).code == 0
+    said = run("--groups", 2, "--method", "mean", "--data", "text", "--dry-run", model).err
+    assert "--data is not used by --method mean; it goes with --method calibrated, refined" in said
+    with pytest.raises(RefusedError, match="method: 'auto' is not one of 'mean', 'first'"):
+        plan_conversion(model, 2, method="auto")
+
+
+def test_a_dry_run_estimates_every_method_that_the_model_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without reading a weight: there is none in the file."""
+    monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 1e6)
+    model = llama(tmp_path / "m", shards=1)
+
+    def estimates(*words: object) -> dict[str, dict[str, float]]:
+        done = run("--groups", 2, "--dry-run", "--json", *words)
+        assert done.err.count("estimate    ") == (0 if "-q" in words else len(json.loads(done.out)["estimates"]))
+        return dict(json.loads(done.out)["estimates"])
+
+    before = estimates(model)
+    assert list(before) == ["mean", "first", "procrustes", "aligned", "calibrated", "refined"]
+    for name in ("seconds", "memory_bytes"):
+        values = [before[method][name] for method in ("mean", "aligned", "calibrated", "refined")]
+        assert values == sorted(set(values))
+    assert list(estimates("--method", "mean", tiny("bitnet", tmp_path / "d"))) == ["mean", "first", "refined"]
+    monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 2e6)
+    assert estimates("-q", model)["refined"]["seconds"] == pytest.approx(before["refined"]["seconds"] / 2, rel=0.01)
