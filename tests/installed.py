@@ -50,7 +50,8 @@ def check(artifact: Path, dependencies: Path) -> None:
         run(binaries / "python", "-c", CHECK, cwd=Path(scratch))
         assert "--groups" in run(binaries / "gqa-convert", "--help", cwd=Path(scratch))
         out = Path(scratch) / "out"
-        run(binaries / "gqa-convert", "-g", "2", "--method", "mean", ROOT / "examples" / "stdlib-mha", "-o", out, cwd=Path(scratch))
+        model = ROOT / "examples" / "stdlib-mha"
+        run(binaries / "gqa-convert", "-g", "2", "--method", "mean", model, "-o", out, cwd=Path(scratch))
         assert (out / "model.safetensors").is_file()
         print(f"ok: {artifact.name}")
 

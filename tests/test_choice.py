@@ -43,7 +43,8 @@ def test_a_method_that_a_model_does_not_allow_is_refused_with_those_that_it_does
         assert plan_conversion(model, 2).method == "calibrated"
     if "aligned" not in allowed:
         says = says or "is for layers of attention and one MLP, and m"
-        check_refused(run("-g", 2, "--method", "aligned", model), says if "align" in says else "", "; use --method mean")
+        refused = run("-g", 2, "--method", "aligned", model)
+        check_refused(refused, says if "align" in says else "", "; use --method mean")
     assert plan_conversion(model, 4).method == "none", "nothing is refused where nothing is merged"
 
 
@@ -67,7 +68,7 @@ def test_nothing_is_advised_for_a_model_that_predicts_no_tokens(tmp_path: Path) 
 
 
 def test_the_default_uses_text_and_no_other_method_is_known(tmp_path: Path) -> None:
-    assert ConvertOptions("m", groups=2).method == "calibrated"
+    assert ConvertOptions("m", kv_heads=2).method == "calibrated"
     model = llama(tmp_path / "m")
     assert run("--groups", 2, "--grouping", "search", "--tokens", "1k", "--dry-run", model).code == 0
     said = run("--groups", 2, "--method", "mean", "--data", "text", "--dry-run", model).err
