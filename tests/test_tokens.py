@@ -1,5 +1,5 @@
 """Tokens and blocks: nothing is lost, added or moved, nothing is tokenised twice; what repeats itself stands where it
-should.
+should; of streams, which processes share and runs continue, the same blocks.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,12 @@ from transformers import AutoTokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import Checkpoint
+from gqa.corpus.alpha import Heldout
 from gqa.corpus.sources import Source, parse_source
+from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import Blocks, Documents, Encoder, adds_bos, mixed, pack, tiled, tokenise
+from gqa.uptrain.dataloader import Dataloader, open_dataloader
+from gqa.uptrain.options import TrainOptions
 
 MODEL = Path(__file__).parent.parent / "examples/stdlib-mha"
 BOS, EOS = 1, 2
@@ -67,17 +73,13 @@ def test_bos_is_put_where_the_tokenizer_puts_it(tokenizer: Any) -> None:
         Encoder(variant())
 
 
-def stream(text: Documents, order: Any) -> list[int]:
-    return [token for i in order for token in text.tokens(int(i)).tolist()]
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 12), st.randoms())
 def test_blocks_are_the_documents_one_after_the_other(lengths: list[int], size: int, draw: random.Random) -> None:
     numbers = iter(range(sum(lengths)))
     text = documents_of([[next(numbers) for _ in range(length)] for length in lengths])
     order = np.array(draw.sample(range(len(lengths)), len(lengths)))
-    tokens = np.array(stream(text, order))
+    tokens = np.concatenate([text.tokens(i) for i in order])
     blocks = Blocks(text, order, size)
     assert len(blocks) == len(tokens) // size
     assert len(Blocks(text, order, size, n_blocks=1)) == 1
@@ -228,3 +230,132 @@ def test_any_run_of_blocks_has_its_shares() -> None:
     for start in (0, 7):
         assert 18 <= plain[start : start + 40].sum() <= 22
         assert 8 <= (repeated & ~plain)[start : start + 40].sum() <= 12  # the others are of random tokens
+
+
+# -------------------------------------------------------------------------------------------------------------- streams
+
+
+STEPS, BATCH = 40, 4
+Open = Callable[..., Dataloader]
+
+
+def write_files(directory: Path, files: int, seed: int = 0) -> None:
+    """Each of 70 documents, about 20 blocks of 64 tokens, that begin with the number of the file."""
+    directory.mkdir()
+    random = np.random.default_rng(seed)
+    for file in range(files):
+        rows = ({"text": f"{file} {random.integers(10**9, size=2)}"} for _ in range(70))
+        lines(directory / f"{file:02}.jsonl", *rows)
+
+
+@pytest.fixture
+def stream(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Opens runs of four blocks a step; three blocks are held out."""
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path / "many", 16)
+
+    def opened(**given: Any) -> Dataloader:
+        options = {"data": ("many",), "steps": STEPS, "batch_size": BATCH} | given
+        return open_dataloader(TrainOptions("model", Path("out"), streaming=True, **options), tokenizer, 64)
+
+    return opened
+
+
+@pytest.fixture
+def files_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The file of each document that is tokenised."""
+    numbers: list[int] = []
+    tokens = Encoder.tokens
+
+    def recorded(encoder: Encoder, texts: list[str]) -> list[list[int]]:
+        numbers.extend(int(text.split()[0]) for text in texts)
+        return tokens(encoder, texts)
+
+    monkeypatch.setattr(Encoder, "tokens", recorded)
+    return numbers
+
+
+def steps(loader: Dataloader, begin: int, end: int, rank: int = 0, ranks: int = 1) -> np.ndarray:
+    """(steps, blocks, 64) of one process."""
+    batches = replace(loader, steps=end).batches(begin, rank, ranks, 1)
+    return np.array([[micro["input_ids"][0].numpy() for micro in step] for step in batches])
+
+
+def shared(loaders: list[Dataloader], begin: int, end: int) -> np.ndarray:
+    """(steps, 4, 64) of all processes together, each of which has its loader."""
+    parts = [steps(loader, begin, end, rank, len(loaders)) for rank, loader in enumerate(loaders)]
+    return np.stack(parts, 2).reshape(end - begin, -1, 64)
+
+
+def test_each_process_reads_its_own_files(stream: Open, files_read: list[int]) -> None:
+    ranks, loader = 4, stream(repeats=True)
+    alone = steps(loader, 0, STEPS)
+    assert len(np.unique(alone.reshape(-1, 64), axis=0)) == STEPS * BATCH  # nothing is files_read twice
+    for rank in range(ranks):
+        loader = stream(repeats=True)
+        files_read.clear()
+        assert np.array_equal(steps(loader, 0, STEPS, rank, ranks), alone[:, rank::ranks])
+        assert {file % ranks for file in files_read} == {rank}
+        assert len(set(files_read)) >= 8 // ranks
+    one_lane = stream(batch_size=1, steps=STEPS * BATCH)
+    files_read.clear()
+    steps(one_lane, 0, STEPS * BATCH)
+    assert {file % ranks for file in files_read} == {*range(ranks)}  # the control: one file after the other
+
+
+STREAMS: dict[str, dict[str, Any]] = {
+    "one lane": {"data": ("one",)},
+    "files_read twice": {"steps": 3 * STEPS, "repeats": True},
+    "long documents": {"data": ("long",)},
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_state_is_read_on_from(stream: Open, counted: Counted, name: str) -> None:
+    """By any number of processes: the same blocks, and little is tokenised again."""
+    write_files(Path("one"), 1, 1)
+    Path("long").mkdir()
+    for file in range(4):
+        write(Path(f"long/{file}.jsonl"), [f"{file} {' '.join(map(str, range(n, n + 900)))}" for n in range(9)])
+    given, begin, positions = STREAMS[name], 0, list[Any]()
+    end: int = given.get("steps", STEPS)
+    alone = steps(stream(**given), 0, end)
+    for ranks, upto in ((4, 2 * end // 3), (2, end - 2), (1, end)):
+        loaders = [stream(**given) for _ in range(ranks)]
+        for loader in loaders:
+            loader.blocks.seek(json.loads(json.dumps(positions)))
+        assert np.array_equal(shared(loaders, begin, upto), alone[begin:upto]), (ranks, begin)
+        begin, positions = upto, [position for loader in loaders for position in loader.blocks.positions]
+    last, from_the_start = stream(**given), stream(**given)
+    last.blocks.seek(positions)
+    counted.taken()
+    assert len(steps(last, end, end + 1)) == 1
+    after = counted.taken()
+    assert np.array_equal(steps(from_the_start, end - 2, end), alone[end - 2 :])
+    assert after < counted.taken()
+
+
+def test_what_a_stream_depends_on(stream: Open) -> None:
+    """Its files, of which another number is another run's, and the lanes in which they are files_read."""
+    before = stream()
+    assert before.summary == "a stream of many (16 files, 4 at a time)"
+    write_files(Path("more"), 1, 1)
+    Path("more/00.jsonl").rename("many/16.jsonl")
+    assert stream().fingerprint != before.fingerprint
+    assert stream(batch_size=64).summary == "a stream of many (17 files, 16 at a time)"
+    for number in (1, 5, 9, 13):
+        lines(Path(f"many/{number:02}.jsonl"), {"text": " "})
+    with pytest.raises(CorpusError, match=r"many has nothing to train on: it is empty, blank"):
+        steps(stream(), 0, 1)
+
+
+def test_the_stream_is_packed_as_blocks_are(tokenizer: Any, tmp_path: Path, counted: Counted) -> None:
+    """Document after document, and then again from the first; no more is tokenised than is files_read."""
+    texts, path = texts_of(300), tmp_path / "a.jsonl"
+    text = tokenised(path, texts, tokenizer)
+    stored = Blocks(text, np.tile(np.arange(len(texts)), 3), 64)
+    counted.taken()
+    blocks = StreamedBlocks(parse_source(str(path)), tokenizer, block_size=64, heldout=Heldout())
+    for number in [*range(len(stored)), 3]:
+        assert np.array_equal(blocks[number]["input_ids"], stored[number]["input_ids"])
+        assert number or 0 < counted.taken() < 200
