@@ -1,9 +1,11 @@
 """Shared by the commands: version, progress, one-line errors, exit codes. Imports no torch."""
 
+import io
 import os
 import re
 import signal
 import sys
+import time
 import traceback
 from importlib.metadata import version as installed
 from typing import Any, NoReturn, Self
@@ -12,7 +14,7 @@ import click
 
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 
-_LOG_SECONDS = 30.0  # between progress updates in a log
+_LOG_SECONDS = 30.0  # between lines of progress in a log
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -25,48 +27,51 @@ def version_option(command: click.Command) -> click.Command:
 
 # The remaining time comes first, so that a narrow terminal never cuts it off; the bar fills the remaining columns.
 _BAR = "{desc} {percentage:3.0f}% eta {remaining} {n_fmt}/{total_fmt} {rate_fmt}{postfix} |{bar}|"
-
-
-def progress_bar(total: int, unit: str, description: str, quiet: bool) -> Any:
-    """A tqdm bar on stderr or in a notebook cell; unless interactive, it updates every _LOG_SECONDS. `total`: 0 if
-    unknown.
-    """
-    from tqdm.auto import tqdm
-
-    seconds = 0.1 if is_interactive() else _LOG_SECONDS
-    return tqdm(
-        total=total, unit=unit, unit_scale=True, desc=description, file=sys.stderr, leave=False, dynamic_ncols=True,
-        bar_format=_BAR if total else None, disable=quiet, mininterval=seconds, miniters=1,
-        delay=0 if is_interactive() else seconds,
-    )  # fmt: skip
+_LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} elapsed, about {remaining} left{postfix}"
 
 
 class Watcher:
-    """Warnings and, unless `quiet`, progress on stderr."""
+    """Warnings on stderr and, unless `quiet`, progress: a tqdm bar, or in a log a line every `_LOG_SECONDS`."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self._quiet = quiet
+        self._quiet, self._next_line = quiet, 0.0
         self._bar: Any = None
 
-    def stage(self, name: str, total: int, unit: str = "tok") -> None:
-        """Begin a stage of `total` tokens, layers or other units."""
-        self.close()
-        self._bar = progress_bar(total, unit, name, self._quiet)
+    def stage(self, name: str, total: int, unit: str = "token", done: int = 0) -> None:
+        """Begin a stage of `total` tokens, layers or other units (0 if unknown), of which so many are `done`."""
+        from tqdm.auto import tqdm
 
-    def update(self, count: int) -> None:
-        """Count `count` more units as done; callable from any thread."""
+        self.close()
+        interactive = is_interactive()
+        self._next_line = float("inf") if interactive or self._quiet else time.monotonic() + _LOG_SECONDS
+        file, style, seconds = (sys.stderr, _BAR, 0.1) if interactive else (io.StringIO(), _LINE, _LOG_SECONDS)
+        self._bar = tqdm(
+            total=total, initial=done, unit=unit, unit_scale=total > 9999, desc=name, file=file, leave=False,
+            dynamic_ncols=interactive, bar_format=style if total else None, disable=self._quiet, mininterval=seconds,
+            miniters=1,
+        )  # fmt: skip
+
+    def update(self, count: int = 1, note: str = "") -> None:
+        """Count `count` more units as done; callable from any thread. `note`: shown beside the progress."""
+        if note:
+            self._bar.set_postfix_str(note, refresh=False)
         self._bar.update(count)
+        if (now := time.monotonic()) >= self._next_line:
+            self._next_line = now + _LOG_SECONDS
+            self.say(str(self._bar))
 
     def layer(self, error: float) -> None:
         """Count a layer as done; `error`: squared error of its attention output relative to the source's, or NaN."""
-        if error == error:
-            self._bar.set_postfix_str(f"error {error:.3g}", refresh=False)
-        self.update(1)
+        self.update(note=f"error {error:.3g}" if error == error else "")
 
-    def warn(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
         if self._bar is not None and is_interactive():
             self._bar.clear()
-        click.echo(one_line(f"warning: {text}"), err=True)
+        click.echo(one_line(text), err=True)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
 
     def close(self) -> None:
         if self._bar is not None:

@@ -115,7 +115,7 @@ def convert(
                 usable = (one.name for one in plan.available_methods() if not one.reads_text)
                 raise RefusedError(f"{error}; use --method {alternatives(usable)}") from error
             plan = replace(plan, merging=replace(plan.merging, maps=stored))
-        watcher.stage("converting", plan.total_bytes, "B")
+        watcher.stage("converting", plan.total_bytes, "byte")
         warnings = write(plan, output.work, watcher.update, jobs)
         write_text(output.work / "README.md", model_card(plan, out.name, command))
         record = output.commit(PROVENANCE, provenance(plan, out, command))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.console import progress_bar
+from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name
 from gqa.corpus.tokens import first_token
@@ -78,7 +78,8 @@ def time_decoding(
     for record in records:
         record["decode"] = {"steps": steps, "repeats": REPEATS, "points": []}
     total = len(models) * len(options.decode_batches) * len(contexts) * REPEATS
-    with progress_bar(total, "run", "decoding", options.quiet) as bar:
+    with Watcher(options.quiet) as watcher:
+        watcher.stage("decoding", total, "run")
         for batch, context in product(options.decode_batches, contexts):
             prompts = torch.randint(vocabulary, (batch, context), generator=torch.Generator().manual_seed(0))
             for model in models:
@@ -87,7 +88,7 @@ def time_decoding(
             for _ in range(REPEATS):
                 for model, model_runs in zip(models, runs, strict=True):
                     model_runs.append(greedy_decode(model, prompts.to(model.device), steps))
-                    bar.update()
+                    watcher.update()
             for number, (model, model_runs) in enumerate(zip(models, runs, strict=True)):
                 seconds = [run.seconds_per_token for run in model_runs]
                 records[number]["decode"]["points"].append({

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.console import progress_bar, say_device
+from gqa.checkpoint.console import Watcher, say_device
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.provenance import request, versions
@@ -169,8 +169,9 @@ class Comparison:
     def _score(self, subject: Subject, head: ChunkedHead, windows: Sequence[Window], **baseline: Any) -> Scores:
         options, state = self._options, ranks()
         tokens = sum(window.scored for window in windows) // state.num_processes
-        with progress_bar(tokens, "tok", subject.name, options.quiet or not state.is_main_process) as bar:
-            return score(head, windows, batch_size=options.batch_size, progress=bar.update, **baseline)
+        with Watcher(options.quiet or not state.is_main_process) as watcher:
+            watcher.stage(subject.name, tokens)
+            return score(head, windows, batch_size=options.batch_size, progress=watcher.update, **baseline)
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -111,10 +111,9 @@ def uptrain_model(
     from gqa.uptrain.setup import prepare
 
     call = options_of_call(TrainOptions, options, tokenizer, model=model, teacher=teacher)
-    with call as (settings, directory), fresh_accelerator():
-        with Watcher(settings.quiet) as bar:
-            setup = prepare(settings, watcher=bar)
-        _, record = uptrain(setup, quiet=settings.quiet)
+    with call as (settings, directory), fresh_accelerator(), Watcher(settings.quiet) as watcher:
+        setup = prepare(settings, watcher=watcher)
+        _, record = uptrain(setup, watcher)
     assert setup.options.output
     return Result(path=setup.options.output, record=record, _directory=directory)
 

@@ -226,15 +226,16 @@ def test_help_and_version(program: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_lines_of_a_conversion_and_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The advice once, a status line, no blanks at the end of a line."""
+    """The advice once, progress, no blanks at the end of a line."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "_LOG_SECONDS", 0.0)
     tiny_checkpoint(Path("model"), kv_heads=4, num_hidden_layers=12)
     text = ("--data", write_corpus(Path("text.jsonl")), "--context", 64)
     made = run("model", "-g", 2, "--method", "calibrated", *text, "--tokens", 512, "-v", "-o", "two")
     words = ("--tokens", 1024, "--batch-size", 4, "--teacher", "model", "-o", "out")
     trained = run("two", *text, *words, program="gqa-uptrain")
     assert made.out.count("\nnext ") == 1
-    assert " | held-out " in trained.err.splitlines()[-1]
+    assert ", held-out " in trained.err.splitlines()[-1]
     for done in (made, trained):
         assert done.code == 0, done
         assert [line for line in done.out.splitlines() if line.rstrip() != line] == []
@@ -248,25 +249,27 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left comes first on a narrow terminal; where nobody looks there is a line now and then."""
+    """The remaining time comes first on a narrow terminal; a log gets a line now and then."""
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with console.progress_bar(200, "tok", "calibrating", quiet=False) as bar:
-        bar.update(100)
-        bar.set_postfix_str("layer 3/30, error 0.0123, and words " * 5)
-        line = bar.format_meter(**{**bar.format_dict, "ncols": 80})
+    with console.Watcher() as watcher:
+        watcher.stage("calibrating", 200, "layer")
+        watcher.update(100, "error 0.0123, and words " * 5)
+        line = watcher._bar.format_meter(**{**watcher._bar.format_dict, "ncols": 80})
     assert re.match(r"calibrating  50% eta \S+ 100/200 ", line)
     assert len(line) <= 80
-    assert console.progress_bar(200, "tok", "x", quiet=True).disable
     monkeypatch.setattr(sys, "stderr", text := io.StringIO())
     console.say_device("cpu", quiet=False)
-    for seconds, lines in ((60.0, 0), (0.0, 3)):
+    for seconds, silent in ((60.0, False), (0.0, True), (0.0, False)):
         monkeypatch.setattr(console, "_LOG_SECONDS", seconds)
-        with console.Watcher() as watcher:
-            watcher.stage("calibrating", 2, "layer")
+        with console.Watcher(silent) as watcher:
+            watcher.stage("calibrating", 30, "layer", done=1)
             watcher.layer(0.25)
             watcher.layer(float("nan"))
-        assert text.getvalue().count("calibrating") == lines
-    assert re.search("calibrating  50% eta .* error 0.25", text.getvalue())
+            watcher.stage("base writes", 20_000)
+            watcher.update(10_000)
+    line = r"calibrating: {} of 30 layers, 00:00 elapsed, about 00:00 left, error 0.25\n"
+    lines = line.format(2) + line.format(3) + r"base writes: 10.0k of 20.0k tokens, 00:00 elapsed, about 00:00 left\n"
+    assert re.fullmatch(lines, text.getvalue())
 
 
 def test_a_command_says_where_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import click
 
-from gqa.checkpoint.console import fail, run, say_device
+from gqa.checkpoint.console import Watcher, fail, run, say_device
 from gqa.checkpoint.errors import DivergedError, StoppedError
 from gqa.checkpoint.options import command as command_of
 from gqa.uptrain.options import TrainOptions
@@ -34,7 +34,6 @@ def command(options: TrainOptions) -> None:
     """
     import transformers
 
-    from gqa.checkpoint.console import Watcher
     from gqa.checkpoint.loading import ranks
     from gqa.uptrain.run import plan_text, result_text, uptrain
     from gqa.uptrain.setup import prepare
@@ -42,8 +41,8 @@ def command(options: TrainOptions) -> None:
     transformers.utils.logging.set_verbosity_error()
     main = ranks().is_main_process
     quiet = options.quiet or not main
-    with Watcher(quiet) as bar:
-        setup = prepare(options, sys.argv[1:], watcher=bar)
+    with Watcher(quiet) as watcher:
+        setup = prepare(options, sys.argv[1:], watcher=watcher)
 
     def say(text: str) -> None:
         if not quiet:
@@ -52,7 +51,8 @@ def command(options: TrainOptions) -> None:
     say_device(setup.accelerator.device, quiet)
     say(plan_text(setup))
     try:
-        progress, record = uptrain(setup, quiet=options.quiet)
+        with watcher:
+            progress, record = uptrain(setup, watcher)
     except StoppedError as stopped:
         message = f"stopped; step {stopped.step} is saved in {setup.states.directory}; the same command continues"
         _leave(main, message, 128 + stopped.number)

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain
 from gqa.checkpoint.write import finite, replacing
 from gqa.corpus.streamed import StreamedBlocks
@@ -32,11 +32,10 @@ from gqa.uptrain.training_model import Batch, split_batch
 from gqa.uptrain.weights import local_shard, prepare_model, stored_weights
 
 EVALUATIONS = 4  # held-out evaluations of a run, unless `eval_every` is given
-STATUS_SECONDS = 5  # between two status lines
 Weights = dict[str, Tensor]
 
 
-def train(setup: Setup, *, quiet: bool = True) -> tuple[TrainingProgress, Weights]:
+def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, Weights]:
     """Train; return the progress and this process' weights with the lowest held-out loss (with adapters apart, and as
     shards under FSDP2).
 
@@ -51,7 +50,7 @@ def train(setup: Setup, *, quiet: bool = True) -> tuple[TrainingProgress, Weight
     progress, best = _continue(setup, model, optimizer) if setup.start else (TrainingProgress(), {})
     if progress.step == 0 and dataloader.heldout:
         _evaluate(setup, model, progress, best)
-    log = Log(setup, progress.step, quiet)
+    log = Log(setup, progress.step, watcher)
     warmup = warmup_steps(options.warmup, options.schedule, dataloader.steps)
     eval_every = options.eval_every or math.ceil(dataloader.steps / EVALUATIONS)
     model.train()
@@ -264,13 +263,13 @@ def _signals() -> Iterator[list[int]]:
 
 
 class Log:
-    """Writes a record of each step to metrics.jsonl, and a status line to stderr every few seconds."""
+    """Writes a record of each step to metrics.jsonl, and shows its losses."""
 
-    def __init__(self, setup: Setup, first: int, quiet: bool) -> None:
+    def __init__(self, setup: Setup, first: int, watcher: Watcher) -> None:
         """`first` steps are done already; later lines of metrics.jsonl are dropped, as those steps are repeated."""
         self._device, self._main = setup.accelerator.device, setup.accelerator.is_main_process
-        self._path, self._steps, self._first = setup.metrics, setup.dataloader.steps, first
-        self._quiet, self._start, self._last_line = quiet, time.perf_counter(), -math.inf
+        self._path, self._watcher = setup.metrics, watcher
+        watcher.stage("training", setup.dataloader.steps, "step", first)
         if self._main and self._path.is_file():
             lines = self._path.read_text().splitlines(keepends=True)[:first]
             with replacing(self._path) as temporary:
@@ -280,8 +279,8 @@ class Log:
         """Record a step, which took so many seconds: `numbers` are its losses, learning rate and gradient norm."""
         if not self._main:
             return
-        step, rate = progress.step, numbers["step_tokens"] / seconds
-        record = {"step": step, **numbers, "tokens_per_second": round(rate, 1), "memory_bytes": memory(self._device)}
+        rate, used = numbers["step_tokens"] / seconds, memory(self._device)
+        record = {"step": progress.step, **numbers, "tokens_per_second": round(rate, 1), "memory_bytes": used}
         try:
             with self._path.open("a") as stream:
                 stream.write(json.dumps(finite(record)) + "\n")
@@ -290,15 +289,10 @@ class Log:
                 f"{self._path} could not be written ({explain(error)}); free some space, and the same command "
                 "continues from the last state"
             ) from error
-        now = time.perf_counter()
-        if not self._quiet and (step == self._steps or now - self._last_line > STATUS_SECONDS):
-            self._last_line = now
-            left = (now - self._start) / (step - self._first) * (self._steps - step)
-            heldout = progress.heldout_after and progress.heldout_after["loss"]
-            losses = {"loss": numbers["loss"], "kl": numbers.get("distillation"), "held-out": heldout}
-            line = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]
-            line = [f"step {step}/{self._steps}", f"eta {timedelta(seconds=int(left))}", *line, f"{rate:,.0f} tok/s"]
-            print(" | ".join(line), file=sys.stderr, flush=True)  # noqa: T201
+        heldout = progress.heldout_after and progress.heldout_after["loss"]
+        losses = {"loss": numbers["loss"], "kl": numbers.get("distillation"), "held-out": heldout}
+        note = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]
+        self._watcher.update(note=", ".join([*note, f"{rate:,.0f} tok/s"]))
 
 
 def memory(device: torch.device) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.files import TensorSpec, new_shard, shard_names, write_index
 from gqa.checkpoint.loading import out_of_memory, ranks
@@ -39,13 +40,13 @@ METRICS = "gqa_uptraining.jsonl"
 _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
 
 
-def uptrain(setup: Setup, *, quiet: bool = True) -> tuple[TrainingProgress, dict[str, Any]]:
+def uptrain(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, dict[str, Any]]:
     """Train and write the checkpoint to `options.output`; return the progress and the record in it. Raises what `train`
     raises, and OutputError.
     """
     with setup.states.lock(keep=setup.start is not None):
         try:
-            progress, weights = train(setup, quiet=quiet)
+            progress, weights = train(setup, watcher)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 if not setup.options.compile:

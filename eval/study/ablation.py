@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.console import is_interactive, progress_bar
+from gqa.checkpoint.console import Watcher, is_interactive
 from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain, one_line
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.plan import make_plan
@@ -97,7 +96,8 @@ class Ablation:
                 self._comparison = Comparison(self.subject, self._text, evaluation)
                 self._environment = {"argv": argv, "paths": self._paths, **environment(str(evaluation.device))}
                 quiet = options.quiet or not is_interactive()  # in a log there is a line of each cell
-                with progress_bar(len(cells), "cell", self.subject.name, quiet) as self._bar:
+                with Watcher(quiet) as self._watcher:
+                    self._watcher.stage(self.subject.name, len(cells), "cell")
                     self._measure_base_model(cells[0])
                     converted = (cell for cell in cells if not cell.is_base_model)
                     for _, group in groupby(converted, lambda cell: cell.conversion):
@@ -110,9 +110,9 @@ class Ablation:
         constant = {"options": self._identity, "environment": self._environment}
         rows.append_row(options.output, {**cell._asdict(), **shared, "error": error, **columns, **constant})
         line = f"{cell.method}, {cell.groups} heads, alpha {cell.alpha:g}: {error or format(columns['loss'], '.4f')}"
-        self._bar.update()
+        self._watcher.update()
         if not options.quiet:
-            self._bar.write(line, file=sys.stderr)
+            self._watcher.say(line)
 
     @contextmanager
     def _add_errors(self, cells: Sequence[Cell]) -> Iterator[None]:
