@@ -90,29 +90,48 @@ def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any]
         loaded = ModelCard(text, ignore_metadata_errors=True)
         fields = dict(loaded.data.to_dict())
         fields["tags"] = [tag for tag in fields.get("tags") or [] if isinstance(tag, str)]
-        format_card(fields, (), "", "")
+        format_card(fields)
         metadata, text = fields, loaded.text
     card, mark, original = text.partition(SOURCE_CARD)
     return metadata, (text if whole else original if mark else card).strip()
 
 
-def comparison(columns: tuple[str, str], rows: Mapping[str, tuple[str, str]]) -> list[str]:
+def comparison(columns: tuple[str, str], rows: Mapping[str, tuple[str, str]]) -> str:
     """A Markdown table that compares two models: one line per row, one column per model."""
     head = [f"| | {columns[0]} | {columns[1]} |", "|---|---:|---:|"]
-    return [*head, *(f"| {name} | {before} | {after} |" for name, (before, after) in rows.items())]
+    return "\n".join([*head, *(f"| {name} | {before} | {after} |" for name, (before, after) in rows.items())])
 
 
-def format_card(metadata: Mapping[str, Any], lines: Sequence[str], command: str, original: str) -> str:
-    """Text of README.md: `lines`, the command that made the result (if any), then the `original` model's card. Adds the
-    tag `gqa`.
-    """
+def format_card(metadata: Mapping[str, Any], *parts: str, original: str = "") -> str:
+    """Text of README.md: `parts` of Markdown, then the `original` model's card. Adds the tag `gqa`."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    below = ["", SOURCE_CARD, "", original] if original else []
-    fenced = ["", "```", command, "```"] if command else []
-    text = "\n".join([*lines, *fenced, *below])
+    text = "\n\n".join([*parts, *([SOURCE_CARD, original] if original else [])])
     data = ModelCardData(**{**metadata, "tags": list(dict.fromkeys([*metadata["tags"], TAG]))})
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))
+
+
+def loading_code(model_class: Any, name: str, side_files: Iterable[str]) -> str:
+    """Markdown: how transformers loads the checkpoint `name`; with the code in it only where the class is ours."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    is_ours, classes, arguments = model_class.__module__.startswith("gqa."), [model_class.__name__], f'"{name}"'
+    if is_ours:
+        classes, arguments = [model_class._auto_class], f"{arguments}, trust_remote_code=True"
+    elif classes[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        classes = ["AutoModelForCausalLM"]
+    lines = [f"model = {classes[0]}.from_pretrained({arguments})"]
+    if any(file.startswith("tokenizer") for file in side_files):
+        classes.append("AutoTokenizer")
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({arguments})")
+    return "\n".join(["```python", f"from transformers import {', '.join(sorted(classes))}", "", *lines, "```"])
+
+
+def request_text(tool: str, argv: Sequence[str], options: Mapping[str, Any]) -> str:
+    """Markdown: the options that have a value, and the command, if any."""
+    values = {name: value for name, value in options.items() if value is not False and value not in (None, [])}
+    named = ", ".join(f"`{name}={value!r}`" for name, value in values.items())
+    return f"Options: {named}." + (f"\n\n```\n{command_line(tool, argv)}\n```" if argv else "")
 
 
 def checkpoint_digest(checkpoint: Checkpoint) -> str:

@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import one_line
+from gqa.checkpoint.loading import model_class
 from gqa.checkpoint.provenance import (
     PROVENANCE,
-    command_line,
     comparison,
     format_card,
+    loading_code,
+    request_text,
     source_card,
     stamp,
     version,
     versions,
 )
+from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.family import groups_text
+from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan
 
 _ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
@@ -184,18 +188,22 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     }.get(plan.method) or (
         f"with {after_heads} instead of {main.kv} key/value heads, {plan.merging.how.result} (method {plan.method})"
     )
-    lines = [
+    parts = [
         f"# {name}",
-        "",
         f"`{base or plan.checkpoint.name}` {summary} ({main.query} query heads; gqa-convert {version()}).",
-        "",
+        loading_code(model_class(transformers_config(plan.new_config)), name, plan.checkpoint.side_files),
+        comparison(("base model", "this model"), rows),
     ]
     if plan.checkpoint.way:
         source, target = plan.checkpoint.classes
         code = "a class of transformers" if plan.checkpoint.way == "native" else "whose code is in this repository"
         cannot = "have fewer key/value heads" if isinstance(plan.groups, int) else "have a number of them per layer"
-        lines.append(f"- Class: {target}, {code}; the source is {source}, which cannot {cannot}")
-    lines += [*comparison(("base model", "this model"), rows), "", f"- Provenance: `{PROVENANCE}`"]
+        parts.append(f"The class is {target}, {code}; the source is {source}, which cannot {cannot}.")
+    options = {"kv_heads": plan.groups, "method": plan.method}
     if plan.fewest < main.kv:
-        lines += ["", "Merging heads costs quality until the model is trained a little further; evaluate before use."]
-    return format_card(fields, lines, command_line("gqa-convert", request.get("argv", ())), original)
+        parts.append("Merging heads costs quality until the model is trained a little further; evaluate before use.")
+        uses = {option: one.metadata["methods"] for option, one in ConvertOptions.__dataclass_fields__.items()}
+        used = [option for option, use in uses.items() if use and getattr(plan.merging.how, use)]
+        options |= {option: request["options"][option] for option in used}
+    parts += [request_text("gqa-convert", request["argv"], options), f"More in `{PROVENANCE}`."]
+    return format_card(fields, *parts, original=original)

@@ -3,13 +3,18 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import pytest
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from test_custom_code import THEIRS
 from test_families import all_tensors, write_checkpoint
+from test_native import CASES
 from tiny_models import TINY, build
 from torch import Tensor
+from training import fresh_accelerator, tiny_checkpoint, write_corpus
 
 from gqa.checkpoint.provenance import SOURCE_CARD
 from gqa.convert.api import convert_checkpoint
@@ -49,6 +54,76 @@ def test_the_card_compares_the_base_model_with_the_result(source: Path, tmp_path
     assert all(one == other for one, other in rows[4].values())
 
 
+# The source, arguments of the conversion, and what loads the result, with its own code or not.
+CARDS: dict[str, tuple[str, str, str, bool]] = {
+    "same class": ("llama", "-g 2 --method mean", "AutoModelForCausalLM", False),
+    "no heads merged": ("llama", "-g 4", "AutoModelForCausalLM", False),
+    "expanded": ("grouped", "-g 4", "AutoModelForCausalLM", False),
+    "aligned": ("llama", "-g 2 --method aligned", "AutoModelForCausalLM", False),
+    "by layer": ("llama", "-g 1,2 --method mean", "AutoModelForCausalLM", True),
+    "another class": ("gpt_neox", "-g 2 --method mean", "AutoModelForCausalLM", False),
+    "encoder-decoder": ("t5", "-g 2 --method mean", "AutoModelForSeq2SeqLM", True),
+    "without a head": ("headless", "-g 2 --method mean", "LlamaModel", False),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sources")
+    tiny_checkpoint(directory / "llama", kv_heads=4)
+    tiny_checkpoint(directory / "grouped", kv_heads=2)
+    for name, tiny in (("t5", THEIRS["t5"]), ("gpt_neox", CASES["gpt_neox"].tiny), ("headless", TINY["llama"])):
+        write_checkpoint(build(tiny, 4), directory / name)
+    checkpoints.edit_json(
+        directory / "headless/config.json", lambda config: config.update(architectures=["LlamaModel"])
+    )
+    return directory
+
+
+def check_card(out: Path, loader: str, needs_code: bool, tables: int) -> None:
+    """Rendered, its tables are tables, and the first code loads the model."""
+    html = MarkdownIt().enable("table").render(ModelCard.load(out / "README.md").text)
+    assert (html.count("<table>"), "| |" in html, "<p>|" in html) == (tables, False, False), html
+    tokens = MarkdownIt().parse(ModelCard.load(out / "README.md").text)
+    code = next(token for token in tokens if token.type == "fence")
+    assert (code.info, "trust_remote_code=True" in code.content) == ("python", needs_code)
+    names = dict[str, Any]()
+    exec(code.content, names)
+    assert names["model"].config.name_or_path == out.name
+    assert loader in names
+    assert ("tokenizer" in names) == (out / "tokenizer.json").exists()
+    assert "Options: <code>" in html
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_a_card_is_rendered_and_loads_the_model(
+    kind: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, words, loader, needs_code = CARDS[kind]
+    monkeypatch.chdir(tmp_path)
+    done = checkpoints.run(sources / name, *words.split(), "-o", "out", "-q")
+    assert done.code == 0, done.err
+    check_card(Path("out"), loader, needs_code, tables=1)
+    if kind == "by layer":
+        data = write_corpus(Path("text.jsonl"), 4)
+        training = (
+            "--teacher",
+            sources / name,
+            "--steps",
+            1,
+            "--batch-size",
+            1,
+            "--context",
+            16,
+            "-o",
+            "trained",
+            "-q",
+        )
+        with fresh_accelerator():
+            assert checkpoints.run("out", "--data", data, *training, program="gqa-uptrain").code == 0
+        check_card(Path("trained"), loader, needs_code, tables=1)
+
+
 @pytest.mark.parametrize(
     ("metadata", "tags"),
     [("tags: mine", ["mine"]), ("tags: [[mine], a, {b: 1}]", ["a"]), (f"license: {'[' * 400}{']' * 400}", None)],
@@ -73,4 +148,4 @@ def test_the_record_has_the_arguments_of_the_command(source: Path, tmp_path: Pat
     assert "\ngqa-convert model -g 2 --method mean -o out -q --overwrite\n" in (tmp_path / "out/README.md").read_text()
     made = convert_checkpoint(source, 2, tmp_path / "ours", method="mean").out
     assert json.loads((made / "gqa_conversion.json").read_text())["argv"] == []
-    assert "```" not in (made / "README.md").read_text()
+    assert "gqa-convert model" not in (made / "README.md").read_text()

@@ -21,10 +21,11 @@ from gqa.checkpoint.names import saved_tensors
 from gqa.checkpoint.provenance import (
     PROVENANCE,
     UPTRAINING,
-    command_line,
     format_card,
+    loading_code,
     read_record,
     request,
+    request_text,
     source_card,
     stamp,
     versions,
@@ -32,6 +33,7 @@ from gqa.checkpoint.provenance import (
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import OutputDirectory, copy_file, copy_range, finite, require_space, write_tensor, write_text
 from gqa.uptrain.loop import train, warmup_steps
+from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state import TrainingProgress
 from gqa.uptrain.weights import gather, merge_adapters
@@ -81,7 +83,8 @@ def _export(setup: Setup, weights: dict[str, Tensor], record: dict[str, Any]) ->
             if name not in _WRITTEN:
                 copy_file(source.path(name), work / name)
         copy_file(setup.metrics, work / METRICS)
-        write_text(work / "README.md", card(source, output.out.name, record))
+        loading = loading_code(type(setup.model), output.out.name, source.side_files)
+        write_text(work / "README.md", card(source, output.out.name, loading, record))
         write_text(work / "config.json", json.dumps(source.config, indent=2, ensure_ascii=False) + "\n")
         _verify(work, source)
         output.commit(UPTRAINING, record)
@@ -201,8 +204,10 @@ def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
     return losses | {"best_step": progress.best_step if setup.dataloader.heldout else progress.step}
 
 
-def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
-    """README.md: the source card's metadata, a description of the training, and the source card below."""
+def card(source: Checkpoint, name: str, loading: str, record: dict[str, Any]) -> str:
+    """README.md: the source card's metadata, a description of the training, how to load the result, and the source
+    card below.
+    """
     metadata, text = source_card(source, whole=UPTRAINING not in source.side_files)
     metadata.pop("model-index", None)  # results of the source weights
     tagged = {**metadata, "tags": [*metadata.get("tags", []), "gqa-uptrain"]}
@@ -218,4 +223,7 @@ def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
         f"{', '.join(record['data'])} in {record['steps']:,} steps{heldout} (gqa-uptrain {record['version']}; more in "
         f"`{UPTRAINING}`)."
     )
-    return format_card(tagged, [f"# {name}", "", description], command_line(record["tool"], record["argv"]), text)
+    free = {option for option, one in TrainOptions.__dataclass_fields__.items() if one.metadata["free"]}
+    options = {option: value for option, value in record["options"].items() if option not in free}
+    request = request_text(record["tool"], record["argv"], options)
+    return format_card(tagged, f"# {name}", description, loading, request, original=text)
