@@ -1,7 +1,7 @@
-"""The README's picture: how many times the base model's perplexity conversions have, by the rows of a study and by what
-`gqa-eval --json` says of a published model and its conversions.
+"""Draw the README's picture: perplexity ratios of conversions, from what `gqa-eval --json` prints for the embedded model
+and for a published one.
 
-python benchmarks/front.py docs/study docs/smollm2.json -o docs/front.svg
+python benchmarks/front.py docs/embedded.json docs/smollm2.json -o docs/front.svg
 """
 
 from __future__ import annotations
@@ -15,59 +15,58 @@ import matplotlib.pyplot as plt
 
 # Grey text on no background: readable on white and on black.
 GREY = "#808080"
-DISTILLED = "refined, distilled"
-COLOURS = {"mean": "#c44e52", "aligned": "#dd8452", "calibrated": "#4c72b0", "refined": "#55a868", DISTILLED: "#8172b3"}
+COLOURS = {
+    "mean": "#c44e52", "aligned": "#dd8452", "calibrated": "#4c72b0", "refined": "#55a868", "distilled": "#8172b3",
+}  # fmt: skip
 
 
-def ratios(rows: list[dict[str, Any]], method: str) -> dict[int, float]:
-    """Perplexity by that of the base model, by the number of heads; distilled is what was trained longest."""
-    cells = [r for r in rows if r["method"] == method.partition(",")[0] and r["kv_share"] < 1 and not r["error"]]
-    alpha = max(r["alpha"] or 0 for r in cells) if method == DISTILLED else 0
-    return {r["groups"]: r["perplexity_ratio"] for r in cells if (r["alpha"] or 0) == alpha}
+def ratios(path: Path) -> dict[str, float]:
+    """Perplexity divided by that of the base model, the first, by the name of each other model."""
+    perplexities = {m["name"]: m["quality"]["token_perplexity"] for m in json.loads(path.read_text())["models"]}
+    base, *names = perplexities
+    return {name: perplexities[name] / perplexities[base] for name in names}
 
 
-def study(axes: Any, rows: list[dict[str, Any]]) -> None:
-    shares = {r["groups"]: 1 / r["kv_share"] for r in rows if r["kv_share"] < 1}
-    heads = sorted(shares, reverse=True)
-    axes.set_yscale("log")
+def text(ratio: float) -> str:
+    return f"x{ratio:,.3g}" if ratio < 100 else f"x{ratio:,.0f}"
+
+
+def embedded(axes: Any, ratio_of: dict[str, float]) -> None:
+    """Models are named METHOD-HEADS; the title and the shares are those of a model with 8 KV heads."""
+    heads = (4, 2, 1)
     for method, colour in COLOURS.items():
-        by_heads = ratios(rows, method)
-        axes.plot(range(len(heads)), [by_heads[g] for g in heads], "o-", color=colour, linewidth=2)
-        last, offset = by_heads[heads[-1]], (9, -6 if method == DISTILLED else 3)
-        axes.annotate(f"{method}  x{last:.3g}", (len(heads) - 1, last), xytext=offset, textcoords="offset points",
+        points = [(x, ratio_of[f"{method}-{g}"]) for x, g in enumerate(heads) if f"{method}-{g}" in ratio_of]
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=2)
+        axes.annotate(f"{method}  {text(points[-1][1])}", points[-1], xytext=(9, 0), textcoords="offset points",
                       color=colour, va="center")  # fmt: skip
-    axes.set(ylabel="perplexity, of the base model's", xlim=(-0.2, len(heads) + 0.1), ylim=(0.9, 24))
+    axes.set(ylabel="perplexity ratio", xlim=(-0.2, len(heads) + 0.1), ylim=(0.9, 24))
     axes.set_title("embedded model, 5.8M parameters, 8 KV heads", fontsize=11)
-    axes.set_xticks(range(len(heads)), [f"{g} KV heads\ncache {shares[g]:.0f}x smaller" for g in heads])
+    axes.set_xticks(range(len(heads)), [f"{g} KV heads\ncache {8 / g:.0f}x smaller" for g in heads])
     axes.set_yticks([1, 2, 5, 10, 20], ["x1", "x2", "x5", "x10", "x20"])
 
 
-def published(axes: Any, models: list[dict[str, Any]]) -> None:
-    """The first is the base model; the others are in the order of `COLOURS`."""
-    base, *perplexities = [model["quality"]["token_perplexity"] for model in models]
-    heights = [perplexity / base for perplexity in perplexities]
-    axes.set_yscale("log")
-    for number, (colour, ratio) in enumerate(zip(COLOURS.values(), heights, strict=True)):
-        axes.plot([number, number], [1, ratio], color=colour, linewidth=2)
-        axes.plot([number], [ratio], "o", color=colour)
-        axes.annotate(f"x{ratio:,.3g}" if ratio < 100 else f"x{ratio:,.0f}", (number, ratio), xytext=(0, 8),
-                      textcoords="offset points", color=colour, ha="center")  # fmt: skip
-    axes.set(xlim=(-0.6, len(heights) - 0.4), ylim=(0.85, 3 * max(heights)))
+def published(axes: Any, ratio_of: dict[str, float]) -> None:
+    for number, (method, colour) in enumerate(COLOURS.items()):
+        axes.plot([number, number], [1, ratio_of[method]], color=colour, linewidth=2)
+        axes.plot([number], [ratio_of[method]], "o", color=colour)
+        axes.annotate(text(ratio_of[method]), (number, ratio_of[method]), xytext=(0, 8), textcoords="offset points",
+                      color=colour, ha="center")  # fmt: skip
+    axes.set(xlim=(-0.6, len(ratio_of) - 0.4), ylim=(0.85, 3 * max(ratio_of.values())))
     axes.set_title("SmolLM2-135M-Instruct, 3 KV heads to 1", fontsize=11)
-    axes.set_xticks(range(len(heights)), [name.replace(", ", ",\n") for name in COLOURS])
+    axes.set_xticks(range(len(COLOURS)), COLOURS)
     axes.set_yticks([1, 10, 100, 1000], ["x1", "x10", "x100", "x1,000"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("study", type=Path)
+    parser.add_argument("embedded", type=Path)
     parser.add_argument("published", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
     plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "gqa", "font.size": 11, "text.color": GREY}
     figure, panels = plt.subplots(1, 2, figsize=(12, 3.6), width_ratios=(1.15, 1))
-    study(panels[0], [json.loads(line) for line in (args.study / "results.jsonl").read_text().splitlines()])
-    published(panels[1], json.loads(args.published.read_text())["models"])
+    embedded(panels[0], ratios(args.embedded))
+    published(panels[1], ratios(args.published))
     for axes in panels:
         axes.minorticks_off()
         axes.axhline(1, color=GREY, linewidth=1, linestyle=":")
