@@ -1,5 +1,5 @@
-"""Draw the README's picture: perplexity ratios of conversions, from what `gqa-eval --json` prints for the embedded model
-and for a published one.
+"""Draw the README's picture: perplexity ratios of conversions, from what `gqa-eval --json` prints for the embedded
+model and for a published one.
 
 python benchmarks/front.py docs/embedded.json docs/smollm2.json -o docs/front.svg
 """
