@@ -116,7 +116,7 @@ class Several(click.ParamType[tuple[Any, ...]]):
     name = "list"
 
     def __init__(self, kind: click.ParamType[Any]) -> None:
-        self._kind = kind
+        self.kind = kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if isinstance(value, str) and not os.path.exists(value):
@@ -125,7 +125,7 @@ class Several(click.ParamType[tuple[Any, ...]]):
             values = value if isinstance(value, list | tuple) else [value]
         if not values:
             self.fail(f"{value!r} names nothing; give one or more, separated by commas", param, ctx)
-        return tuple(self._kind.convert(one, param, ctx) for one in values)
+        return tuple(self.kind.convert(one, param, ctx) for one in values)
 
 
 class KVHeads(click.ParamType[int | tuple[int, ...]]):
@@ -288,7 +288,7 @@ def name_parameters(message: str, command: type) -> str:
         if rest.isupper():  # --groups G
             return f"{name}={rest[1:]}"
         with suppress(click.BadParameter):
-            if not isinstance(kind._kind if isinstance(kind, Several) else kind, Text):
+            if not isinstance(kind.kind if isinstance(kind, Several) else kind, Text):
                 value = kind.convert(rest[1:], None, None)
                 return f"{name}={value[0] if several and len(value) == 1 else value!r}"
         return name + rest if word.startswith("--") else f"{name}=...{rest}"

@@ -120,7 +120,7 @@ def test_bad_values_are_refused_in_one_line(
     """By the type of the option; a name may be anything but empty, and names nothing that is there."""
     monkeypatch.chdir(tmp_path)
     name, kind = option.opts[-1], option.type
-    is_name = isinstance(kind._kind if isinstance(kind, Several) else kind, Text)
+    is_name = isinstance(kind.kind if isinstance(kind, Several) else kind, Text)
     for value in ("-1", "") if is_name else ("nan", "inf", "-1", str(10**19), "9" * 400, ""):
         done = run(*PROGRAMS[program][2], f"{name}={value}", program=program)
         assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1), (value, done)
@@ -135,7 +135,7 @@ def test_python_refuses_the_same_values(program: str) -> None:
     kind = PROGRAMS[program][0]
     needed = {name: "x" for name, one in kind.__dataclass_fields__.items() if one.default is MISSING}
     for name, (type_, _) in _types(kind).items():
-        numeric = isinstance(type_._kind if isinstance(type_, Several) else type_, (Number, Amount))
+        numeric = isinstance(type_.kind if isinstance(type_, Several) else type_, (Number, Amount))
         bad = (math.nan, math.inf, -1, 10**40, True, "x") if numeric else ("", 1.5)
         for value in bad:
             with pytest.raises(RefusedError, match=f"^{name}: "):
