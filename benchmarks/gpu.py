@@ -13,7 +13,7 @@ convert: a model of 1.3 billion parameters with 4 of 16 KV heads by `calibrated`
 uptrain: tokens per second of gqa-uptrain on a model of that size, with and without --compile and --checkpointing, with
     NCCL on one rank and with FSDP2 on one rank. `mfu` is 6 operations per parameter and token, of the rate of a matrix
     product on the device.
-distill: the embedded model with 2 and 1 heads, distilled on 1, 10 and 100 million tokens that it writes itself.
+distill: the embedded model with 2 and 1 heads, distilled on 1 to 50 million tokens that it writes itself.
 smollm2: SmolLM2 (a directory, --smollm2) with 1 head, distilled on 20 million: perplexity and recall on each --text.
 
 Each part is a process with a time limit. Each measurement is written to DIR/PART.json at once; what is there is not
@@ -76,8 +76,8 @@ class Scale:
     train: tuple[str, ...] = (
         "--steps", "12", "--batch-size", "8", "--micro-batch", "4", "--context", "2048", "--precision", "bfloat16",
     )  # fmt: skip
-    tokens: tuple[int, ...] = (1_000_000, 10_000_000, 100_000_000)
-    distil: tuple[str, ...] = ("--context", "512", "--batch-size", "64", "--precision", "bfloat16")
+    tokens: tuple[int, ...] = (1_000_000, 3_000_000, 10_000_000, 20_000_000, 50_000_000)
+    distil: tuple[str, ...] = ("--context", "512", "--batch-size", "32", "--precision", "bfloat16")
     heads: tuple[int, ...] = (2, 1)
     method: tuple[str, ...] = ("--method", "refined")
     smollm2_tokens: int = 20_000_000
@@ -176,7 +176,8 @@ class Stages(io.StringIO):
 
     def write(self, text: str) -> int:
         found = re.search(r"^\s*([^:\r\n|]+?):? +\d+%\|?", text) or re.search(r"\r([^:\r\n|]+):", text)
-        self.next(found[1] if found else self._name)
+        training = re.match(r"step \d+/", text)  # a status line of gqa-uptrain
+        self.next("training" if training else found[1] if found else self._name)
         return super().write(text)
 
     def next(self, name: str) -> None:
