@@ -288,7 +288,8 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
     items: list[tuple[Any, Any]] = [*state.items()] if isinstance(state, dict) else [(state, None)]
     for name, tensor in items:
         named = isinstance(name, str) and name.isprintable() and name != "__metadata__"
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        dense = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
+        plain = dense and tensor.layout is torch.strided
         dtype = _STORED_DTYPES.get(str(tensor.dtype).removeprefix("torch.")) if plain else None
         if not named or dtype is None or tensor.device.type != "cpu":
             raise CorruptError(

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -213,10 +214,17 @@ def parse_source(
 
 
 def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
-    """The sources of specs; `options` are those of `parse_source`. Every document counts once. Raises CorpusError."""
+    """The sources of specs; `options` are those of `parse_source`. Raises CorpusError, also for a file or data set that
+    is named twice.
+    """
     if not specs:
         raise CorpusError(_NO_DATA)
-    return tuple(parse_source(spec, **options) for spec in specs)
+    sources = tuple(parse_source(spec, **options) for spec in specs)
+    names = Counter(chain.from_iterable(map(Path.resolve, s.files) if s.files else [s.spec] for s in sources))
+    (name, count), *_ = names.most_common()
+    if count > 1:
+        raise CorpusError(f"the data names {name} {count} times; name every file and data set once")
+    return sources
 
 
 def row_digest(*texts: str) -> bytes:

@@ -269,6 +269,8 @@ REFUSED_PAIRS = [
     ("t5", "--data pairs.jsonl --field said --target-field nothing", "has no field 'nothing'; it has 'meant'"),
     ("t5", "--data pairs.jsonl --field said --target-field said", "are the same text; name two columns"),
     ("bart", "--data text.txt --context 65", "bart has 64 positions, --context is 65; give at most 64"),
+    ("t5", "--target-field meant", "--target-field is a column of data, and self has none; name data too, or leave"),
+    ("t5", "--data text.txt --data text.txt --context 24", "text.txt 2 times; name every file and data set once"),
     ("llama", "--data pairs.jsonl --field said --target-field meant", "--target-field is for encoder-decoders"),
 ]
 

@@ -30,6 +30,7 @@ from checkpoints import (
     write_raw,
     write_safetensors,
 )  # fmt: skip
+from torch.nested import nested_tensor
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 Break = Callable[[Path], object]
@@ -207,6 +208,7 @@ CASES: Cases = {
     # not safetensors
     "not only tensors in .bin": (pickled({"model": weights(), "step": 3}), ("other than named dense te",)),
     "a sparse tensor in .bin": (pickled(weights() | {"x": torch.eye(2).to_sparse()}), ("named dense", "'x'")),
+    "a nested tensor in .bin": (pickled(weights() | {"x": nested_tensor([torch.ones(1)])}), ("named dense", "'x'")),
     "the old .bin format": (pickled(weights(), zipped=False), ("can be mapped (mmap can only", "as safetensors first")),
 }  # fmt: skip
 # The same of one with two shards and an index.

@@ -12,7 +12,7 @@ import pytest
 from documents import lines, write
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.sources import ALLOWED, parse_source
+from gqa.corpus.sources import ALLOWED, parse_source, parse_sources
 
 # Whatever a loader that guesses types would turn into something else, and whatever could be cut in two.
 TEXTS = [
@@ -113,6 +113,15 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "cut.txt.gz": (gzip.compress(b"a" * 1000)[:-12], UNREADABLE),
     "not.parquet": (b"PAR1 but no more", UNREADABLE),
 }  # fmt: skip
+
+
+def test_data_that_is_named_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("a.jsonl"), TEXTS)
+    for specs in (("a.jsonl", "./a.jsonl"), (".", "a.jsonl"), ("stdlib:train", "stdlib:train")):
+        with pytest.raises(CorpusError, match=r"names \S+ 2 times; name every file and data set once"):
+            parse_sources(specs)
+    assert len(parse_sources(("a.jsonl", "stdlib:train"))) == 2
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

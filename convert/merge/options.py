@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import RefusedError
-from gqa.corpus.sources import Source, is_below, is_self, parse_self, parse_source, row_digest
+from gqa.corpus.sources import Source, is_below, is_self, parse_self, parse_source, parse_sources, row_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +67,8 @@ class CalibrationText:
     def _pairs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
         from gqa.convert.merge.text_pairs import PairMaker
 
+        if self.target_field and all(map(is_self, self.sources)):
+            raise RefusedError("--target-field is a column of data, and self has none; name data too, or leave it out")
         trusted = self.trust_remote_code
         maker, pairs = PairMaker(checkpoint, device, self.length, self.seed, watcher, trusted), []
         for number, (source, tokens) in enumerate(self.shares()):
@@ -114,6 +116,8 @@ class CalibrationText:
         CorpusError.
         """
         specs = (*self.sources, *filter(None, [self.heldout]))
+        if data := [spec for spec in self.sources if not is_self(spec)]:
+            parse_sources(data, field=self.field, target_field=self.target_field)  # refuses what is named twice
         return [spec if is_self(spec) else self._source(spec).identify() for spec in specs]
 
     def _source(self, spec: str) -> Source:
