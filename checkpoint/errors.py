@@ -45,6 +45,11 @@ def listing(names: Iterable[object], limit: int = 8) -> str:
     return shown if len(texts) <= limit else f"{shown} and {len(texts) - limit} more"
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 document`, `2,000 documents`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def alternatives(values: Iterable[object]) -> str:
     """`1, 2, 4 or 8`."""
     texts = [str(value) for value in values]

@@ -96,16 +96,16 @@ BYTES = Amount(_SIZES, "size; give a number with KB, MB, GB, KiB, MiB or GiB, li
 
 
 class Text(click.ParamType[Any]):
-    """A name or a path, which need not exist."""
+    """A name or a path, which need not exist; `blank`: or white space."""
 
     name = "text"
 
-    def __init__(self, kind: type = str) -> None:
-        self._kind = kind
+    def __init__(self, kind: type = str, *, blank: bool = False) -> None:
+        self._kind, self._blank = kind, blank
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if not isinstance(text, str) or not text.strip() or "\0" in text:
+        if not isinstance(text, str) or not (text if self._blank else text.strip()) or "\0" in text:
             self.fail(f"{value!r} is no name", param, ctx)
         return self._kind(text)
 

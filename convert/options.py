@@ -10,7 +10,7 @@ from typing import Literal
 import click
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.options import COUNT, SEED, KVHeads, Number, Options, flag, option, tokens_type
+from gqa.checkpoint.options import COUNT, SEED, KVHeads, Number, Options, Text, flag, option, tokens_type
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import DEFAULT, GROUPINGS, METHODS
 
@@ -45,6 +45,9 @@ class ConvertOptions(Options):
     field: str = option(
         "text", "The column that holds the text, in jsonl, csv, parquet and data sets.", metavar="NAME",
         methods="reads_text")
+    separator: str | None = option(
+        None, "What separates the documents of a text file, like '<|endoftext|>' or '\\n\\n'.  [default: a file is one "
+        "document]", Text(blank=True), metavar="TEXT", methods="reads_text")
     target_field: str | None = option(
         None, "The column of targets for sources in --field, of encoder-decoders.  "
         "[default: plain text, of which spans are left out]", metavar="NAME", methods="reads_text")
@@ -80,7 +83,7 @@ class ConvertOptions(Options):
 
         text = CalibrationText(
             self.data, self.tokens, self.context, self.seed, self.field, self.target_field, self.repeats,
-            self.trust_remote_code,
+            self.trust_remote_code, separator=self.separator,
         )  # fmt: skip
         refinement = Refinement(self.refine_steps, seed=self.seed)
         return MapsOptions(

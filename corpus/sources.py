@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
@@ -78,13 +78,15 @@ class Source:
     """Documents, or pairs of a source and a target, that can be read repeatedly, always in the same order.
 
     `load` gives the data set of `datasets`; its `columns` are the text, or the source and the target. `files`: shards,
-    if known. `takes`: only documents whose digest it accepts. `fraction`: of `part`.
+    if known. `separator`: between the documents of a text file. `takes`: only documents whose digest it accepts.
+    `fraction`: of `part`.
     """
 
     spec: str
     load: Callable[[], Any]
     columns: tuple[str, ...] = ("text",)
     files: tuple[Path, ...] = ()
+    separator: str | None = None
     takes: Callable[[bytes], bool] | None = None
     fraction: float | None = None
 
@@ -93,7 +95,7 @@ class Source:
         from gqa.checkpoint.compat import fingerprint
 
         content = [file_format(self.files[0]), *file_digests(self.files)] if self.files else fingerprint(self.load())
-        return f"{content} {self.columns} {self.fraction}"
+        return f"{content} {self.columns} {self.fraction}" + (f" {self.separator!r}" if self.separator else "")
 
     def texts(self) -> Iterator[str]:
         """Documents in the order of the source, none of them blank. Raises CorpusError as `rows` does."""
@@ -136,15 +138,15 @@ class Source:
             raise file_error(error, self.files[state.get("shard_idx", 0) % len(self.files)]) from error
 
     def _texts(self, batch: dict[str, list[Any]]) -> dict[str, list[str]]:
-        """The rows of a batch with text in all columns."""
-        rows = []
+        """The rows of a batch with text in all columns, cut at the separator."""
+        rows = list[tuple[str, ...]]()
         for row in zip(*(batch[column] for column in self.columns), strict=True):
             for column, value in zip(self.columns, row, strict=True):
                 if not isinstance(value, str | None):
                     kind = type(value).__name__
                     raise CorpusError(f"{self.spec}: field {column!r} is no text but {kind}; name a field of text")
-            if all(value and value.strip() for value in row):
-                rows.append(row)
+            parts = [row] if self.separator is None else [(text.strip("\n"),) for text in row[0].split(self.separator)]
+            rows += [part for part in parts if all(value and value.strip() for value in part)]
         if self.takes is not None:
             rows = [row for row in rows if self.takes(row_digest(*row))]
         return {column: [row[number] for row in rows] for number, column in enumerate(self.columns)}
@@ -176,17 +178,20 @@ def parse_source(
     target_field: str | None = None,
     split: str = "train",
     streaming: bool = False,
+    separator: str | None = None,
 ) -> Source:
     """The source of a spec. Nothing of a hub data set is fetched before its documents are read.
 
     `field` holds the text in JSON, CSV, Parquet, Arrow and hub data sets; with `target_field` rows are pairs of both.
-    `split` is that of a hub data set whose spec names none. Raises CorpusError.
+    `split` is that of a hub data set whose spec names none. `separator` cuts text files into documents; without it each
+    file is one. Raises CorpusError.
     """
     if not spec.strip():
         raise CorpusError(_NO_DATA)
     if target_field == field:
         raise CorpusError(f"--field and --target-field of {spec} are the same text; name two columns")
     columns = (field, target_field) if target_field else (field,)
+    separator = separator and separator.replace("\\n", "\n")  # typed in a shell
     if spec == "stdlib" or spec.startswith("stdlib:"):
         if (side := spec.removeprefix("stdlib:")) not in ("train", "heldout"):
             raise CorpusError(f"there is no {spec}; allowed are stdlib:train and stdlib:heldout")
@@ -198,7 +203,7 @@ def parse_source(
         files = find_files(spec)
         plain = file_format(files[0]) == "text"
         columns = ("text",) if plain and not target_field else columns
-        source = Source(spec, partial(load_files, files, columns), columns, files)
+        source = Source(spec, partial(load_files, files, columns), columns, files, separator if plain else None)
     elif match := _HUB_NAME.fullmatch(spec):
         name, config, named_split = match.groups()
         # Cached: a branch may move while its files are read.
@@ -211,6 +216,18 @@ def parse_source(
     if plain and target_field:
         raise CorpusError(f"{spec} is plain text and has no field {target_field!r}")
     return source
+
+
+def check_text_options(specs: Iterable[str], field: str, separator: str | None) -> None:
+    """Raise CorpusError if `field` or `separator` is given and none of the sources uses it."""
+    if field == "text" and separator is None:
+        return
+    sources = [parse_source(spec, field=field, separator=separator) for spec in specs if not is_self(spec)]
+    names = listing(source.spec for source in sources) or "self-generated text"
+    if field != "text" and all(source.columns == ("text",) for source in sources):
+        raise CorpusError(f"--field {field} is a column of tables and data sets; {names} has none: leave it out")
+    if separator is not None and not any(source.separator is not None for source in sources):
+        raise CorpusError(f"--separator cuts text files into documents; {names} is none: leave it out")
 
 
 def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:

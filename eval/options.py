@@ -25,13 +25,14 @@ class EvaluateOptions(Options):
         None, "The text to measure on: a file (txt, jsonl, csv, parquet, arrow), a directory or glob of them, "
         "stdlib:heldout, or a hub data set.", metavar="SOURCE")
     field: str = same_as(ConvertOptions, "field", needs=("data",))
+    separator: str | None = same_as(ConvertOptions, "separator", needs=("data",))
     target_field: str | None = option(
         None, "The column to predict from --field, of encoder-decoders.", metavar="NAME", needs=("data",))
     context: int | None = option(
-        None, "Tokens of a window.  [default: the model's positions, 2048 at most]",
-        tokens_type(4), metavar="COUNT", needs=("data", "recall", "memory"))
+        None, "Tokens of a window, and of a sequence in the table of memory.  [default: the model's positions, 2048 at "
+        "most]", tokens_type(4), metavar="COUNT", needs=("data", "recall", "memory"))
     tokens: int | None = option(
-        None, "Stop after the document that reaches so many tokens.", tokens_type(), metavar="COUNT", needs=("data",))
+        None, "Score only the first COUNT tokens of the text.", tokens_type(), metavar="COUNT", needs=("data",))
     kl: bool = option(False, "Compare next-token distributions with the baseline's, in lockstep.", needs=("data",))
     recall: bool | None = option(
         None, "Ask for what stands in the context: second copies of text, of samples and of random tokens, values by "
@@ -58,7 +59,7 @@ class EvaluateOptions(Options):
     overwrite: bool = option(False, "Replace the report at DIR.", needs=("output",))
     json: bool = same_as(ConvertOptions, "json")
     verbose: bool = option(False, "Show where an error comes from.", short="-v")
-    quiet: bool = option(False, "Show no progress and no tables.", short="-q")
+    quiet: bool = option(False, "Show no progress and no notes.", short="-q")
     # fmt: on
 
     @property

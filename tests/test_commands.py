@@ -146,6 +146,7 @@ def test_python_refuses_the_same_values(program: str) -> None:
 
 USED_BY = {  # by hand, once: the declarations beside the options must say the same
     "data": ("notes.txt", "text"), "tokens": ("64", "text"), "context": ("64", "text"), "field": ("body", "text"),
+    "separator": ("\n", "text"),
     "target_field": ("body", "text"), "precision": ("bfloat16", "text"), "trust_remote_code": (None, "text"),
     "grouping": ("search", "maps"), "device": ("cpu", "maps"), "seed": ("3", "draws"), "refine_steps": ("7", "refined"),
 }  # fmt: skip

@@ -41,7 +41,7 @@ def test_the_tables() -> None:
         part.splitlines() for part in evaluate_models("SRC G4 G2 --data TEXT").out.split("\n\n")
     )
     assert [line.partition(", ")[0] for line in verdicts] == [
-        "gqa4: 4 of 8 heads: KV cache 2x smaller", "gqa2: 2 of 8 heads: KV cache 4x smaller"
+        "gqa4: 4 of 8 KV heads: KV cache 2x smaller", "gqa2: 2 of 8 KV heads: KV cache 4x smaller"
     ]  # fmt: skip
     assert quality[0] == f"Quality on {model_directory() / 'text.jsonl'}"
     assert [line.split()[0] for line in quality[1:5]] == ["model", "stdlib-mha", "gqa4", "gqa2"]
@@ -49,12 +49,26 @@ def test_the_tables() -> None:
     assert perplexities == sorted(perplexities)
     ratios = [float(line.split()[3]) for line in quality[3:5]]
     assert ratios == pytest.approx([value / perplexities[0] for value in perplexities[1:]], rel=1e-3)
-    assert re.match("rolling windows of 512 tokens: .* bytes; in bfloat16$", " ".join(quality[5:]))
+    assert re.fullmatch(r"[\d,]+ tokens of 4 documents \([\d,]+ bytes\) .* in windows of 512; in bfloat16", quality[5])
+    assert memory[1].endswith("KV at 512")
     assert [line.split()[3:6:2] for line in memory[2:]] == [["6.0", "1"], ["3.0", "0.5"], ["1.5", "0.25"]]
 
 
+def test_one_model_and_the_options_of_its_text() -> None:
+    """Nothing is compared with it; quiet shows the same. A separator cuts the document."""
+    line = "SRC --data PLACE/text.txt --context 64 --tokens 100 --decode --decode-contexts 4 --decode-steps 1"
+    shown = evaluate_models(line).out
+    assert "100 tokens of 1 document (" in shown
+    assert "KV at 64" in shown
+    assert not re.search("baseline|speedup", shown)
+    assert [table.splitlines()[0] for table in evaluate_models(f"{line} -q").out.split("\n\n")] == [
+        table.splitlines()[0] for table in shown.split("\n\n")
+    ]
+    assert results("SRC --data PLACE/text.txt --context 64 --separator return")["text"]["documents"] > 1
+
+
 def test_printed_numbers_do_not_depend_on_the_batch_size() -> None:
-    line = "SRC G2 --data TEXT --tokens 300 --kl"
+    line = "SRC G2 --data TEXT --tokens 300 --kl --precision float32"
     printed = {evaluate_models(f"{line} --context 128 --batch-size {size}").out for size in (1, 64)}
     assert len(printed) == 1
     assert evaluate_models(f"{line} --context 127").out not in printed
@@ -70,7 +84,7 @@ def test_the_default_context_is_that_of_the_model(tmp_path: Path) -> None:
 def test_memory() -> None:
     """What fits of 512 tokens, and at all: 6 layers of 32 numbers a key or a value, in 2 bytes each."""
     result = run(*words("SRC G2 --memory 80GB --json"), program="gqa-eval")
-    assert "80 GB hold weights and KV cache (act" in " ".join(result.err.split())
+    assert "in 80 GB fit weights and KV cache (act" in result.err
     for model, heads in zip(json.loads(result.out)["models"], (8, 2), strict=True):
         free, token = 80 * 10**9 - model["weight_bytes"], 2 * 6 * heads * 32 * 2
         assert model["kv_cache"]["fits"] == {"batch": free // (512 * token), "longest": free // token}
@@ -165,12 +179,14 @@ def test_hub_ids(tmp_path: Path, hub: Hub, runs: Runs) -> None:
         ("SRC --decode --context 64", "--context means nothing without --data or --recall or --memory: give one"),
         ("SRC --memory 1GB --device cpu", "--device means nothing without --data or --recall or --decode"),
         ("SRC --decode --decode-contexts 500", "500 tokens and 32 steps are more than the 512 positions of stdlib-mha"),
-        ("SRC --data TEXT --device nonsense", "--device nonsense cannot be used"),
-        ("SRC --data TEXT --device cuda:99", "--device cuda:99 cannot be used: "),  # nowhere, whatever GPUs there are
+        ("SRC --data TEXT --device nonsense", "device nonsense cannot be used"),
+        ("SRC --data TEXT --device cuda:99", "device cuda:99 cannot be used: "),  # nowhere, whatever GPUs there are
         ("T5 --data TEXT", "t5gemma is an encoder-decoder: name the text to predict with --target-field"),
         ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is not one"),
         ("T5 --data TEXT --target-field text", "are the same text; name two columns"),
         ("T5 --data PLACE/text.txt --target-field other", "text.txt is plain text and has no field 'other'"),
+        ("SRC --data PLACE/text.txt --field body", "text.txt has none: leave it out"),
+        ("SRC --data TEXT --separator x", "--separator cuts text files into documents; "),
         ("T5 --recall", "--recall is for decoders, and t5gemma is an encoder-decoder"),
         ("T5 --data TEXT --target-field none", "has no field 'none'; it has 'other', 'text'"),
         ("T5 --data TEXT --target-field other --cache-bits 4", "--cache-bits is for decoders with key/value heads"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +13,10 @@ import pytest
 from documents import lines, write
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.sources import ALLOWED, parse_source, parse_sources
+from gqa.convert.merge.options import CalibrationText
+from gqa.corpus.sources import ALLOWED, check_text_options, parse_source, parse_sources
+from gqa.uptrain.dataloader import data_sources, heldout_sources
+from gqa.uptrain.options import TrainOptions
 
 # Whatever a loader that guesses types would turn into something else, and whatever could be cut in two.
 TEXTS = [
@@ -43,12 +47,14 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> Non
     assert list(source.texts()) == TEXTS == list(source.texts())
 
 
-def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document_unless_a_separator_cuts_it(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\n\ntwo\n")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"# three\n"))
     (tmp_path / "empty.txt").touch()
     assert texts_of(tmp_path / "a.txt") == ["one\n\n\ntwo\n"]
     assert texts_of(tmp_path) == ["one\n\n\ntwo\n", "# three\n"]
+    for separator in ("\n\n", "\\n\\n"):
+        assert texts_of(tmp_path, separator=separator) == ["one", "two", "# three"]
     for blank in (b"", b"\n", b"\r\n\n"):
         (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + blank + b"text\none\n")
         assert texts_of(tmp_path / "a.csv") == ["one"]
@@ -148,6 +154,33 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {name: refusal(name)[: len(said)] for name, said in wanted.items()} == wanted
 
 
+@pytest.mark.parametrize(("specs", "options", "message"), [
+    (["a.txt"], {"field": "body"}, "--field body is a column of tables and data sets; a.txt has none: leave it out"),
+    (["self", "stdlib:train"], {"field": "body"}, "--field body is a column .*; stdlib:train has none"),
+    (["self"], {"separator": "x"}, "--separator cuts text files .*; self-generated text is none: leave it out"),
+    (["a.jsonl", "stdlib:heldout"], {"separator": "x"}, "--separator .*; a.jsonl, stdlib:heldout is none"),
+    (["a.txt", "a.jsonl"], {"field": "body", "separator": "x"}, ""),
+    (["org/name"], {"field": "body"}, ""),
+])  # fmt: skip
+def test_options_of_sources_are_not_ignored(
+    specs: list[str], options: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "a.jsonl"):
+        Path(name).write_text("{}")
+    with pytest.raises(CorpusError, match=message) if message else nullcontext():
+        check_text_options(specs, **{"field": "text", "separator": None} | options)
+
+
+def test_training_and_conversion_read_the_parts_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one--two")
+    specs, parts = (str(tmp_path / "a.txt"),), []
+    training = TrainOptions("m", data=specs, heldout=specs[0], separator="--")
+    parts += [list(sources[0].texts()) for sources in (data_sources(training), heldout_sources(training))]
+    parts.append(list(CalibrationText(specs, separator="--")._source(specs[0]).texts()))
+    assert parts == [["one", "two"]] * 3
+
+
 def test_columns(tmp_path: Path) -> None:
     """A row without a source or a target is left out; names of columns are printed harmlessly."""
     rows = [{"a": a, "b": b} for a, b in (("a", None), ("b", "B"), (" ", "C"), ("d", "D"), (None, "E"))]
@@ -166,7 +199,8 @@ def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.csv", "b.txt"):
         (tmp_path / name).write_bytes(one.read_bytes())
         identities.add(parse_source(str(tmp_path / name)).identify())
-    assert len(identities | {parse_source(str(one)).part(0.5).identify()}) == 6
+    separated = parse_source(str(tmp_path / "b.txt"), separator="b").identify()
+    assert len(identities | {separated, parse_source(str(one)).part(0.5).identify()}) == 7
     times, before = (other.stat().st_atime_ns, other.stat().st_mtime_ns), parse_source(str(other)).identify()
     os.utime(lines(other, {"text": "c"}), ns=times)  # the same size, as a copy by rsync has it
     assert parse_source(str(other)).identify() != before

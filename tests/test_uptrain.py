@@ -157,6 +157,8 @@ def bad_data(place: Path, root: Path) -> Refusals:
         ({"heldout": place / "data.jsonl"}, "all documents are held out"),
         ({"heldout": small}, "the held-out text has less than one block of 64 tokens"),
         ({"heldout_fraction": 1e-6}, "--heldout-fraction 1e-06 holds out no document; give more"),
+        ({"separator": "x"}, "--separator cuts text files into documents; "),
+        ({"field": "body", "data": "stdlib:train"}, "--field body is a column of tables and data sets; "),
         ({"heldout_fraction": 1.0}, "all documents are held out"),
     ]
 
@@ -185,7 +187,7 @@ def bad_models(place: Path, root: Path) -> Refusals:
         ({"output": packed}, "packed exists; choose another directory with -o"),
         ({"context": 65}, "--context 65 is more than the 64 positions of model"),
         ({"attn_implementation": "magic"}, "magic"),
-        ({"device": "nowhere"}, "--device nowhere cannot be used"),
+        ({"device": "nowhere"}, "device nowhere cannot be used"),
     ]
 
 

@@ -281,8 +281,9 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
 def data_sources(options: TrainOptions) -> tuple[Source, ...]:
     """The sources of --data. Raises CorpusError."""
     return parse_sources(
-        options.data, field=options.field, target_field=options.target_field, streaming=options.streaming
-    )
+        options.data, field=options.field, target_field=options.target_field, streaming=options.streaming,
+        separator=options.separator,
+    )  # fmt: skip
 
 
 def settle_steps(options: TrainOptions, data_tokens: int, longest: int, ranks: int) -> TrainOptions:

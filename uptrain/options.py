@@ -22,7 +22,7 @@ from gqa.checkpoint.options import (
     tokens_type,
 )
 from gqa.convert.options import ConvertOptions
-from gqa.corpus.sources import is_self, parse_self
+from gqa.corpus.sources import check_text_options, is_self, parse_self
 
 Schedule = Literal["constant", "linear", "cosine"]
 Scope = Literal["all", "attention", "kv", "lora"]
@@ -46,6 +46,7 @@ class TrainOptions(Options):
         (), "A file, a directory or glob of them, a hub data set, stdlib:train, or self: what the teacher writes, "
         "self:TOKENS for so much of it; several times, or with commas.  [default: self]", metavar="SOURCE[,...]")
     field: str = same_as(ConvertOptions, "field", methods="")
+    separator: str | None = same_as(ConvertOptions, "separator", methods="")
     target_field: str | None = option(
         None, "The column of targets for sources in --field, of encoder-decoders.  [default: plain text, of which "
         "spans are left out]", metavar="NAME")
@@ -130,10 +131,11 @@ class TrainOptions(Options):
         return self.batch_size
 
     def check(self, ranks: int) -> None:
-        """Raise RefusedError if options contradict each other."""
+        """Raise RefusedError and CorpusError if options contradict each other."""
         for applies, message in self._conflicts(ranks):
             if applies:
                 raise RefusedError(message)
+        check_text_options([*self.data, *filter(None, [self.heldout])], self.field, self.separator)
 
     def _conflicts(self, ranks: int) -> Iterator[tuple[bool, str]]:
         """Whether a conflict applies, and what to do."""

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import RefusedError
-from gqa.corpus.sources import Source, is_below, is_self, parse_self, parse_source, parse_sources, row_digest
+from gqa.corpus.sources import (
+    Source,
+    check_text_options,
+    is_below,
+    is_self,
+    parse_self,
+    parse_source,
+    parse_sources,
+    row_digest,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +34,7 @@ AT_ONCE = 8192  # tokens that go through a layer together, unless one block has 
 class CalibrationText:
     """`sources` as `parse_sources` reads them, or `self[:plain][:TOKENS]`; `tokens` in all, in blocks of
     `length`; of an encoder-decoder, so many pairs of sources and targets of at most `length`. `field` is the column of
-    text of files and data sets; `target_field` that of what its decoder writes.
+    text of files and data sets; `target_field` that of what its decoder writes; `separator` cuts text files.
     `repeats`: half of the blocks repeat themselves (`mixed` in corpus/tokens.py), but those of `self:plain` and pairs.
     `trust_remote_code`: tokenizer and model may be code that comes along. Documents of the source `heldout`, or those
     below the hash of `heldout_fraction`, are left out of whatever is read.
@@ -41,6 +50,7 @@ class CalibrationText:
     trust_remote_code: bool = False
     heldout: str | None = None
     heldout_fraction: float = 0.0
+    separator: str | None = None
 
     def inputs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
         """What the model is given, by the names of its forward's arguments. Raises RefusedError and CorpusError."""
@@ -118,11 +128,12 @@ class CalibrationText:
         specs = (*self.sources, *filter(None, [self.heldout]))
         if data := [spec for spec in self.sources if not is_self(spec)]:
             parse_sources(data, field=self.field, target_field=self.target_field)  # refuses what is named twice
+        check_text_options(specs, self.field, self.separator)
         return [spec if is_self(spec) else self._source(spec).identify() for spec in specs]
 
     def _source(self, spec: str) -> Source:
         """The source of a spec, held-out documents included."""
-        return parse_source(spec, field=self.field, target_field=self.target_field)
+        return parse_source(spec, field=self.field, target_field=self.target_field, separator=self.separator)
 
     def _parse(self, spec: str) -> Source:
         source = self._source(spec)

@@ -51,7 +51,9 @@ class Ablation:
         for alpha in filter(None, options.alphas):
             training = options.training(alpha, Path(self.subject.path), options.output / rows.WORK / "trained")
             prepare(training, dry=True)  # raises if the data is less than one step needs
-        sources = parse_sources(options.data, field=options.field, target_field=options.target_field)
+        sources = parse_sources(
+            options.data, field=options.field, target_field=options.target_field, separator=options.separator
+        )
         windows = [window.source + window.ids for window in self._text.windows]
         self._identity: rows.Row = json.loads(json.dumps({
             **options.identity(self.subject.checkpoint, self.subject.name),

@@ -78,6 +78,7 @@ class AblateOptions(Options):
     data: tuple[str, ...] = option(
         (), "Text to train on, as for gqa-uptrain; several times, or with commas, for several.", metavar="SOURCE[,...]")
     field: str = same_as(TrainOptions, "field")
+    separator: str | None = same_as(TrainOptions, "separator")
     target_field: str | None = same_as(TrainOptions, "target_field")
     heldout: str | None = option(
         None, "Text to measure on, which also selects the best state of a training.", metavar="SOURCE")
@@ -155,7 +156,7 @@ class AblateOptions(Options):
         text = CalibrationText(
             self.data or ("self",), self.calibration_tokens, self.calibration_context, self.seed,
             self.field, self.target_field, trust_remote_code=self.trust_remote_code, heldout=self.heldout,
-            heldout_fraction=self.heldout_fraction,
+            heldout_fraction=self.heldout_fraction, separator=self.separator,
         )  # fmt: skip
         refinement = Refinement(self.refine_steps, seed=self.seed)
         return MapsOptions(text=text, refinement=refinement, device=find_device(self.device))
