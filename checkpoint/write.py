@@ -144,9 +144,11 @@ class OutputDirectory:
 def _unlisted_files(directory: Path, records: str) -> list[str]:
     """Files in a directory that the `records` in it do not list as parts of a result."""
     listed: set[str] = set()
-    for record in directory.glob(records):
+    for path in directory.glob(records):
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # a record of another tool
-            listed |= set(json.loads(record.read_bytes())["files"])
+            record = json.loads(path.read_bytes())
+            # Older reports of gqa-eval, which have a schema, list no files.
+            listed |= set(record["files"] if "files" in record else record["schema"] and [path.name, "report.html"])
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return [name for path in paths if (name := path.relative_to(directory).as_posix()) not in listed]
 
