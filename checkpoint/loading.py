@@ -311,7 +311,7 @@ def find_device(name: str | None) -> str:
     try:
         torch.zeros(1, device=name).item()
     except Exception as error:  # each backend has its own
-        raise RefusedError(f"--device {name} cannot be used: {explain(error)}; {default_device()} can") from error
+        raise RefusedError(f"device {name} cannot be used: {explain(error)}; {default_device()} can") from error
     return name
 
 

@@ -36,11 +36,11 @@ class Result:
     def load(self, dtype: str = "auto", device: str = "cpu") -> PreTrainedModel:
         """The model, in evaluation mode. `dtype`: auto (as stored), float32, bfloat16 or float16.
 
-        Raises RefusedError if transformers cannot load it.
+        Raises RefusedError if transformers cannot load it, or the device cannot be used.
         """
-        from gqa.checkpoint.loading import load_model
+        from gqa.checkpoint.loading import find_device, load_model
 
-        return load_model(str(self.path), dtype=dtype, device=device)
+        return load_model(str(self.path), dtype=dtype, device=device if device == "auto" else find_device(device))
 
 
 @dataclass(frozen=True, kw_only=True)

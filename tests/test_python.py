@@ -71,6 +71,8 @@ def test_a_model_in_memory_is_converted_and_unchanged(loaded: Any, tmp_path: Pat
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     directory, model = result.path, result.load()
+    with pytest.raises(gqa.RefusedError, match=r"^device cuda:99 cannot be used: .*; \w+ can$"):
+        result.load(device="cuda:99")
     assert model.config.num_key_value_heads == 2
     assert [path.name for path in directory.parent.iterdir()] == ["teacher-gqa2-mean"]  # the saved model is removed
     del result
