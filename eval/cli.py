@@ -33,8 +33,10 @@ def command(options: EvaluateOptions) -> None:
         results = measure(options, sys.argv[1:])
         if not results:  # another rank reports
             return
-        if not options.quiet:
-            click.echo(as_text(results), err=options.json)
+        if not options.json:
+            click.echo(as_text(results))
+        elif not options.quiet:
+            click.echo(as_text(results, sys.stderr), err=True)
         if report:
             write_report(results, report)
     if options.output and not options.quiet:

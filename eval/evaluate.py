@@ -42,7 +42,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     say_device(device, options.quiet or not state.is_main_process)
     subjects = open_subjects(options.models, options.trust_remote_code, options.revision, options.cache_bits or ())
     context = choose_context(subjects, options.context)
-    records = [subject.record(options.memory, context) for subject in subjects]
+    records = [subject.record(context, options.memory) for subject in subjects]
     results: Record = {**request(options, argv), **environment(device), "models": records}
     if options.recall:
         recall.check_recall(subjects, context)

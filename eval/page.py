@@ -5,20 +5,20 @@
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 import textwrap
 from base64 import b64encode
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jinja2
 
 from gqa.checkpoint.write import write_text
 
 PAGE = "report.html"
-WIDTH = 80  # characters per line of a table
-_NAME, _LEAST = 32, 16  # characters of a name in a table that is cut, and the fewest
 
 Column = tuple[str, Callable[[Any], str]]  # a title, and the cell of a record
 
@@ -32,36 +32,33 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
 
-    def text(self) -> str:
-        """Lines of at most WIDTH characters: columns that do not fit beside each other stand below, the first again;
-        long names lose their middle.
+    def text(self, width: int | None = None) -> str:
+        """Lines of at most `width` characters, by default `line_width` of stdout: columns that do not fit continue
+        below, after the first column again.
         """
-        columns = [list(column) for column in zip(self.header, *self.rows, strict=True)]
-        room = WIDTH - sum(2 + max(map(len, column)) for column in columns[1:])
-        names = [_cut(cell, room if room >= _LEAST else _NAME) for cell in columns[0]]
-        first = [name.ljust(max(map(len, names))) for name in names]
+        width = width or line_width(sys.stdout)
+        first, *columns = (list(column) for column in zip(self.header, *self.rows, strict=True))
+        first = [cell.ljust(max(map(len, first))) for cell in first]
         blocks, block = [], first
-        for column in columns[1:]:
-            cells = [_cut(cell, WIDTH - 2 - len(first[0])) for cell in column]
-            added = [f"  {cell:>{max(map(len, cells))}}" for cell in cells]
-            if len(block[0] + added[0]) > WIDTH:
+        for column in columns:
+            cells = [f"  {cell:>{max(map(len, column))}}" for cell in column]
+            if block is not first and len(block[0] + cells[0]) > width:
                 blocks.append(block)
                 block = first
-            block = [line + more for line, more in zip(block, added, strict=True)]
-        lines = [line.rstrip() for one in [*blocks, block] for line in one]
-        return "\n".join([_cut(self.title, WIDTH), *lines, *filter(None, [wrapped(self.note)])])
+            block = [line + cell for line, cell in zip(block, cells, strict=True)]
+        lines = [line.rstrip() for lines in [*blocks, block] for line in lines]
+        return "\n".join([self.title, *lines, *filter(None, [wrapped(self.note, width)])])
 
 
-def wrapped(text: str, indent: str = "") -> str:
-    """Wrap at WIDTH, indenting all lines but the first; "95 %" is not split."""
-    lines = textwrap.wrap(text.replace(" %", "\xa0%"), WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+def line_width(stream: TextIO) -> int:
+    """Columns of a terminal; lines of other streams have no limit."""
+    return shutil.get_terminal_size().columns if stream.isatty() else sys.maxsize
+
+
+def wrapped(text: str, width: int, indent: str = "") -> str:
+    """Wrap at `width`, indenting all lines but the first; "95 %" is not split."""
+    lines = textwrap.wrap(text.replace(" %", "\xa0%"), width, subsequent_indent=indent, break_on_hyphens=False)
     return "\n".join(lines).replace("\xa0", " ")
-
-
-def _cut(text: str, length: int) -> str:
-    """Shorten a long text in its middle; names of conversions differ at the end, of which more stays."""
-    tail = (length - 2) * 2 // 3
-    return text if len(text) <= length else f"{text[: length - 2 - tail]}..{text[-tail:]}"
 
 
 def table(title: str, columns: Sequence[Column], records: Collection[Any], note: str = "") -> Table:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TextIO
 
-from gqa.checkpoint.errors import one_line
+from gqa.checkpoint.errors import one_line, plural
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.provenance import command_line
 from gqa.checkpoint.write import OutputDirectory, finite
 from gqa.convert.summary import size
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.page import Column, Table, number, table, wrapped, write_page
+from gqa.eval.page import Column, Table, line_width, number, table, wrapped, write_page
 
 Record = dict[str, Any]
 
@@ -33,7 +34,7 @@ def verdicts(results: Record) -> list[str]:
 def _verdict(first: Record, model: Record) -> str:
     parts, heads = [], ""
     if "heads" in first and "heads" in model:
-        heads = f"{model['heads']['kv']} of {first['heads']['kv']} heads: "
+        heads = f"{model['heads']['kv']} of {first['heads']['kv']} KV heads: "
         factor = cache_bytes(first) / cache_bytes(model)
         times, change = (factor, "smaller") if factor > 1 else (1 / factor, "larger")
         parts.append("the same KV cache" if factor == 1 else f"KV cache {times:.3g}x {change}")
@@ -71,10 +72,11 @@ def recalled(model: Record) -> dict[str, float]:
     return {kind: right[kind] / answers[kind] for kind in answers}
 
 
-def as_text(results: Record) -> str:
-    """Verdicts and tables for a terminal."""
-    lead = "\n".join(wrapped(line, "  ") for line in verdicts(results))
-    return "\n\n".join(filter(None, [lead, *(table.text() for table in tables(results))]))
+def as_text(results: Record, stream: TextIO | None = None) -> str:
+    """Verdicts and tables, as wide as `stream`, by default stdout."""
+    width = line_width(stream or sys.stdout)
+    lead = "\n".join(wrapped(line, width, "  ") for line in verdicts(results))
+    return "\n\n".join(filter(None, [lead, *(table.text(width) for table in tables(results))]))
 
 
 def tables(results: Record) -> list[Table]:
@@ -124,18 +126,21 @@ _DECODE: list[Column] = [
     ("context", lambda p: f"{p['context']:,}"),
     ("per token", lambda p: f"{1e3 * p['seconds_per_token']:.2f} ms"),
     ("min - max", lambda p: f"{1e3 * p['fastest']:.2f} - {1e3 * p['slowest']:.2f}"),
-    ("x baseline", lambda p: f"{p['faster']:.2f}"),
+    ("speedup", lambda p: f"{p['speedup']:.2f}"),
     ("prefill", lambda p: f"{1e3 * p['prefill_seconds']:,.1f} ms"),
 ]
 
 
 def what_is_scored(text: Record) -> str:
-    """Protocol, windows and size of the text, in words."""
-    kind = "source and target texts" if text["protocol"] == "pairs" else f"{text['protocol']} windows"
-    cut = f" ({text['cut']:,} are longer and cut)" if text.get("cut") else ""
+    """Size of the text, and how it is cut, in words."""
+    tokens, size = plural(text["tokens"], "token"), plural(text["bytes"], "byte")
+    if text["protocol"] == "rolling":
+        documents = plural(text["documents"], "document")
+        return f"{tokens} of {documents} ({size}) scored in windows of {text['context']:,}"
+    cut = f", to which {text['cut']:,} were cut" if text["cut"] else ""
     return (
-        f"{kind} of {text['context']:,} tokens{cut}: {text['tokens']:,} tokens scored, "
-        f"{text['documents']:,} documents, {text['bytes']:,} bytes"
+        f"{tokens} of {plural(text['documents'], 'target text')} ({size}) scored; sources and targets have at most "
+        f"{text['context']:,} tokens{cut}"
     )
 
 
@@ -143,11 +148,12 @@ def _recall(models: list[Record], settings: Record) -> Table:
     columns: list[Column] = [_NAME]
     columns += [(name, lambda m, kind=kind: f"{m[kind]:.1%}") for kind, name in _KINDS.items()]  # type: ignore[misc]
     columns.append(("greedy", lambda m: f"{m['greedy']['tokens']:.1f}"))
+    baseline, longest = models[0]["name"], models[0]["greedy"]["longest"]
     note = (
-        "share of answers that the context tells and that are the most probable token, at all distances up to "
-        f"{settings['context']:,} tokens: second copies of the text, of what {models[0]['name']} writes and of random "
-        "tokens, values by their keys, passkeys; greedy: tokens for which a model says what the first one says, of "
-        f"{models[0]['greedy']['longest']:.0f} (rounding alone may make it leave)"
+        f"share of right predictions of tokens that the context determines, within {settings['context']:,} tokens. "
+        f"text, samples, random: the second copy of a passage from the text, from samples of {baseline}, of random "
+        "tokens; values: of keys in a list; passkeys: words hidden in text. greedy: average number of tokens, of "
+        f"{longest:.0f}, before greedy decoding differs from {baseline}'s (rounding alone can cause that)"
     )
     records = [model | recalled(model) for model in models if "recall" in model]
     return table("Recall from the context", columns, records, note)
@@ -157,16 +163,18 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
     remarks = [remark for model in models if (remark := model.get("kv_cache", {}).get("remark"))]
     if memory:
         remarks.append(
-            f"{memory['bytes'] / 1e9:.4g} GB hold weights and KV cache (activations are not counted): batch of "
-            f"sequences of {memory['context']:,} tokens, and longest single sequence, whatever the model's positions"
+            f"in {memory['bytes'] / 1e9:.4g} GB fit weights and KV cache (activations are not counted) of a batch of "
+            f"sequences of {memory['context']:,} tokens, or of one sequence of the longest length, which the model's "
+            "positions may not allow"
         )
+    context = next((m["kv_cache"]["context"] for m in models if "kv_cache" in m), 0)
     columns: list[Column] = [
         _NAME,
         ("weights", lambda m: size(m["weight_bytes"])),
         ("KV/token", lambda m: size(m["kv_cache"]["bytes_per_token"])),
         ("of source", lambda m: size(b) if (b := m["kv_cache"]["cross_bytes_per_token"]) else ""),
-        ("of baseline", lambda m: f"{cache_bytes(m) / cache_bytes(models[0]):.3g}"),
-        ("KV at context", lambda m: size(m["kv_cache"]["bytes_at_context"])),
+        ("x baseline", lambda m: f"{cache_bytes(m) / cache_bytes(models[0]):.3g}" if models[1:] else ""),
+        (f"KV at {context:,}", lambda m: size(m["kv_cache"]["bytes_at_context"])),
         ("batch", lambda m: f"{m['kv_cache']['fits']['batch']:,}"),
         ("longest", lambda m: "no limit" if (n := m["kv_cache"]["fits"]["longest"]) is None else f"{n:,}"),
     ]
@@ -175,13 +183,14 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
 
 def _decode(models: list[Record]) -> Table:
     records = [
-        point | {"name": model["name"], "faster": points[0]["seconds_per_token"] / point["seconds_per_token"]}
+        point | {"name": model["name"], "speedup": points[0]["seconds_per_token"] / point["seconds_per_token"]}
         for points in zip(*(m["decode"]["points"] for m in models), strict=True)
         for model, point in zip(models, points, strict=True)
     ]
+    columns = [column for column in _DECODE if models[1:] or column[0] != "speedup"]
     decode = models[0]["decode"]
     note = "median of {repeats} interleaved repeats of {steps} tokens, {attention}, {dtype}"
-    return table("Decoding", _DECODE, records, note.format_map(decode | decode["points"][0]))
+    return table("Decoding", columns, records, note.format_map(decode | decode["points"][0]))
 
 
 def as_json(results: Record) -> str:
@@ -215,8 +224,7 @@ def write_report(results: Record, report: OutputDirectory) -> None:
 def measured_with(record: Record) -> str:
     """Time, device and versions of `gqa.eval.evaluate.environment`, in words."""
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    threads = f"{record['threads']} thread{'s' * (record['threads'] > 1)}"
-    return f"{record['created']}, {record['device']}, {threads}; {versions}"
+    return f"{record['created']}, {record['device']}, {plural(record['threads'], 'thread')}; {versions}"
 
 
 def texts_beside(models: list[Record]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:

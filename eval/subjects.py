@@ -80,8 +80,8 @@ class Subject:
             return None
         return replace(formula, bits=self.cache_bits) if self.cache_bits else formula
 
-    def record(self, memory: int | None = None, context: int = 0) -> dict[str, Any]:
-        """JSON-ready record from config and headers, with what fits into `memory` bytes."""
+    def record(self, context: int, memory: int | None = None) -> dict[str, Any]:
+        """JSON-ready record from config and headers: memory for `context` tokens, and what fits into `memory` bytes."""
         record: dict[str, Any] = {
             "name": self.name,
             "path": self.path,
@@ -94,13 +94,12 @@ class Subject:
         }
         if self.cache:
             config = read_config(as_it_is(self.checkpoint).config, self.name)
-            limit = self.cache.context
             record["heads"] = {"query": config.main.query, "kv": config.average_kv}
             record["kv_cache"] = {
                 "bytes_per_token": self.cache.bytes_per_token,
                 "cross_bytes_per_token": self.cache.cross_bytes_per_token,
-                "context": limit,
-                "bytes_at_context": self.cache.bytes_at(limit) if limit else None,
+                "context": context,
+                "bytes_at_context": self.cache.bytes_at(context),
                 "remark": self.cache.remark,
                 "bits": self.cache_bits or 8 * self.cache.bytes_per_number,
             }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder
-from gqa.corpus.sources import parse_source
+from gqa.corpus.sources import check_text_options, parse_source
 from gqa.corpus.tokens import check_ids
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.scoring import Window, rolling_windows
@@ -29,7 +30,11 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: in
     for subject in subjects:
         subject.check_predicts_tokens()
     check_target_field(subjects[0], options.target_field)
-    source = parse_source(str(options.data), field=options.field, target_field=options.target_field, split="test")
+    check_text_options([str(options.data)], options.field, options.separator)
+    source = parse_source(
+        str(options.data), field=options.field, target_field=options.target_field, split="test",
+        separator=options.separator,
+    )  # fmt: skip
     check_models_agree(subjects, next(source.texts())[:2000])
     return cut_text(subjects, source.rows(), context, options.tokens)
 
@@ -107,11 +112,12 @@ def cut_text(
     Raises CorpusError, and RefusedError for too little text or a token id outside a model's vocabulary.
     """
     first = subjects[0]
+    decode = partial(first.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     if first.encoder:
-        text = make_text(pair_windows(rows, first.encoder, context), "pairs", context, max_tokens)
+        text = make_text(pair_windows(rows, first.encoder, context), "pairs", context, max_tokens, decode)
     else:
         texts = (row[0] for row in rows)
-        text = make_text(text_windows(texts, first.tokenizer, context), "rolling", context, max_tokens)
+        text = make_text(text_windows(texts, first.tokenizer, context), "rolling", context, max_tokens, decode)
     largest = max(max(*window.ids, *window.source) for window in text.windows)
     for subject in subjects:
         check_ids(largest, subject.vocabulary, subject.name)
@@ -120,13 +126,17 @@ def cut_text(
 
 def make_text(
     documents: Iterable[tuple[str, list[Window], bool]], protocol: Literal["rolling", "pairs"], context: int,
-    max_tokens: int | None = None,
+    max_tokens: int | None = None, decode: Callable[[list[int]], str] | None = None,
 ) -> Text:  # fmt: skip
-    """Collect `documents` until `max_tokens` are reached: each is the scored text, its windows, and whether they are
-    cut to the context. Words and bytes count the whole text. Raises RefusedError for less text than one window.
+    """Collect `documents` up to the first `max_tokens` predictions: each is the scored text, its windows, and whether
+    they are cut to the context. `decode` gives the scored text of a document that the limit cuts, whose words and bytes
+    count. Raises RefusedError for less text than one window, unless the limit is less.
     """
     windows, documents_read, n_bytes, words, tokens, cuts = list[Window](), 0, 0, 0, 0, 0
     for text, parts, cut in documents:
+        if max_tokens and decode and sum(window.scored for window in parts) > max_tokens - tokens:
+            parts = first_predictions(parts, max_tokens - tokens)
+            text = decode([token for window in parts for token in window.ids[-window.scored :]])
         windows += parts
         documents_read += 1
         n_bytes += len(text.encode())
@@ -135,12 +145,23 @@ def make_text(
         cuts += cut
         if max_tokens and tokens >= max_tokens:
             break
-    if tokens < (context if protocol == "rolling" else 1):
+    if tokens < (min(context, max_tokens or context) if protocol == "rolling" else 1):
         raise RefusedError(
             f"the text has {tokens:,} tokens, less than one window of {context:,}; give more text or a smaller "
             "--context"
         )
     return Text(tuple(windows), protocol, context, documents_read, n_bytes, words, cuts)
+
+
+def first_predictions(windows: Iterable[Window], count: int) -> list[Window]:
+    """The windows of the first `count` predictions, the last one shortened."""
+    first = list[Window]()
+    for window in windows:
+        excess = max(window.scored - count, 0)
+        if excess < window.scored:
+            first.append(replace(window, ids=window.ids[: len(window.ids) - excess], scored=window.scored - excess))
+        count -= window.scored - excess
+    return first
 
 
 def text_windows(texts: Iterable[str], tokenizer: Any, context: int) -> Iterator[tuple[str, list[Window], bool]]:

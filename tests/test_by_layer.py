@@ -166,9 +166,9 @@ def test_it_is_trained_and_measured_as_any_other(tmp_path: Path) -> None:
     base, converted = (
         Subject(place.name, str(place), read_checkpoint(place)) for place in (model, tmp_path / "trained")
     )
-    assert converted.record()["heads"] == {"query": QUERY_HEADS, "kv": 2.5}
+    assert converted.record(64)["heads"] == {"query": QUERY_HEADS, "kv": 2.5}
     share = sum(HEADS) / (2 * QUERY_HEADS)
-    each = [one.record()["kv_cache"]["bytes_per_token"] for one in (base, converted)]
+    each = [one.record(64)["kv_cache"]["bytes_per_token"] for one in (base, converted)]
     assert each[1] == share * each[0]
 
 

@@ -11,9 +11,10 @@ from base64 import b64encode
 from html import escape
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from checkpoints import Result, run
+from checkpoints import Result, edit_json, run
 from embedded import copy_source
 from evaluations import evaluate_models, few_questions, model_directory, refused, results, words
 from safetensors.torch import load_file, save_file
@@ -83,9 +84,8 @@ def test_report(full: tuple[Result, Path]) -> None:
     """One page without other files, whose tables do not mix with JSON on stdout."""
     result, out = full
     assert sorted(path.name for path in out.iterdir()) == ["report.html", "results.json"]
-    assert result.err.startswith("2 of 8 heads: ")
+    assert result.err.startswith("2 of 8 KV heads: ")
     assert "\nDecoding\n" in result.err
-    assert max(map(len, result.err.splitlines()[:-1])) <= 80
     assert result.err.endswith(f"\nwritten to {out}: results.json, report.html\n")
     html, record = (out / "report.html").read_text(), json.loads(result.out)
     assert all(link.startswith("data:") for link in re.findall(r'(?:src|href)="([^"]*)"', html))
@@ -147,6 +147,8 @@ def test_a_report_replaces_only_a_report_and_only_if_asked(tmp_path: Path) -> No
     evaluate_models(line, "-o", out, "--overwrite")
     assert sorted(path.name for path in out.iterdir()) == sorted(before)
     assert (out / "results.json").read_bytes() != before["results.json"]
+    edit_json(out / "results.json", lambda record: {name: record[name] for name in record.keys() - {"files"}})  # an older report
+    evaluate_models(line, "-o", out, "--overwrite")
     (out / "notes.md").write_text("mine")
     assert "holds notes.md, which --overwrite will not remove" in refused(line, "-o", out, "--overwrite")
     (tmp_path / "results.json").write_text('{"mine": 1}')
@@ -171,15 +173,15 @@ def recall(*shares: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("before", "after", "verdict"),
     [
-        ({}, FEWER | RATIO, "2 of 8 heads: KV cache 4x smaller, perplexity x1.09 (95 %: 1.08-1.10)"),
+        ({}, FEWER | RATIO, "2 of 8 KV heads: KV cache 4x smaller, perplexity x1.09 (95 %: 1.08-1.10)"),
         (
             recall(0.9, 0.8), FEWER | recall(0.5, 0.1),
-            "2 of 8 heads: KV cache 4x smaller, recall 88% -> 40% (random tokens 45% -> 25%)",
+            "2 of 8 KV heads: KV cache 4x smaller, recall 88% -> 40% (random tokens 45% -> 25%)",
         ),
-        ({}, {"kv_cache": {"bytes_per_token": 1600}}, "8 of 8 heads: KV cache 2x larger"),
+        ({}, {"kv_cache": {"bytes_per_token": 1600}}, "8 of 8 KV heads: KV cache 2x larger"),
         (
             {}, {"quality": {}, "against_baseline": {"ratio": 1234.5}},
-            "8 of 8 heads: the same KV cache, perplexity x1,234",
+            "8 of 8 KV heads: the same KV cache, perplexity x1,234",
         ),
     ],
 )  # fmt: skip
@@ -192,16 +194,20 @@ def test_a_verdict_says_what_is_saved_and_what_it_costs(
     assert verdicts({"models": [first]}) == []
 
 
-def test_a_table_is_aligned_and_continues_below() -> None:
-    """Long names lose their middle; numbers have five digits."""
+def test_a_table_is_aligned_and_continues_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal that is less wide; elsewhere lines have no limit. Numbers have five digits."""
     shown = [number(value) for value in (1.0, 9.99999, 58.51248, 12345.6, 149182.7, math.inf, math.nan, 0.05)]
     assert shown == ["1.0000", "10.0000", "58.512", "12,346", "1.492e+05", "inf", "nan", "0.05"]
     table = Table("T", ("a", "number"), (("x", "1"), ("long", "22")), "note")
     assert table.text() == "T\na     number\nx          1\nlong      22\nnote"
-    names = [f"{'base/' * 20}{kind}" for kind in ("refined", "mean")]
-    table = Table("T", ("model", *(f"number {n}" for n in range(9))), tuple((name, *"123456789") for name in names))
-    lines = table.text().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert [line[:5] for line in lines] == ["T", *(["model", "base/", "base/"] * ((len(lines) - 1) // 3))]
-    assert [line.split()[0][-12:] for line in lines[2:4]] == ["base/refined", "se/base/mean"]
+    names = [f"{'base/' * 8}{kind}" for kind in ("refined", "mean")]
+    numbers = [f"number{n}" for n in range(1, 10)]
+    table = Table("T", ("model", *numbers), tuple((name, *"123456789") for name in names), "note " * 50)
+    assert [len(line.split()) for line in table.text().splitlines()] == [1, 10, 10, 10, 50]
+    monkeypatch.setattr("sys.stdout", Mock(isatty=lambda: True))
+    monkeypatch.setenv("COLUMNS", "100")
+    *lines, _, _, last = table.text().splitlines()
+    assert max(map(len, lines)) <= 100 < len(lines[1]) + 9
+    assert [line.split()[0] for line in lines] == ["T", *(["model", *names] * 2)]
     assert [cell for line in lines[2::3] for cell in line.split()[1:]] == list("123456789")
+    assert last.endswith("note")

@@ -70,12 +70,13 @@ def test_nats_are_those_of_labels(place: Path, name: str) -> None:
 
 def test_pairs_that_are_longer_than_the_context(place: Path) -> None:
     """They are cut to it, so that not all bytes are predicted."""
-    assert results(line(place, "t5"), "--tokens", 1)["text"]["documents"] == 1
+    few = results(line(place, "t5"), "--tokens", 3)["text"]
+    assert (few["documents"], few["tokens"]) == (1, 3)
     cut = results(line(place, "t5"), "--context", 10)
     assert 0 < cut["text"]["cut"] < len(ROWS)
     assert cut["models"][0]["quality"]["bits_per_byte"] is None
     shown = flat_output(line(place, "t5", "t5"), "--context", 10, "--kl", "-v")
-    assert f"source and target texts of 10 tokens ({cut['text']['cut']} are longer and cut)" in shown
+    assert f"sources and targets have at most 10 tokens, to which {cut['text']['cut']} were cut" in shown
 
 
 @T5_AND_BART
@@ -109,6 +110,6 @@ def test_decoding_and_memory(place: Path, tmp_path: Path) -> None:
     assert [len(model["decode"]["points"]) for model in (first, second)] == [1, 1]
     assert first["kv_cache"]["cross_bytes_per_token"] == 2 * second["kv_cache"]["cross_bytes_per_token"]
     shown = flat_output(models, "-o", tmp_path / "report")
-    assert "2 of 4 heads: KV cache 2x smaller" in shown
-    assert "KV/token of source of baseline" in shown
+    assert "2 of 4 KV heads: KV cache 2x smaller" in shown
+    assert "KV/token of source x baseline" in shown
     assert "Recall" not in shown  # a report has none of an encoder-decoder

@@ -8,6 +8,7 @@ import json
 import math
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,19 @@ def test_sums_and_sizes(text, scores):
     assert quality["byte_perplexity"] == pytest.approx(2 ** quality["bits_per_byte"])
     assert quality["word_perplexity"] == pytest.approx(math.exp(total / text.words))
     assert 5 < quality["token_perplexity"] < 30  # it was trained on such text
+
+
+@pytest.mark.parametrize("limit", [1, 128, 200, 10**6])
+def test_a_limit_scores_the_first_tokens(text, scores, source, limit):
+    """Their predictions are those of the whole text, also within a document, of which only the beginning counts."""
+    decode = partial(tokenizer().decode, skip_special_tokens=True)
+    first = make_text(text_windows(TEXTS, tokenizer(), 128), "rolling", 128, limit, decode)
+    assert first.tokens == min(limit, text.tokens)
+    if limit == 200:
+        assert (first.documents, first.bytes) == (1, len(decode(tokenizer()(TEXTS[0])["input_ids"][:200]).encode()))
+        nats = score(ChunkedHead(source), first.windows, batch_size=4)["nats"]
+        assert np.allclose(nats, scores["nats"][:200], atol=2e-5)
+    assert (first.bytes == text.bytes) == (limit == 10**6)
 
 
 @pytest.mark.parametrize(("batch_size", "numbers"), [(1, None), (64, None), (4, 1), (3, 100_000)])
