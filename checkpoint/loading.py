@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -263,6 +263,21 @@ def ranks() -> PartialState:
     from accelerate import PartialState
 
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(hours=6))
+
+
+def on_main(function: Callable[[], object]) -> None:
+    """Call a function in the main process, for which the others wait; its error is raised in all."""
+    from accelerate.utils import broadcast_object_list
+
+    errors: list[Exception | None] = [None]
+    if ranks().is_main_process:
+        try:
+            function()
+        except Exception as error:
+            errors = [error]
+    broadcast_object_list(errors)
+    if errors[0]:
+        raise errors[0]
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, instead: str = "") -> Any:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.files import TensorSpec, new_shard, shard_names, write_index
-from gqa.checkpoint.loading import out_of_memory, ranks
+from gqa.checkpoint.loading import on_main, out_of_memory
 from gqa.checkpoint.names import saved_tensors
 from gqa.checkpoint.provenance import (
     PROVENANCE,
@@ -60,11 +60,7 @@ def uptrain(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, 
                 "--train lora or --optimizer adafactor"
             ) from error
         record, whole = finite(record_of(setup, progress)), gather(weights)
-        try:
-            if setup.accelerator.is_main_process:
-                _export(setup, whole, record)
-        finally:
-            ranks().wait_for_everyone()
+        on_main(lambda: _export(setup, whole, record))
     return progress, record
 
 

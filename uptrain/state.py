@@ -15,7 +15,7 @@ import shlex
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
-from gqa.checkpoint.loading import native_bfloat16, out_of_memory, ranks
+from gqa.checkpoint.loading import native_bfloat16, on_main, out_of_memory, ranks
 from gqa.checkpoint.options import flag
 from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.checkpoint.read import Checkpoint
@@ -110,12 +110,15 @@ class States:
 
     @contextmanager
     def lock(self, keep: bool) -> Iterator[None]:
-        """Create and lock the directory in the main process, and remove incomplete states, and unless `keep` all.
-        Raises RefusedError if another run has the lock.
+        """Create and lock the directory, and remove incomplete states, and unless `keep` all. Raises RefusedError if
+        another run has the lock.
         """
-        if not ranks().is_main_process:
+        with ExitStack() as stack:
+            on_main(lambda: stack.enter_context(self._lock_here(keep)))
             yield
-            return
+
+    @contextmanager
+    def _lock_here(self, keep: bool) -> Iterator[None]:
         self.directory.mkdir(parents=True, exist_ok=True)
         message = f"another run is using {self.directory}; wait for it or give another output with -o"
         try:
