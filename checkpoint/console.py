@@ -87,7 +87,7 @@ class Watcher:
 SILENT = Watcher(quiet=True)
 
 
-def say_device(name: object, quiet: bool) -> None:
+def print_device(name: object, quiet: bool) -> None:
     """Print the device if interactive; records of results contain it, too."""
     if is_interactive() and not quiet:
         click.echo(f"device      {name}", err=True)

@@ -74,7 +74,7 @@ def _hub_errors(model: str) -> Iterator[None]:
         raise RefusedError(f"there is no directory {model}, and {reason}") from error
 
 
-def beside(model: str, suffix: str) -> Path:
+def default_output(model: str, suffix: str) -> Path:
     """A model's path with a suffix: next to a local model, in the working directory for a hub id or a path in the hub's
     cache.
     """

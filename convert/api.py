@@ -11,7 +11,7 @@ from typing import Any
 
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import LayerwiseError, RefusedError, alternatives
-from gqa.checkpoint.hub import beside, fetch_weights, open_model
+from gqa.checkpoint.hub import default_output, fetch_weights, open_model
 from gqa.checkpoint.options import parameters_in_errors
 from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.read import Checkpoint
@@ -134,7 +134,7 @@ def output_of(options: ConvertOptions, plan: Plan) -> Path:
     if isinstance(plan.groups, tuple):
         suffix = f"-kv{100 * sum(plan.groups) / len(plan.groups) / plan.config.main.kv:.0f}"
     suffix += f"-{plan.method}" if plan.method in METHODS else ""
-    return beside(plan.checkpoint.hub_id or options.model, suffix)
+    return default_output(plan.checkpoint.hub_id or options.model, suffix)
 
 
 def plan_conversion(model: str | os.PathLike[str], kv_heads: Groups, **options: Any) -> Plan:

@@ -49,7 +49,7 @@ def command(options: ConvertOptions) -> None:
 
     with quiet_transformers():  # what matters of its hints is in our errors
         if options.kv_budget:
-            console.say_device(options.maps().device, options.quiet)
+            console.print_device(options.maps().device, options.quiet)
         with Watcher(options.quiet) as bar:
             plan = prepare(options, bar)
         if plan.losses:
@@ -70,7 +70,7 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
 
     start = time.monotonic()
     if plan.needs_maps:
-        console.say_device(options.maps().device, options.quiet)
+        console.print_device(options.maps().device, options.quiet)
     with Watcher(options.quiet) as bar:
         result = convert(plan, options, bar, sys.argv[1:])
     _say(plan_text(plan, tensors=options.verbose), options)

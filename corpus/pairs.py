@@ -15,7 +15,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Block, Documents, Encoder, Ints, first_token, tokenise_columns
 
-Pair = tuple[list[int], list[int]]  # tokens of a source, and of the target to predict
+TokenPair = tuple[list[int], list[int]]  # tokens of a source, and of the target to predict
 
 # As T5 was trained (arXiv 1910.10683, section 3.3.4).
 NOISE, SPAN = 0.15, 3.0  # share of the tokens left out, and mean tokens of a span
@@ -57,7 +57,7 @@ class PairEncoder:
         """A hash of everything that determines the result of `encode`."""
         return Encoder(self._tokenizer).identify()
 
-    def framed(self, source: Sequence[int], target: Sequence[int], length: int) -> Pair:
+    def add_special_tokens(self, source: Sequence[int], target: Sequence[int], length: int) -> TokenPair:
         """Add the special tokens of the tokenizer, without `start` of the target, which only the decoder reads; each
         side is cut to `length` in all.
         """
@@ -68,7 +68,7 @@ class PairEncoder:
         return framed_source, framed_target
 
     def cuts(self, source: Sequence[int], target: Sequence[int], length: int) -> bool:
-        """Whether `framed` cuts one of them."""
+        """Whether `add_special_tokens` cuts one of them."""
         sides = zip((source, target), self._around, strict=True)
         return any(len(before) + len(ids) + len(after) > length for ids, (before, after) in sides)
 
@@ -80,11 +80,11 @@ class PairEncoder:
                 "give pairs with --field and --target-field"
             )
 
-    def corrupt(self, ids: Ints, generator: np.random.Generator) -> Pair:
+    def corrupt(self, ids: Ints, generator: np.random.Generator) -> TokenPair:
         """A pair from plain text (T,), with at most T tokens a side. Raises RefusedError if there are no marks."""
         self.check_marks()
         most = len(ids) - max(len(before) + len(after) for before, after in self._around)
-        return self.framed(*corrupted(ids[: max(most, 2)], self.marks, generator), len(ids))
+        return self.add_special_tokens(*corrupt_spans(ids[: max(most, 2)], self.marks, generator), len(ids))
 
 
 def tokenise_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents:
@@ -110,10 +110,10 @@ class PairBlocks:
 
     def __getitem__(self, index: int) -> Block:
         source, target = (self.table.tokens(int(self.order[index]), side).tolist() for side in ("source", "target"))
-        return pair_block(self.encoder.framed(source, target, self.size))
+        return pair_block(self.encoder.add_special_tokens(source, target, self.size))
 
 
-def corrupted(ids: Ints, marks: Sequence[int], generator: np.random.Generator) -> Pair:
+def corrupt_spans(ids: Ints, marks: Sequence[int], generator: np.random.Generator) -> TokenPair:
     """Tokens (T,) -> the source, with a mark in place of each noise span, and the target: each mark followed by its
     span, or the whole text if there is one mark for all.
     """

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.console import Watcher, say_device
+from gqa.checkpoint.console import Watcher, print_device
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.provenance import request, versions
@@ -39,7 +39,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     """
     transformers.utils.logging.set_verbosity_error()
     state, device = ranks(), run_device(options.device)
-    say_device(device, options.quiet or not state.is_main_process)
+    print_device(device, options.quiet or not state.is_main_process)
     subjects = open_subjects(options.models, options.trust_remote_code, options.revision, options.cache_bits or ())
     context = choose_context(subjects, options.context)
     records = [subject.record(context, options.memory) for subject in subjects]

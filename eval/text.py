@@ -184,7 +184,7 @@ def pair_windows(
     for source, target in pairs:
         ids = encoder.encode([source])[0], encoder.encode([target], target=True)[0]
         if ids[1]:
-            source_ids, target_ids = encoder.framed(*ids, context)
+            source_ids, target_ids = encoder.add_special_tokens(*ids, context)
             window = Window((encoder.start, *target_ids), len(target_ids), number, tuple(source_ids))
             yield target, [window], encoder.cuts(*ids, context)
             number += 1

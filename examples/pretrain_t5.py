@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from gqa.corpus.pairs import corrupted
+from gqa.corpus.pairs import corrupt_spans
 from gqa.corpus.stdlib import stdlib_texts
 
 EMBEDDED = Path(__file__).parent / "stdlib-mha"
@@ -164,7 +164,7 @@ class Texts:
         """`count` blocks from `offset` on, in a random order, with spans left out."""
         blocks = windows(self.stream, LENGTH, offset).numpy()
         for index in generator.permutation(len(blocks))[:count]:
-            source, target = corrupted(blocks[index], self.marks, generator)
+            source, target = corrupt_spans(blocks[index], self.marks, generator)
             yield [*source, EOS], [*target, EOS]
 
 

@@ -31,7 +31,7 @@ from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.budget import FITTED, MEASURED, _text
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.options import CalibrationText, MapsOptions
-from gqa.corpus.pairs import PairEncoder, corrupted
+from gqa.corpus.pairs import PairEncoder, corrupt_spans
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Blocks, permutation, tokenise
 
@@ -198,7 +198,7 @@ def test_columns_of_a_data_set(pair_models: Path) -> None:
 def test_spans_are_left_out_and_asked_for() -> None:
     """15 % in spans of 3: source and target together are the text, in its order."""
     ids, marks = np.arange(100, 300), list(range(10, 60))
-    source, target = corrupted(ids, marks, np.random.default_rng(0))
+    source, target = corrupt_spans(ids, marks, np.random.default_rng(0))
     spans: dict[int, list[int]] = {}
     for token in target:
         spans.setdefault(token, []) if token in marks else spans[list(spans)[-1]].append(token)
@@ -207,7 +207,7 @@ def test_spans_are_left_out_and_asked_for() -> None:
     assert len({len(span) for span in spans.values()}) > 1
     back = [token for one in source for token in spans.get(one, [one])]
     assert back == ids.tolist()
-    masked, whole = corrupted(ids, [5], np.random.default_rng(0))
+    masked, whole = corrupt_spans(ids, [5], np.random.default_rng(0))
     assert (masked.count(5), whole) == (10, ids.tolist())
 
 
@@ -226,7 +226,7 @@ def test_plain_text_makes_pairs(pair_models: Path, name: str, mark: str) -> None
         assert source[0] == own.bos_token_id
         assert target[-1] == END
         assert max(len(source), len(target)) <= length
-        assert len(encoder.framed(source * 9, target * 9, length)[1]) == length
+        assert len(encoder.add_special_tokens(source * 9, target * 9, length)[1]) == length
 
 
 @pytest.mark.parametrize("name", ["t5", "marian"])

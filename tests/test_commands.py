@@ -259,7 +259,7 @@ def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.match(r"calibrating  50% eta \S+ 100/200 ", line)
     assert len(line) <= 80
     monkeypatch.setattr(sys, "stderr", text := io.StringIO())
-    console.say_device("cpu", quiet=False)
+    console.print_device("cpu", quiet=False)
     for seconds, silent in ((60.0, False), (0.0, True), (0.0, False)):
         monkeypatch.setattr(console, "_LOG_SECONDS", seconds)
         with console.Watcher(silent) as watcher:

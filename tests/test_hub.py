@@ -23,7 +23,7 @@ from checkpoints import (
 )
 from hub_server import Hub, Machine
 
-from gqa.checkpoint.hub import beside, open_model
+from gqa.checkpoint.hub import default_output, open_model
 
 NAME, OUT = "lab/tiny-llama", "tiny-llama-gqa2-mean"
 FIRST_BYTES = 2**16  # of a shard, all that a dry run may fetch
@@ -109,7 +109,7 @@ def test_a_path_in_the_cache_is_the_repository(tmp_path: Path, hub: Hub, machine
     assert record["source"] == {"model": NAME, "revision": commit}
     assert same_weights(machine.work / OUT, machine.work / "by-name")
     with machine.entered():
-        assert beside(str(cached), "-uptrained") == Path("tiny-llama-uptrained")
+        assert default_output(str(cached), "-uptrained") == Path("tiny-llama-uptrained")
         assert open_model(str(cached)).name == "tiny-llama"
     assert snapshot(machine.home) == before
 

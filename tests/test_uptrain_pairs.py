@@ -30,7 +30,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint
-from gqa.uptrain.models import choose, trained_names
+from gqa.uptrain.models import freeze_parameters, trained_names
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import prepare
 
@@ -138,7 +138,7 @@ def test_computed_positions_do_not_train(tmp_path: Path, name: str, trains: bool
     """Marian's class computes its sinusoids again whenever it is loaded; BART's positions are stored, and train."""
     made(name).save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path))
-    choose(loaded, read_checkpoint(tmp_path), "all")
+    freeze_parameters(loaded, read_checkpoint(tmp_path), "all")
     assert sum("embed_positions" in key for key in trained_names(loaded)) == 2 * trains
 
 

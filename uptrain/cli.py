@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import click
 
-from gqa.checkpoint.console import Watcher, fail, run, say_device
+from gqa.checkpoint.console import Watcher, fail, print_device, run
 from gqa.checkpoint.errors import DivergedError, StoppedError
 from gqa.checkpoint.options import command as command_of
 from gqa.uptrain.options import TrainOptions
@@ -48,7 +48,7 @@ def command(options: TrainOptions) -> None:
         if not quiet:
             click.echo(text, err=options.json)
 
-    say_device(setup.accelerator.device, quiet)
+    print_device(setup.accelerator.device, quiet)
     say(plan_text(setup))
     try:
         with watcher:

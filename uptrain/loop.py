@@ -47,7 +47,7 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
     set_seed(options.seed, device_specific=True)  # dropout differs between ranks
     training = setup.training_model
     model, optimizer = prepare_model(accelerator, training, make_optimizer(training, options))
-    progress, best = _continue(setup, model, optimizer) if setup.start else (TrainingProgress(), {})
+    progress, best = _restore(setup, model, optimizer) if setup.start else (TrainingProgress(), {})
     if progress.step == 0 and dataloader.heldout:
         _evaluate(setup, model, progress, best)
     log = Log(setup, progress.step, watcher)
@@ -59,7 +59,7 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
         for micro_batches in dataloader.batches(progress.step, *ranks, setup.micro_batch):
             rate = options.learning_rate * rate_factor(progress.step, dataloader.steps, options.schedule, warmup)
             sums, norm = train_step(accelerator, model, optimizer, micro_batches, rate, options.clip)
-            numbers = _count(progress, sums, norm, rate, setup)
+            numbers = _add_step(progress, sums, norm, rate, setup)
             seconds = time.perf_counter() - start
 
             last = progress.step == dataloader.steps
@@ -138,7 +138,7 @@ def _zeros(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
 
 
-def _count(progress: TrainingProgress, sums: Tensor, norm: float, rate: float, setup: Setup) -> dict[str, float]:
+def _add_step(progress: TrainingProgress, sums: Tensor, norm: float, rate: float, setup: Setup) -> dict[str, float]:
     """Add a step to `progress`; return its numbers for the log. Raises DivergedError."""
     tokens = setup.dataloader.tokens_per_step
     nats, divergence = _means(sums)
@@ -234,7 +234,7 @@ def state_dict(accelerator: Accelerator, wrapped: Any) -> Weights:
     return {name.removeprefix("model."): tensor for name, tensor in get(wrapped).items()}
 
 
-def _continue(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress, Weights]:
+def _restore(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress, Weights]:
     """The progress and the best weights of the state to continue from, whose weights and optimiser are loaded."""
     assert setup.start
     progress = TrainingProgress(**{name: setup.start.record[name] for name in vars(TrainingProgress())})

@@ -103,7 +103,7 @@ def build_model(
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it out")
     set_seed(options.seed)  # initialises adapters
-    choose(model, checkpoint, options.train or "all", options.lora_rank)
+    freeze_parameters(model, checkpoint, options.train or "all", options.lora_rank)
     if options.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         try:
@@ -134,7 +134,7 @@ def _load(
     )  # fmt: skip
 
 
-def choose(model: PreTrainedModel, checkpoint: Checkpoint, scope: Scope, rank: int = 16) -> None:
+def freeze_parameters(model: PreTrainedModel, checkpoint: Checkpoint, scope: Scope, rank: int = 16) -> None:
     """Freeze the parameters outside the scope; `lora` adds adapters of that rank to the other linear layers.
 
     `all` freezes only parameters that the class does not store, like sinusoids. Raises RefusedError.

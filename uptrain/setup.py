@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.hub import beside, open_model
+from gqa.checkpoint.hub import default_output, open_model
 from gqa.checkpoint.loading import check_predicts_tokens, find_device, load_tokenizer, ranks, read_auto_config
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import OutputDirectory, require_space
@@ -70,7 +70,7 @@ def prepare(
     already. `watcher` shows the progress of sampling. The models of a `dry` run have no weights, and it cannot start.
     """
     processes = ranks().num_processes
-    output = options.output or beside(options.model, "-uptrained")
+    output = options.output or default_output(options.model, "-uptrained")
     options = replace(options, output=output)
     options.check(processes)
     checkpoint = open_model(options.model, options.revision)

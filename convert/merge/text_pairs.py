@@ -19,11 +19,10 @@ from gqa.checkpoint.loading import load_model, load_tokenizer, native_bfloat16
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, samples, samples_identity, store_batches
-from gqa.corpus.pairs import PairEncoder
+from gqa.corpus.pairs import PairEncoder, TokenPair
 from gqa.corpus.sources import Source, row_digest
 from gqa.corpus.tokens import Ints, check_ids
 
-Pair = tuple[list[int], list[int]]  # tokens of a source and of its target
 WRITTEN = 32  # pairs written per batch
 
 
@@ -46,7 +45,7 @@ class PairMaker:
             tokenizer = None
         self._encoder = PairEncoder(config, tokenizer, checkpoint.name)
 
-    def read(self, source: Source, count: int) -> list[Pair]:
+    def read(self, source: Source, count: int) -> list[TokenPair]:
         """`count` pairs of a data set, chosen by a hash of text and seed. Warns if some are cut. Raises RefusedError
         and CorpusError.
         """
@@ -56,21 +55,21 @@ class PairMaker:
         pairs = list(zip(self._encoder.encode(sources), self._encoder.encode(targets, target=True), strict=True))
         if cut := sum(self._encoder.cuts(*both, self.length) for both in pairs):
             self._watcher.warn(f"{cut:,} of {len(pairs):,} pairs are longer, and cut to {self.length} tokens a side")
-        return [self._encoder.framed(*both, self.length) for both in pairs]
+        return [self._encoder.add_special_tokens(*both, self.length) for both in pairs]
 
-    def corrupt(self, blocks: Ints) -> list[Pair]:
+    def corrupt(self, blocks: Ints) -> list[TokenPair]:
         """Pairs from plain text (N, T) by `PairEncoder.corrupt`. Raises RefusedError."""
         generator = np.random.default_rng(self._seed)
         return [self._encoder.corrupt(block, generator) for block in blocks]
 
-    def write(self, count: int, seed: int) -> list[Pair]:
+    def write(self, count: int, seed: int) -> list[TokenPair]:
         """`count` self-generated pairs. Source: what the decoder writes for an empty source, with spans replaced by
         marks if the tokenizer has them; target: what the decoder writes for that source.
         """
         self._watcher.stage(f"{self.name} writes", 2 * count * self.length)
         return self._own(count, seed)
 
-    def _own(self, count: int, seed: int) -> list[Pair]:
+    def _own(self, count: int, seed: int) -> list[TokenPair]:
         encoder, generator = self._encoder, np.random.default_rng(seed)
         texts = self._write([[encoder.end]] * count, seed, [*encoder.marks, encoder.end])
         sources = [
@@ -99,7 +98,7 @@ class PairMaker:
         path = store_batches(identity, size, WRITTEN, count, sample)
         return SampledBlocks(path, size, count, f"self {path.stem}", self._seed, 0, plain=True)
 
-    def inputs(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
+    def inputs(self, pairs: Sequence[TokenPair]) -> dict[str, Tensor]:
         """Padded inputs (N, T) by argument name of the model's forward. Raises RefusedError."""
         read, mask = self._padded([self._encoder.start, *target[:-1]] for _, target in pairs)
         ids, source_mask = self._padded(source for source, _ in pairs)

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from gqa.checkpoint.console import fail, run, say_device
+from gqa.checkpoint.console import fail, print_device, run
 from gqa.checkpoint.errors import StoppedError
 from gqa.checkpoint.options import command as command_of
 from gqa.eval.study.options import AblateOptions
@@ -39,7 +39,7 @@ def command(options: AblateOptions) -> None:
             click.echo(cells_table(study.subject.name, study.cells, study.unmeasured).text())
             return
         try:
-            say_device(options.maps.device, options.quiet)
+            print_device(options.maps.device, options.quiet)
             study.run(sys.argv[1:])
         except StoppedError as stopped:
             fail("gqa-ablate", "stopped; the same command continues", 128 + stopped.number)
