@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gqa.checkpoint.custom_code import MODEL_TYPES, auto_map
 from gqa.checkpoint.write import DEFAULT_JOBS
 
 if TYPE_CHECKING:
@@ -115,9 +116,10 @@ def loading_code(model_class: Any, name: str, side_files: Iterable[str]) -> str:
     """Markdown: how transformers loads the checkpoint `name`; with the code in it only where the class is ours."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    is_ours, classes, arguments = model_class.__module__.startswith("gqa."), [model_class.__name__], f'"{name}"'
-    if is_ours:
-        classes, arguments = [model_class._auto_class], f"{arguments}, trust_remote_code=True"
+    classes, arguments = [model_class.__name__], f'"{name}"'
+    if (model_type := model_class.config_class.model_type) in MODEL_TYPES:
+        auto_of = {reference.rpartition(".")[2]: auto for auto, reference in auto_map(model_type).items()}
+        classes, arguments = [auto_of[model_class.__name__]], f"{arguments}, trust_remote_code=True"
     elif classes[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         classes = ["AutoModelForCausalLM"]
     lines = [f"model = {classes[0]}.from_pretrained({arguments})"]
