@@ -235,17 +235,16 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
     found: list[tuple[Tensor, Tensor, float, float]] = []
 
     def compared(task: Task) -> LayerResult:
-        streams = task.streams
-        inputs = torch.cat([capture.head_outputs for capture in task.layer.capture(streams.source, "head_outputs")])
-        drift = torch.randn(streams.source.hidden.shape) * inputs.std()  # streams are equal before the first layer
-        task = replace(task, missing_output=drift, position_weights=torch.rand(task.position_weights.shape))
+        drift = torch.randn(task.targets.shape) * task.targets.std()  # streams are equal before the first layer
+        task = replace(task, targets=task.targets + drift, position_weights=torch.rand(task.position_weights.shape))
+        outputs = (task.targets - task.layer.projection.bias).double().flatten(0, 1)
         result = closed_form(task)
         w_o = task.w_o().double().flatten(0, 1)
         merged = task.converted_layer(replace(result.maps, output=None))
-        given = [capture.head_outputs for capture in merged.capture(streams.converted, "head_outputs")]
+        given = [capture.head_outputs for capture in merged.capture(task.stream, "head_outputs")]
         root = task.position_weights.double().sqrt().flatten()[:, None]
         rows = torch.cat(given).double().flatten(0, 1) * root
-        target = (inputs.double() + drift.double() @ torch.linalg.pinv(w_o)).flatten(0, 1) * root
+        target = outputs @ torch.linalg.pinv(w_o) * root
         best = torch.linalg.lstsq(rows, target, driver="gelsd").solution
         left = float(((rows @ best - target) @ w_o).square().sum() / (target @ w_o).square().sum())
         found.append((result.maps.output, best.mT, result.error, left))

@@ -63,22 +63,29 @@ class Calibrator:
             return []
         scale = self._residual_scale([pair.with_attention(module, source) for module in modules])
         weights = position_weights(streams.converted.hidden, streams.converted.is_text)
-        refines, missing = pair.plan.merging.how.refines, None
+        refines = pair.plan.merging.how.refines
         fitted = without_heldout(weights, pair.options.refinement) if refines else weights
+        targets = torch.zeros_like(streams.source.hidden)
+        if scale is not None:
+            targets += (streams.source.hidden - streams.converted.hidden) / scale
         results, converted = list[LayerResult](), dict[str, Tensor]()
         for module in modules:
-            source = pair.with_attention(module, pair.original(layer, converted) if converted else source)
-            task, last = Task(pair, module, source, streams, scale, fitted, converted, missing), module == modules[-1]
+            source = pair.with_attention(module, pair.original(layer) if converted else source)
+            last = module == modules[-1]
+            self._add_output(source, targets, last)
+            if converted:
+                source = pair.with_attention(module, pair.original(layer, converted))
+            task = Task(pair, module, source, streams.converted, targets, fitted, converted)
             result = closed_form(task) if pair.symmetry else LayerResult(module, pair.mean(module), float("nan"))
             if refines:
-                result = self._refine(result, replace(task, position_weights=weights), last)
-            elif last:
-                task.source_layer().pass_through(streams.source)
-                check_finite(layer, streams.source.hidden)
+                result = self._refine(result, replace(task, position_weights=weights))
             converted = converted | pair.mapped(module, result.maps) | result.weights
             results.append(result)
-            if scale is not None and not last:
-                missing = self._missing_output(task, converted)
+            if not last:
+                for capture in pair.merged(layer, module, converted).capture(streams.converted, "attention_output"):
+                    targets[capture.rows] -= capture.attention_output.cpu()
+                if scale is None:
+                    targets.zero_()
         pair.merged(layer, modules[-1], converted).pass_through(streams.converted)
         pair.source.release(layer)
         pair.target.release(layer)
@@ -110,39 +117,30 @@ class Calibrator:
         tolerance = max(1e-3, 8 * torch.finfo(expected.dtype).eps) * float(expected.abs().max())
         return scale if torch.allclose(expected, output, rtol=0, atol=tolerance) else None
 
-    def _missing_output(self, task: Task, converted: Mapping[str, Tensor]) -> Tensor:
-        """(N, T, D) attention output of the source that the converted module lacks, for the next one to correct."""
-        streams = task.streams
-        missing = torch.empty_like(streams.source.hidden)
-        merged = self.pair.merged(task.layer.index, task.module, converted)
-        for capture in task.source_layer().capture(streams.source, "attention_output"):
-            missing[capture.rows] = capture.attention_output.cpu()
-        for capture in merged.capture(streams.converted, "attention_output"):
-            missing[capture.rows] -= capture.attention_output.cpu()
-        return missing
-
-    def _refine(self, result: LayerResult, task: Task, last: bool) -> LayerResult:
-        """Train the converted module. With the `last` module of a layer the source's stream goes through the layer."""
-        source = task.streams.source
-        targets = torch.empty_like(source.hidden)
+    def _add_output(self, layer: Layer, targets: Tensor, last: bool) -> None:
+        """Add the attention output of the source's layer to the targets. With the `last` module of a layer the source's
+        hidden states go through the layer.
+        """
+        source = self.streams.source
         parts: tuple[Part, ...] = ("attention_output", "layer_output") if last else ("attention_output",)
-        for capture in task.source_layer().capture(source, *parts):
-            output, drift = capture.attention_output, task.drift(capture.rows)
-            targets[capture.rows] = output.cpu() if drift is None else output.cpu() + drift
-            check_finite(task.layer.index, output)
+        for capture in layer.capture(source, *parts):
+            check_finite(layer.index, *(getattr(capture, part) for part in parts))
+            targets[capture.rows] += capture.attention_output.cpu()
             if last:
-                check_finite(task.layer.index, capture.layer_output)
                 source.hidden[capture.rows] = capture.layer_output.cpu()
+
+    def _refine(self, result: LayerResult, task: Task) -> LayerResult:
+        """Train the converted module."""
         merged = task.converted_layer(result.maps)
         names = self.pair.trainable(result.module, merged.attention)
         start = {name: merged.attention.get_parameter(name).detach() for name in names}
 
         def arguments(rows: Tensor) -> Arguments:
-            return merged.capture_blocks(task.streams.converted, rows, "arguments").arguments
+            return merged.capture_blocks(task.stream, rows, "arguments").arguments
 
         with torch.enable_grad():
             best, _, error = refine(
-                merged.attention, start, arguments, targets, task.position_weights, self.pair.options.refinement
+                merged.attention, start, arguments, task.targets, task.position_weights, self.pair.options.refinement
             )
         return replace(result, weights=self.pair.stored({names[name]: best[name] for name in best}), error=error)
 

@@ -12,14 +12,15 @@ from torch import Tensor
 from gqa.checkpoint.loading import as_float64, float64_device
 from gqa.convert.heads.family import Rotary
 from gqa.convert.heads.modules import AttentionModule
-from gqa.convert.merge.layerwise import Layer
-from gqa.convert.merge.linear_algebra import CUT, pseudo_inverse, ridge, unturned
+from gqa.convert.merge.layerwise import Layer, Stream
+from gqa.convert.merge.linear_algebra import CUT, add_products, pseudo_inverse, ridge, unturned
 from gqa.convert.merge.moments import Moments, find_order, head_maps, heads_of, stack_groups
-from gqa.convert.merge.pair import Pair, Streams, check_finite
+from gqa.convert.merge.pair import Pair, check_finite
 from gqa.convert.methods import HeadMaps, query_order
 from gqa.convert.plan import searches
 
 _MIN_REMAINDER = 1e-2  # floor of 1 - a: below it v - o is lost in float32 rounding
+SAMPLED = 16_384  # tokens that maps of heads are fitted to: with more they are hardly better, unlike W_O
 SCORES = 1 << 25  # scores of one head computed at a time
 MAX_SCORES = 1 << 28  # of all heads: above it, values are split to a key's width, for which kernels store no scores
 
@@ -117,36 +118,21 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class Task:
-    """One attention module whose heads are to be merged: the source's `layer` with its weights, the hidden states
-    before it (merged heads read the converted model's), and the terms of the target.
+    """One attention module whose heads are to be merged: the source's `layer`, which reads the converted model's hidden
+    states `stream`, as the merged heads will.
 
-    scale: Scale s in h + s * attention(h), or None if the output of attention is transformed further.
+    targets: (N, T, D) attention output after which the hidden states are the source's again.
     position_weights: (N, T) weight of an error at each position, from the function of that name.
     converted: Converted tensors of the layer's modules before this one.
-    missing_output: (N, T, D) source minus converted output of earlier modules in this layer.
     """
 
     pair: Pair
     module: AttentionModule
     layer: Layer
-    streams: Streams
-    scale: float | None
+    stream: Stream
+    targets: Tensor
     position_weights: Tensor
     converted: Mapping[str, Tensor] = field(default_factory=dict)
-    missing_output: Tensor | None = None
-
-    def source_layer(self) -> Layer:
-        """The source's layer with its original weights in all modules; `layer` then has them, too."""
-        if not self.converted:
-            return self.layer
-        return self.pair.with_attention(self.module, self.pair.original(self.layer.index))
-
-    def drift(self, rows: Tensor) -> Tensor | None:
-        """Correction (h_source - h_converted) / scale + missing output, (B, T, D). None without a scale."""
-        if self.scale is None:
-            return None
-        drift = (self.streams.source.hidden[rows] - self.streams.converted.hidden[rows]) / self.scale
-        return drift if self.missing_output is None else drift + self.missing_output[rows]
 
     def converted_layer(self, maps: HeadMaps) -> Layer:
         """The converted model's layer with these maps applied to the module."""
@@ -159,6 +145,10 @@ class Task:
         plan = self.pair.plan
         return heads_of(plan.checkpoint, plan.changes_of(self.module))["output"]
 
+    def sample(self) -> tuple[Tensor, ...]:
+        """Batches of about SAMPLED tokens, evenly spaced in the text: the indices of the blocks of each."""
+        return self.stream.batches()[:: max(1, self.position_weights.numel() // SAMPLED)]
+
 
 def closed_form(task: Task) -> LayerResult:
     """Fit key maps, then value maps under the merged attention, then refit W_O.
@@ -170,89 +160,79 @@ def closed_form(task: Task) -> LayerResult:
     assert symmetry is not None
     check_finite(task.layer.index, w_o)
     # Dynamic RoPE depends on the length.
-    rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.streams.converted.hidden.shape[1])
+    rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.stream.hidden.shape[1])
     rotary = replace(rotary, slow=()) if task.module.kind == "cross" else rotary  # cross-attention has no RoPE
     free_keys, device = symmetry.free_keys(text), float64_device(pair.source.device)
-    moments = _measure_source(task, Moments.zeros(heads, 1 if search else groups, device), rotary, w_o)
+    moments, values = _measure_source(task, Moments.zeros(heads, 1 if search else groups, device), rotary, w_o)
     if search:
         order = find_order(moments.cpu(), w_o.double(), groups, rotary, free_keys)
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
     if order:
         w_o = w_o[query_order(order, heads.query)]
     keys = moments.shared_keys(rotary) if free_keys else []
-    attended = _attended_values(task, head_maps(heads, groups, keys, [], order))
+    attended = _attended_values(task, head_maps(heads, groups, keys, [], order), values)
     w_o = w_o.to(device).double()
-    values = moments.shared_values(attended.unflatten(0, (groups, -1)), w_o)
-    return _refit(task, head_maps(heads, groups, keys, values, order), w_o.flatten(0, 1))
+    shared_values = moments.shared_values(attended.unflatten(0, (groups, -1)), w_o)
+    return _refit(task, head_maps(heads, groups, keys, shared_values, order), w_o.flatten(0, 1))
 
 
-def _measure_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> Moments:
-    """Measure moments of the source's heads on the converted model's hidden states."""
-    roots = output_roots(w_o)
-    for capture in task.layer.capture(task.streams.converted, "heads"):
+def _measure_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> tuple[Moments, list[Tensor]]:
+    """Moments of the source's heads on the converted model's hidden states, and the values (B, Hk, T, e) of each batch
+    of the sample.
+    """
+    roots, values = output_roots(w_o), []
+    for rows in task.sample():
+        capture = task.layer.capture_blocks(task.stream, rows, "heads")
         q, k, v = capture.heads
         check_finite(task.layer.index, q, k, v)
         causal = getattr(task.layer.attention, "is_causal", True)
-        options, weights = capture.options, task.position_weights[capture.rows].to(q.device)
+        options, weights = capture.options, task.position_weights[rows].to(q.device)
         scaling = options.get("scaling") or q.shape[-1] ** -0.5
         significance = significance_of(q, k, v, capture.mask, scaling, roots, options.get("position_bias"), causal)
         visible = visible_keys(capture.mask, k) * weights.any(1, keepdim=True)
         moments.add(unturned(q, rotary), unturned(k, rotary), v, significance * weights[:, None], visible)
-    return moments.averaged(task.position_weights.numel())
+        values.append(v)
+    return moments.averaged(), values
 
 
-def _attended_values(task: Task, maps: HeadMaps) -> Tensor:
+def _attended_values(task: Task, maps: HeadMaps, values: list[Tensor]) -> Tensor:
     """Second moments (H, m e, m e) of the attention-weighted stacked values of each query head."""
     heads, groups = task.pair.heads(task.module)
     width = heads.kv // groups * heads.value_dim
     device = float64_device(task.pair.source.device)
     moments = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
-    merged, stream = task.converted_layer(maps), task.streams.converted
-    for source, capture in zip(task.layer.capture(stream, "heads"), merged.capture(stream, "heads"), strict=True):
+    merged = task.converted_layer(maps)
+    for rows, v in zip(task.sample(), values, strict=True):
+        capture = merged.capture_blocks(task.stream, rows, "heads")
         q, k, _ = capture.heads
-        values = source.heads[2] if maps.order is None else source.heads[2][:, maps.order]
-        stacked = stack_groups(values, groups).transpose(0, 1)  # (B, G, T, m e)
+        stacked = stack_groups(v if maps.order is None else v[:, maps.order], groups).transpose(0, 1)  # (B, G, T, m e)
         width_at_once = width if q[..., 0].numel() * k.shape[2] <= MAX_SCORES else heads.value_dim
         attend = partial(task.pair.target.attend, merged.attention, q, k, mask=capture.mask, **capture.options)
-        rows = torch.cat([attend(v=part) for part in stacked.split(width_at_once, -1)], -1)  # (B, T, H, m e)
-        rows = rows * task.position_weights[capture.rows].sqrt()[..., None, None].to(rows)
-        for head in range(heads.query):  # one by one, since they are m times as wide as the inputs of W_O
-            head_rows = as_float64(rows[:, :, head]).flatten(0, 1)
-            moments[head] += head_rows.T @ head_rows
-    return moments.div_(task.position_weights.numel())
+        seen = torch.cat([attend(v=part) for part in stacked.split(width_at_once, -1)], -1)  # (B, T, H, m e)
+        seen = seen * task.position_weights[rows].sqrt()[..., None, None].to(seen)
+        add_products(moments, seen.flatten(0, 1).transpose(0, 1))
+    return moments / task.position_weights[torch.cat(task.sample())].numel()
 
 
 def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
-    """Refit W_O (H e, D) by weighted ridge regression on the merged heads' outputs."""
+    """Refit W_O (H e, D) by weighted ridge regression of the targets on the merged heads' outputs."""
     assert maps.output is not None
-    merged, streams = task.converted_layer(replace(maps, output=None)), task.streams
-    width, device, query = len(maps.output), task.pair.target.device, task.pair.heads(task.module)[0].query
-    weight = w_o.float().to(device)
-    inverse = pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T  # drift @ inverse: the inputs that W_O maps to the drift
-    inverse = inverse.float().to(device)
-    gram, cross = (torch.zeros(width, width, dtype=torch.float64, device=w_o.device) for _ in range(2))
-    energy = torch.zeros((), dtype=torch.float64, device=w_o.device)  # of the targets
-    sources = task.source_layer().capture(streams.source, "head_outputs")
-    for source, capture in zip(sources, merged.capture(streams.converted, "head_outputs"), strict=True):
-        check_finite(task.layer.index, source.head_outputs)
-        inputs, weights = (
-            part.flatten(0, 1).to(device, torch.float32)
-            for part in (source.head_outputs, task.position_weights[capture.rows])
-        )
-        if maps.order is not None:
-            inputs = inputs.unflatten(1, (query, -1))[:, query_order(maps.order, query)].flatten(1)
-        root = weights.sqrt()[:, None]
-        if (drift := task.drift(capture.rows)) is not None:
-            inputs = inputs + drift.flatten(0, 1).to(device, torch.float32) @ inverse
-        target = inputs * root
-        energy.add_(as_float64((target @ weight).square().sum(1)).sum())
-        rows = as_float64(capture.head_outputs.flatten(0, 1).float() * root)
-        gram.add_(rows.T @ rows)
-        cross.add_(rows.T @ target.to(rows))
+    merged, device = task.converted_layer(replace(maps, output=None)), task.pair.target.device
+    gram, cross, energy = w_o.new_zeros(len(w_o), len(w_o)), torch.zeros_like(w_o), w_o.new_zeros(())
+    bias = getattr(merged.projection, "bias", None)
+    for capture in merged.capture(task.stream, "head_outputs"):
+        root = task.position_weights[capture.rows].flatten().sqrt()[:, None].to(device)
+        target = task.targets[capture.rows].flatten(0, 1).to(device, torch.float32)
+        target = (target if bias is None else target - bias) * root
+        rows = capture.head_outputs.flatten(0, 1) * root
+        energy += as_float64(target.square().sum(1)).sum()
+        add_products(gram, rows)
+        add_products(cross, rows, target)
     count = int(task.position_weights.count_nonzero())
-    start = maps.output.to(w_o)
-    solution = ridge(gram / count, cross / count, start, task.pair.options.ridge)
-    fitted = solution.T @ w_o  # the new W_O
-    residual = float(energy) + float((fitted * (gram @ fitted - 2 * cross @ w_o)).sum())
+    start = maps.output.to(w_o).T @ w_o
+    fitted = ridge(gram / count, cross / count, start, task.pair.options.ridge)  # the new W_O
+    output = maps.output.to(w_o).T + (fitted - start) @ pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T
+    fitted = output @ w_o  # all of it, unless W_O has fewer rows than columns
+    residual = float(energy) + float((fitted * (gram @ fitted - 2 * cross)).sum())
     error = max(residual, 0.0) / max(float(energy), 1e-300)
-    return LayerResult(task.module, replace(maps, output=solution.cpu()), error)
+    return LayerResult(task.module, replace(maps, output=output.T.cpu()), error)

@@ -53,13 +53,14 @@ class Moments:
     keys, key_means: (G, m d, m d) and (G, m d), of the stacked keys of each group.
     queries: (Hk, d, d), of the query heads of each KV head.
     values: (G, m e, m e), of the stacked values of each group.
-    visible_keys: Number of keys (and values) in the sums.
+    positions, visible_keys: Number of positions of queries, and of keys (and values), in the sums.
     """
 
     keys: Tensor
     key_means: Tensor
     queries: Tensor
     values: Tensor
+    positions: int = 0
     visible_keys: int = 0
 
     @classmethod
@@ -76,6 +77,7 @@ class Moments:
         groups = len(self.keys)  # 1 if the whole layer is one group
         visible = visible.expand(len(k), -1)
         k, v = (heads * visible[:, None, :, None] for heads in (k, v))
+        self.positions += significance[:, 0].numel()
         self.visible_keys += int(visible.sum())
         keys, values = stack_groups(k, groups), stack_groups(v, groups)
         rows = as_float64(keys.flatten(1, 2))  # (G, n, m d)
@@ -87,12 +89,12 @@ class Moments:
         self.queries += (rows.mT @ rows).unflatten(0, (k.shape[1], -1)).sum(1)
 
     def cpu(self) -> Moments:
-        return Moments(self.keys.cpu(), self.key_means.cpu(), self.queries.cpu(), self.values.cpu(), self.visible_keys)
+        return Moments(self.keys.cpu(), self.key_means.cpu(), self.queries.cpu(), self.values.cpu())
 
-    def averaged(self, count: int) -> Moments:
-        """Divide the sums by the number of queries, `count`, and of visible keys."""
+    def averaged(self) -> Moments:
+        """Divide the sums by the number of positions and of visible keys."""
         keys = max(self.visible_keys, 1)
-        return Moments(self.keys / keys, self.key_means / keys, self.queries / count, self.values / keys)
+        return Moments(self.keys / keys, self.key_means / keys, self.queries / self.positions, self.values / keys)
 
     def regrouped(self, order: tuple[int, ...], groups: int) -> Moments:
         """From the moments of one group, those of `groups` groups of heads in this order."""
