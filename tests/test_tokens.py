@@ -117,18 +117,22 @@ def test_nothing_is_tokenised_twice(tokenizer: Any, tmp_path: Path, counted: Cou
     assert len({first, *(fingerprint for fingerprint, _ in changed)}) == 5
 
 
-def test_merges_decide_tokens_as_well_as_the_vocabulary(tmp_path: Path) -> None:
-    """Of tokenizers in Python, whose vocabularies may be equal."""
-    identities = set()
-    for name, merges in (("one", "a b\nb c</w>\n"), ("other", "b c</w>\na b\n"), ("again", "a b\nb c</w>\n")):
-        (tmp_path / name).mkdir()
-        words = ["<unk>", "a", "b", "ab", "c</w>", "bc</w>"]
-        vocabulary = str(tmp_path / name / "vocab.json")
-        Path(vocabulary).write_text(json.dumps({word: n for n, word in enumerate(words)}))
-        (tmp_path / name / "merges.txt").write_text(f"#version\n{merges}")
-        tokenizer: Any = CTRLTokenizer(vocabulary, str(tmp_path / name / "merges.txt"), eos_token="<unk>")
-        identities.add(Encoder(tokenizer).identify())
-    assert len(identities) == 2
+def test_a_tokenizer_in_python_is_known_by_its_content(tmp_path: Path) -> None:
+    """Not by where it lies; but by its vocabulary, merges, special tokens, and whatever else changes what it gives."""
+    words, merges = ["<unk>", "a", "b", "ab", "c</w>", "bc</w>"], ["a b", "b c</w>"]
+
+    def identity(place: str, words: list[str] = words, merges: list[str] = merges, **changes: Any) -> str:
+        (tmp_path / place).mkdir(exist_ok=True)
+        files = tmp_path / place / "vocab.json", tmp_path / place / "merges.txt"
+        files[0].write_text(json.dumps({word: number for number, word in enumerate(words)}))
+        files[1].write_text("\n".join(["#version", *merges, ""]))
+        made: Any = CTRLTokenizer(*map(str, files), **{"eos_token": "<unk>"} | changes)
+        made.save_pretrained(tmp_path / place)
+        return Encoder(CTRLTokenizer.from_pretrained(tmp_path / place)).identify()
+
+    assert identity("one") == identity("two") == identity("one", padding_side="left")
+    others = [identity("one", [*words, "c"]), identity("one", merges=merges[::-1]), identity("one", eos_token="a")]
+    assert len({identity("one"), *others}) == 4
 
 
 def test_the_network_is_not_asked(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,24 +169,6 @@ def test_what_fails_is_not_kept(
     shutil.rmtree(str(damaged.value).partition("; delete ")[2])
     assert len(tokenise([read(path)], tokenizer)) == 2
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_tokenizer_without_backend_is_known_by_its_content(tmp_path: Path) -> None:
-    """Not by where it lies; but by its vocabulary, its special tokens and how it normalises text."""
-    from transformers import BertTokenizerLegacy
-
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##b"]
-
-    def identity(place: str, words: list[str] = words, **changes: Any) -> str:
-        (tmp_path / place).mkdir(exist_ok=True)
-        (tmp_path / place / "vocab.txt").write_text("\n".join(words))
-        made = BertTokenizerLegacy(str(tmp_path / place / "vocab.txt"), **{"eos_token": "[SEP]"} | changes)
-        made.save_pretrained(tmp_path / place)
-        return Encoder(BertTokenizerLegacy.from_pretrained(tmp_path / place)).identify()
-
-    assert identity("one") == identity("two") == identity("one", padding_side="left")
-    others = [identity("one", [*words, "c"]), identity("one", do_lower_case=False), identity("one", eos_token="[MASK]")]
-    assert len({identity("one"), *others}) == 4
 
 
 def test_special_tokens_alone_are_no_tokenizer(tmp_path: Path) -> None:
