@@ -31,7 +31,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -71,7 +70,6 @@ class Scale:
     convert: tuple[str, ...] = ("--tokens", "65536")
     refine: tuple[str, ...] = ()
     compile: bool = True
-    launchers: bool = True
     trained: Shape = SHAPES["1.3b"]
     train: tuple[str, ...] = (
         "--steps", "12", "--batch-size", "8", "--micro-batch", "4", "--context", "2048", "--precision", "bfloat16",
@@ -110,7 +108,8 @@ class Results:
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rows = read_rows(self.file)
+        if self.file.exists():
+            self.rows = json.loads(self.file.read_text())["rows"]
 
     def missing(self, *names: str) -> bool:
         """Whether one of them was not measured, or failed."""
@@ -135,14 +134,11 @@ class Results:
     def write(self, complete: bool) -> None:
         """`complete`: all of the part was measured, without an error."""
         complete = complete and not any("error" in row for row in self.rows.values())
-        text = json.dumps({"complete": complete, "device": device_name(), "rows": self.rows}, indent=1)
+        device = f"{torch.cuda.get_device_name() if CUDA else 'cpu'}, torch {torch.__version__}"
+        text = json.dumps({"complete": complete, "device": device, "rows": self.rows}, indent=1)
         temporary = self.file.with_suffix(".tmp")
         temporary.write_text(text + "\n")
         temporary.replace(self.file)
-
-
-def read_rows(file: Path) -> dict[str, Any]:
-    return dict(json.loads(file.read_text())["rows"]) if file.exists() else {}
 
 
 def is_complete(file: Path) -> bool:
@@ -153,10 +149,6 @@ def free_memory() -> None:
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
-
-
-def device_name() -> str:
-    return f"{torch.cuda.get_device_name() if CUDA else 'cpu'}, torch {torch.__version__}"
 
 
 # ------------------------------------------------------------------------------------------------- commands
@@ -208,7 +200,6 @@ def command(module: str, *words: str) -> dict[str, Any]:
 
 def bandwidth(size: int) -> dict[str, Any]:
     """Bytes read and written per second by copies on the device."""
-
     source = torch.ones(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return {"bytes_per_second": 2 * size / seconds_of(lambda: target.copy_(source), 5)}
@@ -267,12 +258,11 @@ class Decoder:
     def step(self) -> None:
         from gqa.checkpoint.loading import cache_name
 
-        given = {cache_name(self.model): self.cache, "position_ids": self.positions}
-        self.ids.copy_(self.model(input_ids=self.ids, use_cache=True, **given).logits[:, -1:].argmax(-1))
+        inputs = {"input_ids": self.ids, "position_ids": self.positions, cache_name(self.model): self.cache}
+        self.ids.copy_(self.model(use_cache=True, **inputs).logits[:, -1:].argmax(-1))
 
     def graph(self) -> Callable[[], None]:
         """The step as a CUDA graph, without what Python takes between kernels."""
-
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())  # which still fills the cache
         with torch.cuda.stream(stream):
@@ -286,7 +276,6 @@ class Decoder:
 
 def decode_point(model: Any, batch: int | None, context: int, scale: Scale, copied: float) -> dict[str, Any]:
     """Tokens per second of all sequences together, and the share of the roofline."""
-
     config = model.config
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * context * model.dtype.itemsize
     cache *= config.hidden_size // config.num_attention_heads
@@ -304,7 +293,6 @@ def decode_point(model: Any, batch: int | None, context: int, scale: Scale, copi
 
 def timed(model: Any, batch: int, context: int, steps: int, copied: float) -> dict[str, Any]:
     """One row of `decode_point`, by a CUDA graph, if there are some, and by transformers' own calls."""
-
     with torch.inference_mode():
         decoder = Decoder(model, batch, context)
         row = {"fits": True, "batch": batch, "bytes": decoder.bytes}
@@ -376,7 +364,7 @@ def metrics(state: Path) -> dict[str, Any]:
 
 
 def trained(results: Results, model: str, launcher: Sequence[str], more: Sequence[str]) -> dict[str, Any]:
-    """gqa-uptrain on the library's own text, in this process or by a launcher, whose last word is a port."""
+    """gqa-uptrain on the library's own text, in this process or by a launcher."""
     out = results.work / "trained"
     words = [model, "--data", "stdlib:train", "--teacher", "none", "--train", "all", *results.scale.train, *more]
     words += ["-o", str(out), "--keep-state", "--overwrite"]
@@ -385,35 +373,24 @@ def trained(results: Results, model: str, launcher: Sequence[str], more: Sequenc
     if not launcher:
         command("uptrain", *words)
         return metrics(state)
-    whole = [sys.executable, "-m", *launcher, free_port(), "-m", "gqa.uptrain", *words]
+    words = [sys.executable, "-m", *launcher, "-m", "gqa.uptrain", *words]
     environment = os.environ | {"NCCL_DEBUG": "VERSION"}
-    done = subprocess.run(whole, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])
     return metrics(state) | {"nccl": "NCCL version" in done.stdout + done.stderr}
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def uptrain(results: Results) -> None:
     shape = results.scale.trained
     model = random_model(results, "trained-from", shape._replace(kv_heads=max(1, shape.heads // 4)), "float32")
-    torchrun = ["torch.distributed.run", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     fsdp2 = ["accelerate.commands.launch", "--config_file", str(ROOT / "examples" / "accelerate" / "fsdp2.yaml")]
-    fsdp2 += [*([] if CUDA else ["--mixed_precision", "no"]), "--num_processes", "1"]
-    fsdp2 += ["--main_process_ip", "127.0.0.1", "--main_process_port"]
+    fsdp2 += [*([] if CUDA else ["--mixed_precision", "no"]), "--num_processes", "1", "--main_process_port", "0"]
     runs: dict[str, tuple[list[str], list[str]]] = {
-        "plain": ([], []),
-        "checkpointing": ([], ["--checkpointing"]),
-        "one rank": (torchrun, []),
-        "one rank fsdp2": (fsdp2, []),
-    }
-    if not results.scale.launchers:
-        runs = {name: (launcher, more) for name, (launcher, more) in runs.items() if not launcher}
+        "plain": ([], []), "checkpointing": ([], ["--checkpointing"]),
+        "one rank": (torchrun, []), "one rank fsdp2": (fsdp2, []),
+    }  # fmt: skip
     if results.scale.compile:
         runs |= {f"compile {name}": ([], ["--compile", *runs[name][1]]) for name in ("plain", "checkpointing")}
     results.measure("matrix product", product_rate, results.scale.product)
@@ -435,19 +412,16 @@ def distilled(
     start, out = results.work / f"{base.name}-{heads}", results.work / f"{base.name}-{heads}-{tokens}"
     if not (start / "config.json").exists():
         command("convert", str(base), "--groups", str(heads), *results.scale.method, "-o", str(start), "--overwrite")
-    state = out.with_name(f"{out.name}-state")
-    if out.exists():
-        shutil.rmtree(state, ignore_errors=True)
     words = ["--data", f"self:{tokens}", "--tokens", str(tokens), *results.scale.distil, "--teacher", str(base)]
-    run = command("uptrain", str(start), *words, "-o", str(out), "--keep-state", "--overwrite")
-    row = {"tokens": tokens, "losses": run["record"]["losses"], "seconds": run["seconds"], **{
-        name: value for name, value in metrics(state).items()
-        if name in ("tokens_per_second", "memory_bytes")
-    }}  # fmt: skip
+    words += ["--overwrite"] if out.exists() else []  # a run that was stopped continues
+    run = command("uptrain", str(start), *words, "-o", str(out), "--keep-state")
+    row = {"tokens": tokens, "losses": run["record"]["losses"], "seconds": run["seconds"]}
+    last = metrics(out.with_name(f"{out.name}-state"))
+    row |= {name: last[name] for name in ("tokens_per_second", "memory_bytes") if name in last}
     for text in texts:
         words = [str(base), str(start), str(out), "--data", text, "--kl", *results.scale.evaluate, *more]
-        found = command("eval", *words)["record"]["models"]
-        row[Path(text).name] = [{key: model.get(key) for key in ("name", "quality", "recall")} for model in found]
+        models = command("eval", *words)["record"]["models"]
+        row[Path(text).name] = [{key: model.get(key) for key in ("name", "quality", "recall")} for model in models]
     return row
 
 
@@ -495,12 +469,10 @@ def stop(number: int, frame: object) -> None:
     raise TimeoutError("stopped at the time limit")
 
 
-def run_part(name: str, seconds: float, words: Sequence[str], environment: dict[str, str]) -> None:
-    """The part in a process of its own for so many seconds at most."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--alone", name, "--minutes", str(seconds / 60), *words],
-        env=environment, start_new_session=True,
-    )  # fmt: skip
+def run_part(name: str, seconds: float, environment: dict[str, str]) -> None:
+    """The part in a process of its own, with the options of this one, for so many seconds at most."""
+    words = [sys.executable, *sys.argv, "--alone", name, "--minutes", str(seconds / 60)]
+    process = subprocess.Popen(words, env=environment, start_new_session=True)
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -512,9 +484,7 @@ def run_part(name: str, seconds: float, words: Sequence[str], environment: dict[
 
 
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=os.environ.get("OUT"), required=True, help="For results."
-)
+@click.option("--out", type=click.Path(path_type=Path), envvar="OUT", required=True, help="For results.")
 @click.option("--work", type=click.Path(path_type=Path), default=f"{tempfile.gettempdir()}/gqa-gpu", help="For models.")
 @click.option("--part", "parts", multiple=True, type=click.Choice([*PARTS]), help="Several times for several.")
 @click.option("--minutes", default=9.0, help="For all parts together.")
@@ -537,19 +507,16 @@ def main(
             PARTS[alone](results)
             results.write(True)
         return
-    words = ["--out", str(out), "--work", str(work), *(["--tiny"] if tiny else [])]
-    words += [*(["--smollm2", str(smollm2)] if smollm2 else []), *(word for text in texts for word in ("--text", text))]
     with importable() as path:
-        known = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        beside = {"PYTHONPATH": f"{path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)}
-        offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "TOKENIZERS_PARALLELISM": "false"}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([path, *os.environ.get("PYTHONPATH", "").split()])}
+        environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "TOKENIZERS_PARALLELISM": "false"}
         for name in parts or [name for name in PARTS if name != "smollm2" or smollm2]:
             left = deadline - time.monotonic() - LEAST
             if is_complete(out / f"{name}.json"):
                 print(f"{name}: complete in {out}", flush=True)
             elif left > LEAST:
                 limit = left if len(parts) == 1 else min(left, LIMITS[name])
-                run_part(name, limit, words, known | beside | offline)
+                run_part(name, limit, environment)
 
 
 if __name__ == "__main__":
