@@ -132,7 +132,7 @@ def test_a_tokenizer_in_python_is_known_by_its_content(tmp_path: Path) -> None:
 
     assert identity("one") == identity("two") == identity("one", padding_side="left")
     others = [identity("one", [*words, "c"]), identity("one", merges=merges[::-1]), identity("one", eos_token="a")]
-    assert len({identity("one"), *others}) == 4
+    assert len({identity("one"), *others, identity("one", lowercase=True)}) == 5
 
 
 def test_the_network_is_not_asked(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
