@@ -32,7 +32,8 @@ class EvaluateOptions(Options):
         None, "Tokens of a window, and of a sequence in the table of memory.  [default: the model's positions, 2048 at "
         "most]", tokens_type(4), metavar="COUNT", needs=("data", "recall", "memory"))
     tokens: int | None = option(
-        None, "Score only the first COUNT tokens of the text.", tokens_type(), metavar="COUNT", needs=("data",))
+        None, "Score only the first COUNT tokens; of pairs, whole ones until they have as many.", tokens_type(),
+        metavar="COUNT", needs=("data",))
     kl: bool = option(False, "Compare next-token distributions with the baseline's, in lockstep.", needs=("data",))
     recall: bool | None = option(
         None, "Ask for what stands in the context: second copies of text, of samples and of random tokens, values by "

@@ -137,7 +137,7 @@ def what_is_scored(text: Record) -> str:
     if text["protocol"] == "rolling":
         documents = plural(text["documents"], "document")
         return f"{tokens} of {documents} ({size}) scored in windows of {text['context']:,}"
-    cut = f", to which {text['cut']:,} were cut" if text["cut"] else ""
+    cut = f", to which {text['cut']:,} were cut" if text.get("cut") else ""
     return (
         f"{tokens} of {plural(text['documents'], 'target text')} ({size}) scored; sources and targets have at most "
         f"{text['context']:,} tokens{cut}"

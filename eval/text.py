@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.errors import RefusedError, plural
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import check_text_options, parse_source
 from gqa.corpus.tokens import check_ids
@@ -112,12 +112,11 @@ def cut_text(
     Raises CorpusError, and RefusedError for too little text or a token id outside a model's vocabulary.
     """
     first = subjects[0]
-    decode = partial(first.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     if first.encoder:
-        text = make_text(pair_windows(rows, first.encoder, context), "pairs", context, max_tokens, decode)
+        text = make_text(pair_windows(rows, first.encoder, context, max_tokens), "pairs", context)
     else:
-        texts = (row[0] for row in rows)
-        text = make_text(text_windows(texts, first.tokenizer, context), "rolling", context, max_tokens, decode)
+        windows = text_windows((row[0] for row in rows), first.tokenizer, context, max_tokens)
+        text = make_text(windows, "rolling", context, least=min(context, max_tokens or context))
     largest = max(max(*window.ids, *window.source) for window in text.windows)
     for subject in subjects:
         check_ids(largest, subject.vocabulary, subject.name)
@@ -126,68 +125,63 @@ def cut_text(
 
 def make_text(
     documents: Iterable[tuple[str, list[Window], bool]], protocol: Literal["rolling", "pairs"], context: int,
-    max_tokens: int | None = None, decode: Callable[[list[int]], str] | None = None,
+    least: int = 1,
 ) -> Text:  # fmt: skip
-    """Collect `documents` up to the first `max_tokens` predictions: each is the scored text, its windows, and whether
-    they are cut to the context. `decode` gives the scored text of a document that the limit cuts, whose words and bytes
-    count. Raises RefusedError for less text than one window, unless the limit is less.
+    """Collect `documents`: each is the scored text, its windows, and whether they are cut to the context. Words and
+    bytes count the whole text. Raises RefusedError for less than `least` tokens.
     """
-    windows, documents_read, n_bytes, words, tokens, cuts = list[Window](), 0, 0, 0, 0, 0
+    windows, documents_read, n_bytes, words, cuts = list[Window](), 0, 0, 0, 0
     for text, parts, cut in documents:
-        if max_tokens and decode and sum(window.scored for window in parts) > max_tokens - tokens:
-            parts = first_predictions(parts, max_tokens - tokens)
-            text = decode([token for window in parts for token in window.ids[-window.scored :]])
         windows += parts
         documents_read += 1
         n_bytes += len(text.encode())
         words += len(re.split(r"\s+", text))  # as lm-evaluation-harness: counts empty words at the ends
-        tokens += sum(window.scored for window in parts)
         cuts += cut
-        if max_tokens and tokens >= max_tokens:
-            break
-    if tokens < (min(context, max_tokens or context) if protocol == "rolling" else 1):
+    result = Text(tuple(windows), protocol, context, documents_read, n_bytes, words, cuts)
+    if result.tokens < least:
         raise RefusedError(
-            f"the text has {tokens:,} tokens, less than one window of {context:,}; give more text or a smaller "
-            "--context"
+            f"the text has {plural(result.tokens, 'token')}, less than one window of {context:,}; give more text or a "
+            "smaller --context"
         )
-    return Text(tuple(windows), protocol, context, documents_read, n_bytes, words, cuts)
+    return result
 
 
-def first_predictions(windows: Iterable[Window], count: int) -> list[Window]:
-    """The windows of the first `count` predictions, the last one shortened."""
-    first = list[Window]()
-    for window in windows:
-        excess = max(window.scored - count, 0)
-        if excess < window.scored:
-            first.append(replace(window, ids=window.ids[: len(window.ids) - excess], scored=window.scored - excess))
-        count -= window.scored - excess
-    return first
-
-
-def text_windows(texts: Iterable[str], tokenizer: Any, context: int) -> Iterator[tuple[str, list[Window], bool]]:
-    """Tokenise and cut into windows as lm-evaluation-harness does: every token of every document is scored once.
+def text_windows(
+    texts: Iterable[str], tokenizer: Any, context: int, max_tokens: int | None = None
+) -> Iterator[tuple[str, list[Window], bool]]:
+    """Tokenise, cut after `max_tokens`, and cut into windows as lm-evaluation-harness does: every token of every
+    document is scored once.
 
     BOS (or else EOS) precedes the first token; a BOS that the tokenizer itself adds is then scored, too.
     """
-    prefix = prefix_token(tokenizer)
+    prefix, left = prefix_token(tokenizer), max_tokens or sys.maxsize
     for number, text in enumerate(texts):
-        yield text, [*rolling_windows(encode(tokenizer, text), context, prefix, number)], False
+        ids = encode(tokenizer, text)
+        if len(ids) > left:
+            ids = ids[:left]
+            text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        yield text, [*rolling_windows(ids, context, prefix, number)], False
+        left -= len(ids)
+        if not left:
+            break
 
 
 def pair_windows(
-    pairs: Iterable[tuple[str, ...]], encoder: PairEncoder, context: int
+    pairs: Iterable[tuple[str, ...]], encoder: PairEncoder, context: int, max_tokens: int | None = None
 ) -> Iterator[tuple[str, list[Window], bool]]:
-    """One window per pair for an encoder-decoder: every target token is scored, after the decoder start token. Sources
-    and targets are cut to the context; pairs with an empty target are skipped.
+    """One window per pair for an encoder-decoder, until they have `max_tokens`: every target token is scored, after the
+    decoder start token. Sources and targets are cut to the context; pairs with an empty target are skipped.
     """
-    number = 0
+    number, left = 0, max_tokens or sys.maxsize
     for source, target in pairs:
         ids = encoder.encode([source])[0], encoder.encode([target], target=True)[0]
         if ids[1]:
             source_ids, target_ids = encoder.add_special_tokens(*ids, context)
             window = Window((encoder.start, *target_ids), len(target_ids), number, tuple(source_ids))
             yield target, [window], encoder.cuts(*ids, context)
-            number += 1
+            number, left = number + 1, left - len(target_ids)
+        if left <= 0:
+            break
 
 
 def prefix_token(tokenizer: Any) -> int:

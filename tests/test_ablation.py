@@ -180,7 +180,7 @@ def test_cells_of_an_encoder_decoder(tmp_path: Path) -> None:
     _, *found = measured(tmp_path / "study", **options, **text, alphas="0,0.4")
     check_cells(found[:3], models)
     page = " ".join((tmp_path / "study" / "report.html").read_text().split())
-    assert "source and target texts of 64 tokens: " in page
+    assert "sources and targets have at most 64 tokens" in page
     assert "recall is not measured: --recall is for decoders, and t5 is an encoder-decoder" in page
     options |= {"methods": "refined", "alphas": "0", "data": pairs[0], "heldout": None}
     share = measured(tmp_path / "share", **options, heldout_fraction=0.3)

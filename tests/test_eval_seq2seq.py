@@ -70,8 +70,7 @@ def test_nats_are_those_of_labels(place: Path, name: str) -> None:
 
 def test_pairs_that_are_longer_than_the_context(place: Path) -> None:
     """They are cut to it, so that not all bytes are predicted."""
-    few = results(line(place, "t5"), "--tokens", 3)["text"]
-    assert (few["documents"], few["tokens"]) == (1, 3)
+    assert results(line(place, "t5"), "--tokens", 1)["text"]["documents"] == 1
     cut = results(line(place, "t5"), "--context", 10)
     assert 0 < cut["text"]["cut"] < len(ROWS)
     assert cut["models"][0]["quality"]["bits_per_byte"] is None

@@ -94,8 +94,7 @@ class AblateOptions(Options):
     calibration_tokens: int = same_as(ConvertOptions, "tokens")
     refine_steps: int = same_as(ConvertOptions, "refine_steps")
     eval_tokens: int | None = option(
-        None, "Held-out tokens to measure on: whole documents, until they are so many.  [default: all]", tokens_type(),
-        metavar="COUNT")
+        None, "Held-out tokens to measure on.  [default: all]", tokens_type(), metavar="COUNT")
     skip: tuple[Literal["kl", "recall"], ...] = option(
         (), "Do not compare predictions with MODEL's (kl), or measure recall from the context (recall).",
         metavar="NAME[,...]")
