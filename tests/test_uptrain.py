@@ -54,9 +54,12 @@ def command(out: Path, **options: Any) -> Result:
 def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gqa.checkpoint.console._LOG_SECONDS", 0.0)
     out = tmp_path / "out"
-    done = command(out, alpha=0.5, teacher=place / "teacher", heldout_fraction=0.2, batch_size=4, quiet=False)
+    done = command(out, tokens="2.5K", train="kv", teacher=place / "teacher", heldout_fraction=0.2, quiet=False)
     assert done.code == 0, done.err
     lines = done.said.splitlines()
+    trained = 2 * 2 * 16 * 32  # layers, K and V, rows, width
+    assert re.search(rf": {trained:,} of [\d,]+ parameters train \(kv\)$", lines[0])
+    assert lines[3] == "steps       4 of 8 blocks = 512 tokens, 2,048 tokens in all"
     starts = ["model", "teacher", "data", "steps", "rate", "held out", "held out", "written"]
     assert [line[:10].rstrip() for line in lines] == starts
     assert lines[1] == f"teacher     {place / 'teacher'}"
@@ -83,14 +86,6 @@ def test_json_is_all_of_stdout_and_overwriting(tmp_path: Path) -> None:
         assert (record["steps"], record["tokens"]) == (steps, 512 * steps)
         assert (record["alpha"], record["ranks"]) == (None, 1)
         assert "written     " in done.err
-
-
-def test_the_plan(place: Path, tmp_path: Path) -> None:
-    done = command(tmp_path / "out", tokens="2.5K", train="kv", quiet=False)
-    assert done.code == 0, done.err
-    trained = 2 * 2 * 16 * 32  # layers, K and V, rows, width
-    assert re.search(rf": {trained:,} of [\d,]+ parameters train \(kv\)\n", done.out)
-    assert "steps       4 of 8 blocks = 512 tokens, 2,048 tokens in all\n" in done.out
 
 
 def train(out: Path, **options: Any) -> tuple[TrainingProgress, dict[int, dict[str, torch.Tensor]], list[Any]]:

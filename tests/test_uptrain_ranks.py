@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import signal
@@ -9,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
 from checkpoints import load
 from hub_server import Hub, Machine
 from training import Runs, difference, losses, metrics, tiny_checkpoint, write_corpus
@@ -123,3 +128,70 @@ def test_all_processes_read_what_the_teacher_writes(runs: Runs, tmp_path: Path) 
         words[words.index("--data") + 1] = "self:1K"
         runs.finish(*words, ranks=ranks)
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
+
+
+# ----------------------------------------------------------------------------------------- configurations of accelerate
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "examples" / "accelerate").glob("*.yaml"))
+BY_NAME = {path.stem: path for path in CONFIGS}
+
+
+def arguments(name: str, *more: str) -> argparse.Namespace:
+    """What `accelerate launch` makes of a file."""
+    given = launch_command_parser().parse_args(
+        ["--config_file", str(BY_NAME[name]), *more, "-m", "gqa.uptrain", "MODEL"]
+    )
+    found: argparse.Namespace = _validate_launch_command(given)[0]
+    return found
+
+
+def test_every_key_is_accelerates_own(tmp_path: Path) -> None:
+    """accelerate itself refuses unknown keys at the top and ignores those of its sections."""
+    assert set(BY_NAME) == {"one-gpu", "ddp", "fsdp2", "two-nodes", "fsdp2-two-nodes"}
+    known = {action.dest for action in launch_command_parser()._actions}
+    for path in CONFIGS:
+        config = load_config_from_file(str(path))
+        assert config.mixed_precision == "bf16"
+        assert {*config.fsdp_config} <= known, path
+        assert config.num_processes % config.num_machines == 0
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(BY_NAME["ddp"].read_text() + "num_proceses: 8\n")
+    with pytest.raises(ValueError, match="num_proceses"):
+        load_config_from_file(str(wrong))
+
+
+def test_processes_and_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What accelerate starts, and what such a process makes of its environment."""
+    one = arguments("one-gpu")
+    assert (one.num_processes, one.multi_gpu, one.use_fsdp) == (1, False, False)
+    for name, nodes in (("ddp", 1), ("fsdp2", 1), ("two-nodes", 2), ("fsdp2-two-nodes", 2)):
+        launched = arguments(name)
+        assert launched.multi_gpu != launched.use_fsdp
+        environment = prepare_multi_gpu_env(launched)
+        assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+        assert (launched.num_machines, launched.nproc_per_node) == (nodes, "8")
+        if launched.use_fsdp:
+            for variable in environment:
+                if variable.startswith(("FSDP_", "ACCELERATE_")):
+                    monkeypatch.setenv(variable, environment[variable])
+            fsdp = FullyShardedDataParallelPlugin()
+            assert (fsdp.fsdp_version, fsdp.reshard_after_forward, fsdp.activation_checkpointing) == (2, True, False)
+            assert fsdp.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
+            assert fsdp.state_dict_type.name == "SHARDED_STATE_DICT"
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "a configuration of DeepSpeed is not for gqa-uptrain; use examples/acc"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "a configuration of FSDP1 is not for gqa-uptrain; use examples/accelerate"),
+        ({"before": "shard()"}, "--optimizer adafactor does not go with FSDP2, which divides weights; use adamw"),
+    ],
+)
+def test_launchers_that_are_refused(how: dict[str, Any], says: str, runs: Runs, tmp_path: Path) -> None:
+    """Before anything is written. FSDP without a version is version 1."""
+    done = runs.run(*runs.words(tmp_path / "out", steps=1, optimizer="adafactor"), **how)
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert done.err.startswith(f"gqa-uptrain: {says}")
+    assert not list(tmp_path.glob("out*"))

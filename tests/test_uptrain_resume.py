@@ -105,7 +105,6 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("before", "after", "given"),
     [
-        (1, 2, {}),
         (3, 1, {"batch_size": 6, "micro_batch": 2}),
         (2, 1, {"batch_size": None, "steps": None, "tokens": 512}),
     ],
