@@ -22,7 +22,7 @@ from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan, make_plan, searches
 from gqa.convert.rewrite import write
-from gqa.convert.summary import model_card, provenance
+from gqa.convert.summary import model_card, provenance, quality_warnings
 
 __all__ = ["Conversion", "Plan", "convert", "convert_checkpoint", "plan_conversion", "prepare"]
 
@@ -47,7 +47,7 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
         RefusedError: The checkpoint or the options cannot be converted; one line says why and what is allowed.
         CorruptError: Files of the checkpoint are broken or hostile (a kind of RefusedError).
     """
-    options.check()
+    options.refuse_conflicts()
     checkpoint = open_model(options.model, options.revision, headers_only=True, or_weights=not options.dry_run)
     if not options.kv_budget:
         assert options.kv_heads is not None
@@ -116,7 +116,7 @@ def convert(
                 raise RefusedError(f"{error}; use --method {alternatives(usable)}") from error
             plan = replace(plan, merging=replace(plan.merging, maps=stored))
         watcher.stage("converting", plan.total_bytes, "byte")
-        warnings = write(plan, output.work, watcher.update, jobs)
+        warnings = (*quality_warnings(plan), *write(plan, output.work, watcher.update, jobs))
         write_text(output.work / "README.md", model_card(plan, out.name, command))
         record = output.commit(PROVENANCE, provenance(plan, out, command))
     return Conversion(out, plan, (*plan.warnings, *warnings), record)

@@ -66,7 +66,7 @@ def command(options: ConvertOptions) -> None:
 def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     """Convert and print what came of it; what the record has of it, JSON-ready."""
     from gqa.convert.api import convert
-    from gqa.convert.summary import plan_text, size
+    from gqa.convert.summary import errors_text, plan_text, size
 
     start = time.monotonic()
     if plan.needs_maps:
@@ -74,12 +74,15 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     with Watcher(options.quiet) as bar:
         result = convert(plan, options, bar, sys.argv[1:])
     _say(plan_text(plan, tensors=options.verbose), options)
+    if errors := errors_text(result.plan):
+        _say(errors, options)
     _warn(result.warnings[len(plan.warnings) :])
     seconds = time.monotonic() - start
     _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
     if plan.method in METHODS and not options.quiet:
-        _say_next(plan, result, options)
-    return {"output": str(result.out), "warnings": list(result.warnings)}
+        _say_next(result, options)
+    quality = {name: result.record[name] for name in ("quality", "layer_errors") if name in result.record}
+    return {"output": str(result.out), **quality, "warnings": list(result.warnings)}
 
 
 def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
@@ -101,19 +104,26 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     return {"estimates": costs} if costs else {}
 
 
-def _say_next(plan: Plan, result: Conversion, options: ConvertOptions) -> None:
-    """Print what improves the result: the best method that the model allows, or training. Nothing about a model without
-    a head that predicts tokens.
+def _say_next(result: Conversion, options: ConvertOptions) -> None:
+    """Print the quality of the result, or what measures it, and what improves it: the best method that the model
+    allows, or training.
     """
     from gqa.checkpoint.loading import predicts_tokens
     from gqa.convert.heads.config import transformers_config
+    from gqa.convert.summary import quality_text
 
-    if predicts_tokens(transformers_config(plan.new_config)):
-        *_, best = plan.available_methods()
-        advice = f"--method {best.name} ({best.cost}): {best.result}"
-        if best.name == plan.method:
-            advice = f"distil from the base model:\n            {shlex.join(['gqa-uptrain', str(result.out)])}"
-        _say(f"next        {advice}", options)
+    plan, config = result.plan, transformers_config(result.plan.new_config)
+    if not predicts_tokens(config):
+        _say("quality     not measured: the model has no head that predicts tokens", options)
+        return
+    text = ("--data", "TEXT", "--target-field", "NAME") if config.is_encoder_decoder else ("--recall",)
+    evaluation = shlex.join(["gqa-eval", options.model, str(result.out), *text])
+    _say(f"quality     {quality_text(plan) or f'not measured; this command does: {evaluation}'}", options)
+    *_, best = plan.available_methods()
+    advice = f"--method {best.name} ({best.cost}): {best.result}"
+    if best.name == plan.method:
+        advice = f"distil from the base model: {shlex.join(['gqa-uptrain', str(result.out)])}"
+    _say(f"next        {advice}", options)
 
 
 def _say(text: str, options: ConvertOptions) -> None:

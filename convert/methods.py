@@ -10,7 +10,7 @@ Letters: H query heads, Hk key/value heads, G groups of m = Hk / G, d and e the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -123,10 +123,14 @@ class StoredMaps:
     Of every attention module `MODULE/key`, `/value`, `/query`, `/output`, `/order` (see HeadMaps); whole tensors that
     replace those of the result, in its layout, have its names.
     description: how they were made, as JSON: the method, its options, the text.
+    errors: of a method that reads text, for each layer the squared error of attention's output relative to the base
+    model's; None where nothing is merged. quality: of both models on held-out text (`Check`); None if not measured.
     """
 
     files: tuple[Path, ...]
     description: Mapping[str, Any]
+    errors: Sequence[float | None] = ()
+    quality: Mapping[str, Any] | None = None
 
     @cached_property
     def names(self) -> Mapping[str, Any]:

@@ -65,6 +65,8 @@ class ConvertOptions(Options):
         None, "Store all weights so.  [default: as they are]")
     revision: str | None = option(None, "The branch, tag or commit of a hub id.", metavar="NAME")
     trust_remote_code: bool = option(False, "Run code that a checkpoint brings (dangerous).", methods="reads_text")
+    check: bool = option(
+        True, "Compare the result with MODEL on text that nothing is fitted to.", methods="reads_text")
     dry_run: bool = option(False, "Print the plan and write nothing; of a hub id only headers are fetched.")
     json: bool = option(False, "One JSON object on stdout, everything else on stderr.")
     overwrite: bool = option(False, "Replace the checkpoint at DIR once the new one is complete.")
@@ -88,10 +90,10 @@ class ConvertOptions(Options):
         refinement = Refinement(self.refine_steps, seed=self.seed)
         return MapsOptions(
             text=text, grouping=self.grouping, refinement=refinement, dtype=self.precision,
-            device=find_device(self.device),
+            device=find_device(self.device), check=self.check,
         )  # fmt: skip
 
-    def check(self) -> None:
+    def refuse_conflicts(self) -> None:
         """Raises RefusedError where options do not go together, or the method does not use one."""
         self.check_needs()
         if (self.kv_heads is None) == (self.kv_budget is None):

@@ -4,7 +4,7 @@ card and a provenance file.
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.family import groups_text
 from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan
+from gqa.corpus.sources import is_self
 
+_DAMAGED = 3.0  # perplexity ratio above which a result is of no use without training
 _ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
 
 
@@ -50,6 +52,47 @@ def kv_line(plan: Plan) -> str:
     if context := plan.cache_after.context:
         text += f"; {' and '.join(size(cache.bytes_at(context)) for cache in both)} at {context:,} tokens"
     return text
+
+
+def ratio_text(ratio: Mapping[str, float]) -> str:
+    """`1.24 (95 %: 1.22-1.26)`: two decimals below 10, whole numbers from 100."""
+    value, *bounds = (
+        f"{ratio[name]:,.{2 if ratio[name] < 10 else 1 if ratio[name] < 100 else 0}f}"
+        for name in ("ratio", "ratio_low", "ratio_high")
+        if name in ratio
+    )
+    return f"{value} (95 %: {'-'.join(bounds)})" if bounds else value
+
+
+def quality_text(plan: Plan) -> str:
+    """The measured quality of the result: `perplexity x1.24 (95 %: 1.22-1.26), recall 79 of 80 %, on self-generated
+    text`; empty if it was not measured.
+    """
+    maps = plan.merging.maps
+    if maps is None or maps.quality is None:
+        return ""
+    quality, sources = maps.quality, maps.description["text"]["sources"]
+    parts = [f"perplexity x{ratio_text(quality)}"]
+    if recall := quality.get("recall"):
+        parts.append(f"recall {100 * recall['converted']:.0f} of {100 * recall['base']:.0f} %")
+    text = "self-generated text" if all(map(is_self, sources)) else f"held-out blocks of {', '.join(sources)}"
+    return ", ".join([*parts, f"on {text}"])
+
+
+def quality_warnings(plan: Plan) -> Iterator[str]:
+    """A warning if the result is of no use as it is."""
+    maps = plan.merging.maps
+    if maps and maps.quality and not maps.quality["ratio"] <= _DAMAGED:
+        yield f"this model is damaged: {'' if plan.merging.how.refines else 'use --method refined or '}train it"
+
+
+def errors_text(plan: Plan) -> str:
+    """The error of each layer that was fitted to text; empty if none was."""
+    errors = plan.merging.maps.errors if plan.merging.maps else ()
+    cells = ["-" if error is None else f"{error:.2g}" for error in errors]
+    rows = [" ".join(f"{cell:6}" for cell in cells[start : start + 10]) for start in range(0, len(cells), 10)]
+    title = "layers      squared error of attention's output in each layer, relative to the base model's:"
+    return "\n            ".join([title, *(row.rstrip() for row in rows)]) if cells else ""
 
 
 def allotment_text(plan: Plan) -> str:
@@ -153,7 +196,12 @@ def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, A
     }
     if plan.checkpoint.hub_id is None:
         record["source"]["path"] = _source_path(plan, out)
-    optional = {"recast": planned["recast"], "maps": maps and maps.description}
+    optional = {
+        "recast": planned["recast"],
+        "maps": maps and maps.description,
+        "layer_errors": maps and maps.errors,
+        "quality": maps and maps.quality,
+    }
     return record | {name: value for name, value in optional.items() if value}
 
 
@@ -201,7 +249,10 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
         parts.append(f"The class is {target}, {code}; the source is {source}, which cannot {cannot}.")
     options = {"kv_heads": plan.groups, "method": plan.method}
     if plan.fewest < main.kv:
-        parts.append("Merging heads costs quality until the model is trained a little further; evaluate before use.")
+        quality = quality_text(plan)
+        advice = "Merging heads costs quality until the model is trained a little further; evaluate before use."
+        measured = f"Beside the base model: {quality} (recall: tokens of a repeated passage that are predicted right)."
+        parts.append(measured if quality else advice)
         uses = {option: one.metadata["methods"] for option, one in ConvertOptions.__dataclass_fields__.items()}
         used = [option for option, use in uses.items() if use and getattr(plan.merging.how, use)]
         options |= {option: request["options"][option] for option in used}

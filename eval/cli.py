@@ -28,7 +28,7 @@ def command(options: EvaluateOptions) -> None:
     from gqa.eval.evaluate import measure
     from gqa.eval.report import as_json, as_text, open_report, write_report
 
-    options.check()
+    options.refuse_conflicts()
     with open_report(options) as report:
         results = measure(options, sys.argv[1:])
         if not results:  # another rank reports

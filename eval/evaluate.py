@@ -17,11 +17,11 @@ from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.provenance import request, versions
 from gqa.corpus.likelihood import ChunkedHead
+from gqa.corpus.statistics import Floats, kl_statistics, paired_ratio
 from gqa.eval import recall
 from gqa.eval.decode import decode_contexts, time_decoding
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.scoring import Scores, Window, score
-from gqa.eval.statistics import Floats, kl_statistics, paired_ratio
 from gqa.eval.subjects import Subject, numerics, open_subjects, run_device
 from gqa.eval.text import Text, choose_context, perplexity, prefix_token, read_text
 

@@ -68,7 +68,7 @@ class EvaluateOptions(Options):
         """Whether recall is measured: --recall, or by default with a report."""
         return bool(self.output) if self.recall is None else self.recall
 
-    def check(self) -> None:
+    def refuse_conflicts(self) -> None:
         """Raise RefusedError for options that conflict."""
         if not self.models:
             raise RefusedError("no model is named; give one checkpoint or more, the baseline first")

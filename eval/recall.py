@@ -25,8 +25,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
+from gqa.corpus.statistics import mean_interval
 from gqa.eval.scoring import Scores, Window
-from gqa.eval.statistics import mean_interval
 from gqa.eval.subjects import Subject, run_device
 
 Ints = NDArray[np.integer[Any]]

@@ -14,7 +14,7 @@ from gqa.checkpoint.errors import one_line, plural
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.provenance import command_line
 from gqa.checkpoint.write import OutputDirectory, finite
-from gqa.convert.summary import size
+from gqa.convert.summary import ratio_text, size
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.page import Column, Table, line_width, number, table, wrapped, write_page
 
@@ -39,9 +39,7 @@ def _verdict(first: Record, model: Record) -> str:
         times, change = (factor, "smaller") if factor > 1 else (1 / factor, "larger")
         parts.append("the same KV cache" if factor == 1 else f"KV cache {times:.3g}x {change}")
     if "quality" in model:
-        ratio = model["against_baseline"]
-        bounds = f" (95 %: {_times(ratio['ratio_low'])}-{_times(ratio['ratio_high'])})" if "ratio_low" in ratio else ""
-        parts.append(f"perplexity x{_times(ratio['ratio'])}{bounds}")
+        parts.append(f"perplexity x{ratio_text(model['against_baseline'])}")
     if "recall" in model:
         before, after = recalled(first), recalled(model)
         kind = "text" if "text" in after else "samples"
@@ -55,11 +53,6 @@ def _verdict(first: Record, model: Record) -> str:
 def cache_bytes(model: Record) -> int:
     """KV cache bytes of one token, plus one source token for an encoder-decoder."""
     return int(model["kv_cache"]["bytes_per_token"] + model["kv_cache"].get("cross_bytes_per_token", 0))
-
-
-def _times(ratio: float) -> str:
-    """Two decimals below 10, whole numbers from 100."""
-    return f"{ratio:,.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}"
 
 
 def recalled(model: Record) -> dict[str, float]:

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from gqa.checkpoint.errors import RefusedError, plural
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import check_text_options, parse_source
+from gqa.corpus.statistics import Floats
 from gqa.corpus.tokens import check_ids
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.scoring import Window, rolling_windows
-from gqa.eval.statistics import Floats
 from gqa.eval.subjects import Subject
 
 MAX_CONTEXT = 2048  # default: for a model with 128k positions, windows of 128k tokens would take hours

@@ -90,6 +90,8 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
     call = options_of_call(ConvertOptions, options, tokenizer, model=model)
     with call as (settings, directory), Watcher(settings.quiet) as bar:
         done = convert(prepare(settings, bar), settings, bar)
+        for warning in done.warnings:
+            bar.warn(warning)
     return Result(path=done.out, record=done.record, _directory=directory)
 
 
@@ -133,7 +135,7 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
 
     subjects = models[0] if len(models) == 1 and isinstance(models[0], EvaluateOptions) else models
     with options_of_call(EvaluateOptions, options, tokenizer, models=subjects) as (settings, _):
-        settings.check()
+        settings.refuse_conflicts()
         with open_report(settings) as report:
             record = measure(settings, ())
             if report:

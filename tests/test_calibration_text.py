@@ -105,7 +105,7 @@ def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
     source, recorder, pieces = written(tmp_path, 1), Recorder(), blocks(written(tmp_path, 1), 99)
     for sources, count in (((source,), 99), ((source, "self:plain"), 198), ((source,), len(pieces)), (("self",), 2)):
         text = CalibrationText(sources, count * LENGTH, LENGTH, repeats=False)
-        found = text.inputs(read_checkpoint(SOURCE), "cpu", recorder)["input_ids"]
+        found = text.inputs(read_checkpoint(SOURCE), "cpu", recorder)[0]["input_ids"]
         assert len(found) == (len(pieces) + 99 if len(sources) > 1 else min(count, len(pieces)))
     asked = f"blocks of {LENGTH} tokens that are asked for; give more text"
     assert recorder.warnings == [
@@ -173,7 +173,7 @@ def pair_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pair_inputs(pair_models: Path, name: str, source: str, count: int = 12, **how: Any) -> dict[str, Tensor]:
     text = CalibrationText((str(pair_models / source) if "." in source else source,), 24 * count, 24, **how)
-    return text.inputs(read_checkpoint(pair_models / name), "cpu", SILENT)
+    return text.inputs(read_checkpoint(pair_models / name), "cpu", SILENT)[0]
 
 
 def rows_of(given: dict[str, Tensor], prefix: str = "") -> list[list[int]]:
@@ -243,7 +243,7 @@ def test_the_decoder_writes(pair_models: Path, name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(pairs_module, "samples", recorded)
     once = pair_inputs(pair_models, name, "self", 4)
     text = CalibrationText(("self", "self"), 24 * 8, 24)
-    twice = text.inputs(read_checkpoint(pair_models / name), "cpu", SILENT)
+    twice, _ = text.inputs(read_checkpoint(pair_models / name), "cpu", SILENT)
     assert seeds[:2] == seeds[2:4]
     assert len(set(seeds)) == 4
     assert rows_of(twice)[:4] == rows_of(once)

@@ -23,8 +23,8 @@ from tokenizers.processors import TemplateProcessing
 
 import gqa.corpus.likelihood
 from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence
+from gqa.corpus.statistics import kl_statistics, paired_ratio
 from gqa.eval.scoring import Window, batches, rolling_windows, score
-from gqa.eval.statistics import kl_statistics, paired_ratio
 from gqa.eval.text import encode, make_text, perplexity, text_windows
 
 TEXTS = texts(4, 1500)

@@ -39,7 +39,7 @@ def _text(checkpoint: Checkpoint, options: MapsOptions, watcher: Watcher) -> tup
     whole, fitted, measured = sum(tokens for _, tokens in shares), list[Tensor](), list[Tensor]()
     for number, (_, tokens) in enumerate(shares):
         rows = max(2, -(-(min(whole, FITTED) + MEASURED) * tokens // whole // length))
-        blocks = options.text.blocks_of(number, rows * length, checkpoint, options.device, watcher)
+        blocks, _ = options.text.blocks_of(number, rows * length, checkpoint, options.device, watcher)
         last = max(1, min(MEASURED * tokens // whole // length, len(blocks) // 2))
         fitted.append(blocks[:-last])
         measured.append(blocks[-last:])

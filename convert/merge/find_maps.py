@@ -22,6 +22,7 @@ from gqa.checkpoint.provenance import checkpoint_digest, portable, versions
 from gqa.checkpoint.write import replacing
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.merge.calibrate import Calibrator
+from gqa.convert.merge.check import TOKENS, Check
 from gqa.convert.merge.from_weights import from_weights
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods import MAPS, HeadMaps, StoredMaps
@@ -38,12 +39,12 @@ def with_maps(
     last of them.
     """
     reads_text, layers = plan.merging.how.reads_text, FinishedLayers(out, describe(plan, options), overwrite)
-    inputs = options.text.inputs(plan.checkpoint, options.device, watcher) if reads_text else None
+    quality = None
     try:
-        if inputs is None:
-            _look_at_weights(plan, layers, options, watcher)
+        if reads_text:
+            quality = _calibrate(plan, layers, options, watcher)
         else:
-            _calibrate(Calibrator(plan, inputs, options, layers.state()), layers, watcher)
+            _look_at_weights(plan, layers, options, watcher)
     except BaseException as error:
         if isinstance(error, RefusedError) or not reads_text:
             layers.remove()
@@ -55,7 +56,7 @@ def with_maps(
             "bfloat16, or another --device"
         ) from error
     try:
-        yield layers.maps()
+        yield layers.maps(quality)
     except BaseException:  # of writing the result: what text has taken hours to find stays
         if not reads_text:
             layers.remove()
@@ -71,16 +72,30 @@ def _look_at_weights(plan: Plan, layers: FinishedLayers, options: MapsOptions, w
         watcher.update(1)
 
 
-def _calibrate(calibrator: Calibrator, layers: FinishedLayers, watcher: Watcher) -> None:
-    """Layer after layer, from the first that is not finished on."""
+def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher) -> dict[str, Any] | None:
+    """Layer after layer, from the first that is not finished on. Quality of the result on held-out text, if any."""
+    heldout = TOKENS if options.check else 0
+    inputs, others = options.text.inputs(plan.checkpoint, options.device, watcher, heldout)
+    state = layers.state()
+    calibrator = Calibrator(plan, inputs, options, state)
+    has_head = calibrator.pair.source.model.get_output_embeddings() is not None
+    check = Check(calibrator.pair, others, state) if others is not None and len(others) and has_head else None
+    if layers.count:
+        watcher.note(f"continues   after layer {layers.count} of {calibrator.layers}, where a run was stopped")
     watcher.stage("calibrating", calibrator.layers - layers.count, "layer")
     for layer in range(layers.count, calibrator.layers):
         results = calibrator.run(layer)
         tensors = maps_tensors((result.module.path, result.maps) for result in results)
         for result in results:
             tensors |= result.weights
-        layers.add(tensors, calibrator.state())
-        watcher.layer(max((result.error for result in results), default=float("nan")))
+        state = calibrator.state()
+        if check:
+            check.advance(layer, results)
+            state |= check.state()
+        error = max((result.error for result in results), default=None)
+        layers.add(tensors, state, error)
+        watcher.layer(error)
+    return check.result() if check else None
 
 
 def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
@@ -97,7 +112,7 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
     if plan.merging.how.reads_text:
         text = {name: portable(value) for name, value in asdict(options.text).items()}
         description |= {"text": text, "content": options.text.identify(plan.checkpoint)}
-        description |= {name: getattr(options, name) for name in ("ridge", "dtype", "batch")}
+        description |= {name: getattr(options, name) for name in ("ridge", "dtype", "batch", "check")}
     if plan.merging.how.refines:
         description["refinement"] = asdict(options.refinement)
     return dict(json.loads(json.dumps(description)))
@@ -131,7 +146,7 @@ class FinishedLayers:
         """
         self.directory = out.absolute().with_name(f".{out.absolute().name}.gqa-work")
         self._state, self._description = self.directory / "state.safetensors", description
-        self.count = 0
+        self.count, self.errors = 0, list[float | None]()
         if self._state.exists():
             try:
                 with safe_open(self._state, framework="pt") as file:
@@ -140,7 +155,7 @@ class FinishedLayers:
             except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
                 raise CorruptError(f"{self._state} is damaged; remove {self.directory} to start over") from error
             if before == description:
-                self.count = progress["layers"]
+                self.count, self.errors = progress["layers"], progress["errors"]
             elif not overwrite:
                 key = next(key for key in description if before.get(key) != description[key])
                 raise RefusedError(
@@ -150,21 +165,25 @@ class FinishedLayers:
         if not self.count:
             self.remove()
 
-    def add(self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor] | None = None) -> None:
-        """Store one more layer, and the state after it; without one it is not kept for another run."""
+    def add(
+        self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor] | None = None, error: float | None = None
+    ) -> None:
+        """Store one more layer with its error, and the state after it; without one it is not kept for another run."""
         self.directory.mkdir(parents=True, exist_ok=True)
         _save(self.directory / f"{self.count:05d}.safetensors", tensors)
         self.count += 1
         if state is not None:
-            progress = json.dumps({"description": self._description, "layers": self.count})
+            self.errors.append(error)
+            progress = json.dumps({"description": self._description, "layers": self.count, "errors": self.errors})
             _save(self._state, state, {"progress": progress})
 
     def state(self) -> dict[str, Tensor]:
         """The state after the last finished layer."""
         return load_file(self._state) if self.count else {}
 
-    def maps(self) -> StoredMaps:
-        return StoredMaps(tuple(sorted(self.directory.glob("[0-9]*.safetensors"))), self._description)
+    def maps(self, quality: Mapping[str, Any] | None) -> StoredMaps:
+        files = tuple(sorted(self.directory.glob("[0-9]*.safetensors")))
+        return StoredMaps(files, self._description, self.errors, quality)
 
     def remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)

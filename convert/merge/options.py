@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,8 +52,12 @@ class CalibrationText:
     heldout_fraction: float = 0.0
     separator: str | None = None
 
-    def inputs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
-        """What the model is given, by the names of its forward's arguments. Raises RefusedError and CorpusError."""
+    def inputs(
+        self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """What the model is given, by the names of its forward's arguments, and at most `heldout` tokens of other text
+        (M, T), none of an encoder-decoder. Raises RefusedError and CorpusError.
+        """
         from gqa.checkpoint.loading import positions
         from gqa.convert.heads.config import transformers_config
 
@@ -64,15 +68,17 @@ class CalibrationText:
                 raise RefusedError(
                     f"{checkpoint.name} has {longest} positions, --context is {self.length}; give at most {longest}"
                 )
-            inputs = self._pairs(checkpoint, device, watcher)
+            inputs, others = self._pairs(checkpoint, device, watcher), None
         else:
-            inputs = {"input_ids": self.blocks(checkpoint, device, watcher)}
+            blocks, others = self.split(checkpoint, device, watcher, heldout)
+            inputs = {"input_ids": blocks}
         count, most = len(inputs["input_ids"]), max(1, self.taken // self.length)
+        count += 0 if others is None else len(others)
         if count + len(self.sources) <= most:  # of several sources each is rounded
             kind = "pairs" if config.is_encoder_decoder else "blocks"
             requested = f"{count:,} of the {most:,} {kind} of {self.length} tokens that are asked for"
             watcher.warn(f"{', '.join(self.sources)}: {requested}; give more text")
-        return inputs
+        return inputs, others
 
     def _pairs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
         from gqa.convert.merge.text_pairs import PairMaker
@@ -88,18 +94,33 @@ class CalibrationText:
                 pairs += maker.read(self._parse(source), tokens // self.length)
             else:
                 text = self._parse(source)
-                pairs += maker.corrupt(read_blocks(checkpoint, text, tokens, self.length, self.seed, False, trusted))
+                blocks, _ = read_blocks(checkpoint, text, tokens, self.length, self.seed, False, trusted)
+                pairs += maker.corrupt(blocks)
         return maker.inputs(pairs)
 
     def blocks(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> Tensor:
         """(N, length) token ids, of each source its share. Raises RefusedError and CorpusError."""
+        return self.split(checkpoint, device, watcher, 0)[0]
+
+    def split(self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int) -> tuple[Tensor, Tensor]:
+        """The same, and (M, length) of at most `heldout` tokens of the same sources, without repeats, which are none of
+        the others: of what the model writes the last, at most an eighth; of other text what is left.
+        """
         import torch
 
-        shares = enumerate(self.shares())
-        return torch.cat([self.blocks_of(number, own, checkpoint, device, watcher) for number, (_, own) in shares])
+        shares, parts = self.shares(), []
+        whole = sum(tokens for _, tokens in shares)
+        for number, (_, tokens) in enumerate(shares):
+            rows = heldout * tokens // whole // self.length
+            parts.append(self.blocks_of(number, tokens, checkpoint, device, watcher, rows))
+        blocks, others = map(torch.cat, zip(*parts, strict=True))
+        return blocks, others
 
-    def blocks_of(self, number: int, tokens: int, checkpoint: Checkpoint, device: str, watcher: Watcher) -> Tensor:
-        """The same of the source of that number, of `tokens` whatever its share is."""
+    def blocks_of(
+        self, number: int, tokens: int, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """The same of the source of that number, of `tokens` whatever its share is; `heldout` is a number of blocks."""
+        import numpy as np
         import torch
 
         from gqa.checkpoint.loading import load_model
@@ -109,17 +130,20 @@ class CalibrationText:
             raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it out")
         source, trusted = self.sources[number], self.trust_remote_code
         if not is_self(source):
-            text = self._parse(source)
-            return torch.from_numpy(
-                read_blocks(checkpoint, text, tokens, self.length, self.seed, self.repeats, trusted)
-            )
+            text, repeats = self._parse(source), self.repeats
+            both = read_blocks(checkpoint, text, tokens, self.length, self.seed, repeats, trusted, heldout)
+            return torch.from_numpy(both[0]), torch.from_numpy(both[1])
         load = partial(load_model, str(checkpoint.directory), device=device, trust_remote_code=trusted)
         plain, seed = parse_self(source).plain or not self.repeats, self._seed(number)
+        count = -(-tokens // self.length)
         written = sampled_blocks(
-            load, device, checkpoint, self.length, -(-tokens // self.length), seed, plain, watcher,
-            trust_remote_code=trusted,
-        )  # fmt: skip
-        return torch.stack([torch.as_tensor(written[index]["input_ids"]) for index in range(len(written))])
+            load, device, checkpoint, self.length, count, seed, plain, watcher, trust_remote_code=trusted
+        )
+        first = count - min(heldout, count // 8)
+        others = replace(written, plain=True)
+        rows = [(written if index < first else others)[index]["input_ids"] for index in range(count)]
+        ids = torch.from_numpy(np.stack(rows))
+        return ids[:first], ids[first:]
 
     def identify(self, checkpoint: Checkpoint) -> list[str]:
         """What the content of each source is, and of `heldout`, as a hash; of what the model writes its name. Raises
@@ -173,10 +197,11 @@ class CalibrationText:
 
 def read_blocks(
     checkpoint: Checkpoint, source: Source, tokens: int, length: int, seed: int, repeats: bool,
-    trust_remote_code: bool = False,
-) -> Ints:  # fmt: skip
+    trust_remote_code: bool = False, heldout: int = 0,
+) -> tuple[Ints, Ints]:  # fmt: skip
     """(N, length) pieces of many documents, which say more than a few whole ones; with `repeats` a part of them repeats
-    itself, in the shares of what a model writes. Raises RefusedError and CorpusError.
+    itself, in the shares of what a model writes. And (M, length) other pieces, at most `heldout`, of a short text at
+    least an eighth of all. Raises RefusedError and CorpusError.
 
     No more is tokenised than they come from: documents in an order that hashes of their texts and the seed decide, as
     many as hold _CHARACTERS a token.
@@ -197,13 +222,19 @@ def read_blocks(
     if len(stream) < length:
         raise RefusedError(f"{source.spec} has {len(stream)} tokens, fewer than one block of {length}; give more text")
     pieces = stream[: len(stream) // length * length].reshape(-1, length)
-    blocks: Ints = pieces[np.linspace(0, len(pieces) - 1, min(tokens // length, len(pieces))).astype(int)]
+    picks = np.linspace(0, len(pieces) - 1, min(tokens // length, len(pieces))).astype(int)
+    rest = np.setdiff1d(np.arange(len(pieces)), picks)
+    heldout = min(heldout, max(len(rest), len(pieces) // 8))
+    if len(rest) < heldout:
+        rest = np.arange(len(pieces))
+    rest = rest[np.linspace(0, len(rest) - 1, heldout).astype(int)]
+    blocks, others = pieces[np.setdiff1d(picks, rest)], pieces[rest]
     vocabulary = read_config(checkpoint.config, checkpoint.name).text.vocab_size
     check_ids(int(blocks.max()), vocabulary, checkpoint.name)
     if not repeats:
-        return blocks
+        return blocks, others
     lead = int((blocks[:, 0] == blocks[0, 0]).all())
-    return np.stack([mixed(blocks.__getitem__, index, seed, lead) for index in range(len(blocks))])
+    return np.stack([mixed(blocks.__getitem__, index, seed, lead) for index in range(len(blocks))]), others
 
 
 def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
@@ -236,6 +267,7 @@ class MapsOptions:
 
     ridge: Strength of the refit of W_O, relative to the mean energy of a head's outputs.
     batch: Blocks that go through a layer at a time, at most: fewer where they are more than AT_ONCE tokens.
+    check: Compare both models on text that nothing is fitted to.
     grouping: `contiguous`; `search` for the groups that lose least; `auto` for that among few heads.
     """
 
@@ -246,6 +278,7 @@ class MapsOptions:
     dtype: str = "float32"
     device: str = "cpu"
     batch: int = 8
+    check: bool = False
 
     @property
     def at_once(self) -> int:

@@ -32,7 +32,7 @@ class Ablation:
 
     def __init__(self, options: AblateOptions) -> None:
         """Raises RefusedError and CorpusError."""
-        options.check()
+        options.refuse_conflicts()
         if not options.model:
             raise RefusedError("no model is named; give a directory or a hub id")
         self.subject = open_subjects([options.model], options.trust_remote_code)[0]

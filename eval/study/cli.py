@@ -32,7 +32,7 @@ def command(options: AblateOptions) -> None:
     from gqa.eval.study.report import cells_table, short_table, write_study_report
 
     transformers.utils.logging.set_verbosity_error()
-    options.check()
+    options.refuse_conflicts()
     if options.model:
         study = Ablation(options)
         if options.dry_run:

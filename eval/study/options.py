@@ -128,7 +128,7 @@ class AblateOptions(Options):
         control = not divisors or (any(self.alphas) and self.teacher == "none")
         return {*divisors[:1], *divisors[-2:], *([heads] if control else [])}
 
-    def check(self) -> None:
+    def refuse_conflicts(self) -> None:
         """Raise RefusedError for options that conflict or that no method uses."""
         for name in vars(self) if not self.model else ():
             if self.is_set(name) and name not in ("output", "max_loss_increase", "verbose", "quiet"):
