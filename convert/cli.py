@@ -54,7 +54,7 @@ def command(options: ConvertOptions) -> None:
             plan = prepare(options, bar)
         if plan.losses:
             _say(allotment_text(plan), options)
-        _warn(plan.warnings)
+        _warn(plan.warnings if options.dry_run else ())
         if options.is_set("method") and plan.method not in METHODS:
             _say(f"note        --method is not used: none of the {plan.config.main.kv} heads are merged", options)
         record = plan_record(plan, options.kv_budget) | {"dry_run": options.dry_run}
@@ -76,7 +76,7 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     _say(plan_text(plan, tensors=options.verbose), options)
     if errors := errors_text(result.plan):
         _say(errors, options)
-    _warn(result.warnings[len(plan.warnings) :])
+    _warn(result.warnings)
     seconds = time.monotonic() - start
     _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
     if plan.method in METHODS and not options.quiet:

@@ -66,7 +66,7 @@ class ConvertOptions(Options):
     revision: str | None = option(None, "The branch, tag or commit of a hub id.", metavar="NAME")
     trust_remote_code: bool = option(False, "Run code that a checkpoint brings (dangerous).", methods="reads_text")
     check: bool = option(
-        True, "Compare the result with MODEL on text that nothing is fitted to.", methods="reads_text")
+        True, "Measure what the result loses beside MODEL, where text is read: on text that nothing is fitted to.")
     dry_run: bool = option(False, "Print the plan and write nothing; of a hub id only headers are fetched.")
     json: bool = option(False, "One JSON object on stdout, everything else on stderr.")
     overwrite: bool = option(False, "Replace the checkpoint at DIR once the new one is complete.")

@@ -58,7 +58,7 @@ class Ids(CalibrationText):
     high: int = 96
 
     def split(self, checkpoint: Any, device: str, watcher: Any, heldout: int) -> tuple[Tensor, Tensor]:
-        return self.ids(), self.ids()[:0]
+        return self.ids(), replace(self, seed=self.seed + 1, count=heldout // self.length).ids()
 
     def ids(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)

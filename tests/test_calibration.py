@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,17 @@ class Recorder(Watcher):
     def __init__(self, stop_after: int = 0) -> None:
         super().__init__(quiet=True)
         self.losses: list[float] = []
-        self.warnings: list[str] = []
+        self.warnings, self.notes = list[str](), list[str]()
         self._stop_after = stop_after
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
 
-    def layer(self, error: float) -> None:
-        self.losses.append(error)
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def layer(self, error: float | None) -> None:
+        self.losses.append(math.nan if error is None else error)
         if len(self.losses) == self._stop_after:
             raise KeyboardInterrupt
 

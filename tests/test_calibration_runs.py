@@ -24,9 +24,13 @@ from test_families import write_checkpoint
 from tiny_models import TINY, build
 from training import Runs, difference
 
+from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.errors import CorruptError, RefusedError
+from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.merge.calibrate import Calibrator
+from gqa.convert.merge.check import TOKENS
 from gqa.convert.merge.find_maps import describe, with_maps
 from gqa.convert.merge.options import CalibrationText
 
@@ -70,6 +74,55 @@ def test_layers_of_another_model_are_refused(source: Path, tmp_path: Path) -> No
         save_file({n: of.flip(0) if ".mlp." in n else of for n, of in tensors.items()}, file, {"format": "pt"})
     with pytest.raises(RefusedError, match="holds layers of an unfinished run with model"):
         find_maps(plan_of(model), out, on_ids())
+
+
+@pytest.mark.parametrize("method", ["calibrated", "refined"])
+def test_quality_is_that_of_the_written_model_beside_its_base_model(source: Path, tmp_path: Path, method: str) -> None:
+    """On text that nothing is fitted to, as whole models have it; a run that continues has the same, of all layers."""
+    options, out = on_ids(refinement=SHORT, check=True), tmp_path / "out"
+    done = convert_checkpoint(source, 2, out, method=method, calibration=options)
+    quality, ids = done.record["quality"], options.text.split(read_checkpoint(source), "cpu", SILENT, TOKENS)[1]
+    assert quality["tokens"] == 15 * len(ids) == 15 * 512
+    copies = torch.cat([ids[:16, :8], ids[:16, :8]], 1)
+    for name, directory in (("base", source), ("converted", out)):
+        model = load_model(str(directory), dtype="float32")
+        with torch.no_grad():
+            logits, repeated = model(ids).logits[:, :-1], model(copies).logits[:, 8:-1]
+        nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        assert quality["perplexity"][name] == pytest.approx(float(nats.exp()), rel=1e-4)
+        hits = (repeated.argmax(-1) == copies[:, 9:]).double().mean()
+        assert quality["recall"][name] == pytest.approx(float(hits), abs=0.009)  # one of 112 may be a tie
+    perplexity = quality["perplexity"]
+    assert quality["ratio"] == pytest.approx(perplexity["converted"] / perplexity["base"])
+    assert quality["ratio_low"] < quality["ratio"] < quality["ratio_high"]
+    with pytest.raises(KeyboardInterrupt):
+        find_maps(plan_of(source, method), out, options, Recorder(stop_after=1))
+    with with_maps(plan_of(source, method), out, options, recorder := Recorder()) as maps:
+        assert (maps.quality, maps.errors) == (quality, done.record["layer_errors"])
+    assert recorder.notes == ["continues   after layer 1 of 2, where a run was stopped"]
+
+
+def test_what_is_said_of_the_quality(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is measured a line in the output, the record and the card; else the command that measures it."""
+    text, out = ("--tokens", 256, "--context", 16), tmp_path / "out"
+
+    def convert(*words: object) -> checkpoints.Result:
+        return checkpoints.run(small, "-g", 2, "-o", out, "--overwrite", *words)
+
+    done = convert(*text)
+    (line,) = re.findall(r"^quality     (perplexity x[\d.]+ \(95 %: .*\), recall \d+ of \d+ %, on .*)$", done.out, re.M)
+    assert line.endswith("on self-generated text")
+    assert line in (out / "README.md").read_text()
+    assert re.search(r"^layers      squared error .*:\n            [\d.e-]+ +[\d.e-]+$", done.out, re.M)
+    (tmp_path / "text.txt").write_text("words and others " * 999)
+    monkeypatch.setattr("gqa.convert.summary._DAMAGED", 0.5)
+    done = convert("--data", tmp_path / "text.txt", "--json", *text)
+    assert "on held-out blocks of text.txt\n" in done.err
+    assert "warning: this model is damaged: use --method refined or train it\n" in done.err
+    assert json.loads(done.out)["quality"] == json.loads((out / "gqa_conversion.json").read_text())["quality"]
+    for words in (("--no-check", *text), ("--method", "aligned")):
+        assert f"quality     not measured; this command does: gqa-eval {small} {out} --recall\n" in convert(*words).out
+        assert "quality" not in json.loads((out / "gqa_conversion.json").read_text())
 
 
 _STOPPED = """

@@ -65,6 +65,21 @@ def test_no_more_is_tokenised_than_is_needed(tmp_path: Path, counted: Counted) -
     assert torch.isin(mixed, plain).all()
 
 
+@pytest.mark.parametrize(("numbers", "held"), [(9000, 4), (110, None), (0, 2)])
+def test_held_out_blocks_are_others(tmp_path: Path, alone: None, numbers: int, held: int | None) -> None:
+    """Of a long text what is left, so that what is fitted to is the same; else an eighth."""
+    (tmp_path / "text.txt").write_text(" ".join(map(str, range(numbers))))
+    spec = str(tmp_path / "text.txt") if numbers else "self"
+    text = CalibrationText((spec,), LENGTH * 16, LENGTH, repeats=False)
+    fitted, others = text.split(read_checkpoint(SOURCE), "cpu", SILENT, LENGTH * 4)
+    whole = text.blocks(read_checkpoint(SOURCE), "cpu", SILENT)
+    assert len(others) == (held or (len(fitted) + len(others)) // 8) > 0
+    rows = [{tuple(row) for row in part.tolist()} for part in (fitted, others, whole)]
+    assert not rows[0] & rows[1]
+    assert (rows[0] | rows[1] == rows[2]) == (held != 4)
+    assert torch.equal(fitted, whole) == (held == 4)
+
+
 @pytest.mark.parametrize(("documents", "characters"), [(1, 256), (30, 256), (30, 1)])
 def test_a_small_source_is_used_from_end_to_end(
     tmp_path: Path, documents: int, characters: int, monkeypatch: pytest.MonkeyPatch

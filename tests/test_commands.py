@@ -265,7 +265,7 @@ def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
         with console.Watcher(silent) as watcher:
             watcher.stage("calibrating", 30, "layer", done=1)
             watcher.layer(0.25)
-            watcher.layer(float("nan"))
+            watcher.layer(None)
             watcher.stage("base writes", 20_000)
             watcher.update(10_000)
     line = r"calibrating: {} of 30 layers, 00:00 elapsed, about 00:00 left, error 0.25\n"
@@ -291,13 +291,13 @@ def test_the_total_of_the_bar_is_what_is_done(method: str, tmp_path: Path, monke
     stages: list[list[int]] = []
 
     class Counting(console.Watcher):
-        def stage(self, name: str, total: int, unit: str = "tok") -> None:
+        def stage(self, name: str, total: int, unit: str = "token", done: int = 0) -> None:
             stages.append([total, 0])
 
         def update(self, count: int) -> None:
             stages[-1][1] += count
 
-        def layer(self, error: float) -> None:
+        def layer(self, error: float | None) -> None:
             self.update(1)
 
     monkeypatch.setattr(convert_cli, "Watcher", Counting)

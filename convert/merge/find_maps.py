@@ -82,7 +82,7 @@ def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher
     check = Check(calibrator.pair, others, state) if others is not None and len(others) and has_head else None
     if layers.count:
         watcher.note(f"continues   after layer {layers.count} of {calibrator.layers}, where a run was stopped")
-    watcher.stage("calibrating", calibrator.layers - layers.count, "layer")
+    watcher.stage("calibrating", calibrator.layers, "layer", layers.count)
     for layer in range(layers.count, calibrator.layers):
         results = calibrator.run(layer)
         tensors = maps_tensors((result.module.path, result.maps) for result in results)

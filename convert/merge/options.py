@@ -140,7 +140,7 @@ class CalibrationText:
             load, device, checkpoint, self.length, count, seed, plain, watcher, trust_remote_code=trusted
         )
         first = count - min(heldout, count // 8)
-        others = replace(written, plain=True)
+        others = replace(written, plain=True) if heldout else written
         rows = [(written if index < first else others)[index]["input_ids"] for index in range(count)]
         ids = torch.from_numpy(np.stack(rows))
         return ids[:first], ids[first:]
