@@ -81,7 +81,7 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
     if plan.method in METHODS and not options.quiet:
         _say_next(result, options)
-    quality = {name: result.record[name] for name in ("quality", "layer_errors") if name in result.record}
+    quality = {name: value for name, value in result.record.items() if name in ("quality", "layer_errors")}
     return {"output": str(result.out), **quality, "warnings": list(result.warnings)}
 
 
