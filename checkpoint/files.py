@@ -11,11 +11,10 @@ import os
 import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from gqa.checkpoint.errors import CorruptError, explain
@@ -36,8 +35,7 @@ _OLD_MODEL = (
     "*-cache.json", "Modelfile", "*imatrix*", "adapter_config.json", "checkpoint-*/*", "trainer_state.json",
     "*.onnx[._]data*", "*.mlpackage/*", "lit_config.json", "model_config.yaml", "kv_cache_scales.json",
 )  # fmt: skip
-# Of one file: the largest models have some hundred thousand tensors, in many files, and each takes about 150 bytes.
-MAX_HEADER_BYTES = 20_000_000
+_MODULE = re.compile(r"\d+_[A-Z]\w*/")  # a further module of Sentence Transformers, with weights, like `2_Dense/`
 BITS = {
     **dict.fromkeys(["F4"], 4),
     **dict.fromkeys(["F6_E2M3", "F6_E3M2"], 6),
@@ -81,13 +79,7 @@ def read_header(path: Path, file: str) -> list[TensorSpec]:
     from safetensors import SafetensorError, safe_open
 
     with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-    if length > MAX_HEADER_BYTES:
-        raise CorruptError(
-            f"{file} is truncated or no safetensors file: a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,} "
-            "are allowed; download it again"
-        )
-    position = 8 + length
+        position = 8 + int.from_bytes(stream.read(8), "little")
     specs = []
     try:
         with safe_open(path, framework="np") as stored:
@@ -99,16 +91,15 @@ def read_header(path: Path, file: str) -> list[TensorSpec]:
                 position = end
     except (SafetensorError, OSError, KeyError) as error:  # KeyError: unknown dtype
         raise CorruptError(
-            f"{file} is truncated or no safetensors file: {explain(error)}; download it again"
+            f"{file} is truncated or no safetensors file: {explain(error)}; download it again (if it is a Git LFS "
+            "pointer, with git lfs pull)"
         ) from error
     return specs
 
 
-def format_header(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})
-) -> bytes:
+def format_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
     """Length prefix and header for tensors `name -> (dtype, shape)` written one after another in this order."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, shape) in tensors.items():
         end = position + byte_size(dtype, shape)
@@ -159,17 +150,12 @@ def _shards(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def side_files(names: Collection[str], modules: bytes = b"[]") -> tuple[list[str], list[str]]:
+def side_files(names: Collection[str]) -> tuple[list[str], list[str]]:
     """Split names other than config and weights into files to copy and files to leave out: the old model in other
-    formats, or descriptions of it. `modules` is the content of modules.json (Sentence Transformers),
-    which names directories of further modules with weights of their own.
+    formats, or descriptions of it.
     """
     visible = sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
-    directories: tuple[str, ...] = ()
-    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):  # modules.json with other contents
-        paths = [module["path"] for module in json.loads(modules)]
-        directories = tuple(f"{path.rstrip('/')}/" for path in paths if path)
-    weights = {name for name in visible if holds_weights(name) and not name.startswith(directories)}
+    weights = {name for name in visible if holds_weights(name) and not _MODULE.match(name)}
     other_models = tuple({name.rpartition("/")[0] + "/" for name in weights if "/" in name})
     left_out = [
         name

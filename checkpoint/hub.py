@@ -18,10 +18,11 @@ from typing import Any
 import click
 
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.files import MAX_HEADER_BYTES, TensorSpec, read_header, side_files, weight_files
+from gqa.checkpoint.files import TensorSpec, read_header, side_files, weight_files
 from gqa.checkpoint.read import ADVICE, Checkpoint, cached_revision, read_checkpoint, read_json
 
 FIRST_BYTES = 2**16  # read first from a shard at the hub: nearly always its whole header
+_MAX_HEADER_BYTES = 100_000_000  # of safetensors
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 # True if a caller from Python wants no progress bars.
 without_bars: ContextVar[bool] = ContextVar("without_bars", default=False)
@@ -106,8 +107,7 @@ def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: 
     files, _ = weight_files(read_json(directory, "config.json"), names, lambda name: read_json(fetch(name), name))
     if missing := set(files) - names:
         raise RefusedError(f"{model} has an index that names {min(missing)}, which is not there; tell its owner")
-    modules = fetch("modules.json").joinpath("modules.json").read_bytes() if "modules.json" in names else b"[]"
-    side, _ = side_files(names.difference(files), modules)
+    side, _ = side_files(names.difference(files))
     fetch(*side)
     if headers_only and not all((directory / file).exists() for file in files):
         if not files[0].endswith(".bin"):
@@ -138,7 +138,7 @@ def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
     ):
         length = stream.read(8)
         copy = Path(place) / "header.safetensors"
-        copy.write_bytes(length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES)))
+        copy.write_bytes(length + stream.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES)))
         os.truncate(copy, stream.size)
         return read_header(copy, file)
 

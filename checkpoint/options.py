@@ -271,38 +271,15 @@ def flag(name: str) -> str:
     return "--" + ("groups" if name == "kv_heads" else name).replace("_", "-")
 
 
-def name_parameters(message: str, command: type) -> str:
-    """A message to Python callers: `kv_heads=3` instead of `--groups 3`, `overwrite=True` instead of `--overwrite`,
-    `output` instead of `-o`.
-    """
-    names = {word: one.name for one in fields(command) for word in (flag(one.name), one.metadata["short"]) if word}
-
-    def name_parameter(match: re.Match[str]) -> str:
-        word, rest = match.groups(default="")
-        name = names.get(word.replace("--no-", "--"))
-        if name is None:  # of another command
-            return word[2:].replace("-", "_") + rest
-        kind, several = _types(command)[name]
-        if isinstance(kind, _Flag):
-            return f"{name}={word in names}{rest}"
-        if rest.isupper():  # --groups G
-            return f"{name}={rest[1:]}"
-        with suppress(click.BadParameter):
-            if not isinstance(kind.kind if isinstance(kind, Several) else kind, Text):
-                value = kind.convert(rest[1:], None, None)
-                return f"{name}={value[0] if several and len(value) == 1 else value!r}"
-        return name + rest if word.startswith("--") else f"{name}=...{rest}"
-
-    return re.sub(rf"(?<![\w-])(--[a-z][a-z-]+|{'|'.join(names)})\b( [\w.,]*\w)?", name_parameter, message)
-
-
 @contextmanager
-def parameters_in_errors(command: type) -> Iterator[None]:
-    """Errors of the block are for Python callers."""
+def parameters_in_errors() -> Iterator[None]:
+    """Errors of the block are for Python callers: `kv_heads` instead of `--groups`, `output` instead of `-o`."""
     try:
         yield
     except (RefusedError, OutputError, DivergedError) as error:
-        error.args = (name_parameters(str(error), command),)
+        message = re.sub(r"(?<![\w-])-o\b", "output", str(error).replace("--groups", "kv_heads"))
+        message = re.sub(r"(?<![\w-])--(?:no-)?([a-z][a-z-]+)", lambda match: match[1].replace("-", "_"), message)
+        error.args = (message,)
         raise
 
 

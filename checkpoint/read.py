@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-MAX_JSON_BYTES = 64_000_000
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _STORED_DTYPES = {name: stored for stored, name in TORCH_DTYPES.items()} | {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
@@ -41,7 +40,6 @@ ADVICE = (
     "give a checkpoint with config.json and safetensors or .bin weights (GGUF and ONNX are made from one, "
     "an adapter is merged into one)"
 )
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Name suffixes of packed weights and scales in GPTQ, AWQ, bitsandbytes and compressed-tensors.
 _PACKED = (
     ".qweight", ".qzeros", ".g_idx", ".SCB", ".weight_packed", ".weight_scale", ".weight_scale_inv",
@@ -172,10 +170,8 @@ def member_path(directory: Path, name: str) -> Path:
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
-    """A JSON object in UTF-8, of bounded size, that can be written again. Raises CorruptError."""
+    """A JSON object in UTF-8 that can be written again. Raises CorruptError."""
     path = member_path(directory, name)
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise CorruptError(f"{name} has {path.stat().st_size} bytes, at most {MAX_JSON_BYTES} are allowed; is it one?")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for half of a surrogate pair
@@ -214,7 +210,7 @@ def read_checkpoint(
     elif pickled:
         tables = {file: table for file, (_, table) in pickled.items()}
     else:
-        tables = {file: read_header(_weights_path(directory, file), file) for file in files}
+        tables = {file: read_header(member_path(directory, file), file) for file in files}
     tensors = merge_tables(tables, read_json(directory, index) if index else None)
     side, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, index, *files})
     hub_id, revision = cached_revision(directory)
@@ -260,29 +256,21 @@ def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any
     return tensors
 
 
-def _weights_path(directory: Path, file: str) -> Path:
-    path = member_path(directory, file)
-    with path.open("rb") as stream:
-        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise CorruptError(f"{file} is a Git LFS pointer, not the weights; fetch them with: git lfs pull")
-    return path
-
-
 def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[TensorSpec]]:
     """The memory-mapped tensors of a `.bin`, and their table; unpickles plain tensors only."""
     import pickle
 
     import torch
 
-    path = _weights_path(directory, file)
+    path = member_path(directory, file)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # the restricted unpickler raises any kind on a broken or hostile file
         unpickling = isinstance(error, pickle.UnpicklingError)
         why = "it asks for more than tensors, which is never run" if unpickling else explain(error)
         raise CorruptError(
-            f"{file} is not a file of plain tensors that can be mapped ({why}); "
-            "save the checkpoint as safetensors first"
+            f"{file} is not a file of plain tensors that can be mapped ({why}); download it again, or save the "
+            "checkpoint as safetensors first"
         ) from error
     table, end = [], 0
     items: list[tuple[Any, Any]] = [*state.items()] if isinstance(state, dict) else [(state, None)]
@@ -310,8 +298,7 @@ def _side_files(directory: Path, rewritten: AbstractSet[str | None]) -> tuple[tu
             "its place, or remove it"
         )
     names = [name for name, path in paths.items() if name not in rewritten and not path.is_dir()]
-    modules = member_path(directory, "modules.json").read_bytes() if "modules.json" in names else b"[]"
-    side, left_out = side_files(names, modules)
+    side, left_out = side_files(names)
     for name in side:
         member_path(directory, name)
     return tuple(side), tuple(left_out)

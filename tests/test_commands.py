@@ -174,11 +174,8 @@ def test_an_option_is_refused_by_the_methods_that_do_not_use_it(method: str, tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_budget": 0.5}, "give kv_heads=G, or kv_budget=SHARE for a share of the KV cache; one of them"),
-        (
-            {"method": "mean", "data": "notes.txt"},
-            "data is not used by method='mean'; it goes with method='calibrated',",
-        ),
+        ({"kv_budget": 0.5}, "give kv_heads G, or kv_budget SHARE for a share of the KV cache; one of them"),
+        ({"method": "mean", "data": "notes.txt"}, "data is not used by method mean; it goes with method calibrated,"),
     ],
 )
 def test_a_plan_refuses_the_same_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
