@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self
 
 import click
 
-from gqa.checkpoint.errors import RefusedError, explain, one_line
+from gqa.checkpoint.errors import DivergedError, RefusedError, StoppedError, explain, one_line
 
 _LOG_SECONDS = 30.0  # between lines of progress in a log
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -129,10 +129,12 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
             traceback.print_exc()
         if isinstance(error, RefusedError):
             fail(program, str(error), 2)
+        if isinstance(error, StoppedError):
+            fail(program, str(error), 128 + error.number)
         if isinstance(error, OSError) and error.filename and error.strerror:
             name = os.fsdecode(error.filename)
             fail(program, f"{name}: {error.strerror}; check that it exists, its permissions and the disk", 1)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError | DivergedError):
             fail(program, str(error), 1)
         if out_of_memory(error):
             fail(program, f"out of memory: {explain(error)}; use smaller batches or a shorter context", 1)

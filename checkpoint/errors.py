@@ -1,6 +1,7 @@
 """Errors that a user can cause: one clear line each, never a traceback."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class RefusedError(ValueError):
@@ -31,11 +32,11 @@ class DivergedError(Exception):
 
 
 class StoppedError(Exception):
-    """A signal stopped the run; the state was saved after `step`."""
+    """A signal of this number stopped the run; the state was saved in `directory` after `step`."""
 
-    def __init__(self, number: int, step: int) -> None:
-        super().__init__(f"stopped by signal {number} after step {step}")
-        self.number, self.step = number, step
+    def __init__(self, number: int, step: int, directory: Path) -> None:
+        super().__init__(f"stopped; step {step} is saved in {directory}; the same command continues")
+        self.number = number
 
 
 def listing(names: Iterable[object], limit: int = 8) -> str:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
-from typing import NoReturn
 
 import click
 
-from gqa.checkpoint.console import Watcher, fail, print_device, run
-from gqa.checkpoint.errors import DivergedError, StoppedError
+from gqa.checkpoint.console import Watcher, print_device, run
 from gqa.checkpoint.options import command as command_of
 from gqa.uptrain.options import TrainOptions
 
@@ -39,8 +36,7 @@ def command(options: TrainOptions) -> None:
     from gqa.uptrain.setup import prepare
 
     transformers.utils.logging.set_verbosity_error()
-    main = ranks().is_main_process
-    quiet = options.quiet or not main
+    quiet = options.quiet or not ranks().is_main_process
     with Watcher(quiet) as watcher:
         setup = prepare(options, sys.argv[1:], watcher=watcher)
 
@@ -50,26 +46,11 @@ def command(options: TrainOptions) -> None:
 
     print_device(setup.accelerator.device, quiet)
     say(plan_text(setup))
-    try:
-        with watcher:
-            progress, record = uptrain(setup, watcher)
-    except StoppedError as stopped:
-        message = f"stopped; step {stopped.step} is saved in {setup.states.directory}; the same command continues"
-        _leave(main, message, 128 + stopped.number)
-    except DivergedError as error:
-        if options.verbose and main:
-            traceback.print_exc()
-        _leave(main, str(error), 1)
+    with watcher:
+        progress, record = uptrain(setup, watcher)
     say(result_text(setup, progress))
-    if main and options.json:
+    if options.json and setup.accelerator.is_main_process:
         click.echo(json.dumps(record))
-
-
-def _leave(main: bool, message: str, code: int) -> NoReturn:
-    """End all processes; the main one prints the message."""
-    if main:
-        fail("gqa-uptrain", message, code)
-    sys.exit(code)
 
 
 def main() -> None:

@@ -76,7 +76,8 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
                 batch = {"batch_size": options.batch_size, "stream": gather_object(positions)}
                 setup.states.save(accelerator, model, optimizer, best, vars(progress) | setup.run | batch)
             if stopped:
-                raise StoppedError(signals[0] if signals else signal.SIGTERM, progress.step)
+                number = signals[0] if signals else signal.SIGTERM
+                raise StoppedError(number, progress.step, setup.states.directory)
             start = time.perf_counter()
     return progress, _best(setup, model, progress, best)
 

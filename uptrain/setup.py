@@ -46,7 +46,6 @@ class Setup:
     checkpoint: Checkpoint
     teacher_checkpoint: Checkpoint | None
     model: PreTrainedModel
-    teacher: PreTrainedModel | None
     training_model: TrainingModel
     dataloader: Dataloader
     micro_batch: int
@@ -107,8 +106,8 @@ def prepare(
     micro_batch = options.micro_batch or share
     accelerator.gradient_accumulation_steps = share // micro_batch
     return Setup(
-        options, teacher_text, accelerator, checkpoint, base, model, teacher, training, dataloader,
-        micro_batch, states, run, start,
+        options, teacher_text, accelerator, checkpoint, base, model, training, dataloader, micro_batch, states, run,
+        start,
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import sys
 import click
 
 from gqa.checkpoint.console import fail, print_device, run
-from gqa.checkpoint.errors import StoppedError
 from gqa.checkpoint.options import command as command_of
 from gqa.eval.study.options import AblateOptions
 
@@ -38,11 +37,8 @@ def command(options: AblateOptions) -> None:
         if options.dry_run:
             click.echo(cells_table(study.subject.name, study.cells, study.unmeasured).text())
             return
-        try:
-            print_device(options.maps.device, options.quiet)
-            study.run(sys.argv[1:])
-        except StoppedError as stopped:
-            fail("gqa-ablate", "stopped; the same command continues", 128 + stopped.number)
+        print_device(options.maps.device, options.quiet)
+        study.run(sys.argv[1:])
     rows, recommendation, names = write_study_report(options.output, options.max_loss_increase)
     if not options.quiet:
         click.echo(short_table(rows).text())
