@@ -1,6 +1,6 @@
-"""README.md, docs/ and the notebooks: every command that they show parses, those of the README run in order, and so do
-all blocks of Python; on tiny models of the names that stand there, with little text. What is published: one version,
-links that lead somewhere, workflows, extras of the image. `make lint docs` checks the Dockerfile and the site.
+"""README.md, docs/ and the notebooks: their commands and blocks of Python run, page by page, with little text and tiny
+models of the names that stand there. What is published: one version, links that lead somewhere, workflows, extras of
+the image. `make lint docs` checks the Dockerfile and the site.
 """
 
 from __future__ import annotations
@@ -9,148 +9,209 @@ import json
 import os
 import re
 import shlex
+import shutil
+import sys
+import threading
 import tomllib
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
-from itertools import islice
+from dataclasses import MISSING
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from checkpoints import run
+from embedded import SOURCE
+from evaluations import few_questions
 from markdown_it import MarkdownIt
+from test_custom_code import THEIRS
+from test_native import CASES
+from tiny_models import TINY
 from training import fresh_accelerator, tiny_checkpoint, write_corpus
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gqa
+from gqa.checkpoint.options import _types
+from gqa.convert.methods import HeadMaps, Method
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MODULES = {
-    "gqa-convert": "convert.cli", "gqa-uptrain": "uptrain.cli",
-    "gqa-eval": "eval.cli", "gqa-ablate": "eval.study.cli",
+PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/quickstart.md")]
+PAGES += sorted({*(ROOT / "docs").glob("*.md")} - {*PAGES})
+OPTIONS = {
+    "gqa-convert": gqa.ConvertOptions, "gqa-uptrain": gqa.TrainOptions,
+    "gqa-eval": gqa.EvaluateOptions, "gqa-ablate": gqa.AblateOptions,
 }  # fmt: skip
-# Query and KV heads of the stand-ins.
-MODELS = {"examples/stdlib-mha": (8, 8), "Llama-2-7b-hf": (32, 32)}
-# Numbers that take hours become small ones. What is true of the command stays: its options, its order, its names.
-LIMITS = {"--tokens": "512", "--context": "64", "--batch-size": "2"}
-# Options that a command has besides.
-ADDED = {
-    "gqa-convert": {"--method": "mean"},
-    "gqa-uptrain": {"--tokens": "512", "--context": "64", "--batch-size": "2", "--heldout-tokens": "256"},
-    "gqa-eval": {"--no-recall": "", "--tokens": "400"},
+# Family, query heads and KV heads of the stand-ins for models, and the columns of those for data.
+LLAMA = ("llama", 8, 8)
+MODELS = {
+    "examples/stdlib-mha": LLAMA, "SRC": LLAMA, "OUT": ("llama", 8, 2),
+    "Llama-2-7b-hf": ("llama", 32, 32), "meta-llama/Llama-2-7b-hf": ("llama", 32, 32),
+    "SmolLM2-135M-Instruct": ("llama", 9, 3), "Qwen2.5-3B-Instruct": ("llama", 16, 2),
+    "google-t5/t5-small": ("t5", 4, 4), "stdlib-t5": ("t5", 4, 4),
+    "EleutherAI/pythia-1b": ("gpt_neox", 8, 8), "openai-community/gpt2": ("gpt2", 12, 12),
+}  # fmt: skip
+DATA = {
+    "corpus.jsonl": ["text"], "wikitext2-test.txt": [], "pairs.jsonl": ["article", "summary"],
+    "stdlib-t5/heldout.jsonl": ["source", "target"], "stdlib-t5/train.jsonl": ["source", "target"],
+}  # fmt: skip
+# Numbers that take hours become small ones. What is true of a command stays: its options, its order, its names.
+LIMITS = {
+    "--tokens": "512", "--context": "128", "--batch-size": "2", "--steps": "2", "--calibration-tokens": "256",
+    "--decode-contexts": "16", "--decode-steps": "2", "--methods": "mean", "--alphas": "0,0.3", "--alpha": "0.3",
+}  # fmt: skip
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gqa-convert": {"tokens": 512, "context": 64, "refine_steps": 2},
+    "gqa-uptrain": {"context": 64, "batch_size": 2, "heldout_tokens": 128},
+    "gqa-eval": {"tokens": 400, "context": 128, "decode_contexts": 16, "decode_steps": 2},
+    "gqa-ablate": {
+        "methods": "mean", "kv_heads": 1, "alphas": 0.3, "context": 64, "batch_size": 2, "calibration_tokens": 256,
+        "calibration_context": 64, "refine_steps": 2, "skip": ("kl", "recall"),
+    },
+}  # fmt: skip
+# Programs that are not ours, and why they are not run here.
+OTHERS = {
+    "python3": "makes an environment", ".": "enters it", "pip": "installs", "unzip": "unpacks", "git": "lists files",
+    "grep": "selects files", "xargs": "reads files", "wc": "counts", "eval": "completion", "source": "completion",
+    "vllm": "make test-serving runs it", "ct2-transformers-converter": "make test-serving runs it",
+    "llama-server": "llama.cpp is not on PyPI", "llama-quantize": "llama.cpp is not on PyPI",
+    "lm_eval": "tests/test_scoring.py runs it", "python": "another project's script",
+}  # fmt: skip
+PYTHON_ELSEWHERE = {
+    "llmcompressor": "is not installed", "trl": "is not installed", "BitsAndBytesConfig": "needs a GPU's library",
+    "yield": "is part of a function",
 }  # fmt: skip
 
 
-def blocks(page: Path, *languages: str) -> list[tuple[list[int], str]]:
-    """The lines and the text of a page's blocks."""
-    return [
-        (t.map or [], t.content)
-        for t in MarkdownIt().parse(page.read_text())
-        if t.type == "fence" and t.info in languages
-    ]
+def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
+    """The first lines and the texts of a page's blocks."""
+    tokens = MarkdownIt().parse(page.read_text())
+    return [((t.map or [0])[0] + 2, t.content) for t in tokens if t.type == "fence" and t.info in languages]
 
 
-def commands(page: Path) -> Iterator[tuple[str, list[str], bool]]:
-    """Program, words, and whether it is started as it stands, not through a launcher of many processes."""
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each command of a page's blocks."""
     for _, text in blocks(page, "", "sh", "bash"):
-        for line in text.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True) if re.match(r"(\S*/)?(gqa-\w+|accelerate|torchrun) ", line) else []
-            if not words or "..." in words:  # `...` stands for the words of the line before
-                continue
-            program, rest = words[0].rpartition("/")[2], words[1:]
-            if program in MODULES:
-                yield program, rest, True
-            elif "-m" in rest:
-                module, *rest = rest[rest.index("-m") + 1 :]
-                yield module.replace("gqa.", "gqa-"), rest, False
+        code = re.sub(r"[ \t]#.*|^#.*", "", text.replace("\\\n", " "), flags=re.MULTILINE)
+        words = shlex.shlex(code, posix=True, punctuation_chars="&|;\n")
+        words.whitespace, words.whitespace_split = " \t", True
+        yield from ([*group] for ends, group in groupby(words, lambda word: {*word} <= {*"&|;\n"}) if not ends)
 
 
-SHOWN = [(page, *command) for page in PAGES for command in commands(page)]
+def shortened(program: str, words: list[str]) -> list[str]:
+    """The same command on little text, and with two of several numbers of heads."""
+    limits = LIMITS | ({"--groups": "1"} if program == "gqa-ablate" else {})
+    small = [limits.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    small = [re.sub(r"^self((?::\w+)?):\w+$", r"self\1:512", word) for word in small]
+    small = [re.sub(r"^(\d+,\d+)(,\d+)+$", r"\1", word) for word in small]
+    writes = program in ("gqa-convert", "gqa-uptrain") and "--dry-run" not in words
+    return [*small, *(["--overwrite"] if writes else [])]  # other pages may have used the name
 
 
-@pytest.mark.parametrize(("program", "words"), [(program, words) for _, program, words, _ in SHOWN],
-                         ids=[f"{page.stem}-{number}" for number, (page, *_) in enumerate(SHOWN)])  # fmt: skip
-def test_options_exist(program: str, words: list[str]) -> None:
-    import_module(f"gqa.{MODULES[program]}").command.make_context(program, list(words))
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models by the names that the pages use, and texts."""
+    root = tmp_path_factory.mktemp("stand-ins")
+    for name, (family, heads, kv_heads) in MODELS.items():
+        size = {"num_attention_heads": heads, "hidden_size": 8 * heads, "max_position_embeddings": 256}
+        tiny = TINY.get(family) or THEIRS.get(family) or CASES[family].tiny
+        size["tie_word_embeddings"] = True
+        tiny_checkpoint(root / name, tiny, kv_heads, **(size if family == "llama" else {"pad_token_id": 0}))
+        if family == "t5":  # sentinels, for spans of plain text
+            tokenizer = AutoTokenizer.from_pretrained(SOURCE)
+            tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]})
+            tokenizer.save_pretrained(root / name)
+    (root / "stdlib-mha").symlink_to("examples/stdlib-mha")
+    texts = [json.loads(line)["text"] for line in write_corpus(root / "corpus.jsonl").read_text().splitlines()]
+    for number, (name, fields) in enumerate(DATA.items()):
+        rows = [{field: text[start:500] for start, field in enumerate(fields)} for text in texts[number::2]]
+        lines = map(json.dumps, rows) if fields else texts
+        (root / name).write_text("\n".join([*lines, ""]))
+    return root
+
+
+@pytest.fixture
+def small_world(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None) -> Path:
+    """The working directory, with stand-ins, small defaults, and a library of ten modules."""
+    from gqa.corpus.stdlib import stdlib_texts
+
+    shutil.copytree(stand_ins, tmp_path, symlinks=True, dirs_exist_ok=True)
+    for program, kind in OPTIONS.items():
+        fields = kind.__dataclass_fields__
+        for name, value in DEFAULTS[program].items():
+            monkeypatch.setattr(fields[name], "default", _types(kind)[name][0].convert(value, None, None))
+        defaults = tuple(one.default for one in fields.values() if one.default is not MISSING)
+        monkeypatch.setattr(kind.__init__, "__defaults__", defaults)
+    monkeypatch.setattr("gqa.uptrain.models.TOKENS", 512)
+    monkeypatch.setattr(
+        "gqa.corpus.sources.stdlib_texts", lambda side: (text[:1200] for text in islice(stdlib_texts(side), 10))
+    )
+    few_questions(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def failure(words: list[str]) -> str:
+    """Why a command of a page does not run, or is neither run nor listed; else nothing."""
+    program, rest = words[0].rpartition("/")[2], words[1:]
+    if "-m" in rest and program in ("accelerate", "torchrun"):  # the processes of a launcher, of which one runs here
+        config = rest[rest.index("--config_file") + 1] if "--config_file" in rest else "Makefile"
+        program, *rest = rest[rest.index("-m") + 1 :]
+        program = program.replace("gqa.", "gqa-")
+        if rest == ["..."] or not (ROOT / config).exists():  # the words of the line before
+            return "" if (ROOT / config).exists() else f"there is no {config}"
+    if program in OPTIONS:
+        with fresh_accelerator():
+            done = run(*shortened(program, rest), program=program)
+        return done.err if done.code else ""
+    if program == "make":
+        return "" if f"\n{rest[0]}:" in (ROOT / "Makefile").read_text() else "no such target"
+    if program == "python" and (ROOT / rest[0]).is_file():
+        missing = [
+            word for word in rest if re.match(r"--\S+$", word) and f'"{word}"' not in (ROOT / rest[0]).read_text()
+        ]
+        return f"{rest[0]} has no {missing}" if missing else ""
+    return "" if program in OTHERS or "=" in program else f"{program} is neither run nor listed"
+
+
+def test_commands_of_the_pages_run(small_world: Path) -> None:
+    """Page by page, each once: a command may use what a page before has made."""
+    done, failures = list[list[str]](), list[str]()
+    for page in PAGES:
+        for words in commands(page):
+            if words not in done and (why := failure(words)):
+                failures.append(f"{page.name}: {shlex.join(words)}: {why}")
+            done.append(words)
+    assert failure(["gqa-convert", "--metod", "mean"])
+    assert failure(["unknown"]) == "unknown is neither run nor listed"
+    assert failures == []
 
 
 def test_every_fence_of_commands_is_seen(tmp_path: Path) -> None:
     """And no other: what closes a block of Python opens none."""
     page = tmp_path / "page.md"
     python = "```python\nimport gqa\n```\n\ngqa-convert is a command.\n\n"
-    fences = "```\ngqa-eval A \\\n  B  # told\n```\n\n", "- a list\n  ```sh\n  gqa-ablate R\n  ```\n"
+    fences = "```\ngqa-eval A \\\n  B  # 1\nx && y | z\n```\n\n", "- a list\n  ```sh\n  gqa-ablate R\n  ```\n"
     page.write_text(python.join(("", *fences)))
-    assert list(commands(page)) == [("gqa-eval", ["A", "B"], True), ("gqa-ablate", ["R"], True)]
+    assert [*commands(page)] == [["gqa-eval", "A", "B"], ["x"], ["y"], ["z"], ["gqa-ablate", "R"]]
 
 
-def made_small(program: str, words: list[str]) -> list[str]:
-    """The same command on little text, which is read where it says stdlib."""
-    previous = ["", *words]
-    small = [LIMITS.get(before, word) for before, word in zip(previous, words, strict=False)]
-    small = [re.sub(r"^stdlib:\w+$", "corpus.jsonl", word) for word in small]
-    small = [re.sub(r"^self(:\w+)?$", "self:1024", word) for word in small]
-    if "--dry-run" in words:
-        return small
-    added = {name: value for name, value in ADDED[program].items() if name not in words}
-    if "refined" in words:
-        added |= {"--refine-steps": "2", "--tokens": "256", "--context": "64"}
-    return [*small, *(word for pair in added.items() for word in pair if word)]
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_python_of_the_pages_runs(page: Path, small_world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one session a page, twice for the README. Blocks with libraries that are not here are left out."""
+    monkeypatch.setattr(sys, "argv", ["", "gqa.convert.cli", "--version"])
+    tokenizer = AutoTokenizer.from_pretrained("SRC")
+    names: dict[str, Any] = {"HeadMaps": HeadMaps, "Method": Method, "AutoModelForCausalLM": AutoModelForCausalLM}
+    names["prompt"] = tokenizer("def f", return_tensors="pt", return_token_type_ids=False)
+    with fresh_accelerator():
+        for line, code in blocks(page, "python") * (1 + (page.name == "README.md")):
+            if not any(word in code for word in PYTHON_ELSEWHERE):
+                exec(compile("\n" * (line - 1) + code.replace("tokens=20_000", "tokens=2_000"), page, "exec"), names)
+    sys.setprofile(None)
+    threading.setprofile(None)
 
 
-@pytest.fixture
-def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None) -> Path:
-    """The working directory, with tiny models by the names that the pages use, texts, and a library of ten modules."""
-    from gqa.corpus.stdlib import stdlib_texts
-
-    for name, (heads, kv_heads) in MODELS.items():
-        size = {"num_attention_heads": heads, "hidden_size": 8 * heads, "max_position_embeddings": 128}
-        tiny_checkpoint(tmp_path / name, kv_heads=kv_heads, tie_word_embeddings=True, **size)
-    (tmp_path / "stdlib-mha").symlink_to("examples/stdlib-mha")
-    write_corpus(tmp_path / "corpus.jsonl")
-    monkeypatch.setattr("gqa.corpus.sources.stdlib_texts", lambda side: islice(stdlib_texts(side), 10))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_commands_of_the_readme_run_in_order(small_world: Path) -> None:
-    count = 0
-    for program, words, is_whole in commands(ROOT / "README.md"):
-        if is_whole and program in ADDED:
-            with fresh_accelerator():
-                done = run(*made_small(program, words), program=program)
-            assert done.code == 0, (program, words, done.err)
-            count += 1
-    assert count > 4
-
-
-def missing_libraries(code: str) -> list[str]:
-    """Libraries that a block imports and that are not installed."""
-    names = re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)
-    return [name for name in names if find_spec(name) is None]
-
-
-def test_python_of_the_pages_runs(small_world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As one session a page. Blocks with libraries that are not here are left out; of those with the project's own
-    dependencies none is.
-    """
-    left_out = list[str]()
-    for page in (ROOT / "docs/api.md", ROOT / "README.md"):
-        names = dict[str, Any]()
-        with fresh_accelerator():
-            for lines, code in blocks(page, "python"):
-                left_out += (missing := missing_libraries(code))
-                if not missing:  # line by line as on the page, for tracebacks
-                    exec(
-                        compile("\n" * (lines[0] + 1) + code.replace("tokens=20_000", "tokens=2_000"), page, "exec"),
-                        names,
-                    )
-        assert isinstance(names["small"], gqa.Result)
-    assert set(left_out) <= {"trl", "peft"}
-    assert missing_libraries("import os\nfrom nowhere_to_be_found import x\n") == ["nowhere_to_be_found"]  # the control
-    assert "x baseline" in capsys.readouterr().out
-    assert (small_world / "continued/model.safetensors").is_file()
+def test_the_page_of_python_names_what_is_public() -> None:
     text = (ROOT / "docs/api.md").read_text()
     assert [name for name in gqa.__all__ if name not in text and name != "__version__"] == []
 
@@ -181,26 +242,28 @@ def test_one_version() -> None:
         assert tag == f"v{version}"
 
 
-def dead_links(page: str) -> list[str]:
-    """Pictures and links of a page at the root that lead to no file of the repository, or to no heading of it."""
+def dead_links(page: str, directory: Path = ROOT) -> list[str]:
+    """Pictures and links of a page in a directory that lead to no file, or to no heading of it."""
     parts = [part for token in MarkdownIt().enable("table").parse(page) for part in token.children or ()]
     links = [str(part.attrs["src" if part.type == "image" else "href"]) for part in parts if part.type in LINKS]
-    return [link for link in links if not link.startswith("https://") and not leads_somewhere(link)]
+    return [link for link in links if not link.startswith("https://") and not leads_somewhere(link, directory)]
 
 
-def leads_somewhere(link: str) -> bool:
+def leads_somewhere(link: str, directory: Path) -> bool:
     name, _, heading = link.partition("#")
-    file = ROOT / (name or "README.md")
+    file = directory / (name or "README.md")
     if not heading or not file.is_file():
         return file.exists()
     titles = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE)
     return heading in {re.sub(r"[^\w-]", "", title.lower().replace(" ", "-")) for title in titles}
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
-    assert dead_links((ROOT / "README.md").read_text()) == []
-    page = "[x](examples) [x](CONTRIBUTING.md#nothing) [x](docs/nothing.md) [x](#nothing) ![x](front.svg)"
-    assert dead_links(page) == ["CONTRIBUTING.md#nothing", "docs/nothing.md", "#nothing", "front.svg"]
+def test_links_of_pages_outside_the_site_lead_somewhere() -> None:
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("examples/*.ipynb")):
+        cells = json.loads(page.read_text())["cells"] if page.suffix == ".ipynb" else [{"source": page.read_text()}]
+        assert [link for cell in cells for link in dead_links("".join(cell["source"]), page.parent)] == []
+    page_of_dead_links = "[x](examples) [x](CONTRIBUTING.md#nothing) [x](docs/nothing.md) [x](#nothing) ![x](front.svg)"
+    assert dead_links(page_of_dead_links) == ["CONTRIBUTING.md#nothing", "docs/nothing.md", "#nothing", "front.svg"]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda path: path.name)

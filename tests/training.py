@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -27,17 +27,20 @@ from checkpoints import Result, call, load
 from embedded import SOURCE, UNIFORM_VOCABULARY, texts
 from processes import Forks, Running, die_at, free_port
 
+if TYPE_CHECKING:
+    from tiny_configs import Tiny
+
 BLOCK = 64  # tokens, the positions of tiny models
 
 
 def tiny_checkpoint(
-    directory: Path, name: str = "llama", kv_heads: int = 2, dtype: str = "float32", **options: Any
+    directory: Path, name: str | Tiny = "llama", kv_heads: int = 2, dtype: str = "float32", **options: Any
 ) -> Path:
     """A random model of a family in `tiny_models`, with the embedded tokenizer."""
     import torch
     from tiny_models import TINY, build
 
-    tiny = TINY[name]
+    tiny = TINY[name] if isinstance(name, str) else name
     wider = {"vocab_size": UNIFORM_VOCABULARY + 8, "pad_token_id": None, **options}  # Qwen's tokenizer adds one
     if tiny.owners != ("",):
         wider = {owner: {**tiny.options.get(owner, {}), **wider} for owner in tiny.owners}
