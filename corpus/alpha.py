@@ -7,7 +7,7 @@ documents are identified by a hash of their text, so no seed, alpha or other sou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -36,25 +36,20 @@ class Heldout:
         return np.array([self.limit(digest.tobytes(), length) for digest, length in pairs], np.int64)
 
 
-def hold_back(documents: Iterable[tuple[bytes, int]], tokens: int) -> dict[bytes, int]:
-    """The `limits` of a `Heldout` that hold back so many tokens: whole documents (digest, length) in order, and the end
-    of the last one.
+def hold_back(documents: Documents, tokens: int) -> dict[bytes, int]:
+    """The `limits` of a `Heldout` that hold back so many tokens: whole documents in the order of their digests, and the
+    end of the last one.
     """
     limits: dict[bytes, int] = {}
-    for digest, length in documents:
+    hashes = np.ascontiguousarray(documents.digests[:, :8]).view(">u8").ravel()
+    for i in np.argsort(hashes, kind="stable"):
         if tokens <= 0:
             break
+        digest, length = documents.digests[i].tobytes(), int(documents.lengths[i])
         if digest not in limits:
             limits[digest] = max(length - tokens, 0)
             tokens -= length - limits[digest]
     return limits
-
-
-def in_hash_order(documents: Documents) -> Iterator[tuple[bytes, int]]:
-    """Digest and length of each document, in the order of their digests."""
-    hashes = np.ascontiguousarray(documents.digests[:, :8]).view(">u8").ravel()
-    for i in np.argsort(hashes, kind="stable"):
-        yield documents.digests[i].tobytes(), int(documents.lengths[i])
 
 
 def n_blocks_for(

@@ -141,12 +141,6 @@ class Encoder:
         self.eos: int = tokenizer.eos_token_id
         self.bos: int | None = tokenizer.bos_token_id if adds_bos(tokenizer) else None
 
-    def encode(self, texts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
-        """Each document with its tokens, including BOS and EOS."""
-        texts = iter(texts)
-        while batch := list(islice(texts, _BATCH)):
-            yield from zip(batch, self.tokens(batch), strict=True)
-
     def tokens(self, texts: list[str]) -> list[list[int]]:
         """Tokenise documents, all at once, including BOS and EOS."""
         before = [] if self.bos is None else [self.bos]

@@ -17,7 +17,6 @@ import inspect
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -52,15 +51,6 @@ def decode_contexts(subjects: Sequence[Subject], lengths: Sequence[int] | None, 
     return contexts
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """One run: greedy tokens (batch, steps + 1), seconds of the prefill and of one decode step."""
-
-    tokens: Tensor
-    prefill_seconds: float
-    seconds_per_token: float
-
-
 def time_decoding(
     subjects: Sequence[Subject], records: Sequence[dict[str, Any]], options: EvaluateOptions, contexts: Sequence[int]
 ) -> None:
@@ -84,17 +74,17 @@ def time_decoding(
             prompts = torch.randint(vocabulary, (batch, context), generator=torch.Generator().manual_seed(0))
             for model in models:
                 greedy_decode(model, prompts.to(model.device), min(steps, WARM_UP_STEPS))
-            runs: list[list[Decoded]] = [[] for _ in models]
+            runs: list[list[tuple[float, float]]] = [[] for _ in models]
             for _ in range(REPEATS):
                 for model, model_runs in zip(models, runs, strict=True):
-                    model_runs.append(greedy_decode(model, prompts.to(model.device), steps))
+                    model_runs.append(greedy_decode(model, prompts.to(model.device), steps)[1:])
                     watcher.update()
             for number, (model, model_runs) in enumerate(zip(models, runs, strict=True)):
-                seconds = [run.seconds_per_token for run in model_runs]
+                prefills, seconds = zip(*model_runs, strict=True)
                 records[number]["decode"]["points"].append({
                     "batch": batch,
                     "context": context,
-                    "prefill_seconds": statistics.median(run.prefill_seconds for run in model_runs),  # to first token
+                    "prefill_seconds": statistics.median(prefills),  # to first token
                     "seconds_per_token": statistics.median(seconds),  # of one decode step: a token for every sequence
                     "fastest": min(seconds),
                     "slowest": max(seconds),
@@ -105,8 +95,8 @@ def time_decoding(
 
 
 @torch.inference_mode()
-def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> Decoded:
-    """Greedy decoding of `steps` tokens after the first, timed apart from the prefill.
+def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> tuple[Tensor, float, float]:
+    """Greedy tokens (batch, steps + 1), seconds of the prefill and of one decode step.
 
     `ids`: prompts (batch, context), without padding: sources where there is an encoder, which is part of the prefill.
     """
@@ -119,7 +109,7 @@ def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> Decoded:
     for _ in range(steps):
         token, cache = _read(model, token, cache, **encoder_inputs)
         tokens.append(token)
-    return Decoded(torch.cat(tokens, dim=1), prefilled - start, (clock(model.device) - prefilled) / steps)
+    return torch.cat(tokens, dim=1), prefilled - start, (clock(model.device) - prefilled) / steps
 
 
 def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **encoder_inputs: Any) -> tuple[Tensor, Any]:

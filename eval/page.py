@@ -77,10 +77,8 @@ def table(title: str, columns: Sequence[Column], records: Collection[Any], note:
     return Table(title, tuple(cells), tuple(zip(*cells.values(), strict=True)), note)
 
 
-def number(value: Any) -> str:
-    """Five significant digits: more depend on the batch size. Strings are returned as they are."""
-    if isinstance(value, str):
-        return value
+def number(value: float) -> str:
+    """Five significant digits: more depend on the batch size."""
     if not 1 <= value < 1e5:
         return f"{value:.4g}"
     return f"{value:,.{4 - int(math.log10(value))}f}"

@@ -156,7 +156,7 @@ def text_windows(
     """
     prefix, left = prefix_token(tokenizer), max_tokens or sys.maxsize
     for number, text in enumerate(texts):
-        ids = encode(tokenizer, text)
+        ids = tokenizer(text, verbose=False)["input_ids"]
         if len(ids) > left:
             ids = ids[:left]
             text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -190,13 +190,6 @@ def prefix_token(tokenizer: Any) -> int:
         if token is not None:
             return int(token)
     raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with")
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids with the tokenizer's special tokens, but without a second BOS if the text begins with one."""
-    has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    ids: list[int] = tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
-    return ids
 
 
 def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:

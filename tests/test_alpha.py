@@ -19,7 +19,7 @@ from embedded import SOURCE
 from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.errors import CorpusError
 from gqa.checkpoint.read import read_checkpoint
-from gqa.corpus.alpha import Heldout, hold_back, in_hash_order, n_blocks_for, reading_order
+from gqa.corpus.alpha import Heldout, hold_back, n_blocks_for, reading_order
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Blocks, Documents, Encoder, pack, permutation, tokenise
@@ -58,7 +58,7 @@ def test_each_alpha_is_a_prefix_of_any_larger(text: Documents, options: dict[str
 def test_what_is_set_aside_is_never_read(lengths: list[int]) -> None:
     """Not in any epoch, also where all is one document."""
     text = documents_of([piece.tolist() for piece in np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])])
-    heldout = Heldout(hold_back(in_hash_order(text), 500))
+    heldout = Heldout(hold_back(text, 500))
     left = heldout.lengths(text)
     tokens = {int(t) for i in range(len(text)) for t in text.tokens(i)[: left[i]]}
     aside = set(range(sum(lengths))) - tokens
@@ -193,7 +193,7 @@ def test_a_study_calibrates_on_no_heldout_text(tokenizer: Any, how: dict[str, An
     text = replace(options.maps.text, repeats=False)
     ids = text.blocks(read_checkpoint(SOURCE), "cpu", SILENT).numpy()
     [source] = heldout_sources(options.training(None, Path("model"), Path("out")))
-    held = grams(block for block, _ in pack((ids for _, ids in Encoder(tokenizer).encode(source.texts())), 64))
+    held = grams(block for block, _ in pack(Encoder(tokenizer).tokens([*source.texts()]), 64))
     assert len(held) > 200
     assert not grams({"input_ids": block} for block in ids) & held
 

@@ -100,7 +100,7 @@ def test_greedy_tokens_are_those_of_generate(place: Path, name: str) -> None:
     ids = torch.randint(5, 4000, (3, 20), generator=torch.Generator().manual_seed(1))
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     expected = model.generate(input_ids=ids, do_sample=False, num_beams=1, max_new_tokens=9)
-    assert torch.equal(greedy_decode(model, ids, steps=8).tokens, expected[:, 1:])
+    assert torch.equal(greedy_decode(model, ids, steps=8)[0], expected[:, 1:])
 
 
 def test_decoding_and_memory(place: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import math
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,12 @@ from evaluations import model_directory, results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import TINY, build, inputs
-from tokenizers.processors import TemplateProcessing
 
 import gqa.corpus.likelihood
 from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence
 from gqa.corpus.statistics import kl_statistics, paired_ratio
 from gqa.eval.scoring import Window, batches, rolling_windows, score
-from gqa.eval.text import encode, make_text, perplexity, text_windows
+from gqa.eval.text import make_text, perplexity, text_windows
 
 TEXTS = texts(4, 1500)
 
@@ -150,15 +148,6 @@ def test_a_head_that_cannot_be_split_is_noticed():
     hidden = head.hidden(input_ids=ids)
     assert not head.split
     assert torch.equal(head.logits(hidden[0, 3:5]), scaled(ids).logits[0, 3:5])
-
-
-def test_a_text_with_bos_in_front_gets_no_second_one():
-    adding = deepcopy(tokenizer())
-    bos, number = adding.bos_token, adding.bos_token_id
-    adding.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, number)])
-    ids = encode(adding, "return 1")
-    assert ids[0] == number not in ids[1:]
-    assert encode(adding, f"{bos}return 1") == ids
 
 
 P = 99  # the prefix

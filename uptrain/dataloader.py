@@ -26,7 +26,7 @@ from gqa.checkpoint.provenance import file_digests
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_blocks
 from gqa.convert.merge.text_pairs import PairMaker
-from gqa.corpus.alpha import Heldout, hold_back, in_hash_order, n_blocks_for, reading_order
+from gqa.corpus.alpha import Heldout, hold_back, n_blocks_for, reading_order
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenise_pairs
 from gqa.corpus.sources import Source, is_self, parse_self, parse_source, parse_sources
 from gqa.corpus.streamed import StreamedBlocks
@@ -107,7 +107,7 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
     options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
     heldout, blocks = open_heldout(options, tokenizer)
     if not blocks:
-        heldout = Heldout(hold_back(in_hash_order(text), count_held_back(options, text) * options.block))
+        heldout = Heldout(hold_back(text, count_held_back(options, text) * options.block))
         numbers = dict(zip(map(bytes, text.digests), range(len(text)), strict=True))
         ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
         packed = pack((text.tokens(number)[limit:] for number, limit in ends), options.block)
@@ -213,7 +213,7 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
         heldout = Heldout({bytes(digest): 0 for digest in heldout_table.digests})
         numbers = np.arange(len(heldout_table))
     else:
-        heldout_table, heldout = table, Heldout(hold_back(in_hash_order(table), count_held_back(counted, table)))
+        heldout_table, heldout = table, Heldout(hold_back(table, count_held_back(counted, table)))
         numbers = np.flatnonzero(heldout.lengths(table) == 0)
     numbers = numbers[np.linspace(0, len(numbers) - 1, min(counted.heldout_tokens, len(numbers))).astype(int)]
     heldout_pairs = PairBlocks(heldout_table, numbers, encoder, size)

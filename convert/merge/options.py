@@ -242,9 +242,9 @@ def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
     import numpy as np
 
     numbers = set(chosen.tolist())
-    read = (text for number, text in enumerate(source.texts()) if number in numbers)
-    parts = dict(zip(sorted(numbers), (np.array(tokens, np.int64) for _, tokens in encoder.encode(read)), strict=True))
-    return np.concatenate([parts[number] for number in chosen.tolist()])
+    tokens = encoder.tokens([text for number, text in enumerate(source.texts()) if number in numbers])
+    parts = dict(zip(sorted(numbers), tokens, strict=True))
+    return np.concatenate([np.array(parts[number], np.int64) for number in chosen.tolist()])
 
 
 @dataclass(frozen=True)
