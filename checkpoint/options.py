@@ -272,14 +272,23 @@ def flag(name: str) -> str:
 
 
 @contextmanager
-def parameters_in_errors() -> Iterator[None]:
-    """Errors of the block are for Python callers: `kv_heads` instead of `--groups`, `output` instead of `-o`."""
+def parameters_in_errors(command: type) -> Iterator[None]:
+    """Errors of the block are for Python callers: `kv_heads=3` instead of `--groups 3`, `overwrite=True` instead of
+    `--overwrite`, `output` instead of `-o`.
+    """
+
+    def parameter_of(match: re.Match[str]) -> str:
+        no, word, rest = match.groups(default="")
+        name = "kv_heads" if word == "groups" else word.replace("-", "_")
+        if isinstance(_types(command).get(name, (None,))[0], _Flag):
+            return f"{name}={not no}{rest}"
+        return name + rest.replace(" ", "=")
+
     try:
         yield
     except (RefusedError, OutputError, DivergedError) as error:
-        message = re.sub(r"(?<![\w-])-o\b", "output", str(error).replace("--groups", "kv_heads"))
-        message = re.sub(r"(?<![\w-])--(?:no-)?([a-z][a-z-]+)", lambda match: match[1].replace("-", "_"), message)
-        error.args = (message,)
+        message = re.sub(r"(?<![\w-])-o\b", "output", str(error))
+        error.args = (re.sub(r"(?<![\w-])--(no-)?([a-z][a-z-]+)( [\dA-Z])?", parameter_of, message),)
         raise
 
 

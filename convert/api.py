@@ -139,7 +139,7 @@ def output_of(options: ConvertOptions, plan: Plan) -> Path:
 
 def plan_conversion(model: str | os.PathLike[str], kv_heads: Groups, **options: Any) -> Plan:
     """The plan of `--dry-run`; `options` are fields of `ConvertOptions`. Raises what `prepare` raises."""
-    with parameters_in_errors():
+    with parameters_in_errors(ConvertOptions):
         return prepare(ConvertOptions(model=os.fspath(model), kv_heads=kv_heads, dry_run=True, **options))
 
 

@@ -250,7 +250,9 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     options = {"kv_heads": plan.groups, "method": plan.method}
     if plan.fewest < main.kv:
         quality = quality_text(plan)
-        advice = "Merging heads costs quality until the model is trained a little further; evaluate before use."
+        advice = (
+            "Quality is not measured. Merging heads costs quality until the model is trained: evaluate it before use."
+        )
         measured = f"Beside the base model: {quality} (recall: tokens of a repeated passage that are predicted right)."
         parts.append(measured if quality else advice)
         uses = {option: one.metadata["methods"] for option, one in ConvertOptions.__dataclass_fields__.items()}

@@ -65,7 +65,7 @@ def options_of_call(
             raise RefusedError("tokenizer is for models in memory, and no model is; leave it out")
         if getattr(settings, "dry_run", False):
             raise RefusedError("dry_run is for the commands; leave it out")
-        with parameters_in_errors():
+        with parameters_in_errors(kind):
             yield settings, directory
     finally:
         logging.set_verbosity(verbosity)

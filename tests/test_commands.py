@@ -174,7 +174,7 @@ def test_an_option_is_refused_by_the_methods_that_do_not_use_it(method: str, tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_budget": 0.5}, "give kv_heads G, or kv_budget SHARE for a share of the KV cache; one of them"),
+        ({"kv_budget": 0.5}, "give kv_heads=G, or kv_budget=SHARE for a share of the KV cache; one of them"),
         ({"method": "mean", "data": "notes.txt"}, "data is not used by method mean; it goes with method calibrated,"),
     ],
 )

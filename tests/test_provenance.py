@@ -1,6 +1,7 @@
 """What lies beside a result: its record and its model card."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ CARDS: dict[str, tuple[str, str, str, bool]] = {
     "same class": ("llama", "-g 2 --method mean", "AutoModelForCausalLM", False),
     "no heads merged": ("llama", "-g 4", "AutoModelForCausalLM", False),
     "expanded": ("grouped", "-g 4", "AutoModelForCausalLM", False),
-    "aligned": ("llama", "-g 2 --method aligned", "AutoModelForCausalLM", False),
+    "measured": ("llama", "-g 2 --tokens 512 --context 64", "AutoModelForCausalLM", False),
     "by layer": ("llama", "-g 1,2 --method mean", "AutoModelForCausalLM", True),
     "another class": ("gpt_neox", "-g 2 --method mean", "AutoModelForCausalLM", False),
     "encoder-decoder": ("t5", "-g 2 --method mean", "AutoModelForSeq2SeqLM", True),
@@ -104,6 +105,9 @@ def test_a_card_is_rendered_and_loads_the_model(
     done = checkpoints.run(sources / name, *words.split(), "-o", "out", "-q")
     assert done.code == 0, done.err
     check_card(Path("out"), loader, needs_code, tables=1)
+    text = Path("out/README.md").read_text()
+    assert ("Quality is not measured" in text) == ("mean" in words)
+    assert bool(re.search(r"perplexity x\d.*, recall .* on self-generated text", text)) == (kind == "measured")
     if kind == "by layer":
         data = write_corpus(Path("text.jsonl"), 4)
         training = (

@@ -155,12 +155,12 @@ def adapted(model: Any) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
-    "groups": (lambda at, m: gqa.convert_model(m, kv_heads=3), "kv_heads 3 is not possible for the 4 key/value"),
+    "groups": (lambda at, m: gqa.convert_model(m, kv_heads=3), "kv_heads=3 is not possible for the 4 key/value"),
     "no model": (lambda at, m: gqa.convert_model({}, kv_heads=2), "the model is a dict; give a directory, a hub id or"),  # type: ignore[arg-type]
     "adapter": (lambda at, m: gqa.convert_model(adapted(m), kv_heads=2), "q_proj.base_layer.weight"),
     "tokenizer": (lambda at, m: gqa.convert_model(at, kv_heads=2, tokenizer=1), "tokenizer is for models in memory"),
     "inside": (lambda at, m: gqa.convert_model(at, kv_heads=2, output=at / "x"), "; give another with output"),
-    "exists": (lambda at, m: gqa.convert_model(m, kv_heads=2, output=at), "or replace it with overwrite"),
+    "exists": (lambda at, m: gqa.convert_model(m, kv_heads=2, output=at), "or replace it with overwrite=True"),
     "no place": (lambda at, m: gqa.convert_model(at, kv_heads=2, output="/proc/x"), "directory with output"),
     "fraction": (lambda at, m: gqa.uptrain_model(at, data="x", steps=2.5), "steps: 2.5 is not a whole number"),
     "two lengths": (lambda at, m: gqa.uptrain_model(at, data="x", steps=2, alpha=0.5), "by alpha and steps; give one"),
