@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import signal
 import struct
@@ -16,9 +17,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.files import byte_size, format_header
 
 INDEX = "model.safetensors.index.json"
@@ -147,6 +149,14 @@ def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
     write_json(path, value if other is None else other)
 
 
+def edit_tensors(directory: Path, change: Callable[[Tensors], Any]) -> None:
+    """`change` alters the tensors of each file in place, or returns others."""
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors = load_file(file)
+        others = change(tensors)
+        save_file(others if isinstance(others, dict) else tensors, file, {"format": "pt"})
+
+
 def load(directory: Path) -> Tensors:
     """All tensors of a directory, read by the safetensors library."""
     parts = [load_file(path) for path in sorted(directory.glob("*.safetensors"))]
@@ -190,6 +200,34 @@ class Result:
     def said(self) -> str:
         """What it printed, each line whole again, however narrow a terminal is."""
         return self.out.replace("\n            ", " ")
+
+
+class Recorder(Watcher):
+    """Records [units, units done] of each stage, errors of layers, warnings and notes; stops after some layers."""
+
+    def __init__(self, stop_after: int = 0) -> None:
+        super().__init__(quiet=True)
+        self.stages, self.losses = list[list[int]](), list[float]()
+        self.warnings, self.notes = list[str](), list[str]()
+        self._stop_after = stop_after
+
+    def stage(self, name: str, total: int, unit: str = "token", done: int = 0) -> None:
+        self.stages.append([total, done])
+
+    def update(self, count: int = 1, note: str = "") -> None:
+        self.stages[-1][1] += count
+
+    def layer(self, error: float | None) -> None:
+        super().layer(error)
+        self.losses.append(math.nan if error is None else error)
+        if len(self.losses) == self._stop_after:
+            raise KeyboardInterrupt
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 def call(program: str, words: Iterable[object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,34 +14,12 @@ from test_families import load as load_tiny
 from tiny_models import TINY, build, inputs, logits
 from torch import Tensor
 
-from gqa.checkpoint.console import Watcher
 from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.merge.calibrate import Calibrator, refine
 from gqa.convert.merge.closed_form import LayerResult, Task, closed_form
 from gqa.convert.merge.options import Refinement
 
 SHORT = Refinement(steps=8, batch=8, heldout=0.25)
-
-
-class Recorder(Watcher):
-    """Keeps the errors of the layers, and stops after some of them."""
-
-    def __init__(self, stop_after: int = 0) -> None:
-        super().__init__(quiet=True)
-        self.losses: list[float] = []
-        self.warnings, self.notes = list[str](), list[str]()
-        self._stop_after = stop_after
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def layer(self, error: float | None) -> None:
-        self.losses.append(math.nan if error is None else error)
-        if len(self.losses) == self._stop_after:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")

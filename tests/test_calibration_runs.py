@@ -16,10 +16,9 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from embedded import SOURCE
-from safetensors.torch import load_file, save_file
+from evaluations import with_tokenizer
 from scrambled import Ids, equal, find_maps, on_ids
-from test_calibration import SHORT, Recorder, plan_of
+from test_calibration import SHORT, plan_of
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from training import Runs, difference
@@ -48,14 +47,14 @@ def test_goes_on_where_it_was_interrupted(source: Path, tmp_path: Path, method: 
     plan, options, out = plan_of(source, method), on_ids(refinement=SHORT), tmp_path / "parts"
     whole = find_maps(plan, tmp_path / "whole", options)
     with pytest.raises(KeyboardInterrupt):
-        find_maps(plan, out, options, Recorder(stop_after=1))
+        find_maps(plan, out, options, checkpoints.Recorder(stop_after=1))
     with pytest.raises(RefusedError, match=r"unfinished run with ridge 0\.03, not 0\.5; run it to its end, or start"):
         find_maps(plan, out, replace(options, ridge=0.5))
-    assert equal(find_maps(plan, out, options, recorder := Recorder()), whole)
+    assert equal(find_maps(plan, out, options, recorder := checkpoints.Recorder()), whole)
     assert len(recorder.losses) == 1, "the first layer was not done again"
     for other in (replace(options, ridge=0.5), replace(options, text=Ids(seed=1))):
         with pytest.raises(KeyboardInterrupt):
-            find_maps(plan, out, options, Recorder(stop_after=1))
+            find_maps(plan, out, options, checkpoints.Recorder(stop_after=1))
         assert not equal(find_maps(plan, out, other, overwrite=True), whole)
     assert not list(tmp_path.iterdir())
 
@@ -65,13 +64,11 @@ def test_layers_of_another_model_are_refused(source: Path, tmp_path: Path) -> No
     model, out = Path(shutil.copytree(source, tmp_path / "m")), tmp_path / "out"
     for layer in range(2):  # one in each run
         with pytest.raises(KeyboardInterrupt):
-            find_maps(plan_of(model), out, on_ids(), Recorder(stop_after=1))
+            find_maps(plan_of(model), out, on_ids(), checkpoints.Recorder(stop_after=1))
         assert (tmp_path / f".out.gqa-work/{layer:05d}.safetensors").is_file()
         for file in model.iterdir():
             os.utime(file, ns=(1, 1))
-    for file in model.glob("*.safetensors"):
-        tensors = load_file(file)
-        save_file({n: of.flip(0) if ".mlp." in n else of for n, of in tensors.items()}, file, {"format": "pt"})
+    checkpoints.edit_tensors(model, lambda t: {n: t[n].flip(0) if ".mlp." in n else t[n] for n in t})
     with pytest.raises(RefusedError, match="holds layers of an unfinished run with model"):
         find_maps(plan_of(model), out, on_ids())
 
@@ -159,7 +156,7 @@ def test_maps_are_kept_until_something_was_made_of_them(source: Path, tmp_path: 
     plan, out, options = plan_of(source), tmp_path / "out", on_ids()
     with pytest.raises(type(error), match="failure"), with_maps(plan, out, options):
         raise error
-    with with_maps(plan, out, options, recorder := Recorder()) as found:
+    with with_maps(plan, out, options, recorder := checkpoints.Recorder()) as found:
         assert found.names
     assert recorder.losses == []
     assert not list(tmp_path.iterdir())
@@ -212,17 +209,11 @@ def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> 
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with the embedded tokenizer."""
     tiny = replace(TINY["llama"], options={"vocab_size": 4096})
-    directory = tmp_path_factory.mktemp("small") / "model"
-    build(tiny, 4).save_pretrained(directory)
-    for file in SOURCE.glob("*token*"):
-        shutil.copyfile(file, directory / file.name)
-    return directory
+    return with_tokenizer(build(tiny, 4), tmp_path_factory.mktemp("small") / "model")
 
 
 def broken(directory: Path, name: str, value: float) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    tensors[name].view(-1)[5] = value
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    checkpoints.edit_tensors(directory, lambda tensors: tensors[name].view(-1)[5].fill_(value))
 
 
 def without_tokenizer(directory: Path) -> None:
@@ -232,10 +223,7 @@ def without_tokenizer(directory: Path) -> None:
 
 def narrower(directory: Path) -> None:
     """An embedding with fewer rows than the tokenizer has tokens."""
-    tensors = load_file(directory / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        tensors[name] = tensors[name][:50].clone()
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    checkpoints.edit_tensors(directory, lambda t: {n: t[n] if "layers." in n else t[n][:50].clone() for n in t})
     checkpoints.edit_json(directory / "config.json", lambda config: config.update(vocab_size=50))
 
 

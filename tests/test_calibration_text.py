@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import check_refused, run
+from checkpoints import Recorder, check_refused, run
 from documents import Counted
 from embedded import SOURCE, bring_class, bring_tokenizer, copy_source, tokenizer
-from test_calibration import Recorder
-from test_families import write_checkpoint
-from tiny_models import TINY, build
 from torch import Tensor
-from transformers import AutoTokenizer
+from training import PAIRS
 
 import gqa.convert.merge.options as module
 import gqa.convert.merge.text_pairs as pairs_module
@@ -164,26 +159,6 @@ def test_layers_are_measured_on_every_source(tmp_path: Path, monkeypatch: pytest
 
 
 START, END = 1, 2  # of the tiny models
-ROWS = [{"said": f"{n} in words is " + "one " * (n % 7 + 1), "meant": f"the number {n}"} for n in range(40)]
-
-
-@pytest.fixture(scope="module")
-def pair_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """T5 with sentinels, BART with a mask token, Marian with neither; pairs and text."""
-    found, plain = tmp_path_factory.mktemp("pairs"), tokenizer()
-    marks = {"t5": [f"<extra_id_{n}>" for n in range(8)], "bart": ["<mask>"], "marian": []}
-    for name, added in marks.items():
-        tiny = replace(TINY[f"gqa_{name}"], options={**TINY[f"gqa_{name}"].options, "vocab_size": len(plain) + 8})
-        where = write_checkpoint(build(tiny, 4), found / name)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(SOURCE / file, where)
-        if added:
-            own = AutoTokenizer.from_pretrained(SOURCE)
-            own.add_special_tokens({"mask_token": added[0]} if name == "bart" else {"additional_special_tokens": added})
-            own.save_pretrained(where)
-    (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (found / "text.txt").write_text("What was said was meant. " * 300)
-    return found
 
 
 def pair_inputs(pair_models: Path, name: str, source: str, count: int = 12, **how: Any) -> dict[str, Tensor]:
@@ -202,7 +177,7 @@ def test_columns_of_a_data_set(pair_models: Path) -> None:
     """Each target behind its source, chosen by the seed; the decoder is given it shifted by one."""
     pairs, plain = pair_inputs(pair_models, "t5", "pairs.jsonl", field="said", target_field="meant"), tokenizer()
     # Its tokenizer puts the decoder's first token before a text.
-    known = {tuple(plain(row["said"])["input_ids"][:24]): plain(row["meant"])["input_ids"][1:] for row in ROWS}
+    known = {tuple(plain(row["said"])["input_ids"][:24]): plain(row["meant"])["input_ids"][1:] for row in PAIRS}
     assert len(rows_of(pairs)) == 12
     for source, target in zip(rows_of(pairs), rows_of(pairs, "decoder_"), strict=True):
         assert target == [START, *known[tuple(source)]]
@@ -229,7 +204,7 @@ def test_spans_are_left_out_and_asked_for() -> None:
 @pytest.mark.parametrize(("name", "mark"), [("t5", "<extra_id_0>"), ("bart", "<mask>")])
 def test_plain_text_makes_pairs(pair_models: Path, name: str, mark: str) -> None:
     """No side is longer than its text: what the tokenizer puts before it and the end of the target have their room."""
-    pairs, checkpoint = pair_inputs(pair_models, name, "text.txt"), read_checkpoint(pair_models / name)
+    pairs, checkpoint = pair_inputs(pair_models, name, "text.jsonl"), read_checkpoint(pair_models / name)
     own = load_tokenizer(checkpoint)
     token = own.convert_tokens_to_ids(mark)
     assert all(token in row for row in rows_of(pairs))
@@ -269,7 +244,7 @@ def test_the_decoder_writes(pair_models: Path, name: str, monkeypatch: pytest.Mo
 
 
 def test_the_command(pair_models: Path, tmp_path: Path) -> None:
-    words = ("--groups", 2, "--method", "refined", "--refine-steps", 4, "--tokens", 960)
+    words = ("--groups", 1, "--method", "refined", "--refine-steps", 4, "--tokens", 960)
     words = (*words, "--field", "said", "--target-field", "meant")
     done = run(
         pair_models / "t5", *words, "--context", 24, "--data", pair_models / "pairs.jsonl", "-o", tmp_path / "out", "-q"
@@ -280,19 +255,19 @@ def test_the_command(pair_models: Path, tmp_path: Path) -> None:
 
 
 REFUSED_PAIRS = [
-    ("marian", "--data text.txt --context 24", "neither sentinels nor a mask token, so plain text makes no pairs"),
+    ("marian", "--data text.jsonl --context 24", "neither sentinels nor a mask token, so plain text makes no pairs"),
     ("t5", "--data pairs.jsonl --field said --target-field nothing", "has no field 'nothing'; it has 'meant'"),
     ("t5", "--data pairs.jsonl --field said --target-field said", "are the same text; name two columns"),
-    ("bart", "--data text.txt --context 65", "bart has 64 positions, --context is 65; give at most 64"),
+    ("bart", "--data text.jsonl --context 65", "bart-base has 64 positions, --context is 65; give at most 64"),
     ("t5", "--target-field meant", "--target-field is a column of data, and self has none; name data too, or leave"),
-    ("t5", "--data text.txt --data text.txt --context 24", "text.txt 2 times; name every file and data set once"),
+    ("t5", "--data text.jsonl --data text.jsonl --context 24", "text.jsonl 2 times; name every file and data set once"),
     ("llama", "--data pairs.jsonl --field said --target-field meant", "--target-field is for encoder-decoders"),
 ]
 
 
 @pytest.mark.parametrize(("name", "words", "says"), REFUSED_PAIRS)
 def test_refused_pairs(pair_models: Path, tmp_path: Path, name: str, words: str, says: str) -> None:
-    model = SOURCE if name == "llama" else pair_models / name
+    model = SOURCE if name == "llama" else pair_models / f"{name}-base"
     named = [str(pair_models / word) if "." in word else word for word in words.split()]
     done = run(model, "--groups", 2, "--method", "calibrated", "--tokens", 960, *named, "-o", tmp_path / "out")
     assert says.format(pair_models=pair_models) in check_refused(done, advice="")
@@ -302,7 +277,7 @@ def test_refused_pairs(pair_models: Path, tmp_path: Path, name: str, words: str,
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_padding_in_some_batches_only(pair_models: Path, name: str) -> None:
     """Whichever batch comes first, the text is the same."""
-    plan = plan_conversion(pair_models / name, 2, method="calibrated")
+    plan = plan_conversion(pair_models / name, 1, method="calibrated")
     generator, ids, errors = torch.Generator().manual_seed(0), {}, []
     for prefix, length in (("", 12), ("decoder_", 8)):
         ids[f"{prefix}input_ids"] = torch.randint(5, 100, (16, length), generator=generator)

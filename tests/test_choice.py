@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import MERGED, check_refused, llama, run, weights
-from safetensors.torch import save_file
+from checkpoints import MERGED, check_refused, edit_tensors, llama, run, weights
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 
@@ -53,8 +52,7 @@ def test_aligned_is_refused_where_one_layer_is_unlike_the_others(tmp_path: Path)
     model = llama(tmp_path / "m", shards=1)
     assert plan_conversion(model, 2, method="aligned").method == "aligned"
     for name, tensor in (("mlp.experts", torch.zeros(4, 32)), ("other_layernorm", torch.ones(32))):
-        more = weights() | {f"model.layers.1.{name}.weight": tensor}
-        save_file(more, model / "model.safetensors", metadata={"format": "pt"})
+        edit_tensors(model, lambda _, name=name, more=tensor: weights() | {f"model.layers.1.{name}.weight": more})
         with pytest.raises(RefusedError, match="is for layers of attention and one MLP"):
             plan_conversion(model, 2, method="aligned")
 

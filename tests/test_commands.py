@@ -17,7 +17,7 @@ from typing import Any
 import click
 import pytest
 import torch
-from checkpoints import leftovers, llama, run
+from checkpoints import Recorder, leftovers, llama, run
 from training import tiny_checkpoint, write_corpus
 
 from gqa.checkpoint import console
@@ -285,24 +285,13 @@ def test_a_command_says_where_it_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_total_of_the_bar_is_what_is_done(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers and the steps in each are counted."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))  # nothing is sampled yet
-    stages: list[list[int]] = []
-
-    class Counting(console.Watcher):
-        def stage(self, name: str, total: int, unit: str = "token", done: int = 0) -> None:
-            stages.append([total, 0])
-
-        def update(self, count: int) -> None:
-            stages[-1][1] += count
-
-        def layer(self, error: float | None) -> None:
-            self.update(1)
-
-    monkeypatch.setattr(convert_cli, "Watcher", Counting)
+    watcher = Recorder()
+    monkeypatch.setattr(convert_cli, "Watcher", lambda *_, **__: watcher)
     words = ["--data", "self:320", "--context", 16, "--refine-steps", 3] if method == "refined" else []
     done = run(tiny_checkpoint(tmp_path / "model"), "-g", 1, "--method", method, *words, "-o", tmp_path / "out", "-q")
     assert done.code == 0, done.err
-    assert len(stages) == (3 if words else 2), "the model writes, layers are calibrated, shards are written"
-    assert [total for total, _ in stages] == [count for _, count in stages]
+    assert len(watcher.stages) == (3 if words else 2), "the model writes, layers are calibrated, shards are written"
+    assert all(total == done for total, done in watcher.stages)
 
 
 @click.command()

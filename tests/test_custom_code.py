@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import run
-from safetensors.torch import save_file
+from checkpoints import edit_tensors, run
 from test_families import (
     CONTROL,
     all_tensors,
@@ -158,12 +157,12 @@ def test_old_checkpoints(tmp_path: Path) -> None:
     """Names without the base model's prefix, and the masks that were once stored: the result has no masks."""
     directory = tmp_path / "source"
     build(THEIRS["gpt2"], QUERY_HEADS).save_pretrained(directory)
-    tensors = {key.removeprefix("transformer."): tensor for key, tensor in all_tensors(directory).items()}
-    names = (f"h.{layer}.attn.{part}" for layer in (0, 1) for part in ("bias", "masked_bias"))
-    masks = {mask: torch.ones(1, 1, 4, 4) for mask in names}
-    save_file(tensors | masks, directory / "model.safetensors", metadata={"format": "pt"})
+    edit_tensors(directory, lambda tensors: {key.removeprefix("transformer."): tensors[key] for key in tensors})
+    names = all_tensors(directory).keys()
+    masks = (f"h.{layer}.attn.{part}" for layer in (0, 1) for part in ("bias", "masked_bias"))
+    edit_tensors(directory, lambda tensors: tensors | {mask: torch.ones(1, 1, 4, 4) for mask in masks})
     out = convert_checkpoint(directory, 2, tmp_path / "out", method="mean").out
-    assert all_tensors(out).keys() == tensors.keys()
+    assert all_tensors(out).keys() == names
 
 
 @pytest.mark.parametrize("name", ORIGINALS)

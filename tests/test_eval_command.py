@@ -20,11 +20,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from checkpoints import edit_json, run
+from checkpoints import edit_json, edit_tensors, run
 from embedded import SOURCE, copy_source
 from evaluations import evaluate_models, few_questions, model_directory, refused, results, words
 from hub_server import Hub
-from safetensors.torch import load_file, save_file
 from training import Runs
 
 from gqa.checkpoint.errors import RefusedError
@@ -260,9 +259,7 @@ DAMAGES: dict[str, Damage] = {
 
 def damaged(path: Path, damage: str) -> Path:
     """A copy of a checkpoint with one thing wrong."""
-    weights = load_file(path / "model.safetensors")
-    DAMAGES[damage](path, weights)
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    edit_tensors(path, lambda weights: DAMAGES[damage](path, weights))
     return path
 
 

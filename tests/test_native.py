@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json, refusal, run
+from checkpoints import edit_json, edit_tensors, refusal, run
 from evaluations import cache_bytes
-from safetensors.torch import load_file, save_file
 from scrambled import on_ids, relative
 from test_families import all_tensors, decode, error, left_padded, write_checkpoint
 from tiny_configs import Tiny, tiny_model
@@ -215,9 +214,7 @@ def source(
     """A source whose config.json or tensors were changed."""
     directory = place / "source"
     build(CASES[name].tiny, 4).save_pretrained(directory)
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    edit_tensors(directory, change)
     edit_json(directory / "config.json", lambda raw: raw.update(config))
     return directory
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import edit_json, header_only
+from checkpoints import Recorder, edit_json, edit_tensors, header_only
 from embedded import SOURCE, bring_tokenizer, copy_source, load
-from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 import gqa.convert.merge.self_samples as module
-from gqa.checkpoint.console import SILENT, Watcher
+from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
@@ -41,24 +40,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "gqa-samples"
 
 
-class CountingWatcher(Watcher):
-    """Records the tokens that a stage announces, and those that are done."""
-
-    def stage(self, name: str, total: int, unit: str = "tok") -> None:
-        super().stage(name, total, unit)
-        self.counts = [total, 0]
-
-    def update(self, count: int) -> None:
-        self.counts[1] += count
-
-
 def sampled(
     teacher, n_blocks: int, seed: int = 0, source: Path = SOURCE, plain: bool = True, size: int = SIZE, **how: bool
 ) -> tuple[SampledBlocks, list[int]]:
     """Blocks, and the numbers of tokens that were to be sampled and that were."""
-    watcher, model = CountingWatcher(quiet=True), read_checkpoint(source)
+    watcher, model = Recorder(), read_checkpoint(source)
     blocks = sampled_blocks(lambda dtype: teacher, "cpu", model, size, n_blocks, seed, plain, watcher, **how)
-    return blocks, getattr(watcher, "counts", [])
+    return blocks, [count for stage in watcher.stages for count in stage]
 
 
 def ids(blocks: SampledBlocks) -> np.ndarray:
@@ -124,9 +112,7 @@ def test_samples_of_another_model_are_not_used(
     assert sampled(teacher, 3, source=model)[1] == []
     edit_json(model / "config.json", lambda config: config.update(rope_theta=500.0))
     fingerprints.append(sampled(teacher, 3, source=model)[0].fingerprint)
-    tensors = load_file(file := model / "model.safetensors")
-    next(tensor for name, tensor in tensors.items() if ".mlp." in name)[-1, -1] += 1
-    save_file(tensors, file, {"format": "pt"})
+    edit_tensors(model, lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"][-1, -1].add_(1))
     fingerprints.append(sampled(teacher, 3, source=model)[0].fingerprint)
     monkeypatch.setattr(module, "versions", lambda *names: "others")
     fingerprints.append(sampled(teacher, 3)[0].fingerprint)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json
+from checkpoints import edit_json, edit_tensors
 from safetensors.torch import load_file, save_file
 from scrambled import Ids, equal, find_maps, on_ids
 from test_families import all_tensors, write_checkpoint
@@ -251,11 +251,10 @@ def test_maps_are_those_of_other_names(name: str, head: str, method: str, tmp_pa
     else:  # as Qwen3-Embedding is stored, whose config names the whole model; classifiers, reward models
         shutil.copytree(tmp_path / "a", tmp_path / "b")
         edit_json(tmp_path / "b" / "config.json", lambda config: config.update(architectures=[head]))
-        tensors = without_prefix(load_file(tmp_path / "a" / "model.safetensors"))
+        edit_tensors(tmp_path / "b", without_prefix)
         if head.endswith("Classification"):
-            tensors = {f"model.{key}": tensor for key, tensor in tensors.items()}
-            tensors["score.weight"] = tensors["model.norm.weight"].repeat(2, 1)
-        save_file(tensors, tmp_path / "b" / "model.safetensors", {"format": "pt"})
+            edit_tensors(tmp_path / "b", lambda tensors: {f"model.{key}": tensors[key] for key in tensors})
+            edit_tensors(tmp_path / "b", lambda tensors: tensors | {"score.weight": torch.ones(2, 32)})
     options = on_ids(refinement=Refinement(steps=2, batch=8, autocast=False), grouping="search")
     maps = [find_maps(plan_conversion(tmp_path / side, 2, method=method), tmp_path / "out", options) for side in "ab"]
     assert maps[0]
@@ -268,8 +267,7 @@ def test_budgets_and_sampling_need_a_head(tmp_path: Path) -> None:
     """One line; with a head that is tied to the embedding, without the prefix, layers are measured."""
     tiny = replace(TINY["qwen3"], options={**TINY["qwen3"].options, "tie_word_embeddings": True})
     build(tiny, 4).save_pretrained(tmp_path / "a")
-    tensors = without_prefix(load_file(tmp_path / "a" / "model.safetensors"))
-    save_file(tensors, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+    edit_tensors(tmp_path / "a", without_prefix)
     edit_json(tmp_path / "a" / "config.json", lambda config: config.update(tie_word_embeddings=True))
     heads, _ = heads_within(read_checkpoint(tmp_path / "a"), 0.5, on_ids(text=Ids(count=8)))
     assert sum(heads) <= 4
@@ -283,8 +281,7 @@ def test_budgets_and_sampling_need_a_head(tmp_path: Path) -> None:
 def test_training_keeps_the_names(train: str, tmp_path: Path) -> None:
     """Without the prefix, too; and the result is what was trained."""
     source = tiny_checkpoint(tmp_path / "m", "qwen3", tie_word_embeddings=True)
-    for file in source.glob("*.safetensors"):
-        save_file(without_prefix(load_file(file)), file, {"format": "pt"})
+    edit_tensors(source, without_prefix)
     index = source / "model.safetensors.index.json"
     if index.exists():
         edit_json(index, lambda of: of.update(weight_map=without_prefix(of["weight_map"])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,14 @@ from training import (
     fresh_accelerator,
     losses,
     material,
-    tiny_checkpoint,
     trained,
     training_model,
     words_for,
-    write_corpus,
 )
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.api import convert_checkpoint
 from gqa.uptrain.models import freeze_parameters, trained_names
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import prepare
@@ -78,26 +74,6 @@ def test_equals_the_loss_of_transformers(name: str, slices: int, monkeypatch: py
         unmasked, _ = training(**given | {"attention_mask": torch.ones_like(given["attention_mask"])})
     assert float(other) == pytest.approx(loss.item(), abs=1e-4)
     assert abs(float(unmasked) - loss.item()) > 1e-3
-
-
-@pytest.fixture(scope="module")
-def pair_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """T5 with sentinels and BART with a mask token, each converted to 2 KV heads; Marian, of which plain text makes no
-    pairs; pairs and text.
-    """
-    found = tmp_path_factory.mktemp("pairs")
-    for name, added in (("t5", {"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]}),
-                        ("bart", {"mask_token": "<mask>"}), ("marian", {})):  # fmt: skip
-        where = tiny_checkpoint(found / f"{name}-base", f"gqa_{name}", 4, pad_token_id=0, dropout=0.0, dropout_rate=0.0)
-        tokenizer = AutoTokenizer.from_pretrained(where)
-        tokenizer.add_special_tokens(added)
-        tokenizer.save_pretrained(where)
-        convert_checkpoint(where, 2, found / name, method="mean")
-    rows = [{"said": f"{n} in words is " + "one " * (n % 7 + 1), "meant": f"the number {n}"} for n in range(80)]
-    rows[3]["meant"] = None
-    (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_corpus(found / "text.jsonl")
-    return found
 
 
 def options(place: Path, name: str, out: Path, data: str | None = "text.jsonl", **given: Any) -> TrainOptions:

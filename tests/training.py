@@ -224,6 +224,33 @@ def material() -> Path:
     return made
 
 
+PAIRS = [{"said": f"{n} in words is " + "one " * (n % 7 + 1), "meant": f"the number {n}"} for n in range(80)]
+
+
+@cache
+def pair_material() -> Path:
+    """T5 with sentinels and BART with a mask token, each converted to 2 KV heads; Marian, of which plain text makes no
+    pairs; pairs.jsonl and text.jsonl.
+    """
+    from transformers import AutoTokenizer
+
+    from gqa.convert.api import convert_checkpoint
+
+    place = Path(tempfile.mkdtemp(prefix="gqa-pairs-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    for name, added in (("t5", {"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]}),
+                        ("bart", {"mask_token": "<mask>"}), ("marian", {})):  # fmt: skip
+        base = tiny_checkpoint(place / f"{name}-base", f"gqa_{name}", 4, pad_token_id=0, dropout=0.0, dropout_rate=0.0)
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        tokenizer.add_special_tokens(added)
+        tokenizer.save_pretrained(base)
+        convert_checkpoint(base, 2, place / name, method="mean")
+    rows = [*PAIRS[:3], PAIRS[3] | {"meant": None}, *PAIRS[4:]]
+    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_corpus(place / "text.jsonl")
+    return place
+
+
 @cache
 def shared_runs() -> Runs:
     """One for all tests of this process."""
