@@ -93,8 +93,8 @@ def test_quality_is_that_of_the_written_model_beside_its_base_model(source: Path
     assert quality["ratio"] == pytest.approx(perplexity["converted"] / perplexity["base"])
     assert quality["ratio_low"] < quality["ratio"] < quality["ratio_high"]
     with pytest.raises(KeyboardInterrupt):
-        find_maps(plan_of(source, method), out, options, Recorder(stop_after=1))
-    with with_maps(plan_of(source, method), out, options, recorder := Recorder()) as maps:
+        find_maps(plan_of(source, method), out, options, checkpoints.Recorder(stop_after=1))
+    with with_maps(plan_of(source, method), out, options, recorder := checkpoints.Recorder()) as maps:
         assert (maps.quality, maps.errors) == (quality, done.record["layer_errors"])
     assert recorder.notes == ["continues   after layer 1 of 2, where a run was stopped"]
 

@@ -167,7 +167,7 @@ def test_from_the_option_to_the_checkpoint(tmp_path: Path, method: str) -> None:
     ("name", "method", "reason"),
     [
         ("llama", "mean", "--grouping is not used by --method mean; it goes with --method procrustes, aligned"),
-        ("falcon+rw", "aligned", "falcon ties something to the places of heads; use --grouping contiguous"),
+        ("falcon+rw", "procrustes", "falcon ties something to the places of heads; use --grouping contiguous"),
         ("diffllama", "refined", "the attention of diffllama ties something to the places of heads"),
     ],
 )

@@ -163,7 +163,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("t5", PAIRS | {"target_field": "nothing"}, "has no field 'nothing'; it has 'meant'"),
     ("t5", PAIRS | {"target_field": "said"}, "are the same text; name two columns"),
     ("t5", PAIRS | {"streaming": True}, "--target-field is a column of data that is stored; drop --streaming"),
-    ("t5", PAIRS | {"data": "self"}, "--target-field is a column of data that is stored; drop --streaming and --data"),
+    (
+        "t5",
+        {"data": "self", "target_field": "meant"},
+        "is a column of data that is stored; drop --streaming and --data",
+    ),
     ("t5", {"repeats": True}, "repeats are for decoders, t5 is an encoder-decoder"),
     ("bart", {"context": 65}, "--context 65 is more than the 64 positions of bart"),
     ("t5", PAIRS | {"alpha": 0.001, "steps": None}, "alpha 0.001 is 0 tokens, less than one block of 1; give more"),
