@@ -52,7 +52,7 @@ def hold_back(documents: Documents, tokens: int) -> dict[bytes, int]:
     return limits
 
 
-def n_blocks_for(
+def count_blocks(
     data_tokens: int,
     block_size: int,
     *,
@@ -85,14 +85,14 @@ def reading_order(
 ) -> tuple[Ints, int, int]:
     """(N,) document numbers in training order, the number of blocks, and the tokens before any repeats.
 
-    `lengths`: (D,) tokens of each document to train on. `length`: the length arguments of `n_blocks_for`. Exhausted
+    `lengths`: (D,) tokens of each document to train on. `length`: the length arguments of `count_blocks`. Exhausted
     documents start again in another order; more tokens only append documents. Raises CorpusError.
     """
     numbers = np.flatnonzero(lengths)
     if not len(numbers):
         raise CorpusError("all documents are held out and none is left to train on; hold out other or fewer documents")
     data_tokens = int(lengths.sum())
-    n_blocks = n_blocks_for(data_tokens, block_size, **length)
+    n_blocks = count_blocks(data_tokens, block_size, **length)
     tokens = n_blocks * block_size
     epochs = range(-(-tokens // data_tokens))
     order = np.concatenate([numbers[permutation(documents.digests[numbers], seed, epoch)] for epoch in epochs])

@@ -164,7 +164,7 @@ class Source:
 
     def part(self, fraction: float) -> Source:
         """The held-out documents: about that fraction, those with the lowest hashes."""
-        return replace(self, takes=partial(is_below, fraction=fraction), fraction=fraction)
+        return replace(self, takes=partial(in_lowest_fraction, fraction=fraction), fraction=fraction)
 
     def without(self, heldout: Callable[[bytes], bool]) -> Source:
         """The documents whose digests are not held out."""
@@ -251,7 +251,7 @@ def row_digest(*texts: str) -> bytes:
     return hashlib.sha256("\0".join(text.strip() for text in texts).encode()).digest()
 
 
-def is_below(digest: bytes, fraction: float) -> bool:
+def in_lowest_fraction(digest: bytes, fraction: float) -> bool:
     """Whether a digest is in the lowest fraction of all, by its first 64 bits: exact, so the same on every machine."""
     return int.from_bytes(digest[:8], "big") < int(Fraction(repr(float(fraction))) * 2**64)
 

@@ -39,7 +39,7 @@ _BATCH = 64  # documents tokenised at a time
 SHORTEST = 16  # tokens of a repeated passage: shorter ones are predicted without the first copy
 # Shares of the kinds of blocks; docs/results.md compares others.
 MIX = {"plain": 0.5, "tiled": 0.25, "random": 0.25}
-BEFORE = 7  # earlier blocks from which a random block draws tokens too
+EARLIER_BLOCKS = 7  # earlier blocks from which a random block draws tokens too
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -257,17 +257,17 @@ def pack(documents: Iterable[Any], size: int, rest: Any = ()) -> Iterator[tuple[
         rest = rest[len(rest) // size * size :]
 
 
-def tiled(block: Ints, random: np.random.Generator) -> Ints:
+def repeat_start(block: Ints, random: np.random.Generator) -> Ints:
     """Repeat the first `lag` tokens of a block (T,) to its end, `lag` uniform in T/8 ... T/2."""
     length = len(block)
     lag = random.integers(max(length // 8, 1), max(length // 2, 1), endpoint=True)
     return np.resize(block[:lag], length)
 
 
-def mixed(blocks: Callable[[int], Ints], index: int, seed: int, lead: int, *, first: int = 0) -> Ints:
+def with_repeats(blocks: Callable[[int], Ints], index: int, seed: int, lead: int, *, first: int = 0) -> Ints:
     """Block `index` (T,), plain or with repeated passages, in the shares of `MIX`.
 
-    It depends on the index, the seed and the `BEFORE` earlier blocks, not on the number of blocks.
+    It depends on the index, the seed and the `EARLIER_BLOCKS` earlier blocks, not on the number of blocks.
 
     Args:
         blocks: Index -> plain block.
@@ -282,6 +282,6 @@ def mixed(blocks: Callable[[int], Ints], index: int, seed: int, lead: int, *, fi
         return plain
     random = np.random.default_rng([seed, index])
     if kind == "random":
-        before = [blocks(number)[lead:] for number in range(max(first, index - BEFORE), index)]
+        before = [blocks(number)[lead:] for number in range(max(first, index - EARLIER_BLOCKS), index)]
         block = random.choice(np.concatenate([*before, block]), len(block))
-    return np.concatenate([head, tiled(block, random)])
+    return np.concatenate([head, repeat_start(block, random)])

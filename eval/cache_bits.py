@@ -19,7 +19,7 @@ from gqa.convert.heads.config import groups_per_head
 from gqa.convert.merge.layerwise import PLAIN, register
 
 
-def rounded(heads: Tensor, bits: int) -> Tensor:
+def fake_quantise(heads: Tensor, bits: int) -> Tensor:
     """Quantise keys or values (..., d) to `bits` per number and dequantise them."""
     grouped = heads.float().unflatten(-1, (groups_per_head(heads.shape[-1]), -1))
     least, most = (edge.half().float() for edge in (grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)))
@@ -31,7 +31,7 @@ def rounded(heads: Tensor, bits: int) -> Tensor:
 
 @torch.no_grad()
 def quantise_cache(model: PreTrainedModel, bits: int, layers: int, name: str) -> None:
-    """Replace the model's attention with one whose keys and values are `rounded` to `bits`.
+    """Replace the model's attention with one whose keys and values are quantised to `bits`.
 
     Raises RefusedError for other attention implementations, or if fewer than `layers` layers call it.
     """
@@ -40,12 +40,12 @@ def quantise_cache(model: PreTrainedModel, bits: int, layers: int, name: str) ->
         raise RefusedError(f"--cache-bits goes with sdpa and eager attention, {name} has {plain}; give one of them")
     attend, mask = PLAIN[plain]
 
-    def attend_rounded(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def attend_quantised(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        return attend(module, q, rounded(k, bits), rounded(v, bits), *rest, **options)
+        return attend(module, q, fake_quantise(k, bits), fake_quantise(v, bits), *rest, **options)
 
-    register(f"gqa_cache{bits}_{plain}", attend_rounded, mask)
+    register(f"gqa_cache{bits}_{plain}", attend_quantised, mask)
     model.set_attn_implementation(f"gqa_cache{bits}_{plain}")
     model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     if calls < layers:

@@ -22,7 +22,7 @@ from gqa.eval import recall
 from gqa.eval.decode import decode_contexts, time_decoding
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.scoring import Scores, Window, score
-from gqa.eval.subjects import Subject, numerics, open_subjects, run_device
+from gqa.eval.subjects import Subject, input_device, numerics, open_subjects
 from gqa.eval.text import Text, choose_context, perplexity, prefix_token, read_text
 
 SCHEMA = 3
@@ -38,7 +38,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     first.
     """
     transformers.utils.logging.set_verbosity_error()
-    state, device = ranks(), run_device(options.device)
+    state, device = ranks(), input_device(options.device)
     print_device(device, options.quiet or not state.is_main_process)
     subjects = open_subjects(options.models, options.trust_remote_code, options.revision, options.cache_bits or ())
     context = choose_context(subjects, options.context)
@@ -73,7 +73,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
 class Comparison:
     """Measures models one after the other, each loaded once: the base model first, then the models compared with it.
 
-    questions: about the context, if recall is measured; live: the base model, if it stays in memory.
+    questions: about the context, if recall is measured; baseline_model: the base model, if it stays in memory.
     """
 
     def __init__(self, baseline: Subject, text: Text | None, options: EvaluateOptions) -> None:
@@ -84,7 +84,7 @@ class Comparison:
         self._texts: Sequence[Window] = ()  # greedy texts of the base model
 
     @property
-    def live(self) -> PreTrainedModel | None:
+    def baseline_model(self) -> PreTrainedModel | None:
         return self._baseline_head.model if self._baseline_head else None
 
     def prepare_recall(self, subjects: Sequence[Subject], context: int) -> None:
@@ -154,16 +154,16 @@ class Comparison:
     def _measure_recall(self, subject: Subject, head: ChunkedHead) -> Record:
         """Recall, and agreement with the base model's greedy texts."""
         if subject is self._baseline:
-            self._texts = recall.continued(head.model, self._prompts)
+            self._texts = recall.greedy_texts(head.model, self._prompts)
             samples = self._texts[:SHOWN]
         else:
-            samples = recall.continued(head.model, [window.ids[: -window.scored] for window in self._texts[:SHOWN]])
+            samples = recall.greedy_texts(head.model, [window.ids[: -window.scored] for window in self._texts[:SHOWN]])
         windows = [*(window for question in self.questions for window in question.windows), *self._texts]
         scores = self._score(subject, head, windows)
         return {
-            "recall": recall.recall(self.questions, scores),
+            "recall": recall.summarise(self.questions, scores),
             "greedy": recall.agreement(scores["hits"][-sum(window.scored for window in self._texts) :], self._texts),
-            "samples": recall.as_text(self._baseline.tokenizer, samples),
+            "samples": recall.decode_windows(self._baseline.tokenizer, samples),
         }
 
     def _score(self, subject: Subject, head: ChunkedHead, windows: Sequence[Window], **baseline: Any) -> Scores:

@@ -47,7 +47,7 @@ class Table:
                 block = first
             block = [line + cell for line, cell in zip(block, cells, strict=True)]
         lines = [line.rstrip() for lines in [*blocks, block] for line in lines]
-        return "\n".join([self.title, *lines, *filter(None, [wrapped(self.note, width)])])
+        return "\n".join([self.title, *lines, *filter(None, [wrap(self.note, width)])])
 
 
 def line_width(stream: TextIO) -> int:
@@ -55,7 +55,7 @@ def line_width(stream: TextIO) -> int:
     return shutil.get_terminal_size().columns if stream.isatty() else sys.maxsize
 
 
-def wrapped(text: str, width: int, indent: str = "") -> str:
+def wrap(text: str, width: int, indent: str = "") -> str:
     """Wrap at `width`, indenting all lines but the first; "95 %" is not split."""
     lines = textwrap.wrap(text.replace(" %", "\xa0%"), width, subsequent_indent=indent, break_on_hyphens=False)
     return "\n".join(lines).replace("\xa0", " ")
@@ -77,7 +77,7 @@ def table(title: str, columns: Sequence[Column], records: Collection[Any], note:
     return Table(title, tuple(cells), tuple(zip(*cells.values(), strict=True)), note)
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Five significant digits: more depend on the batch size."""
     if not 1 <= value < 1e5:
         return f"{value:.4g}"

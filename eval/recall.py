@@ -27,7 +27,7 @@ from gqa.checkpoint.errors import RefusedError, explain
 from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
 from gqa.corpus.statistics import mean_interval
 from gqa.eval.scoring import Scores, Window
-from gqa.eval.subjects import Subject, run_device
+from gqa.eval.subjects import Subject, input_device
 
 Ints = NDArray[np.integer[Any]]
 
@@ -75,7 +75,7 @@ def check_recall(subjects: Sequence[Subject], context: int) -> None:
 def self_samples(subject: Subject, length: int, device: str | None) -> list[Any]:
     """Self-generated token ids, each (length,); the seed differs from those of calibration and training."""
     blocks = sampled_blocks(
-        lambda dtype, device=device: subject.load(dtype, device), run_device(device),
+        lambda dtype, device=device: subject.load(dtype, device), input_device(device),
         subject.checkpoint, length, SAMPLES, derive_seed(0, "evaluation"), plain=True,
         trust_remote_code=subject.trust_remote_code,
     )  # fmt: skip
@@ -192,7 +192,7 @@ def _words(tokenizer: Any, plain: Ints) -> Ints:
     return np.array(words) if len(words) >= 256 else plain
 
 
-def recall(questions: Sequence[Questions], scores: Scores) -> list[dict[str, Any]]:
+def summarise(questions: Sequence[Questions], scores: Scores) -> list[dict[str, Any]]:
     """A JSON-ready record for each kind and distance, with 95 % bootstrap intervals.
 
     `scores` begin with the windows of all questions, in their order.
@@ -213,7 +213,7 @@ def recall(questions: Sequence[Questions], scores: Scores) -> list[dict[str, Any
 
 
 @torch.inference_mode()
-def continued(model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS) -> list[Window]:
+def greedy_texts(model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS) -> list[Window]:
     """Greedy texts after each opening, up to EOS or `steps` tokens, as windows that score them.
 
     Raises RefusedError for a model that transformers cannot generate with.
@@ -255,7 +255,7 @@ def agreement(hits: NDArray[np.bool_], windows: Sequence[Window]) -> dict[str, f
     }  # fmt: skip
 
 
-def as_text(tokenizer: Any, windows: Sequence[Window]) -> list[dict[str, str]]:
+def decode_windows(tokenizer: Any, windows: Sequence[Window]) -> list[dict[str, str]]:
     """Prompts and greedy texts, decoded for a report."""
 
     def decode(ids: Sequence[int]) -> str:

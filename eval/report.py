@@ -16,7 +16,7 @@ from gqa.checkpoint.provenance import command_line
 from gqa.checkpoint.write import OutputDirectory, finite
 from gqa.convert.summary import ratio_text, size
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.page import Column, Table, line_width, number, table, wrapped, write_page
+from gqa.eval.page import Column, Table, format_number, line_width, table, wrap, write_page
 
 Record = dict[str, Any]
 
@@ -41,7 +41,7 @@ def _verdict(first: Record, model: Record) -> str:
     if "quality" in model:
         parts.append(f"perplexity x{ratio_text(model['against_baseline'])}")
     if "recall" in model:
-        before, after = recalled(first), recalled(model)
+        before, after = recall_by_kind(first), recall_by_kind(model)
         kind = "text" if "text" in after else "samples"
         parts.append(
             f"recall {before[kind]:.0%} -> {after[kind]:.0%} (random tokens {before.get('random', math.nan):.0%} -> "
@@ -55,7 +55,7 @@ def cache_bytes(model: Record) -> int:
     return int(model["kv_cache"]["bytes_per_token"] + model["kv_cache"].get("cross_bytes_per_token", 0))
 
 
-def recalled(model: Record) -> dict[str, float]:
+def recall_by_kind(model: Record) -> dict[str, float]:
     """Accuracy of each kind of question over all distances."""
     answers, right = dict[str, int](), dict[str, float]()
     for line in model["recall"]:
@@ -68,7 +68,7 @@ def recalled(model: Record) -> dict[str, float]:
 def as_text(results: Record, stream: TextIO | None = None) -> str:
     """Verdicts and tables, as wide as `stream`, by default stdout."""
     width = line_width(stream or sys.stdout)
-    lead = "\n".join(wrapped(line, width, "  ") for line in verdicts(results))
+    lead = "\n".join(wrap(line, width, "  ") for line in verdicts(results))
     return "\n\n".join(filter(None, [lead, *(table.text(width) for table in tables(results))]))
 
 
@@ -79,7 +79,7 @@ def tables(results: Record) -> list[Table]:
     built = []
     if "text" in results:
         dtypes = " and ".join(dict.fromkeys(m["dtype"] for m in models if "dtype" in m))
-        note = f"{what_is_scored(results['text'])}; in {dtypes}"
+        note = f"{describe_text(results['text'])}; in {dtypes}"
         built.append(table(f"Quality on {results['text']['data']}", _QUALITY, models, note))
     if any("kl" in model.get("against_baseline", {}) for model in models):
         title = f"Next-token distributions against {models[0]['name']}"
@@ -98,7 +98,7 @@ _NAME: Column = ("model", lambda m: str(m["name"]))
 _QUALITY: list[Column] = [
     _NAME,
     ("KV heads", lambda m: str(m["heads"]["kv"])),
-    ("perplexity", lambda m: number(m["quality"]["token_perplexity"])),
+    ("perplexity", lambda m: format_number(m["quality"]["token_perplexity"])),
     ("x baseline", lambda m: f"{m['against_baseline']['ratio']:.4g}"),
     ("95 % interval", lambda m: "{ratio_low:.4g} - {ratio_high:.4g}".format_map(m["against_baseline"])),
     ("bits/byte", lambda m: f"{m['quality']['bits_per_byte']:.4f}"),
@@ -124,7 +124,7 @@ _DECODE: list[Column] = [
 ]
 
 
-def what_is_scored(text: Record) -> str:
+def describe_text(text: Record) -> str:
     """Size of the text, and how it is cut, in words."""
     tokens, size = plural(text["tokens"], "token"), plural(text["bytes"], "byte")
     if text["protocol"] == "rolling":
@@ -148,7 +148,7 @@ def _recall(models: list[Record], settings: Record) -> Table:
         "tokens; values: of keys in a list; passkeys: words hidden in text. greedy: average number of tokens, of "
         f"{longest:.0f}, before greedy decoding differs from {baseline}'s (rounding alone can cause that)"
     )
-    records = [model | recalled(model) for model in models if "recall" in model]
+    records = [model | recall_by_kind(model) for model in models if "recall" in model]
     return table("Recall from the context", columns, records, note)
 
 
@@ -207,20 +207,20 @@ def write_report(results: Record, report: OutputDirectory) -> None:
         title=" against ".join(filter(None, (", ".join(m["name"] for m in converted), first["name"]))),
         verdicts=verdicts(results),
         tables=tables(results),
-        samples=list(texts_beside(results["models"])),
+        samples=list(compare_samples(results["models"])),
         commands=[one_line(command_line("gqa-eval", argv), 4000)] if argv else [],
-        foot=f"{measured_with(results)}.",
+        foot=f"{describe_environment(results)}.",
     )
     report.commit(_RESULTS, finite(results, infinity=str))
 
 
-def measured_with(record: Record) -> str:
+def describe_environment(record: Record) -> str:
     """Time, device and versions of `gqa.eval.evaluate.environment`, in words."""
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     return f"{record['created']}, {record['device']}, {plural(record['threads'], 'thread')}; {versions}"
 
 
-def texts_beside(models: list[Record]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+def compare_samples(models: list[Record]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     """Each prompt, with (name, prefix equal to the first model's text, rest) of the models' greedy texts."""
     models = [model for model in models if "samples" in model]
     for lines in zip(*(model["samples"] for model in models), strict=True):

@@ -104,14 +104,14 @@ class Subject:
                 "bits": self.cache_bits or 8 * self.cache.bytes_per_number,
             }
             if memory:
-                fits = what_fits(self.cache, self.checkpoint.nbytes, memory, context)
+                fits = memory_capacity(self.cache, self.checkpoint.nbytes, memory, context)
                 record["kv_cache"]["fits"] = dict(zip(("batch", "longest"), fits, strict=True))
         return record
 
     def load(self, precision: str = "auto", device: str | None = None) -> PreTrainedModel:
         """The model, with a quantised cache if the subject has one. Raises RefusedError."""
         model = load_model(
-            self.path, dtype=precision, device="auto" if device == "auto" else run_device(device),
+            self.path, dtype=precision, device="auto" if device == "auto" else input_device(device),
             trust_remote_code=self.trust_remote_code,
         )  # fmt: skip
         if self.cache_bits and self.cache:
@@ -152,7 +152,7 @@ def distinct_names(models: Sequence[str], checkpoints: Sequence[Checkpoint]) -> 
     return [one_line(f"{name} ({n + 1})" if n else name) for name, n in zip(names, repeats, strict=True)]
 
 
-def what_fits(cache: KVCache, weights_bytes: int, memory_bytes: int, context: int) -> tuple[int, int | None]:
+def memory_capacity(cache: KVCache, weights_bytes: int, memory_bytes: int, context: int) -> tuple[int, int | None]:
     """Number of sequences of `context` tokens that fit beside the weights, and tokens of the longest single sequence.
 
     Both are 0 if the weights alone do not fit. The second is None if memory is no limit: every layer has a window and
@@ -164,7 +164,7 @@ def what_fits(cache: KVCache, weights_bytes: int, memory_bytes: int, context: in
     return free // cache.bytes_at(context), longest if longest < limit - 1 else None
 
 
-def run_device(name: str | None) -> str:
+def input_device(name: str | None) -> str:
     """Device of inputs: `name`, or without one, or with `auto`, this rank's. Raises RefusedError if it cannot be used,
     and for `auto` if several processes would each use all devices.
     """

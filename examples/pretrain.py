@@ -31,7 +31,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa.corpus.stdlib import stdlib_texts
-from gqa.corpus.tokens import tiled
+from gqa.corpus.tokens import repeat_start
 
 BOS, EOS = 1, 2
 LOG = "training_log.jsonl"
@@ -139,7 +139,7 @@ def repeating(
         if 0 <= draw < (1 - drawn) * 2 / 3:
             labels[row] = ids[row] = copied(ids[row], int(random.integers(1, 5)), random)
         elif 0 <= draw < 1 - drawn:
-            labels[row] = ids[row] = tiled(ids[row], random)
+            labels[row] = ids[row] = repeat_start(ids[row], random)
         elif draw >= 0:
             ids[row], second = twice(random.choice(batch.flatten().numpy(), len(ids[row])), random)
             labels[row] = np.where(second, ids[row], -100)

@@ -19,7 +19,7 @@ from embedded import SOURCE
 from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.errors import CorpusError
 from gqa.checkpoint.read import read_checkpoint
-from gqa.corpus.alpha import Heldout, hold_back, n_blocks_for, reading_order
+from gqa.corpus.alpha import Heldout, count_blocks, hold_back, reading_order
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Blocks, Documents, Encoder, pack, permutation, tokenise
@@ -101,11 +101,11 @@ def test_more_tokens_than_there_are(text: Documents) -> None:
 
 
 def test_n_blocks_for() -> None:
-    assert n_blocks_for(100, 1, alpha=0.29) == 29  # and not 28, which is 0.29 * 100 in binary, rounded down
-    assert n_blocks_for(10**6, 10, alpha=0.05) == 5000
-    assert n_blocks_for(1000, 10, tokens=2_005) == 200
-    assert n_blocks_for(1000, 10, steps=7, blocks_per_step=3) == 21
-    assert n_blocks_for(2**60, 2**10, alpha=1e-9) == 2**60 // 10**9 // 2**10
+    assert count_blocks(100, 1, alpha=0.29) == 29  # and not 28, which is 0.29 * 100 in binary, rounded down
+    assert count_blocks(10**6, 10, alpha=0.05) == 5000
+    assert count_blocks(1000, 10, tokens=2_005) == 200
+    assert count_blocks(1000, 10, steps=7, blocks_per_step=3) == 21
+    assert count_blocks(2**60, 2**10, alpha=1e-9) == 2**60 // 10**9 // 2**10
     refused: list[tuple[int, dict[str, Any], str]] = [
         (64, {"alpha": 0.01}, "alpha 0.01 is 9 tokens, less than one block of 64; give more, or use smaller blocks"),
         (64, {"tokens": -1}, "tokens is -1, less than one block of 64; give more, or use smaller blocks"),
@@ -113,7 +113,7 @@ def test_n_blocks_for() -> None:
     ]
     for size, options, message in refused:
         with pytest.raises(CorpusError, match=f"^{message}$"):
-            n_blocks_for(999, size, **options)
+            count_blocks(999, size, **options)
 
 
 # ----------------------------------------------------------------------------------------------------- what is held out

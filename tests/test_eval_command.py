@@ -215,9 +215,9 @@ def test_recall_that_fails_for_one_model_loses_nothing_else(
     measures: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exit code tells who asked for it; the page shows the other models."""
-    write = evaluate.recall.continued
+    write = evaluate.recall.greedy_texts
     calls = iter([write, Mock(side_effect=RuntimeError("out of\nmemory")), write])
-    monkeypatch.setattr(evaluate.recall, "continued", lambda *args: next(calls)(*args))
+    monkeypatch.setattr(evaluate.recall, "greedy_texts", lambda *args: next(calls)(*args))
     few_questions(monkeypatch)
     result = run(*words(f"SRC G4 G2 {measures} --json"), "-o", tmp_path / "report", program="gqa-eval")
     assert (result.code, result.err.splitlines()[-1]) == (

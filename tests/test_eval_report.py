@@ -19,7 +19,7 @@ from embedded import copy_source
 from evaluations import evaluate_models, few_questions, model_directory, refused, results, words
 
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.page import Table, number, write_page
+from gqa.eval.page import Table, format_number, write_page
 from gqa.eval.report import as_json, open_report, verdicts
 
 MODEL_KEYS = {
@@ -193,7 +193,7 @@ def test_a_verdict_says_what_is_saved_and_what_it_costs(
 
 def test_a_table_is_aligned_and_continues_below(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal that is less wide; elsewhere lines have no limit. Numbers have five digits."""
-    shown = [number(value) for value in (1.0, 9.99999, 58.51248, 12345.6, 149182.7, math.inf, math.nan, 0.05)]
+    shown = [format_number(value) for value in (1.0, 9.99999, 58.51248, 12345.6, 149182.7, math.inf, math.nan, 0.05)]
     assert shown == ["1.0000", "10.0000", "58.512", "12,346", "1.492e+05", "inf", "nan", "0.05"]
     table = Table("T", ("a", "number"), (("x", "1"), ("long", "22")), "note")
     assert table.text() == "T\na     number\nx          1\nlong      22\nnote"

@@ -25,8 +25,8 @@ from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.heads.config import CachedLayer, KVCache, groups_per_head, kv_cache, read_config
 from gqa.convert.recast.targets import checkpoint_cache
-from gqa.eval.cache_bits import quantise_cache, rounded
-from gqa.eval.subjects import what_fits
+from gqa.eval.cache_bits import fake_quantise, quantise_cache
+from gqa.eval.subjects import memory_capacity
 
 LAYERS, DIM = 6, 32  # of stdlib-mha, which has 8 heads
 WINDOW = 5  # of the tiny models
@@ -88,8 +88,8 @@ def test_llama_2_7b_by_hand() -> None:
     assert (cache.bytes_per_token, grouped.bytes_per_token) == (524_288, 131_072)
     weights = 2 * 6_738_415_616
     # 80 GB less 13,476,831,232 bytes of weights are 66,523,168,768: 30.98 x 4096 x 524,288, and 126,882.87 x 524,288.
-    assert what_fits(cache, weights, 80 * 10**9, 4096) == (30, 126_882)
-    assert what_fits(grouped, weights, 80 * 10**9, 4096) == (123, 507_531)
+    assert memory_capacity(cache, weights, 80 * 10**9, 4096) == (30, 126_882)
+    assert memory_capacity(grouped, weights, 80 * 10**9, 4096) == (123, 507_531)
 
 
 _sizes = st.integers(1, 9)
@@ -104,7 +104,7 @@ def test_the_largest_fits_and_one_more_does_not(kv: KVCache, weights: int, memor
         held = [n.heads * (n.key_dim + n.value_dim) * min(tokens, n.window or tokens) * 2 for n in kv.layers]
         return memory - batch * sum(held) >= weights
 
-    batch, longest = what_fits(kv, weights, memory, context)
+    batch, longest = memory_capacity(kv, weights, memory, context)
     assert fits(batch, context) or batch == 0
     assert not fits(batch + 1, context)
     if longest is None:
@@ -127,14 +127,14 @@ def test_numbers_on_the_grid_stay_and_others_move_by_half_a_step(bits: int, dim:
     codes = torch.randint(0, 2**bits, (3, 5, parts, dim // parts), generator=generator).float()
     codes[..., 0], codes[..., 1] = 0, 2**bits - 1
     heads = (codes * 0.25 - 3).flatten(-2)
-    assert rounded(heads, bits).equal(heads)
+    assert fake_quantise(heads, bits).equal(heads)
     drawn = torch.randn(3, 5, dim, generator=generator)
     cut = drawn.unflatten(-1, (parts, -1))
     step = (cut.amax(-1) - cut.amin(-1)) / (2**bits - 1)
-    away = (rounded(drawn, bits) - drawn).unflatten(-1, (parts, -1)).abs().amax(-1)
+    away = (fake_quantise(drawn, bits) - drawn).unflatten(-1, (parts, -1)).abs().amax(-1)
     assert (away <= 0.5 * step + 4e-3 * cut.abs().amax(-1)).all()  # edges are kept in 16 bits
     assert (away > 0.2 * step).all()
-    assert rounded(torch.full((2, dim), 0.5), bits).equal(torch.full((2, dim), 0.5))
+    assert fake_quantise(torch.full((2, dim), 0.5), bits).equal(torch.full((2, dim), 0.5))
 
 
 def test_bytes_are_those_of_codes_and_scales() -> None:
@@ -151,7 +151,7 @@ class RoundedCache(DynamicCache):
     """transformers' cache, whose numbers are of few bits."""
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return super().update(rounded(keys, 3), rounded(values, 3), *args, **kwargs)
+        return super().update(fake_quantise(keys, 3), fake_quantise(values, 3), *args, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "gqa_gpt2", "by layer"])

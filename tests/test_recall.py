@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.eval.recall import Questions, agreement, continued, make_questions, recall
+from gqa.eval.recall import Questions, agreement, greedy_texts, make_questions, summarise
 from gqa.eval.scoring import score
 
 CONTEXT, PREFIX, VOCABULARY = 512, 1, 4096
@@ -99,7 +99,7 @@ def test_what_looks_back_passes_and_what_cannot_fails(
 ) -> None:
     windows = [window for one in questions for window in one.windows]
     head: Any = Induction(reach)
-    records = recall(questions, score(head, windows, batch_size=4))
+    records = summarise(questions, score(head, windows, batch_size=4))
     assert {one["kind"] for one in records} == {"text", "samples", "random", "look-up", "passkey"}
     for one in records:
         assert least <= one["accuracy_low"] <= one["accuracy"] <= one["accuracy_high"] <= most, one
@@ -126,7 +126,7 @@ def written(model: PreTrainedModel, opening: list[int]) -> list[int]:
 def test_a_greedy_text_and_where_a_model_leaves_it() -> None:
     """The baseline writes greedily whatever the lengths; reading along finds where a model writes something else."""
     base, other, expected = load(SOURCE), load(model_directory() / "gqa4"), []
-    windows = continued(base, OPENINGS, STEPS)
+    windows = greedy_texts(base, OPENINGS, STEPS)
     assert [list(window.ids) for window in windows] == [written(base, opening) for opening in OPENINGS]
     assert [len(window.ids) - window.scored for window in windows] == [len(opening) for opening in OPENINGS]
     for window, opening in zip(windows, OPENINGS, strict=True):

@@ -25,7 +25,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.corpus.alpha import Heldout
 from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Blocks, Documents, Encoder, adds_bos, mixed, pack, tiled, tokenise
+from gqa.corpus.tokens import Blocks, Documents, Encoder, adds_bos, pack, repeat_start, tokenise, with_repeats
 from gqa.uptrain.dataloader import Dataloader, open_dataloader
 from gqa.uptrain.options import TrainOptions
 
@@ -185,7 +185,7 @@ BLOCK = np.arange(1000, 1000 + LENGTH)  # no token twice: what stands twice was 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_beginning_comes_again_and_again(seed: int) -> None:
-    ids = tiled(BLOCK, np.random.default_rng(seed))
+    ids = repeat_start(BLOCK, np.random.default_rng(seed))
     lag = len(np.unique(ids))
     assert LENGTH // 8 <= lag <= LENGTH // 2
     assert np.array_equal(ids, BLOCK[np.arange(LENGTH) % lag])
@@ -195,7 +195,7 @@ BLOCKS = np.random.default_rng(0).integers(1000, 2000, (64, LENGTH))
 
 
 def mix(count: int = 64, seed: int = 0, length: int = LENGTH) -> np.ndarray:
-    return np.stack([mixed(lambda n: BLOCKS[n, :length], index, seed, 1) for index in range(count)])
+    return np.stack([with_repeats(lambda n: BLOCKS[n, :length], index, seed, 1) for index in range(count)])
 
 
 @pytest.mark.parametrize("length", [2, 32, 33, 256])

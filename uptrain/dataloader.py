@@ -26,11 +26,11 @@ from gqa.checkpoint.provenance import file_digests
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_blocks
 from gqa.convert.merge.text_pairs import PairMaker
-from gqa.corpus.alpha import Heldout, hold_back, n_blocks_for, reading_order
+from gqa.corpus.alpha import Heldout, count_blocks, hold_back, reading_order
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenise_pairs
 from gqa.corpus.sources import Source, is_self, parse_self, parse_source, parse_sources
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Block, Blocks, Documents, mixed, pack, tokenise
+from gqa.corpus.tokens import Block, Blocks, Documents, pack, tokenise, with_repeats
 from gqa.uptrain.options import TrainOptions
 
 MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens of a block; of a source or target with relative positions, as for T5
@@ -44,7 +44,7 @@ Write = Callable[[int, int], SampledBlocks]  # (tokens of a block, number of blo
 @dataclass(frozen=True)
 class Dataloader:
     """Step s trains on blocks s * B to (s + 1) * B after the `first` ones, in order, B being the batch. With
-    `options.repeats` half of the blocks repeat themselves (`mixed` in corpus/tokens.py).
+    `options.repeats` half of the blocks repeat themselves (`with_repeats` in corpus/tokens.py).
 
     `options`: with block and batch decided. `fingerprint`: equal if the data is equal. `summary`: the data in words.
     `heldout`: held-out blocks. `make`: makes pairs of blocks for an encoder-decoder. `mean`: tokens of a block on
@@ -84,7 +84,7 @@ class Dataloader:
             return self.make(block, [self.options.seed, index]) if self.make else block
         # A stream cannot go back to earlier blocks.
         first = index if isinstance(self.blocks, StreamedBlocks) else self.first
-        ids = mixed(lambda number: self.blocks[number]["input_ids"], index, self.options.seed, 0, first=first)
+        ids = with_repeats(lambda number: self.blocks[number]["input_ids"], index, self.options.seed, 0, first=first)
         return {"input_ids": ids.astype(np.int64)}
 
 
@@ -125,7 +125,7 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
 
 def _open_stream(options: TrainOptions, source: Source, tokenizer: Any, longest: int, ranks: int) -> Dataloader:
     options = settle_steps(options, _ENDLESS, longest, ranks)
-    steps = count_steps(n_blocks_for(_ENDLESS, options.block, **length_arguments(options)), options)
+    steps = count_steps(count_blocks(_ENDLESS, options.block, **length_arguments(options)), options)
     heldout, heldout_blocks = open_heldout(options, tokenizer)
     blocks = StreamedBlocks(source, tokenizer, block_size=options.block, heldout=heldout, batch=options.blocks_per_step)
     summary = f"a stream of {blocks}"
@@ -152,7 +152,7 @@ def open_sampled(options: TrainOptions, tokenizer: Any, write: Write, longest: i
     data_tokens = sample.tokens or _ENDLESS
     options = settle_steps(options, data_tokens, longest, ranks)
     length = length_arguments(options) | ({} if options.lengths else {"tokens": data_tokens})
-    n_blocks = n_blocks_for(data_tokens, options.block, **length)
+    n_blocks = count_blocks(data_tokens, options.block, **length)
     if n_blocks * options.block > data_tokens:
         raise RefusedError(
             f"{n_blocks * options.block:,} tokens of training are more than --data {options.data[0]}; ask for more"
@@ -230,7 +230,7 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
 
 
 def length_arguments(options: TrainOptions) -> dict[str, Any]:
-    """The arguments of `n_blocks_for` that say how long to train."""
+    """The arguments of `count_blocks` that say how long to train."""
     return {
         "alpha": options.alpha, "tokens": options.tokens, "steps": options.steps,
         "blocks_per_step": options.blocks_per_step,

@@ -12,7 +12,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.sources import (
     Source,
     check_text_options,
-    is_below,
+    in_lowest_fraction,
     is_self,
     parse_self,
     parse_source,
@@ -35,7 +35,8 @@ class CalibrationText:
     """`sources` as `parse_sources` reads them, or `self[:plain][:TOKENS]`; `tokens` in all, in blocks of
     `length`; of an encoder-decoder, so many pairs of sources and targets of at most `length`. `field` is the column of
     text of files and data sets; `target_field` that of what its decoder writes; `separator` cuts text files.
-    `repeats`: half of the blocks repeat themselves (`mixed` in corpus/tokens.py), but those of `self:plain` and pairs.
+    `repeats`: half of the blocks repeat themselves (`with_repeats` in corpus/tokens.py), but not those of
+    `self:plain` and pairs.
     `trust_remote_code`: tokenizer and model may be code that comes along. Documents of the source `heldout`, or those
     below the hash of `heldout_fraction`, are left out of whatever is read.
     """
@@ -162,7 +163,7 @@ class CalibrationText:
     def _parse(self, spec: str) -> Source:
         source = self._source(spec)
         if self.heldout_fraction:
-            return source.without(partial(is_below, fraction=self.heldout_fraction))
+            return source.without(partial(in_lowest_fraction, fraction=self.heldout_fraction))
         if self.heldout:
             return source.without({row_digest(*row) for row in self._source(self.heldout).rows()}.__contains__)
         return source
@@ -210,7 +211,7 @@ def read_blocks(
 
     from gqa.checkpoint.loading import load_tokenizer
     from gqa.convert.heads.config import read_config
-    from gqa.corpus.tokens import Encoder, check_ids, mixed, permutation
+    from gqa.corpus.tokens import Encoder, check_ids, permutation, with_repeats
 
     encoder = Encoder(load_tokenizer(checkpoint, trust_remote_code, instead="use self"))
     digests, characters = zip(*((row_digest(text), len(text)) for text in source.texts()), strict=True)
@@ -234,7 +235,7 @@ def read_blocks(
     if not repeats:
         return blocks, others
     lead = int((blocks[:, 0] == blocks[0, 0]).all())
-    return np.stack([mixed(blocks.__getitem__, index, seed, lead) for index in range(len(blocks))]), others
+    return np.stack([with_repeats(blocks.__getitem__, index, seed, lead) for index in range(len(blocks))]), others
 
 
 def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:

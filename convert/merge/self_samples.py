@@ -33,7 +33,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config
 from gqa.convert.merge.layerwise import attend_sdpa, register
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
-from gqa.corpus.tokens import MIX, Block, Ints, first_token, mixed
+from gqa.corpus.tokens import MIX, Block, Ints, first_token, with_repeats
 
 SAMPLED = 64  # largest batch of sequences sampled with one seed
 SAMPLED_BYTES = 1 << 30  # largest KV cache of such a batch
@@ -46,7 +46,7 @@ class SampledBlocks:
     """Blocks of `size` tokens that a model wrote, consecutive in the file `path`: {"input_ids": (size,) int64}.
 
     lead: number of tokens (BOS) that must stay at the beginning of a block. plain: return blocks as the model wrote
-    them; otherwise some get repeated passages (`mixed` in corpus/tokens.py).
+    them; otherwise some get repeated passages (`with_repeats` in corpus/tokens.py).
     """
 
     path: Path
@@ -64,7 +64,7 @@ class SampledBlocks:
         """Block `index`. Raises IndexError if it is out of range."""
         if not 0 <= index < self.n_blocks:
             raise IndexError(f"block {index} of {self.n_blocks}")
-        return {"input_ids": self._read(index) if self.plain else mixed(self._read, index, self.seed, self.lead)}
+        return {"input_ids": self._read(index) if self.plain else with_repeats(self._read, index, self.seed, self.lead)}
 
     def _read(self, index: int) -> Ints:
         return np.fromfile(self.path, np.int32, self.size, offset=4 * self.size * int(index)).astype(np.int64)

@@ -14,8 +14,8 @@ from typing import Any
 
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.convert.summary import size
-from gqa.eval.page import Column, Table, number, table, write_page
-from gqa.eval.report import measured_with, what_is_scored
+from gqa.eval.page import Column, Table, format_number, table, write_page
+from gqa.eval.report import describe_environment, describe_text
 from gqa.eval.study.options import BASE, UNMERGED, AblateOptions, Cell
 from gqa.eval.study.rows import FILES, Row, read_rows, writing
 
@@ -33,7 +33,7 @@ _COLUMNS: list[Column] = [
     ("nats/token", lambda r: f"{r['loss']:.4f}"),
     ("above base", lambda r: f"{r['loss_increase']:+.4f}"),
     ("95 % of the ratio", lambda r: f"{r['perplexity_ratio_low']:.4g} - {r['perplexity_ratio_high']:.4g}"),
-    ("perplexity", lambda r: number(r["perplexity"])),
+    ("perplexity", lambda r: format_number(r["perplexity"])),
     ("bits/byte", lambda r: f"{r['bits_per_byte']:.4f}"),
     ("KL", lambda r: f"{r['kl']:.4f}"),
     ("top-1 agreement", lambda r: f"{r['top1_agreement']:.1%}"),
@@ -124,7 +124,7 @@ def short_table(rows: Sequence[Row]) -> Table:
 
 def _cells(rows: Sequence[Row]) -> Table:
     """One line a cell."""
-    note = f"base model: {loss(rows[0]):.4f} nats per token; {what_is_scored(rows[0]['text'])}, held out"
+    note = f"base model: {loss(rows[0]):.4f} nats per token; {describe_text(rows[0]['text'])}, held out"
     if any(row.get("kl") is not None for row in rows):
         note += "; KL from the base model in nats; accepted: share of tokens drafted for the base model"
     if refused := rows[0].get("recall_refused"):
@@ -163,7 +163,7 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
             pictures=pictures,
             tables=[short_table(rows), _cells(rows)],
             commands=[one_line(run, 4000) for run in dict.fromkeys(runs)],
-            foot=" ".join([*filter(None, [remark]), f"{measured_with(environments[-1])}."]),
+            foot=" ".join([*filter(None, [remark]), f"{describe_environment(environments[-1])}."]),
         )
         for path in aside.iterdir():
             path.replace(directory / path.name)

@@ -16,7 +16,7 @@ from typing import Any
 from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.write import finite, locked
 from gqa.eval.page import PAGE
-from gqa.eval.report import recalled
+from gqa.eval.report import recall_by_kind
 from gqa.eval.study.options import Cell
 from gqa.uptrain.options import differences
 
@@ -45,7 +45,7 @@ def columns_of(record: Row, cache: Any, base_cache: Any) -> Row:
     if cross := cache.cross_bytes_per_token:
         row["cross_bytes_per_token"] = cross  # per source token
     if "recall" in record:
-        row |= {f"recall_{kind.replace('-', '_')}": share for kind, share in recalled(record).items()}
+        row |= {f"recall_{kind.replace('-', '_')}": share for kind, share in recall_by_kind(record).items()}
         row |= {"greedy_tokens": record["greedy"]["tokens"], "recall_by_distance": record["recall"]}
     return row
 
