@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -345,6 +346,19 @@ def free_memory(device: torch.device) -> int | None:
         return None
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + held
+
+
+def total_memory(device: str) -> int | None:
+    """Bytes of memory of an accelerator, or that this host or its container has; None if that is unknown."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = Path("/sys/fs/cgroup/memory.max")
+        words = limit.read_text().strip() if limit.exists() else "max"
+    except (AttributeError, ValueError, OSError):  # of another system
+        return None
+    return min(host, int(words)) if words.isdecimal() else host
 
 
 def as_float64(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import LayerwiseError, RefusedError, alternatives
+from gqa.checkpoint.errors import LayerwiseError, OutputError, RefusedError, alternatives
 from gqa.checkpoint.hub import default_output, fetch_weights, open_model
 from gqa.checkpoint.options import parameters_in_errors
 from gqa.checkpoint.provenance import PROVENANCE, request
@@ -65,6 +65,8 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
 def _plan(checkpoint: Checkpoint, groups: Groups, options: ConvertOptions) -> Plan:
     plan = make_plan(checkpoint, groups, options.method, options.seed, options.dtype)
     searches(plan, options.grouping)  # raises RefusedError
+    if plan.needs_maps and plan.merging.how.reads_text:
+        options.maps().text.check_sources(checkpoint)
     return plan
 
 
@@ -73,6 +75,15 @@ def _open_output(options: ConvertOptions, plan: Plan) -> OutputDirectory:
     output = OutputDirectory(output_of(options, plan), plan.checkpoint.directory, options.overwrite)
     require_space(plan.total_bytes, output.out)
     return output
+
+
+def output_problem(options: ConvertOptions, plan: Plan) -> str:
+    """Why a run of the plan could not write its output; empty if it could."""
+    try:
+        _open_output(options, plan)
+    except (RefusedError, OutputError) as error:
+        return str(error)
+    return ""
 
 
 def convert(

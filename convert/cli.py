@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from gqa.convert.api import Conversion, Plan
 
 
+_LONG = 15 * 60  # seconds
+_QUICK = (
+    "--method aligned reads the weights alone and takes minutes, but loses more: of SmolLM2-135M with 1 of 3 KV heads "
+    "recall falls from 95 to 16 % (calibrated: 92 %)"
+)
 _METHODS = "\n".join(f"  {name:12}{how.needs}; {how.cost}: {how.result}" for name, how in METHODS.items())
 _EPILOG = f"""\b
 Methods, what they need (text: --data, or the model's own), cost and do:
@@ -69,8 +74,8 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     from gqa.convert.summary import errors_text, plan_text, size
 
     start = time.monotonic()
-    if plan.needs_maps:
-        console.print_device(options.maps().device, options.quiet)
+    if plan.needs_maps and not options.quiet:
+        _say_cost(plan, options)
     with Watcher(options.quiet) as bar:
         result = convert(plan, options, bar, sys.argv[1:])
     _say(plan_text(plan, tensors=options.verbose), options)
@@ -85,21 +90,48 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     return {"output": str(result.out), **quality, "warnings": list(result.warnings)}
 
 
+def _say_cost(plan: Plan, options: ConvertOptions) -> None:
+    """Print what a method that looks at the model will take, and which method takes less where that is long."""
+    from gqa.convert.estimate import cost_of, duration
+
+    maps = options.maps()
+    seconds, memory = cost_of(plan, maps)
+    text = f"time        about {duration(seconds)} on {maps.device}"
+    if seconds > _LONG and plan.merging.how.reads_text and METHODS["aligned"] in plan.available_methods():
+        text += f"; {_QUICK}"
+    _say(text, options)
+    _warn(_memory_warnings(plan, maps.device, memory))
+
+
+def _memory_warnings(plan: Plan, device: str, memory: int) -> list[str]:
+    """A warning if the plan's method takes more memory than there is."""
+    from gqa.checkpoint.loading import total_memory
+    from gqa.convert.summary import size
+
+    total = total_memory(device)
+    if total is None or memory <= total:
+        return []
+    advice = "; with --data the model writes no text, which takes less" if plan.merging.how.reads_text else ""
+    return [f"--method {plan.method} takes about {size(memory)} of memory, {device} has {size(total)}{advice}"]
+
+
 def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     """Print the plan, and time and memory of every method that the model allows; the latter JSON-ready."""
-    from tqdm import tqdm
-
-    from gqa.convert.estimate import estimates
+    from gqa.convert.api import output_problem
+    from gqa.convert.estimate import duration, estimates
     from gqa.convert.summary import plan_text, size
 
     _say(plan_text(plan, tensors=options.verbose), options)
-    costs = {}
+    costs, warnings = {}, list(filter(None, [output_problem(options, plan)]))
     if plan.method in METHODS and (options.json or not options.quiet):
         maps = options.maps()
         for method, seconds, memory in estimates(plan, maps):
-            cost = f"{tqdm.format_interval(seconds)} on {maps.device}, {size(memory)} of memory"
+            cost = f"about {duration(seconds)} on {maps.device}, {size(memory)} of memory"
             _say(f"estimate    {method.name:12}{cost}", options)
             costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}
+            if method == plan.merging.how:
+                warnings += _memory_warnings(plan, maps.device, memory)
+    _warn(warnings)
     _say("dry run     nothing was written", options)
     return {"estimates": costs} if costs else {}
 

@@ -10,13 +10,16 @@ from functools import cache
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.merge.options import MapsOptions
+from gqa.convert.merge.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
 from gqa.convert.methods import Method
 from gqa.convert.plan import Plan
 from gqa.corpus.sources import is_self
 
 _BENCHMARK_SECONDS = 0.5
 _BYTES_A_SECOND = 1e9  # that are read, copied and read again
-_PASSES = 7.0  # of the whole model over the text: both streams twice, its attention once more, and what samples it
+_PASSES = 7.0  # of the whole model over the text: both streams twice, its attention once more
+_SAMPLING = 2.0  # passes that sampling takes, one token at a time
+_STEP_SECONDS = 5e-4  # of a layer that computes one token
 _TRAINING = 3.0  # forward passes that a step of training takes
 _OVERHEAD_BYTES = 8 << 20
 _STREAM_COPIES = 2.5  # hidden states of the text: both streams, and part of one while they are computed
@@ -33,7 +36,26 @@ def estimates(plan: Plan, options: MapsOptions) -> Iterator[tuple[Method, float,
     speed = measure_flops(options.device, int(plan.config.text.hidden_size))
     for method in plan.available_methods():
         operations, memory = _cost(plan, method, options)
-        yield method, operations / speed + plan.total_bytes / _BYTES_A_SECOND, memory
+        seconds = operations / speed + plan.total_bytes / _BYTES_A_SECOND
+        if method.reads_text:
+            written = sum(tokens for source, tokens in options.text.shares() if is_self(source))
+            batches = math.ceil(written / SAMPLED / options.text.length) if options.device == "cpu" else bool(written)
+            seconds += batches * options.text.length * plan.config.layers * _STEP_SECONDS
+            seconds += _SAMPLING * 2 * written * plan.checkpoint.parameters / speed
+        yield method, seconds, memory
+
+
+def cost_of(plan: Plan, options: MapsOptions) -> tuple[float, int]:
+    """The same of the plan's method alone."""
+    return next((seconds, memory) for method, seconds, memory in estimates(plan, options) if method == plan.merging.how)
+
+
+def duration(seconds: float) -> str:
+    """`40 s`, `3 minutes`, `5 hours`."""
+    for unit, length in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(math.ceil(seconds / 5) * 5, 5)} s"
 
 
 @cache
@@ -77,8 +99,6 @@ def _cost(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]
         numbers += text.taken * width + _REFINE_COPIES * sizes[0]
     memory = 4 * numbers
     if any(map(is_self, text.sources)):  # the whole model in 16 bits
-        from gqa.convert.merge.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
-
         kv_cache = min(SAMPLED_BYTES, SAMPLED * text.length * plan.cache_before.bytes_per_token)
         memory = max(memory, 2 * checkpoint.parameters + kv_cache + SAMPLED * embeddings // width * DRAWN)
     return operations, writing + memory

@@ -1,6 +1,8 @@
 """The default method, which methods a model allows, what is said of that, and what they cost."""
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,9 @@ from checkpoints import MERGED, check_refused, edit_tensors, llama, run, weights
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 
+from gqa.checkpoint import loading
 from gqa.checkpoint.errors import RefusedError
-from gqa.convert import estimate
+from gqa.convert import api, estimate
 from gqa.convert.api import plan_conversion
 from gqa.convert.options import ConvertOptions
 
@@ -55,6 +58,50 @@ def test_aligned_is_refused_where_one_layer_is_unlike_the_others(tmp_path: Path)
         edit_tensors(model, lambda _, name=name, more=tensor: weights() | {f"model.layers.1.{name}.weight": more})
         with pytest.raises(RefusedError, match="is for layers of attention and one MLP"):
             plan_conversion(model, 2, method="aligned")
+
+
+def test_what_a_run_takes_is_said_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is long, also the method that is quick; where memory is short, a warning, by --dry-run too."""
+    model = llama(tmp_path / "m", shards=1)
+    words = ("-g", 2, "--method", "procrustes", "-o", tmp_path / "out", "--overwrite", model)
+    done = run(*words)
+    assert done.out.startswith("time        about 5 s on cpu\nmodel  ")
+    assert done.err == ""
+    monkeypatch.setattr(loading, "total_memory", lambda device: 1 << 20)
+    warning = r"warning: --method procrustes takes about \d+\.\d MiB of memory, cpu has 1.0 MiB\n"
+    for more in ((), ("--dry-run",)):
+        assert re.fullmatch(warning, run(*words, *more).err)
+    monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 1e4)
+    monkeypatch.setattr(api, "convert", lambda *arguments: sys.exit(3))  # after what is printed first
+    done = run("-g", 2, model)
+    assert (done.code, done.out.count("\n")) == (3, 1)
+    assert re.match(
+        r"time        about \d+ hours on cpu; --method aligned reads the weights alone and takes ", done.out
+    )
+    assert "; with --data the model writes no text, which takes less\n" in done.err
+    done = run("-g", 2, tiny("mixtral", tmp_path / "experts"))
+    assert re.fullmatch(r"time        about \d+ hours on cpu\n", done.out)
+
+
+def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
+    """Text that does not exist or cannot be read; of the output it warns."""
+    model, words = llama(tmp_path / "m"), ("-g", 2, "--dry-run")
+    (tmp_path / "table.jsonl").write_text('{"body": "words"}\n')
+    (tmp_path / "empty.txt").write_text("")
+    for name, says in (
+        ("nothing.txt", "there is no file"),
+        ("empty.txt", "holds no text"),
+        ("table.jsonl", "has no field"),
+    ):
+        refused = [run(*words[:last], model, "--data", tmp_path / name) for last in (2, 3)]
+        assert {check_refused(one, says, advice="") for one in refused} == {refused[0].err}
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    check_refused(run(*words, model, "--data", text), "m has no tokenizer")
+    check_refused(run(*words, model, "--tokens", 7), "less than a block of 256 tokens")
+    done = run(*words, model, "-o", model)
+    assert done.code == 0
+    assert done.err.startswith(f"warning: {model} is the model itself")
 
 
 def test_nothing_is_advised_for_a_model_that_predicts_no_tokens(tmp_path: Path) -> None:

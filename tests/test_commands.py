@@ -270,15 +270,13 @@ def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(lines, text.getvalue())
 
 
-def test_a_command_says_where_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_says_where_it_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """To people only."""
-    words = [tiny_checkpoint(tmp_path / "model"), "-g", 1, "--method", "aligned", "--device", "cpu"]
-    monkeypatch.setattr(console, "is_interactive", lambda: True)
-    text = run(*words, "-o", tmp_path / "a").err
-    assert "device      cpu\n" in text
-    assert run(*words, "-o", tmp_path / "b", "--quiet").err == ""
-    monkeypatch.undo()
-    assert "device" not in run(*words, "-o", tmp_path / "c").err
+    for interactive in (True, False):
+        monkeypatch.setattr(console, "is_interactive", lambda interactive=interactive: interactive)
+        for is_quiet in (True, False):
+            console.print_device("cpu", is_quiet)
+    assert capsys.readouterr().err == "device      cpu\n"
 
 
 @pytest.mark.parametrize("method", ["refined", "aligned"])

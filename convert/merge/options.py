@@ -146,14 +146,25 @@ class CalibrationText:
         ids = torch.from_numpy(np.stack(rows))
         return ids[:first], ids[first:]
 
+    def check_sources(self, checkpoint: Checkpoint) -> None:
+        """Raise RefusedError or CorpusError for text that cannot be used, as far as its beginning tells."""
+        from gqa.checkpoint.loading import load_tokenizer
+
+        self.shares()
+        data = [spec for spec in self.sources if not is_self(spec)]
+        check_text_options((*self.sources, *filter(None, [self.heldout])), self.field, self.separator)
+        for source in parse_sources(data, field=self.field, target_field=self.target_field) if data else ():
+            if source.files:  # a data set of the hub is not fetched yet
+                next(source.texts())
+        if data and not checkpoint.hub_id:
+            load_tokenizer(checkpoint, self.trust_remote_code, instead="use self")
+
     def identify(self, checkpoint: Checkpoint) -> list[str]:
         """What the content of each source is, and of `heldout`, as a hash; of what the model writes its name. Raises
-        CorpusError.
+        RefusedError and CorpusError.
         """
+        self.check_sources(checkpoint)
         specs = (*self.sources, *filter(None, [self.heldout]))
-        if data := [spec for spec in self.sources if not is_self(spec)]:
-            parse_sources(data, field=self.field, target_field=self.target_field)  # refuses what is named twice
-        check_text_options(specs, self.field, self.separator)
         return [spec if is_self(spec) else self._source(spec).identify() for spec in specs]
 
     def _source(self, spec: str) -> Source:
