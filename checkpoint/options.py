@@ -243,23 +243,6 @@ class Options:
                 give = "both" if len(names) == 1 else "one of them"
                 raise RefusedError(f"{flag(one.name)} means nothing without {' or '.join(names)}: give {give} or none")
 
-    def arguments(self) -> list[str]:
-        """The arguments of the command with these options."""
-        words = list[str]()
-        for name, (kind, several) in _types(type(self)).items():
-            value, metadata = getattr(self, name), field_of(type(self), name).metadata
-            if not self.is_set(name) or metadata["expert"]:
-                continue
-            texts = [str(part) for part in (value if isinstance(value, tuple) else [value])]
-            if isinstance(kind, _Flag):
-                words.append(flag(name if value else f"no_{name}"))
-            elif metadata["argument"]:
-                words += texts
-            else:
-                for text in texts if several else [",".join(texts)]:
-                    words += [flag(name), text]
-        return words
-
     def binding(self) -> dict[str, Any]:
         """What a continued run must have in common with the one before, JSON-ready."""
         bound = {one.name: getattr(self, one.name) for one in fields(self) if not one.metadata["free"]}

@@ -193,13 +193,12 @@ def _system_errors(out: Path) -> Iterator[None]:
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make names durable; systems without directory handles (Windows) need no such call."""
-    if os.name == "posix":
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    """Make names durable."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_text(path: Path, text: str) -> None:

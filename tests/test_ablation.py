@@ -154,7 +154,7 @@ def test_recommended_commands_give_the_cell(tmp_path: Path, monkeypatch: pytest.
     for program, *arguments in commands:
         assert run(*arguments, "-q", program=program).code == 0
     assert [program for program, *_ in commands] == ["gqa-convert", "gqa-uptrain"]
-    outputs = [words[words.index("--output") + 1] for words in commands]
+    outputs = [words[words.index("-o") + 1] for words in commands]
     base, *models = evaluated(model, *outputs[1:], "--kl")
     assert source["loss"] == pytest.approx(base["quality"]["nats_per_token"], abs=1e-6)
     assert [(row["alpha"], row["train"]) for row in found] == [(0.1, "all"), (0.3, "all")]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.options import COUNT, FROM_ZERO, SHARE, Options, field_of, flag, option, same_as, tokens_type
-from gqa.checkpoint.provenance import request
+from gqa.checkpoint.options import COUNT, FROM_ZERO, SHARE, Options, flag, option, same_as, tokens_type
+from gqa.checkpoint.provenance import checkpoint_digest, portable
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions, refuse_unused
@@ -141,11 +141,8 @@ class AblateOptions(Options):
 
     def identity(self, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         """The base model and the options that all cells of a study share, JSON-ready."""
-        from gqa.checkpoint.provenance import checkpoint_digest
-
-        options, bound = request(self, ())["options"], self.binding()
-        shared = {key: value for key, value in options.items() if key in bound}
-        return {"model": checkpoint.hub_id or name, "fingerprint": checkpoint_digest(checkpoint), **shared}
+        bound = {name: portable(value) for name, value in self.binding().items()}
+        return {"model": checkpoint.hub_id or name, "fingerprint": checkpoint_digest(checkpoint), **bound}
 
     @property
     def maps(self) -> MapsOptions:
@@ -163,20 +160,27 @@ class AblateOptions(Options):
     def commands(self, cell: Cell) -> list[str]:
         """Commands that make the model of a cell whose heads are merged, in the working directory."""
         assert self.model
-        out = f"{Path(self.model).name}-{cell.conversion}"
-        shared = ("data", "field", "target_field", "refine_steps", "device", "seed", "trust_remote_code")
-        values = {name: getattr(self, name) for name in shared}
-        values |= {"tokens": self.calibration_tokens, "context": self.calibration_context}
-        method = METHODS[cell.method]
-        used = {
-            name: values[name] for name in values if getattr(method, field_of(ConvertOptions, name).metadata["methods"])
-        }
-        conversion = ConvertOptions(self.model, cell.groups, output=Path(out), method=cell.method, **used)
-        commands = [("gqa-convert", conversion)]
+        out, method = f"{Path(self.model).name}-{cell.conversion}", METHODS[cell.method]
+        words = ["gqa-convert", self.model, "--groups", str(cell.groups), "--method", cell.method, "-o", out]
+        if method.reads_text:
+            words += ["--tokens", str(self.calibration_tokens)]
+        uses = {name: one.metadata["methods"] for name, one in ConvertOptions.__dataclass_fields__.items()}
+        used = {name for name, use in uses.items() if use and getattr(method, use)} - {"precision", "context"}
+        commands = [words + self._words(used)]
         if cell.alpha:
-            training = self.training(cell.alpha, Path(out), Path(f"{out}-alpha{cell.alpha:g}"))
-            commands.append(("gqa-uptrain", replace(training, overwrite=False)))
-        return [shlex.join([program, *options.arguments()]) for program, options in commands]
+            teacher = self.model if self.teacher == "source" else NO_TEACHER
+            words = ["gqa-uptrain", out, "--alpha", f"{cell.alpha:g}", "--teacher", teacher, "-o", f"{out}-uptrained"]
+            commands.append(words + self._words(TrainOptions.__dataclass_fields__.keys() - {"teacher"}))
+        return [*map(shlex.join, commands)]
+
+    def _words(self, names: Collection[str]) -> list[str]:
+        """Arguments for the options of these names that all cells share and that are not at their defaults."""
+        words = list[str]()
+        for name in (name for name in self.binding() if name in names):
+            value = getattr(self, name) if self.is_set(name) else ()
+            for part in value if isinstance(value, tuple) else [value]:
+                words += [flag(name), str(part)]
+        return words
 
     def training(self, alpha: float | None, model: Path, output: Path) -> TrainOptions:
         """Training options of a cell: from the conversion `model` to `output`, continued if it was interrupted."""
