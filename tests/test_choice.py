@@ -97,11 +97,11 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
         assert {check_refused(one, says, advice="") for one in refused} == {refused[0].err}
     text = tmp_path / "text.txt"
     text.write_text("words")
-    check_refused(run(*words, model, "--data", text), "m has no tokenizer")
+    check_refused(run(*words, model, "--data", text), "cannot load the tokenizer of m")
     check_refused(run(*words, model, "--tokens", 7), "less than a block of 256 tokens")
     done = run(*words, model, "-o", model)
     assert done.code == 0
-    assert done.err.startswith(f"warning: {model} is the model itself")
+    assert done.err.startswith(f"warning: the output {model} is the model itself")
 
 
 def test_nothing_is_advised_for_a_model_that_predicts_no_tokens(tmp_path: Path) -> None:
