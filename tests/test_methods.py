@@ -189,7 +189,7 @@ def test_refusals(name: str, method: str, reason: str, tmp_path: Path) -> None:
         ("llama", 32, 8, "calibrated", False),
         ("llama", 8, 1, "calibrated", False),  # all share
         ("llama", 8, 2, "mean", False),
-        ("falcon+rw", 4, 1, "aligned", False),  # ALiBi: a head's place is its slope
+        ("falcon+rw", 4, 1, "procrustes", False),  # ALiBi: a head's place is its slope
     ],
 )
 def test_few_heads_are_searched_without_being_asked(
