@@ -46,14 +46,6 @@ def calls_of(*models: PreTrainedModel) -> Iterator[Calls]:
         handle.remove()
 
 
-def test_a_clock_waits_for_every_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices: list[torch.device] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", devices.append)
-    for name in ("cpu", "cuda", "mps", "xpu"):
-        decode.clock(torch.device(name))
-    assert [device.type for device in devices] == ["cuda", "mps", "xpu"]
-
-
 @pytest.mark.parametrize("name", ["mha", "gqa2", "mistral"])
 def test_tokens_are_those_of_generate(pair: dict[str, PreTrainedModel], name: str) -> None:
     """Also with a sliding window (mistral) shorter than the context."""

@@ -12,7 +12,6 @@ import pytest
 import torch
 from checkpoints import (
     DTYPES,
-    HEADS,
     INDEX,
     K0,
     MERGED,
@@ -289,17 +288,3 @@ def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(model)
     assert run("--groups", 1, "--method", "mean", ".").code == 0
     assert {path.name for path in tmp_path.iterdir()} == {name, f"{name}-gqa2-mean", f"{name}-mqa-mean"}
-
-
-@pytest.mark.parametrize("words", [["--dry-run"], ["-v"], ["-q"]])
-def test_json_is_one_object_alone_on_stdout(words: list[str], tmp_path: Path) -> None:
-    model = llama(tmp_path / "m")
-    before = snapshot(tmp_path)
-    result = run(*MERGED, "--json", *words, model)
-    assert result.code == 0
-    assert (snapshot(tmp_path) == before) == ("--dry-run" in words)
-    assert result.out.count("\n") == 1
-    record = json.loads(result.out)
-    assert record["heads"] == {"query": HEADS, "kv_before": 4, "kv_after": 2}
-    assert record["dry_run"] == ("--dry-run" in words)
-    assert bool(result.err) == ("-q" not in words)

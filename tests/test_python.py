@@ -135,19 +135,6 @@ def test_models_in_memory_are_trained_and_compared(place: Path, loaded: Any, tmp
     assert same.record["models"][1]["quality"] == evaluation.record["models"][1]["quality"]
 
 
-def test_a_study_is_that_of_the_command(place: Path, tmp_path: Path, alone: None) -> None:
-    data, heldout = write_corpus(tmp_path / "text.jsonl", 8), write_corpus(tmp_path / "heldout.jsonl", 2, first=8)
-    grid: dict[str, Any] = {"methods": ["mean", "first"], "kv_heads": [1], "alphas": [0]}
-    text: dict[str, Any] = {"data": data, "heldout": heldout, "context": 32, "skip": ["kl", "recall"], "quiet": True}
-    options: dict[str, Any] = {"output": tmp_path / "study", "batch_size": 2, "max_loss_increase": 9, **grid, **text}
-    result = gqa.ablate(place / "teacher", **options)
-    assert {(row["method"], row["groups"]) for row in result.rows} == {("none", 4), ("mean", 1), ("first", 1)}
-    shown = run("-o", tmp_path / "study", "--max-loss-increase", 9, program="gqa-ablate").out
-    assert shown.startswith(str(result))
-    assert " ".join(shown.split()).endswith(" ".join(result.recommendation.split()))
-    assert gqa.ablate(place / "teacher", **options).rows == result.rows
-
-
 def adapted(model: Any) -> Any:
     from peft import LoraConfig, inject_adapter_in_model
 

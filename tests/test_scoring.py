@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from tiny_models import TINY, build, inputs
 
 import gqa.corpus.likelihood
-from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence
+from gqa.corpus.likelihood import ChunkedHead, kl_divergence
 from gqa.corpus.statistics import kl_statistics, paired_ratio
-from gqa.eval.scoring import Window, batches, rolling_windows, score
+from gqa.eval.scoring import rolling_windows, score
 from gqa.eval.text import make_text, perplexity, text_windows
 
 TEXTS = texts(4, 1500)
@@ -165,13 +165,6 @@ def test_rolling_windows_are_those_of_the_harness(count: int, context: int) -> N
     assert [i for w in rolling_windows(ids, context, P) for i in w.ids[-w.scored :]] == ids  # each once, in order
 
 
-def test_batches_hold_every_window_once_and_similar_lengths_together() -> None:
-    windows = [Window(tuple(range(n)), 1) for n in (3, 9, 4, 9, 2, 7)]
-    grouped = list(batches(windows, 2))
-    assert grouped == [[1, 3], [5, 2], [0, 4]]
-    assert list(batches(windows, 100)) == [[1, 3, 5, 2, 0, 4]]
-
-
 # ------------------------------------------------------------------------------------------- lm-evaluation-harness
 
 TASK = """task: local_perplexity
@@ -216,12 +209,6 @@ def test_rolling_perplexity_is_that_of_the_harness(model: str, count: int, conte
 
 
 # ------------------------------------------------------------------------------------------------------ statistics
-
-
-def test_chunks_cover_all_rows_once():
-    for count, vocabulary in ((1, 10), (1000, 1 << 20), (100_000, 50_000)):
-        rows = [i for piece in chunks(count, vocabulary, torch.device("cpu")) for i in range(piece.start, piece.stop)]
-        assert rows == list(range(count))
 
 
 def test_a_comparison_by_hand():

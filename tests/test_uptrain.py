@@ -1,4 +1,4 @@
-"""gqa-uptrain as a command: what it says and leaves behind, what it refuses, and that alpha is a prefix."""
+"""gqa-uptrain as a command: what it says and leaves behind, and what it refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import checkpoints
 import pytest
@@ -26,18 +25,15 @@ from training import (
     infinite_gradient,
     material,
     metrics,
-    options_for,
     tiny_checkpoint,
-    trained,
     words_for,
     write_corpus,
 )
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import ranks
-from gqa.uptrain import loop, setup
+from gqa.uptrain import setup
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.state import TrainingProgress
 
 ROOT = Path(__file__).parents[1]
 
@@ -86,40 +82,6 @@ def test_json_is_all_of_stdout_and_overwriting(tmp_path: Path) -> None:
         assert (record["steps"], record["tokens"]) == (steps, 512 * steps)
         assert (record["alpha"], record["ranks"]) == (None, 1)
         assert "written     " in done.err
-
-
-def train(out: Path, **options: Any) -> tuple[TrainingProgress, dict[int, dict[str, torch.Tensor]], list[Any]]:
-    """Progress, the weights after each step, and the records."""
-    weights: dict[int, dict[str, torch.Tensor]] = {}
-    plain = loop.train_step
-
-    def step_and_copy(accelerator: Any, model: Any, *arguments: Any) -> Any:
-        result = plain(accelerator, model, *arguments)
-        weights[len(weights) + 1] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        return result
-
-    with patch.object(loop, "train_step", step_and_copy):
-        progress, _ = trained(options_for(material() / "model", out, **options))
-    keys = ("step", "loss", "learning_rate", "gradient_norm")
-    records = [{key: record[key] for key in keys} for record in metrics(out / "gqa_uptraining.jsonl")]
-    return progress, weights, records
-
-
-def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-def test_alpha_is_a_prefix(tmp_path: Path) -> None:
-    """With the constant schedule the smaller run is the beginning of the larger, losses and weights bit for bit."""
-    small, few, records = train(tmp_path / "small", alpha=0.05, steps=None, schedule="constant")
-    large, many, more = train(tmp_path / "large", alpha=0.15, steps=None, schedule="constant")
-    assert 1 < small.step < large.step
-    assert more[: small.step] == records
-    assert all(are_equal(weights, many[step]) for step, weights in few.items())
-    *_, reseeded = train(tmp_path / "reseeded", steps=1, seed=1)
-    assert reseeded[0]["loss"] != records[0]["loss"], "another seed begins with other data"
-    _, other, _ = train(tmp_path / "other", alpha=0.15, steps=None, schedule="cosine")
-    assert not are_equal(few[small.step], other[small.step])
 
 
 @pytest.mark.parametrize("verbose", [False, True])
