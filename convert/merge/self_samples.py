@@ -37,6 +37,7 @@ from gqa.corpus.tokens import MIX, Block, Ints, first_token, with_repeats
 
 SAMPLED = 64  # largest batch of sequences sampled with one seed
 SAMPLED_BYTES = 1 << 30  # largest KV cache of such a batch
+_ROOM = 64  # tokens
 DRAWN = 24  # bytes per logit while a token is drawn
 _MOST = 16384  # sequences at a time: attention kernels index them with 16 bits
 
@@ -204,7 +205,7 @@ def samples(
                 inputs = {**encoder_inputs, "decoder_input_ids": prompt}
             # Not an override of the class, which may add tokens or search differently.
             ids: Tensor = GenerationMixin.generate(
-                model, **inputs, generation_config=settings, logits_processor=draw, **_cache(model, length)
+                model, **inputs, generation_config=settings, logits_processor=draw, **_cache(model)
             )
     except (ValueError, RuntimeError, TypeError, MemoryError) as error:
         raise RefusedError(
@@ -235,20 +236,19 @@ class Draw:
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
 
-class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
-    """KV cache with room for `length` tokens; DynamicLayer copies all keys and values at every token."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self._length = length
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """KV cache with room for up to _ROOM more tokens; DynamicLayer copies all keys and values at every token."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys (B, G, t, d) and values (B, G, t, e); return those of all tokens."""
         first, states = self.get_seq_length(), (key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(*states)
-            self._buffers = [new.new_zeros(*new.shape[:2], self._length, new.shape[3]) for new in states]
+            self._buffers = [new[:, :, :0] for new in states]
         end = first + key_states.shape[2]
+        if end > self._buffers[0].shape[2]:
+            more = end + _ROOM - self._buffers[0].shape[2]
+            self._buffers = [pad(buffer, (0, 0, 0, more)) for buffer in self._buffers]
         for buffer, new in zip(self._buffers, states, strict=True):
             buffer[:, :, first:end] = new
         self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
@@ -257,13 +257,13 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
 
-def _cache(model: Any, length: int) -> dict[str, Any]:
+def _cache(model: Any) -> dict[str, Any]:
     """Cache argument for generate(); {} for encoder-decoders and layers other than DynamicLayer or sliding ones."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     supported = {DynamicLayer, DynamicSlidingWindowLayer}.issuperset(map(type, cache.layers))
     if model.config.is_encoder_decoder or not supported:
         return {}
-    cache.layers = [PreallocatedLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return {cache_name(model): cache}
 
 
