@@ -28,6 +28,10 @@ from gqa.convert.plan import Plan
 from gqa.corpus.sources import is_self
 
 _DAMAGED = 3.0  # perplexity ratio above which a result is of no use without training
+_BY_LAYER = (
+    "`config.num_key_value_heads` raises an error in transformers, since layers differ; "
+    "`config.per_layer_config[i].num_key_value_heads` is the number of layer i."
+)
 _ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
 
 
@@ -160,6 +164,7 @@ def plan_text(plan: Plan, tensors: bool) -> str:
         *(one_line("config      {key}: {before} -> {after}".format(**edit), 200) for edit in record["config_edits"]),
         *("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard) for shard in record["shards"]),
         *([f"note        {plan.cache_after.remark}"] if plan.cache_after.remark else []),
+        *([f"note        {_BY_LAYER}"] if isinstance(plan.groups, tuple) else []),
     ]
     if not tensors:
         lines.append(f"tensors     {len(record['changed_tensors'])} changed")
@@ -247,6 +252,8 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
         code = "a class of transformers" if plan.checkpoint.way == "native" else "whose code is in this repository"
         cannot = "have fewer key/value heads" if isinstance(plan.groups, int) else "have a number of them per layer"
         parts.append(f"The class is {target}, {code}; the source is {source}, which cannot {cannot}.")
+    if isinstance(plan.groups, tuple):
+        parts.append(_BY_LAYER)
     options = {"kv_heads": plan.groups, "method": plan.method}
     if plan.fewest < main.kv:
         quality = quality_text(plan)

@@ -86,6 +86,8 @@ def test_transformers_loads_it_and_computes_the_same(source: Path, converted: Pa
         assert not told["missing_keys"]
         assert not told["unexpected_keys"]
         assert error(predicted(found), expected) < TOLERANCE
+    assert "`config.per_layer_config[i].num_key_value_heads` is the number" in (converted / "README.md").read_text()
+    assert tuple(found.config.per_layer_config[i].num_key_value_heads for i in range(len(HEADS))) == HEADS
     other = convert_checkpoint(source, HEADS[::-1], tmp_path / "other", method="mean").out
     assert error(predicted(load_model(str(other), dtype="float32")), expected) > 10 * TOLERANCE
 
@@ -260,6 +262,10 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     assert told["heads"]["kv_after"] == told["allotment"]["heads"] == [1, 4, 1, 4]
     alone = sum(layer[str(kept)] for layer, kept in zip(told["allotment"]["nats"], [1, 4, 1, 4], strict=True))
     assert f"in sum      {alone:.3f} nats" in made.err
+    assert (
+        "note        `config.num_key_value_heads` raises an error in transformers, since layers differ; `con"
+        in made.err
+    )
     cache = told["kv_cache"]
     assert cache["bytes_per_token_after"] == 0.625 * cache["bytes_per_token_before"]
     listed = tmp_path / "heads.txt"
