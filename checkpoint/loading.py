@@ -51,8 +51,7 @@ def load_model(
 
     Args:
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
-        device: A device; `meta`: checks names and shapes; `auto`: accelerate's device_map, each accelerator filled to
-            `FILLED`, then memory, then disk.
+        device: A device, or `auto`: accelerate's device_map, filling each accelerator to `FILLED`, then memory, disk.
         weights: Whether to load any; if not, parameters are on `meta` and nothing stored is checked.
         attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
 
@@ -75,8 +74,6 @@ def load_model(
                 return _empty(cls, config, dtype, options | {"trust_remote_code": trust_remote_code})
             if device == "auto":
                 options |= _spread()
-            elif device == "meta":
-                options["device_map"] = device
             model, info = cls.from_pretrained(
                 name, dtype=dtype, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,
                 output_loading_info=True, **options,
@@ -186,24 +183,26 @@ def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
     return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
-def _named_class(config: Any) -> str:
-    """The first name in `architectures`, where that is a list of names; else nothing."""
-    names = config.architectures
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-
-
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:
-    """The class that a config names."""
+    """The class that a config names, else the one of its model type that predicts tokens; an Auto class where it is
+    code of the checkpoint, or transformers has none.
+    """
     import transformers
+    from transformers.models.auto import modeling_auto
 
-    name = _named_class(config)
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     if ours := custom_class(name, config.model_type):
         return ours
     if trust_remote_code and getattr(config, "auto_map", None):
         autos = [auto for auto in config.auto_map if auto.startswith("AutoModelFor")]
         return getattr(transformers, autos[0] if autos else "AutoModelForCausalLM")
-    default = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-    return getattr(transformers, name, None) or default
+    auto, classes = transformers.AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.is_encoder_decoder:
+        auto, classes = transformers.AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    named = getattr(transformers, name, None)
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    return named if is_model else classes.get(type(config), auto)
 
 
 _PREDICTING = re.compile("CausalLM|Seq2SeqLM|LMHead|PreTraining|ImageTextToText|MultimodalLM")
@@ -229,20 +228,6 @@ def check_predicts_tokens(config: Any, name: str, trust_remote_code: bool = Fals
             f"{name} is a {kind}, which does not predict the next token of a text; give one with a language-model head "
             "(like ...ForCausalLM)"
         )
-
-
-def concrete_class(config: Any) -> tuple[Any, str]:
-    """The class that loads a config without remote code, or None if transformers has no language-model class of its
-    model type; and the class name in the config, which may differ.
-    """
-    from transformers.models.auto import modeling_auto
-
-    cls, name = model_class(config), _named_class(config)
-    if hasattr(cls, "from_config"):  # an Auto class
-        seq2seq = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-        mapping = seq2seq if config.is_encoder_decoder else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-        cls = mapping.get(type(config), None)
-    return cls, name or getattr(cls, "__name__", "")
 
 
 def positions(config: Any) -> int | None:

@@ -117,7 +117,8 @@ def loading_code(model_class: Any, name: str, side_files: Iterable[str]) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     classes, arguments = [model_class.__name__], f'"{name}"'
-    if (model_type := model_class.config_class.model_type) in MODEL_TYPES:
+    model_type = getattr(getattr(model_class, "config_class", None), "model_type", None)  # none of an Auto class
+    if model_type in MODEL_TYPES:
         auto_of = {reference.rpartition(".")[2]: auto for auto, reference in auto_map(model_type).items()}
         classes, arguments = [auto_of[model_class.__name__]], f"{arguments}, trust_remote_code=True"
     elif classes[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():

@@ -10,7 +10,7 @@ from typing import Any
 from gqa.checkpoint.custom_code import MODEL_TYPES
 from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
 from gqa.checkpoint.files import TensorSpec, byte_size, shard_names
-from gqa.checkpoint.loading import concrete_class, quiet_transformers
+from gqa.checkpoint.loading import model_class, quiet_transformers
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.config import (
     ConfigEdit,
@@ -25,7 +25,6 @@ from gqa.convert.heads.config import (
 )
 from gqa.convert.heads.family import Groups, Layout, Rule, Symmetry
 from gqa.convert.heads.modules import (
-    ZERO_3,
     AttentionModule,
     Change,
     attention_modules,
@@ -303,9 +302,9 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
     import transformers
 
     config = transformers_config(without_quantisation(raw))
-    model_class, class_name = concrete_class(config)
-    if model_class is None:
-        yield f"not checked that transformers loads the result: it has no class {class_name or raw['model_type']}"
+    cls = model_class(config)
+    if not issubclass(cls, transformers.PreTrainedModel):
+        yield f"not checked that transformers loads the result: it has no class of {raw['model_type']} with a head"
         return
     packed = {name.rpartition(".")[0] for name in checkpoint.packed}
     tensors = {
@@ -319,7 +318,7 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
         with quiet_transformers():
             # Not what a class has in its place, which may ask the hub for more files.
             _, info = transformers.PreTrainedModel.from_pretrained.__func__(
-                model_class, None, config=config, state_dict=tensors, device_map="meta",
+                cls, None, config=config, state_dict=tensors, device_map="meta",
                 attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
     except ImportError as error:  # a part of the model needs a library that is not installed
@@ -327,16 +326,17 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
         return
     except Exception as error:  # whatever a class raises on nonsense is the config's fault
         raise CorruptError(
-            f"{checkpoint.name}: transformers cannot build {model_class.__name__} from config.json: {explain(error)}; "
+            f"{checkpoint.name}: transformers cannot build {cls.__name__} from config.json: {explain(error)}; "
             "correct it"
         ) from error
     missing, unexpected = set() if packed else set(info["missing_keys"]), set(info["unexpected_keys"])
-    if problem := _problem(model_class.__name__, missing, unexpected, info["mismatched_keys"]):
-        if (class_name == model_class.__name__ and "auto_map" not in raw) or model_class.__module__.startswith("gqa."):
+    if problem := _problem(cls.__name__, missing, unexpected, info["mismatched_keys"]):
+        named = checkpoint.classes[-1].architecture in (cls.__name__, None)
+        if (named and "auto_map" not in raw) or cls.__module__.startswith("gqa."):
             raise RefusedError(f"{checkpoint.name}: {problem}")
-        yield f"transformers' {model_class.__name__} does not load the result, other classes were not tried: {problem}"
+        yield f"transformers' {cls.__name__} does not load the result, other classes were not tried: {problem}"
     elif unexpected:
-        yield f"transformers' {model_class.__name__} does not read what is copied as {listing(unexpected, _LISTED)}"
+        yield f"transformers' {cls.__name__} does not read what is copied as {listing(unexpected, _LISTED)}"
 
 
 def _problem(
@@ -346,8 +346,10 @@ def _problem(
     if mismatched:
         key, stored, expected = min(mismatched, key=lambda one: one[0])
         more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
-        advice = ZERO_3 if 0 in stored else "correct config.json, or give the checkpoint that it belongs to"
-        return f"{key} is stored as {list(stored)}, by config.json it is {list(expected)}{more}; {advice}"
+        return (
+            f"{key} is stored as {list(stored)}, by config.json it is {list(expected)}{more}; correct config.json, or "
+            "give the checkpoint that it belongs to"
+        )
     if missing:
         rest = f" (but {listing(unexpected, _LISTED)})" if unexpected else ""
         return (

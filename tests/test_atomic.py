@@ -315,7 +315,6 @@ UNLOADABLE: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] 
         lambda tensors: {f"student.{name}": tensor for name, tensor in tensors.items()}, {},
         r"are not stored \(but student\.",
     ),
-    "ZeRO-3": (narrow("mlp.up_proj", 0), {}, r"mlp.up_proj.weight is stored as \[0\], .*zero_to_fp32.py"),
     "a pruned MLP": (narrow("mlp.up_proj", 8, 32), {}, r"as \[8, 32\], by config.json it is \[16, 32\] \(and 1 m"),
     "more layers in the config": (dict, {"num_hidden_layers": 3}, "layers.2.*are not stored, and LlamaForCausalLM"),
     "an untied head": (drop("lm_head"), {}, "lm_head.weight is not stored, and LlamaForCausalLM would initialise"),

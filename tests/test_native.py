@@ -278,7 +278,10 @@ def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     assert record["recast"] == json.loads((out / "gqa_conversion.json").read_text())["recast"] == both
     assert record["parameters"]["before"] == build(CASES["gpt_neox"].tiny, 4).num_parameters()
     card = (out / "README.md").read_text()
-    assert "Class: phi (PhiForCausalLM), a class of transformers; the source is gpt_neox (GPTNeoXForCausalLM)" in card
+    assert (
+        "The class is phi (PhiForCausalLM), a class of transformers; the source is gpt_neox (GPTNeoXForCausalLM)"
+        in card
+    )
     for name in ("generation_config.json", "notes.txt"):
         assert (out / name).read_bytes() == (directory / name).read_bytes()
     stated, before = (json.loads((path / "config.json").read_text()) for path in (out, directory))

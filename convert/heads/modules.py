@@ -35,7 +35,6 @@ _QUERY_SIDE = (
 _SHARED_KEY_SIDE = ("k_norm", "key_layernorm", "k_layernorm", "v_norm")
 # Buffers that old versions of transformers stored; nothing reads them.
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "bias", "masked_bias")
-ZERO_3 = "DeepSpeed ZeRO-3 leaves such tensors where each process saves its own: write it with zero_to_fp32.py first"
 # What a list of layers is called; the last three hold layers that predict further tokens and count as one more.
 _LAYERS = "layers|blocks?|h|mtp_layers|mtp_block|mtp"
 # Parts of multimodal and speech models that are not the text stack: they have heads of their own, left alone.
@@ -85,8 +84,7 @@ class Change:
             return self.rule.layout.split(tensor, self.heads)
         except CorruptError as error:
             raise CorruptError(
-                f"{self.source.name} {list(self.source.shape)} {error}; "
-                + (ZERO_3 if 0 in self.source.shape else "is it of another model?")
+                f"{self.source.name} {list(self.source.shape)} {error}; is it of another model?"
             ) from error
 
     def mapped(self, tensor: Tensor, merge: Callable[[Role, Tensor], Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.compat import build_model, initialize, supports_sdpa, tree_map_only, unsaved_names
 from gqa.checkpoint.errors import LayerwiseError, RefusedError, explain
-from gqa.checkpoint.loading import concrete_class, out_of_memory
+from gqa.checkpoint.loading import model_class, out_of_memory
 from gqa.checkpoint.names import Loading
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 
@@ -191,8 +191,8 @@ class Layerwise:
         """Build the model of transformers' `config`; `path`: an attention module of its decoder; `names`: all stored
         tensors. Raises LayerwiseError where transformers cannot run it layer by layer.
         """
-        cls, _ = concrete_class(config)
-        if cls is None:
+        cls = model_class(config)
+        if not issubclass(cls, PreTrainedModel):
             raise LayerwiseError(
                 f"transformers has no model of {config.model_type} alone; it cannot be run layer by layer"
             )
