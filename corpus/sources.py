@@ -61,16 +61,14 @@ def is_self(spec: str) -> bool:
 
 def parse_self(spec: str) -> SelfText:
     """Parse a spec like `self:plain:1M`. Raises CorpusError."""
-    words = spec.split(":")
-    plain = words[1:2] == ["plain"]
-    count = words[1 + plain :]
-    tokens = read_amount(count[0]) if len(count) == 1 else None
-    if count and not tokens:
+    match = re.fullmatch("self(:plain)?(?::(.+))?", spec)
+    tokens = read_amount(match[2]) if match and match[2] else None
+    if not match or (match[2] and not tokens):
         raise CorpusError(
             f"{spec} is not understood; give self, or the tokens that the model is to write, like self:1M, or "
             "self:plain, like self:plain:1M, for text of which nothing is repeated"
         )
-    return SelfText(tokens, plain)
+    return SelfText(tokens, bool(match[1]))
 
 
 @dataclass(frozen=True)

@@ -66,20 +66,6 @@ def test_one_model_and_the_options_of_its_text() -> None:
     assert results("SRC --data PLACE/text.txt --context 64 --separator return")["text"]["documents"] > 1
 
 
-def test_printed_numbers_do_not_depend_on_the_batch_size() -> None:
-    line = "SRC G2 --data TEXT --tokens 300 --kl --precision float32"
-    printed = {evaluate_models(f"{line} --context 128 --batch-size {size}").out for size in (1, 64)}
-    assert len(printed) == 1
-    assert evaluate_models(f"{line} --context 127").out not in printed
-
-
-def test_the_default_context_is_that_of_the_model(tmp_path: Path) -> None:
-    """The tables show the default of 512."""
-    short = copy_source(tmp_path)
-    edit_json(short / "config.json", lambda config: config.update(max_position_embeddings=100))
-    assert results(f"{short} --data TEXT --tokens 300")["text"]["context"] == 100
-
-
 def test_memory() -> None:
     """What fits of 512 tokens, and at all: 6 layers of 32 numbers a key or a value, in 2 bytes each."""
     result = run(*words("SRC G2 --memory 80GB --json"), program="gqa-eval")

@@ -14,8 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from checkpoints import Result, edit_json, edit_tensors, run
-from embedded import copy_source
+from checkpoints import Result, edit_json, run
 from evaluations import evaluate_models, few_questions, model_directory, refused, results, words
 
 from gqa.eval.options import EvaluateOptions
@@ -122,14 +121,9 @@ def test_json_has_the_records_of_conversion_and_training(tmp_path: Path) -> None
     assert [model["provenance"] is None for model in models] == [True, False, False, False, True]
 
 
-def test_json_has_no_nan(tmp_path: Path) -> None:
+def test_json_has_no_nan() -> None:
     values = {"a": [math.nan, math.inf, -math.inf, 1.5], "b": (1, None, "NaN")}
     assert json.loads(as_json(values)) == {"a": [None, "inf", "-inf", 1.5], "b": [1, None, "NaN"]}
-    broken = copy_source(tmp_path)
-    edit_tensors(broken, lambda weights: weights["model.norm.weight"].mul_(4096))
-    quality = results(f"{broken} --data TEXT --context 64 --precision float32")["models"][0]["quality"]
-    assert quality["token_perplexity"] == "inf"  # which float() reads
-    assert quality["token_perplexity_error"] is None or isinstance(quality["token_perplexity_error"], str)
 
 
 def test_a_report_replaces_only_a_report_and_only_if_asked(tmp_path: Path) -> None:

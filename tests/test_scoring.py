@@ -132,24 +132,6 @@ def test_a_chunked_head_does_what_the_class_does(name):
     assert torch.allclose(logits, expected, atol=1e-5 * float(expected.abs().max()))
 
 
-@torch.no_grad()
-def test_a_head_that_cannot_be_split_is_noticed():
-    """A class whose logits depend on more than hidden states: the plain forward is used instead."""
-    model = load(SOURCE)
-    plain = model.forward
-
-    def scaled(input_ids=None, **kwargs):
-        output = plain(input_ids=input_ids, **kwargs)
-        output.logits = output.logits * (1 + input_ids.float().mean())
-        return output
-
-    model.forward = scaled
-    head, ids = ChunkedHead(model), torch.arange(5, 25)[None]
-    hidden = head.hidden(input_ids=ids)
-    assert not head.split
-    assert torch.equal(head.logits(hidden[0, 3:5]), scaled(ids).logits[0, 3:5])
-
-
 P = 99  # the prefix
 NO_HARNESS = "lm-evaluation-harness is not installed beside the lowest versions"
 
