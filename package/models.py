@@ -35,6 +35,8 @@ def options_of_call(
     """
     from transformers.utils import logging
 
+    from gqa.checkpoint.loading import quiet_transformers
+
     directory, copies = TemporaryDirectory(prefix="gqa-", ignore_cleanup_errors=True), list[Path]()
 
     def path_of(model: Any) -> Any:
@@ -46,9 +48,10 @@ def options_of_call(
         saved = copy.copy(model)  # `save_pretrained` changes the config
         configs = {name: vars(model)[name] for name in ("config", "generation_config") if name in vars(model)}
         vars(saved).update(copy.deepcopy(configs))
-        saved.save_pretrained(path)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(path)
+        with quiet_transformers():
+            saved.save_pretrained(path)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(path)
         return str(path)
 
     first, verbosity = next(iter(models.values())), logging.get_verbosity()

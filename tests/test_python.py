@@ -59,12 +59,17 @@ def test_a_conversion_is_that_of_the_command(place: Path, tmp_path: Path, method
     assert contents(gqa.convert_model(same).path) == contents(result.path)
 
 
-def test_a_model_in_memory_is_converted_and_unchanged(loaded: Any, tmp_path: Path) -> None:
-    """Into a temporary directory that is removed with the result."""
+def test_a_model_in_memory_is_converted_and_unchanged(
+    loaded: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Into a temporary directory that is removed with the result; quietly, which saving alone is not."""
     before = state(loaded)
+    capsys.readouterr()
     result = gqa.convert_model(loaded, kv_heads=2, method="mean", quiet=True)
+    assert capsys.readouterr() == ("", "")
     assert state(loaded) == before
     loaded.save_pretrained(tmp_path / "saved")
+    assert "Writing model shards" in capsys.readouterr().err
     assert state(loaded) != before  # the control: saving alone changes its config
     assert run("-g", 2, "--method", "mean", tmp_path / "saved", "-o", tmp_path / "out", "-q").code == 0
     ours, theirs = load(result.path), load(tmp_path / "out")
