@@ -17,12 +17,12 @@ from gqa.corpus.sources import is_self
 
 _BENCHMARK_SECONDS = 0.5
 _BYTES_A_SECOND = 1e9  # that are read, copied and read again
-_PASSES = 7.0  # of the whole model over the text: both streams twice, its attention once more
+_PASSES = 4.0  # of the whole model over the text: both streams, attention once more, products for W_O
 _SAMPLING = 2.0  # passes that sampling takes, one token at a time
 _STEP_SECONDS = 5e-4  # of a layer that computes one token
 _TRAINING = 3.0  # forward passes that a step of training takes
 _OVERHEAD_BYTES = 8 << 20
-_STREAM_COPIES = 2.5  # hidden states of the text: both streams, and part of one while they are computed
+_STREAM_COPIES = 3.5  # hidden states of the text: both streams, targets, and part of one while they are computed
 _REFINE_COPIES = 5  # of attention's parameters: weights, start, best, gradients and moments
 _ESTIMATE_COPIES = 4  # of a layer's parameters
 _PROCRUSTES_COPIES = 4  # of attention's parameters, in float64
@@ -96,7 +96,7 @@ def _cost(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]
     if method.refines:
         steps = training.steps * (2 * _TRAINING * training.batch * text.length + 6 * _MUON * width)
         operations += steps * sum(sizes)
-        numbers += text.taken * width + _REFINE_COPIES * sizes[0]
+        numbers += _REFINE_COPIES * sizes[0]
     memory = 4 * numbers
     if any(map(is_self, text.sources)):  # the whole model in 16 bits
         kv_cache = min(SAMPLED_BYTES, SAMPLED * text.length * plan.cache_before.bytes_per_token)

@@ -214,7 +214,7 @@ _METHODS = (
     Method("random", "nothing", "seconds", "drawn at random, a control of no use untrained", redraws=True),
     Method("procrustes", "weights", "seconds", "rotated to agree, then the mean"),
     Method("aligned", "weights", "minutes", "the closed form on inputs guessed from weights", guesses=True),
-    Method("calibrated", "text", "seven forward passes", "the closed form on inputs from text"),
+    Method("calibrated", "text", "four forward passes", "the closed form on inputs from text"),
     Method("refined", "text", "minutes a layer", "calibrated, then trained layer by layer", refines=True),
 )
 METHODS = {method.name: method for method in _METHODS}

@@ -65,9 +65,8 @@ class Calibrator:
         weights = position_weights(streams.converted.hidden, streams.converted.is_text)
         refines = pair.plan.merging.how.refines
         fitted = without_heldout(weights, pair.options.refinement) if refines else weights
-        targets = torch.zeros_like(streams.source.hidden)
-        if scale is not None:
-            targets += (streams.source.hidden - streams.converted.hidden) / scale
+        drift = streams.source.hidden - streams.converted.hidden
+        targets = torch.zeros_like(drift) if scale is None else drift.div_(scale)
         results, converted = list[LayerResult](), dict[str, Tensor]()
         for module in modules:
             source = pair.with_attention(module, pair.original(layer) if converted else source)
