@@ -36,7 +36,7 @@ class Ablation:
         if not options.model:
             raise RefusedError("no model is named; give a directory or a hub id")
         self.subject = open_subjects([options.model], options.trust_remote_code)[0]
-        self._paths = {"model": options.model, "data": options.data, "heldout": options.heldout}
+        self._commands = options.commands  # with the model as the caller named it
         self.options = options = replace(options, model=self.subject.path)
         self.subject.check_predicts_tokens()
         check_target_field(self.subject, options.target_field)
@@ -96,7 +96,7 @@ class Ablation:
             if cells := self.unmeasured:
                 evaluation = options.evaluation
                 self._comparison = Comparison(self.subject, self._text, evaluation)
-                self._environment = {"argv": argv, "paths": self._paths, **environment(str(evaluation.device))}
+                self._environment = {"argv": argv, **environment(str(evaluation.device))}
                 quiet = options.quiet or not is_interactive()  # in a log there is a line of each cell
                 with Watcher(quiet) as self._watcher:
                     self._watcher.stage(self.subject.name, len(cells), "cell")
@@ -108,7 +108,8 @@ class Ablation:
 
     def _add_row(self, cell: Cell, error: str | None = None, **columns: Any) -> None:
         options = self.options
-        shared = {"seed": options.seed, "train": None, "teacher": options.teacher}
+        commands = [] if cell.method == UNMERGED else self._commands(cell)
+        shared = {"seed": options.seed, "train": None, "teacher": options.teacher, "commands": commands}
         constant = {"options": self._identity, "environment": self._environment}
         rows.append_row(options.output, {**cell._asdict(), **shared, "error": error, **columns, **constant})
         line = f"{cell.method}, {cell.groups} heads, alpha {cell.alpha:g}: {error or format(columns['loss'], '.4f')}"

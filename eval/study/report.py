@@ -16,7 +16,7 @@ from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.convert.summary import size
 from gqa.eval.page import Column, Table, format_number, table, write_page
 from gqa.eval.report import describe_environment, describe_text
-from gqa.eval.study.options import BASE, UNMERGED, AblateOptions, Cell
+from gqa.eval.study.options import BASE, UNMERGED, Cell
 from gqa.eval.study.rows import FILES, Row, read_rows, writing
 
 _CELL: list[Column] = [
@@ -92,15 +92,6 @@ def _describe(row: Row, base: Row) -> str:
     return f"{row['method']}, {row['groups']} of {base['groups']} KV heads, {trained}: {loses}{recall}, {cache}"
 
 
-def _commands(row: Row, directory: Path) -> list[str]:
-    """Commands that make the model of a row, with paths as its study names them; none of an older version's row."""
-    if (paths := row["environment"].get("paths")) is None:
-        return []
-    options = {name: value for name, value in (row["options"] | paths).items() if value not in (None, [])}
-    names = options.keys() & AblateOptions.__dataclass_fields__.keys()
-    return AblateOptions(directory, **{name: options[name] for name in names}).commands(Cell.of(row))
-
-
 def cells_table(name: str, cells: Sequence[Cell], unmeasured: Sequence[Cell]) -> Table:
     """The cells of a study, and which of them are measured."""
     records = [cell._asdict() | {"state": "" if cell in unmeasured else "done"} for cell in cells]
@@ -142,8 +133,8 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
     if not rows or not Cell.of(rows[0]).is_base_model or rows[0]["error"]:
         raise RefusedError(f"{directory} has no measured study; pass MODEL to start one")
     recommended, recommendation = recommend(rows, max_loss_increase)
-    commands = _commands(recommended, directory) if recommended else []
-    recommendation += "".join(f"\n{'command':12}{command}" for command in commands)
+    for command in recommended.get("commands", []) if recommended else []:
+        recommendation += f"\n{'command':12}{command}"
     with writing(directory), TemporaryDirectory(prefix=".report-", dir=directory) as scratch:
         aside = Path(scratch)
         pictures: list[tuple[str, str]] = []
