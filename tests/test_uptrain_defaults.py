@@ -70,6 +70,9 @@ def test_no_options(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     losses = record["losses"]
     assert 0 < losses["distillation_before"] < losses["heldout_before"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "converted", "converted-uptrained"]
+    convert_checkpoint(tmp_path / "base", 1, tmp_path / "smaller", method="mean")
+    again = uptrain(tmp_path / "smaller", "--steps", 3, "--batch-size", 2, "--heldout-tokens", 128)
+    assert (again.code, "base writes" in again.err) == (0, False), "samples are kept for every model with this base"
 
 
 def test_places_of_the_base_model(converted: Path, tmp_path: Path) -> None:
