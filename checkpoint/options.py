@@ -129,17 +129,15 @@ class Several(click.ParamType[tuple[Any, ...]]):
 
 
 class KVHeads(click.ParamType[int | tuple[int, ...]]):
-    """`8`, or one number for each layer: `1,3,3,1`, or a file that holds them."""
+    """`8`, or one number for each layer: `1,3,3,1`."""
 
     name = "kv heads"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-        if not text.isdecimal() and os.path.isfile(text):
-            text = Path(text).read_text(encoding="utf-8", errors="replace")
         words = re.findall(r"[^\s,]+", text)
         if not words or not all(word.isdecimal() and 0 < int(word[:7]) < 10**6 for word in words):
-            allowed = "give one from 1 on, or one for each layer with commas or in a file"
+            allowed = "give one from 1 on, or one for each layer with commas"
             self.fail(f"{value!r} is no number of heads; {allowed}", param, ctx)
         return int(words[0]) if text.strip() == words[0] else tuple(map(int, words))
 

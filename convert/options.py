@@ -23,7 +23,7 @@ class ConvertOptions(Options):
     model: str = option(MISSING, argument="MODEL")
     kv_heads: int | tuple[int, ...] | None = option(
         None, "Key/value heads of the result: a divisor of the model's own, or a multiple to expand; or one number for "
-        "each layer, 3,1,1,3, or a file of them.", KVHeads(), short="-g", metavar="G")
+        "each layer, 3,1,1,3.", KVHeads(), short="-g", metavar="G")
     kv_budget: float | None = option(
         None, "Instead of --groups: the share of the KV cache that is left, like 0.5. Each layer keeps as many heads "
         "as it needs, which is measured on text that the model writes.", Number(float, "above 0 below 1"),

@@ -13,7 +13,6 @@ from gqa.checkpoint.files import TensorSpec, byte_size, shard_names
 from gqa.checkpoint.loading import model_class, quiet_transformers
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.config import (
-    ConfigEdit,
     KVCache,
     ModelConfig,
     edit_config,
@@ -81,7 +80,7 @@ class Plan:
     merging: Merging
     shards: tuple[Shard, ...]
     new_config: dict[str, Any]
-    config_edits: tuple[ConfigEdit, ...]
+    config_edits: tuple[dict[str, Any], ...]
     cache_before: KVCache
     cache_after: KVCache
     dtype: str | None = None

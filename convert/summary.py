@@ -125,7 +125,7 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
         "recast": {"from": vars(classes[0]), "to": vars(classes[1]), "way": way} if way else None,
         "method": plan.method,
         "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
-        "config_edits": [edit._asdict() for edit in plan.config_edits],
+        "config_edits": list(plan.config_edits),
         "changed_tensors": [
             {"name": t.name, "shape": list(t.shape), "source_shapes": [list(t.source.shape)]} for t in plan.changed
         ],

@@ -255,7 +255,7 @@ def test_a_layer_loses_what_it_loses(uneven: Path) -> None:
 
 
 def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path: Path) -> None:
-    """And says what it took; --groups with those numbers, in words or in a file, gives the same bytes."""
+    """And says what it took; --groups with those numbers gives the same bytes."""
     words = ("--method", "calibrated", "--tokens", 512, "--context", 16, "--json")
     made = run(uneven, "--kv-budget", 0.625, *words, "-o", tmp_path / "budget")
     told = json.loads(made.out)
@@ -268,9 +268,7 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     )
     cache = told["kv_cache"]
     assert cache["bytes_per_token_after"] == 0.625 * cache["bytes_per_token_before"]
-    listed = tmp_path / "heads.txt"
-    listed.write_text("1, 4\n1\n4\n")
-    run(uneven, "--groups", listed, *words, "-o", tmp_path / "named")
+    run(uneven, "--groups", "1,4,1,4", *words, "-o", tmp_path / "named")
     assert contents(tmp_path / "budget") == contents(tmp_path / "named")
     record = json.loads((tmp_path / "budget/gqa_conversion.json").read_text())
     assert record["options"]["kv_heads"] == [1, 4, 1, 4]

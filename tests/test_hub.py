@@ -196,8 +196,6 @@ def in_index(file: str) -> Callable[[Path], object]:
 BROKEN: dict[str, tuple[Callable[[Path], object], bool, str]] = {
     "index climbs": (in_index("../secret.safetensors"), False,
                      f"{INDEX} says that model.norm.weight is in '../secret.safetensors'; allowed are names of"),
-    "missing shard": (lambda source: (source / SHARDS[1]).unlink(), False,
-                      f"{NAME} has an index that names {SHARDS[1]}, which is not there"),
     "no weights": (lambda source: (source / INDEX).rename(source / "x.gguf"), False,
                    f"has neither {SINGLE} nor pytorch_model.bin (nor their index) but {SHARDS[0]}, "),
     "no config": (lambda source: (source / "config.json").rename(source / "adapter_config.json"), False,
@@ -225,10 +223,9 @@ def test_broken_repository(tmp_path: Path, hub: Hub, machine: Machine, case: str
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["a/b/c"], "there is no directory a/b/c, and it is no hub id (owner/name)"),
+        (["a/b/c"], "there is no directory a/b/c, and huggingface_hub says: Repo id must be in the form"),
         (["lab/bad--name"], "Cannot have -- or .. in repo_id: 'lab/bad--name'"),
         (["--revision", "", NAME], "Invalid value for '--revision': '' is no name"),
-        (["--revision", "../../x", NAME], "--revision '../../x' is not the name of"),
         (["lab/here"], "lab/here has no config.json"),
         (["--revision", "main", "lab/here"], "--revision is for hub ids; lab/here is a local path"),
     ],

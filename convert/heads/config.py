@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from gqa.checkpoint.custom_code import config_class, listed_as, loads_as_decilm
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
@@ -31,14 +31,6 @@ QUANTISATION_GROUP = 64  # numbers that share a scale, at most
 SCALE_BYTES = 4  # minimum and scale of a group, 16 bits each
 # Names of keys that count modules: large values would exhaust time and memory.
 _COUNTS = re.compile(r"(\w+_)?(layers?|heads?|blocks|depth|codebooks|quantizers|labels)")
-
-
-class ConfigEdit(NamedTuple):
-    """One changed key, dotted from the top of config.json."""
-
-    key: str
-    before: Any
-    after: Any
 
 
 @dataclass(frozen=True)
@@ -187,9 +179,10 @@ def target_heads(config: ModelConfig, layer: int, groups: Groups) -> LayerHeads:
 
 def edit_config(
     config: ModelConfig, groups: Groups, name: str, dtype: str | None = None, quantised: bool = False
-) -> tuple[ModelConfig, list[ConfigEdit]]:
-    """The new config, read back through transformers and checked, and the changed keys of config.json. Keys of
-    quantisation are removed unless tensors are `quantised`.
+) -> tuple[ModelConfig, list[dict[str, Any]]]:
+    """The new config, read back through transformers and checked, and its changes: dictionaries of a `key`, dotted from
+    the top of config.json, and its values `before` and `after`. Keys of quantisation are removed unless tensors are
+    `quantised`.
     """
     raw = copy.deepcopy(config.raw) if quantised else without_quantisation(config.raw)
     for part in _parts(raw) if dtype else ():
@@ -234,13 +227,13 @@ def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edit
     }
 
 
-def _difference(prefix: str, before: Any, after: Any) -> Iterator[ConfigEdit]:
+def _difference(prefix: str, before: Any, after: Any) -> Iterator[dict[str, Any]]:
     if isinstance(before, dict) and isinstance(after, dict):
         for key in after | before:
             if (key in before) != (key in after) or before[key] != after[key]:
                 yield from _difference(f"{prefix}.{key}" if prefix else key, before.get(key), after.get(key))
     else:
-        yield ConfigEdit(prefix, before, after)
+        yield {"key": prefix, "before": before, "after": after}
 
 
 def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -216,9 +216,8 @@ def _check_unpacked(tensors: Mapping[str, TensorSpec]) -> None:
     """Raises RefusedError where a tensor of an attention module holds quantised weights, or their scales."""
     for tail, spec in tensors.items():
         if tail not in _BUFFERS and (is_packed(spec) or spec.dtype not in TORCH_DTYPES):
-            by = " by MLX" if tail.removesuffix(".weight") + ".biases" in tensors else ""
             raise RefusedError(
-                f"{spec.name} is stored as {spec.dtype}: heads that are quantised or packed{by} cannot be averaged; "
+                f"{spec.name} is stored as {spec.dtype}: heads that are quantised or packed cannot be averaged; "
                 "convert the original and quantise the result, or dequantise first"
             )
 
@@ -226,19 +225,14 @@ def _check_unpacked(tensors: Mapping[str, TensorSpec]) -> None:
 def _check_projections(
     module: AttentionModule, rules: Sequence[Rule], changes: Sequence[Change], heads: LayerHeads
 ) -> None:
-    """Raises where one that a rule names is missing, or of another dtype than the others."""
-    parts = {c.rule.tensor: c.source for c in changes if c.rule.projection and c.source.name.endswith("weight")}
+    """Raises where one that a rule names is missing."""
+    parts = {c.rule.tensor for c in changes if c.rule.projection and c.source.name.endswith("weight")}
     expected = {rule.tensor for rule in rules if rule.projection and type(rule.layout) is not Layout}
     if heads.keys_only:
         expected = {name for name in expected if not name.startswith("v_")}
-    if missing := expected - set(parts):
+    if missing := expected - parts:
         stored = ", ".join(sorted(parts)) or "nothing"
         raise CorruptError(f"{module.path} has {stored} but no {', '.join(sorted(missing))}; download it again")
-    if len({spec.dtype for spec in parts.values()}) > 1:
-        pairs = ", ".join(f"{name} {spec.dtype}" for name, spec in parts.items())
-        raise CorruptError(
-            f"keys and values of {module.path} have different dtypes ({pairs}); save both in one dtype first"
-        )
 
 
 @dataclass(frozen=True)

@@ -222,11 +222,6 @@ def _phi_config(config: Any) -> dict[str, Any]:
         raise RefusedError("no class with a number of KV heads has its layers (use_parallel_residual: false)")
     rope = dict(config.rope_parameters)
     part = rope.pop("partial_rotary_factor")
-    dims = int(config.hidden_size // config.num_attention_heads * part)
-    if dims <= 0 or dims % 2:
-        raise RefusedError(
-            f"{dims} rotated dimensions of a head, where a natural number of pairs is allowed (rotary_pct)"
-        )
     fields = _copied(
         config, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "hidden_act", "max_position_embeddings", "initializer_range", "attention_dropout", "use_cache",
@@ -242,8 +237,6 @@ def _phi_config(config: Any) -> dict[str, Any]:
 
 
 def _bigcode_config(config: Any) -> dict[str, Any]:
-    if config.add_cross_attention:
-        raise RefusedError("add_cross_attention: GPTBigCode has no cross-attention with one key/value head")
     return _copied(
         config, "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function",
         "resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon", "initializer_range", "scale_attn_weights",

@@ -60,17 +60,6 @@ REFUSED: dict[str, str] = {
          "whisper", "gptj", "codegen"),
         _NO_FIELD,
     ),
-    "doge": "its attention mask is computed from the values of all heads",
-    **dict.fromkeys(
-        ("inkling2", "inkling2_text", "inkling_text"),
-        "its keys and values pass convolutions of their own for every dimension",
-    ),
-    "jetmoe": "it has H = G x top-k query heads by construction and repeats K and V in tiles, not in groups",
-    "zaya": "its convolutions mix the channels of queries and keys, which do not merge head by head",
-    "moonshine": "transformers reshapes its queries with the number of KV heads, so fewer of them fail in forward",
-    "moonshine_streaming": "transformers reshapes its queries with the number of KV heads, so fewer fail in forward",
-    "neomme": "its value embeddings hold KV heads outside the attention modules",
-    "esmc": "transformers requires as many KV heads as query heads",
     **dict.fromkeys(
         ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"),
         "it has no attention: nothing to merge",
