@@ -160,7 +160,7 @@ class AblateOptions(Options):
     def commands(self, cell: Cell) -> list[str]:
         """Commands that make the model of a cell whose heads are merged, in the working directory."""
         assert self.model
-        out, method = f"{Path(self.model).name}-{cell.conversion}", METHODS[cell.method]
+        out, method = f"{Path(self.model).name}-gqa{cell.groups}-{cell.method}", METHODS[cell.method]
         words = ["gqa-convert", self.model, "--groups", str(cell.groups), "--method", cell.method, "-o", out]
         if method.reads_text:
             words += ["--tokens", str(self.calibration_tokens)]
