@@ -23,7 +23,7 @@ import transformers
 from checkpoints import edit_json, edit_tensors, run
 from embedded import SOURCE, copy_source
 from evaluations import evaluate_models, few_questions, model_directory, refused, results, words
-from hub_server import Hub
+from hub_server import Hub, Machine
 from training import Runs
 
 from gqa.checkpoint.errors import RefusedError
@@ -123,8 +123,10 @@ def test_ranks_print_one_result(runs: Runs) -> None:
     assert runs.finish(*line, ranks=2, program="eval").out == run(*line, program="gqa-eval").out
 
 
-def test_hub_ids(tmp_path: Path, hub: Hub, runs: Runs) -> None:
+def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of models, and of a data set's configuration, whose test split is the default."""
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.endpoint)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     data = tmp_path / "data"
     data.mkdir()
     shutil.copyfile(model_directory() / "text.jsonl", data / "test.jsonl")
@@ -137,9 +139,8 @@ def test_hub_ids(tmp_path: Path, hub: Hub, runs: Runs) -> None:
     hub.repo("lab/data", data)
     commit = hub.repo("lab/gqa", model_directory() / "gqa2").refs["main"]
     line = words("lab/mha lab/gqa --data lab/data:a --context 64 --json -q --revision main")
-    at = f"at_hub({hub.endpoint!r}, {str(tmp_path / 'home')!r}, 'one')"
-    result = runs.finish(*line, program="eval", before=at)
-    assert result.err == ""
+    result = machine.run(*line, program="gqa-eval")
+    assert (result.code, result.err) == (0, "")
     models = json.loads(result.out)["models"]
     assert [model["name"] for model in models] == ["lab/mha", "lab/gqa"]
     assert models[1]["revision"] == commit

@@ -19,7 +19,7 @@ from gqa.uptrain.training_model import chunked_sum
 
 VOCABULARY = 96
 # Tied, with a bias in the head (Phi), soft-capped (Gemma 2), scaled (Cohere, Granite), mixtures, inside a larger model.
-HEADS = ["llama+tied", "phi", "gemma2", "cohere", "granite", "mixtral", "falcon", "gemma3"]
+HEADS = ["llama+tied", "phi", "gemma2", "cohere", "granite", "mixtral", "falcon", "gemma3", "gpt_oss", "phi3", "olmo2"]
 
 
 def batch(rows: int = 3, length: int = 33, seed: int = 0) -> dict[str, Tensor]:
@@ -58,7 +58,9 @@ def assert_equals(
     wanted = gradients(model)
     for rows in (7, 20, 999):
         set_slices(monkeypatch, rows)
-        loss, told = training_model(model, **options)(**given)
+        training = training_model(model, **options)
+        loss, told = training(**given)
+        assert training._head.split, "its head is not taken apart"
         (loss / told[0]).backward()
         assert float(loss.detach() / told[0]) == pytest.approx(expected.item(), abs=1e-5)
         assert_close(gradients(model), wanted)

@@ -303,21 +303,6 @@ def kill_save_after(step: int, change: int) -> None:
     after(Log, "step", lambda log, progress, *numbers: progress.step == step and die_at(change))
 
 
-def at_hub(endpoint: str, home: str, name: str) -> None:
-    """Data sets come from this hub, which is given a token that says who asks: `name` and the rank."""
-    import importlib
-
-    import datasets
-    from huggingface_hub import close_session, constants
-
-    rank = os.environ.get("RANK", "0")
-    os.environ |= {"HF_TOKEN": f"{name}-{rank}", "HF_ENDPOINT": endpoint, "HF_HOME": home, "NO_PROXY": "*"}
-    del os.environ["HF_HUB_OFFLINE"]
-    importlib.reload(constants)
-    close_session()
-    datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE = endpoint, False
-
-
 def shard(load_once: bool = False) -> None:
     """FSDP2 on CPUs, which accelerate does not offer: its state is told so right after it is made.
 
