@@ -78,7 +78,7 @@ def test_formula_of_other_families(name: str, kv_heads: int, tmp_path: Path) -> 
         assert without.bytes_at(WINDOW) == promised.bytes_at(WINDOW) == promised.bytes_at(WINDOW + 1)
         assert sum(cache_bytes(model, WINDOW + 1, 1)) < without.bytes_at(WINDOW + 1)
     # transformers keeps all H heads of Falcon's new architecture: nothing is saved, and the result says so
-    told = "transformers caches 4 heads a layer, other engines only the 1 key/value heads"
+    told = "transformers caches 4 heads a layer, other engines only 1 key/value head"
     assert promised.remark == (told if (name, kv_heads) == ("falcon", 1) else None)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gqa.checkpoint.console import Watcher
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.errors import RefusedError, plural
 from gqa.checkpoint.loading import load_model, positions, ranks
 from gqa.checkpoint.provenance import file_digests
 from gqa.checkpoint.read import Checkpoint
@@ -116,7 +116,7 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
     order, n_blocks, data_tokens = reading_order(
         text, lengths, block_size=size, seed=options.seed, **length_arguments(options)
     )
-    summary = f"{n_blocks:,} blocks of {size:,}: {n_blocks * size:,} of {data_tokens:,} tokens"
+    summary = f"{plural(n_blocks, 'block')} of {size:,}: {n_blocks * size:,} of {data_tokens:,} tokens"
     if (epochs := n_blocks * size / data_tokens) > 1:
         summary += f", which are read {epochs:.2f} times, each time in another order"
     steps = count_steps(n_blocks, options)
@@ -160,7 +160,7 @@ def open_sampled(options: TrainOptions, tokenizer: Any, write: Write, longest: i
     steps, (_, heldout) = count_steps(n_blocks, options), open_heldout(options, tokenizer)
     count, first = steps * options.blocks_per_step, 0 if heldout else count_heldout(options)
     blocks = write(options.block, first + count)
-    summary = f"{count:,} blocks of {options.block:,} that {Path(options.teacher).absolute().name} writes"
+    summary = f"{plural(count, 'block')} of {options.block:,} that {Path(options.teacher).absolute().name} writes"
     heldout = heldout or [blocks[number] if blocks.fingerprint else {} for number in range(first)]
     return Dataloader(options, blocks, steps, blocks.fingerprint, summary, heldout, first)
 

@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from gqa.checkpoint.custom_code import config_class, listed_as, loads_as_decilm
-from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
+from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing, plural
 from gqa.checkpoint.files import BITS
 from gqa.checkpoint.loading import quiet_transformers
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
@@ -338,7 +338,7 @@ def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache
         heads = config.heads(layer)
         cached = heads.query if all_heads else heads.kv
         layers.append(CachedLayer(cached, heads.key_dim, heads.value_dim, _window(text, layer)))
-    remark = f"transformers caches {main.query} heads a layer, other engines only the {main.kv} key/value heads"
+    remark = f"transformers caches {main.query} heads a layer, other engines only {plural(main.kv, 'key/value head')}"
     context = getattr(text, "max_position_embeddings", None)
     shown = remark if all_heads and main.kv < main.query else None
     return KVCache(tuple(layers), BITS[dtype] // 8, context, shown, cross=crosses)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.console import Watcher, is_interactive
-from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain, one_line
+from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain, one_line, plural
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.plan import make_plan
 from gqa.corpus.sources import parse_sources, row_digest
@@ -112,10 +112,10 @@ class Ablation:
         shared = {"seed": options.seed, "train": None, "teacher": options.teacher, "commands": commands}
         constant = {"options": self._identity, "environment": self._environment}
         rows.append_row(options.output, {**cell._asdict(), **shared, "error": error, **columns, **constant})
-        line = f"{cell.method}, {cell.groups} heads, alpha {cell.alpha:g}: {error or format(columns['loss'], '.4f')}"
+        result = error or format(columns["loss"], ".4f")
         self._watcher.update()
         if not options.quiet:
-            self._watcher.say(line)
+            self._watcher.say(f"{cell.method}, {plural(cell.groups, 'KV head')}, alpha {cell.alpha:g}: {result}")
 
     @contextmanager
     def _add_errors(self, cells: Sequence[Cell]) -> Iterator[None]:
