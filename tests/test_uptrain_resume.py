@@ -252,11 +252,11 @@ def test_ranks_that_cannot_share_the_batch(runs: Runs, tmp_path: Path) -> None:
 
 def test_overwriting(runs: Runs, out: Path) -> None:
     """With it a run begins anew; one that was started with it is continued by the same command."""
-    words = saving(runs, out, steps=3, save_every=1, overwrite=True, quiet=False)
-    stopped = runs.run(*words, before=f"kill_at(2, {int(signal.SIGTERM)})")
+    words = saving(runs, out, steps=6, overwrite=True, quiet=False)
+    stopped = runs.run(*words, before=f"kill_at(3, {int(signal.SIGTERM)})")
     assert "continues" not in stopped.out
-    assert states(out).complete() == [state(out, 1), state(out, 2)]
-    assert "\ncontinues   after step 2" in runs.finish(*words).out
+    assert states(out).complete() == [state(out, 2), state(out, 3)]
+    assert "\ncontinues   after step 3" in runs.finish(*words).out
 
 
 def test_what_may_change(runs: Runs, out: Path) -> None:
