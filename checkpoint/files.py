@@ -36,6 +36,7 @@ _OLD_MODEL = (
     "*.onnx[._]data*", "*.mlpackage/*", "lit_config.json", "model_config.yaml", "kv_cache_scales.json",
 )  # fmt: skip
 _MODULE = re.compile(r"\d+_[A-Z]\w*/")  # a further module of Sentence Transformers, with weights, like `2_Dense/`
+MAX_HEADER_BYTES = 20_000_000  # of one file; a tensor takes about 150 bytes
 BITS = {
     **dict.fromkeys(["F4"], 4),
     **dict.fromkeys(["F6_E2M3", "F6_E3M2"], 6),
@@ -82,6 +83,8 @@ def read_header(path: Path, file: str) -> list[TensorSpec]:
         position = 8 + int.from_bytes(stream.read(8), "little")
     specs = []
     try:
+        if position > MAX_HEADER_BYTES:  # it would take minutes and gigabytes
+            raise OSError(f"a header of {position:,} bytes, at most {MAX_HEADER_BYTES:,} are allowed")
         with safe_open(path, framework="np") as stored:
             for name in stored.offset_keys():
                 tensor = stored.get_slice(name)

@@ -17,25 +17,19 @@ from typing import Any
 import click
 
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.files import TensorSpec, read_header, side_files, weight_files
+from gqa.checkpoint.files import MAX_HEADER_BYTES, TensorSpec, read_header, side_files, weight_files
 from gqa.checkpoint.read import ADVICE, Checkpoint, cached_revision, read_checkpoint, read_json
 
 FIRST_BYTES = 2**16  # read first from a shard at the hub: nearly always its whole header
-_MAX_HEADER_BYTES = 100_000_000  # of safetensors
 # True if a caller from Python wants no progress bars.
 without_bars: ContextVar[bool] = ContextVar("without_bars", default=False)
 
 
-def open_model(
-    model: str,
-    revision: str | None = None,
-    headers_only: bool = False,
-    or_weights: bool = False,
-) -> Checkpoint:
+def open_model(model: str, revision: str | None = None, headers_only: bool = False) -> Checkpoint:
     """The checkpoint of a directory or a hub id, whose files are fetched into the hub's cache.
 
-    headers_only: Fetch only the headers of a hub id's weights; call `fetch_weights` before reading tensors.
-    or_weights: Fetch weights without headers (.bin) instead of refusing them.
+    headers_only: Fetch only the headers of a hub id's weights, unless they have none (.bin); call `fetch_weights`
+        before reading tensors.
     Raises RefusedError if the model cannot be fetched, OSError if this machine is the cause.
     """
     if os.path.lexists(model):
@@ -43,7 +37,7 @@ def open_model(
             raise RefusedError(f"--revision is for hub ids; {model} is a local path")
         return read_checkpoint(Path(model))
     with _hub_errors(model):
-        return _from_hub(model, revision, headers_only, or_weights)
+        return _from_hub(model, revision, headers_only)
 
 
 def fetch_weights(checkpoint: Checkpoint) -> None:
@@ -80,7 +74,7 @@ def default_output(model: str, suffix: str) -> Path:
     return Path((hub_id or model).split("/")[-1] + suffix)
 
 
-def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: bool) -> Checkpoint:
+def _from_hub(model: str, revision: str | None, headers_only: bool) -> Checkpoint:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -101,11 +95,9 @@ def _from_hub(model: str, revision: str | None, headers_only: bool, or_weights: 
     files, _ = weight_files(read_json(directory, "config.json"), names, lambda name: read_json(fetch(name), name))
     side, _ = side_files(names.difference(files))
     fetch(*side)
-    if headers_only and not all((directory / file).exists() for file in files):
-        if not files[0].endswith(".bin"):
-            return read_checkpoint(directory, partial(_remote_table, model, commit), names)
-        if not or_weights:
-            raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
+    stored = all((directory / file).exists() for file in files)
+    if headers_only and not stored and not files[0].endswith(".bin"):
+        return read_checkpoint(directory, partial(_remote_table, model, commit), names)
     return read_checkpoint(fetch(*files), present=names)
 
 
@@ -130,7 +122,7 @@ def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
     ):
         length = stream.read(8)
         copy = Path(place) / "header.safetensors"
-        copy.write_bytes(length + stream.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES)))
+        copy.write_bytes(length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES)))
         os.truncate(copy, stream.size)
         return read_header(copy, file)
 

@@ -40,15 +40,14 @@ class Conversion:
 def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     """Decide everything about a conversion from config and headers; write nothing.
 
-    Weights are fetched only if they have no headers (.bin) and this is no dry run, or with `kv_budget`, which measures
-    layers on text.
+    Weights are fetched only if they have no headers (.bin), or with `kv_budget`, which measures layers on text.
 
     Raises:
         RefusedError: The checkpoint or the options cannot be converted; one line says why and what is allowed.
         CorruptError: Files of the checkpoint are broken or hostile (a kind of RefusedError).
     """
     options.refuse_conflicts()
-    checkpoint = open_model(options.model, options.revision, headers_only=True, or_weights=not options.dry_run)
+    checkpoint = open_model(options.model, options.revision, headers_only=True)
     if not options.kv_budget:
         assert options.kv_heads is not None
         return _plan(checkpoint, options.kv_heads, options)
