@@ -1,4 +1,4 @@
-"""KV-cache bytes by formula against transformers' own cache object, budgets against numbers worked out by hand, and
+"""KV-cache bytes by formula against transformers' own cache object, budgets, and
 caches of few bits: what attention reads of them; what decoding with a cache is timed on.
 """
 
@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from test_families import write_checkpoint
 from tiny_models import QUERY_HEADS, TINY, build
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name, load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint
-from gqa.convert.heads.config import CachedLayer, KVCache, groups_per_head, kv_cache, read_config
+from gqa.convert.heads.config import CachedLayer, KVCache, groups_per_head
 from gqa.convert.recast.targets import checkpoint_cache
 from gqa.eval import decode
 from gqa.eval.cache_bits import fake_quantise, quantise_cache
@@ -35,13 +35,7 @@ from gqa.eval.decode import greedy_decode, time_decoding
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import memory_capacity
 
-LAYERS, DIM = 6, 32  # of stdlib-mha, which has 8 heads
 WINDOW = 5  # of the tiny models
-
-
-def converted(groups: int) -> Path:
-    """stdlib-mha with G heads."""
-    return SOURCE if groups == 8 else model_directory() / f"gqa{groups}"
 
 
 def stored(directory: Path) -> KVCache:
@@ -49,25 +43,13 @@ def stored(directory: Path) -> KVCache:
     return checkpoint_cache(read_checkpoint(directory))
 
 
-@pytest.mark.parametrize("groups", [2, 8])
-def test_formula_is_what_transformers_holds(groups: int) -> None:
-    promised, model = stored(converted(groups)), load_model(str(converted(groups)))
-    assert promised.bytes_per_token == LAYERS * groups * 2 * DIM * 2
-    assert promised.remark is None
-    for tokens, batch in ((1, 1), (7, 3), (40, 2)):
-        (held,) = cache_bytes(model, tokens, batch)
-        assert held == batch * promised.bytes_at(tokens) == batch * tokens * LAYERS * groups * 2 * DIM * 2
-        assert held != batch * stored(converted(10 - groups)).bytes_at(tokens)  # another G is caught
-    assert cache_bytes(model.float(), 9, 2) == [2 * replace(promised, bytes_per_number=4).bytes_at(9)]
-
-
-# Falcon's new architecture; windows in all layers and in some; attention in some layers; shared keys and values; layers
+# Plain; Falcon's new architecture; windows in all layers and in some; attention in some layers; shared keys and values; layers
 # that read an image; an encoder.
 @pytest.mark.parametrize(
-    "name", ["falcon", "mistral", "gemma3_text", "jamba", "gemma3n_text", "mimo_v2_flash", "mllama", "gqa_t5"]
+    "name", ["llama", "falcon", "mistral", "gemma3_text", "jamba", "gemma3n_text", "mimo_v2_flash", "mllama", "gqa_t5"]
 )
 @pytest.mark.parametrize("kv_heads", [4, 1])
-def test_formula_of_other_families(name: str, kv_heads: int, tmp_path: Path) -> None:
+def test_formula_is_what_transformers_holds(name: str, kv_heads: int, tmp_path: Path) -> None:
     model = build(TINY[name], kv_heads)
     model.save_pretrained(tmp_path)
     promised = stored(tmp_path)
@@ -80,23 +62,6 @@ def test_formula_of_other_families(name: str, kv_heads: int, tmp_path: Path) -> 
     # transformers keeps all H heads of Falcon's new architecture: nothing is saved, and the result says so
     told = "transformers caches 4 heads a layer, other engines only 1 key/value head"
     assert promised.remark == (told if (name, kv_heads) == ("falcon", 1) else None)
-
-
-def test_llama_2_7b_by_hand() -> None:
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32,
-        max_position_embeddings=4096, dtype="bfloat16",
-    )  # fmt: skip
-    cache, grouped = (
-        kv_cache(read_config(config.to_dict() | {"num_key_value_heads": heads}, "llama"), range(32), "BF16")
-        for heads in (32, 8)
-    )
-    assert cache == KVCache((CachedLayer(32, 128, 128, None),) * 32, 2, 4096)
-    assert (cache.bytes_per_token, grouped.bytes_per_token) == (524_288, 131_072)
-    weights = 2 * 6_738_415_616
-    # 80 GB less 13,476,831,232 bytes of weights are 66,523,168,768: 30.98 x 4096 x 524,288, and 126,882.87 x 524,288.
-    assert memory_capacity(cache, weights, 80 * 10**9, 4096) == (30, 126_882)
-    assert memory_capacity(grouped, weights, 80 * 10**9, 4096) == (123, 507_531)
 
 
 _sizes = st.integers(1, 9)
