@@ -1,5 +1,5 @@
-"""KV-cache bytes by formula against transformers' own cache object, budgets, and
-caches of few bits: what attention reads of them; what decoding with a cache is timed on.
+"""KV-cache bytes by formula against transformers' own cache object, what fits in memory, caches of few bits: what
+attention reads of them; what decoding with a cache is timed on.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def stored(directory: Path) -> KVCache:
     return checkpoint_cache(read_checkpoint(directory))
 
 
-# Plain; Falcon's new architecture; windows in all layers and in some; attention in some layers; shared keys and values; layers
-# that read an image; an encoder.
+# Plain; Falcon's new architecture; windows in all layers and in some; attention in some layers; shared keys and values;
+# layers that read an image; an encoder.
 @pytest.mark.parametrize(
     "name", ["llama", "falcon", "mistral", "gemma3_text", "jamba", "gemma3n_text", "mimo_v2_flash", "mllama", "gqa_t5"]
 )
