@@ -171,5 +171,5 @@ def _warn(warnings: Sequence[str]) -> None:
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
     console.run(
-        command, "gqa-convert", "nothing half-written is left, finished layers of calibrated and refined are kept"
+        command, "gqa-convert", "nothing half-written is left; the same command continues after the last finished layer"
     )

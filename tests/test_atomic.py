@@ -29,7 +29,7 @@ from gqa.convert import rewrite
 from gqa.convert.api import convert_checkpoint, plan_conversion
 
 INTERRUPTED = (
-    "gqa-convert: interrupted; nothing half-written is left, finished layers of calibrated and refined are kept"
+    "gqa-convert: interrupted; nothing half-written is left; the same command continues after the last finished layer"
 )
 
 

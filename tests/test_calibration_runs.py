@@ -298,7 +298,7 @@ def test_maps_of_weights_do_not_stay_behind(small: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr("gqa.convert.api.write", fails(KeyboardInterrupt()))
     done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", "procrustes")
     assert (done.code, list(tmp_path.iterdir())) == (130, [])
-    assert "finished layers of calibrated and refined are kept" in done.err
+    assert "the same command continues after the last finished layer" in done.err
 
 
 def fails(error: BaseException) -> Callable[..., None]:
