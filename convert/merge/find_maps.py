@@ -111,7 +111,7 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
     }
     if plan.merging.how.reads_text:
         text = {name: portable(value) for name, value in asdict(options.text).items()}
-        description |= {"text": text, "content": options.text.identify(plan.checkpoint)}
+        description |= {"text": text, "content": options.text.identify()}
         description |= {name: getattr(options, name) for name in ("ridge", "dtype", "batch", "check")}
     if plan.merging.how.refines:
         description["refinement"] = asdict(options.refinement)

@@ -159,11 +159,10 @@ class CalibrationText:
         if data and not checkpoint.hub_id:
             load_tokenizer(checkpoint, self.trust_remote_code, instead="use self")
 
-    def identify(self, checkpoint: Checkpoint) -> list[str]:
+    def identify(self) -> list[str]:
         """What the content of each source is, and of `heldout`, as a hash; of what the model writes its name. Raises
-        RefusedError and CorpusError.
+        CorpusError.
         """
-        self.check_sources(checkpoint)
         specs = (*self.sources, *filter(None, [self.heldout]))
         return [spec if is_self(spec) else self._source(spec).identify() for spec in specs]
 
