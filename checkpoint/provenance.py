@@ -61,11 +61,6 @@ def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:
     return {"argv": portable(argv), "options": {name: portable(value) for name, value in asdict(options).items()}}
 
 
-def command_line(tool: str, argv: Sequence[str]) -> str:
-    """The command, quoted for a shell; empty for a call from Python, which has no arguments."""
-    return shlex.join([tool, *portable(argv)]) if argv else ""
-
-
 def read_record(checkpoint: Checkpoint, name: str) -> Any:
     """The record `name` that a conversion or a training wrote next to the weights; None if it cannot be read."""
     try:
@@ -95,12 +90,6 @@ def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any]
         metadata, text = fields, loaded.text
     card, mark, original = text.partition(SOURCE_CARD)
     return metadata, (text if whole else original if mark else card).strip()
-
-
-def comparison(columns: tuple[str, str], rows: Mapping[str, tuple[str, str]]) -> str:
-    """A Markdown table that compares two models: one line per row, one column per model."""
-    head = [f"| | {columns[0]} | {columns[1]} |", "|---|---:|---:|"]
-    return "\n".join([*head, *(f"| {name} | {before} | {after} |" for name, (before, after) in rows.items())])
 
 
 def format_card(metadata: Mapping[str, Any], *parts: str, original: str = "") -> str:
@@ -134,7 +123,7 @@ def request_text(tool: str, argv: Sequence[str], options: Mapping[str, Any]) -> 
     """Markdown: the options that have a value, and the command, if any."""
     values = {name: value for name, value in options.items() if value is not False and value not in (None, [])}
     named = ", ".join(f"`{name}={value!r}`" for name, value in values.items())
-    return f"Options: {named}." + (f"\n\n```\n{command_line(tool, argv)}\n```" if argv else "")
+    return f"Options: {named}." + (f"\n\n```\n{shlex.join([tool, *argv])}\n```" if argv else "")
 
 
 def checkpoint_digest(checkpoint: Checkpoint) -> str:

@@ -12,7 +12,6 @@ from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.loading import model_class
 from gqa.checkpoint.provenance import (
     PROVENANCE,
-    comparison,
     format_card,
     loading_code,
     request_text,
@@ -215,16 +214,19 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     metadata, original = source_card(plan.checkpoint)
     base, main, after_heads = plan.checkpoint.hub_id, plan.config.main, groups_text(plan.groups)
     before, after = plan.cache_before, plan.cache_after
-    rows = {
-        "key/value heads": (str(main.kv), after_heads),
-        "KV cache per token": (size(before.bytes_per_token), size(after.bytes_per_token)),
-    }
+    rows = [
+        ("", "base model", "this model"),
+        ("---", "---:", "---:"),
+        ("key/value heads", str(main.kv), after_heads),
+        ("KV cache per token", size(before.bytes_per_token), size(after.bytes_per_token)),
+    ]
     if after.cross:
-        rows["KV cache per token of the source"] = size(before.cross_bytes_per_token), size(after.cross_bytes_per_token)
+        sizes = size(before.cross_bytes_per_token), size(after.cross_bytes_per_token)
+        rows.append(("KV cache per token of the source", *sizes))
     if context := after.context:
-        rows[f"KV cache at {context:,} tokens"] = size(before.bytes_at(context)), size(after.bytes_at(context))
-    rows["parameters"] = f"{plan.checkpoint.parameters:,}", f"{plan.parameters_after:,}"
-    rows["weights"] = size(plan.checkpoint.nbytes), size(plan.total_bytes)
+        rows.append((f"KV cache at {context:,} tokens", size(before.bytes_at(context)), size(after.bytes_at(context))))
+    rows.append(("parameters", f"{plan.checkpoint.parameters:,}", f"{plan.parameters_after:,}"))
+    rows.append(("weights", size(plan.checkpoint.nbytes), size(plan.total_bytes)))
     fields = {key: value for key, value in metadata.items() if key not in ("base_model", "model-index", "tags")}
     kind = {1: "multi-query-attention", main.query: "multi-head-attention"}
     tags = [tag for tag in metadata.get("tags", []) if tag not in _ATTENTION_TAGS]
@@ -245,7 +247,7 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
         f"# {name}",
         f"`{base or plan.checkpoint.name}` {summary} ({main.query} query heads; gqa-convert {version()}).",
         loading_code(model_class(transformers_config(plan.new_config)), name, plan.checkpoint.side_files),
-        comparison(("base model", "this model"), rows),
+        "\n".join(f"| {' | '.join(cells)} |" for cells in rows),
     ]
     if plan.checkpoint.way:
         source, target = plan.checkpoint.classes

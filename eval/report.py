@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +13,6 @@ from typing import Any, TextIO
 
 from gqa.checkpoint.errors import one_line, plural
 from gqa.checkpoint.loading import ranks
-from gqa.checkpoint.provenance import command_line
 from gqa.checkpoint.write import OutputDirectory, finite
 from gqa.convert.summary import ratio_text, size
 from gqa.eval.options import EvaluateOptions
@@ -208,7 +208,7 @@ def write_report(results: Record, report: OutputDirectory) -> None:
         verdicts=verdicts(results),
         tables=tables(results),
         samples=list(compare_samples(results["models"])),
-        commands=[one_line(command_line("gqa-eval", argv), 4000)] if argv else [],
+        commands=[one_line(shlex.join(["gqa-eval", *argv]), 4000)] if argv else [],
         foot=f"{describe_environment(results)}.",
     )
     report.commit(_RESULTS, finite(results, infinity=str))

@@ -200,7 +200,7 @@ def test_the_card_compares_the_base_model_with_the_result(source: Path, tmp_path
         assert "\n- gqa\n" in card
         found = [line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| ")]
         assert found[0] == ["base model", "this model"]
-        rows[groups] = {name: numbers for name, *numbers in found[1:]}
+        rows[groups] = {name: numbers for name, *numbers in found[2:]}
     (tmp_path / "2" / "README.md").open("a").write(f"{SOURCE_CARD}\n\nFirst words.\n")
     convert_quietly(tmp_path / "2", "-g", 1, "--method", "mean", "-o", tmp_path / "1")
     again = (tmp_path / "1" / "README.md").read_text()
