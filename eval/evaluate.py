@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from gqa.checkpoint.console import Watcher, print_device
 from gqa.checkpoint.errors import RefusedError, explain
@@ -73,19 +72,15 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
 class Comparison:
     """Measures models one after the other, each loaded once: the base model first, then the models compared with it.
 
-    questions: about the context, if recall is measured; baseline_model: the base model, if it stays in memory.
+    questions: about the context, if recall is measured; baseline_head: the base model, if it stays in memory.
     """
 
     def __init__(self, baseline: Subject, text: Text | None, options: EvaluateOptions) -> None:
         self.questions: Sequence[recall.Questions] = ()
         self._baseline, self._text, self._options = baseline, text, options
-        self._baseline_head: ChunkedHead | None = None  # the base model, kept loaded with --kl
+        self.baseline_head: ChunkedHead | None = None  # with --kl
         self._nats: Floats | None = None  # of the base model on the text, (tokens,)
         self._texts: Sequence[Window] = ()  # greedy texts of the base model
-
-    @property
-    def baseline_model(self) -> PreTrainedModel | None:
-        return self._baseline_head.model if self._baseline_head else None
 
     def prepare_recall(self, subjects: Sequence[Subject], context: int) -> None:
         """Make questions about up to `context` tokens of the text and of self-generated text of the base model.
@@ -134,12 +129,12 @@ class Comparison:
         if self.questions:
             record |= self._measure_recall(subject, head)
         if is_baseline and self._options.kl:
-            self._baseline_head = head
+            self.baseline_head = head
         return record
 
     def _measure_quality(self, subject: Subject, head: ChunkedHead, text: Text) -> Record:
         """Perplexity; of a converted model also its comparison with the base model."""
-        scores = self._score(subject, head, text.windows, baseline=self._baseline_head)
+        scores = self._score(subject, head, text.windows, baseline=self.baseline_head)
         quality = {"quality": perplexity(scores["nats"], text)}
         if subject is self._baseline:
             self._nats = scores["nats"]

@@ -27,7 +27,7 @@ class EvaluateOptions(Options):
     field: str = same_as(ConvertOptions, "field", needs=("data",))
     separator: str | None = same_as(ConvertOptions, "separator", needs=("data",))
     target_field: str | None = option(
-        None, "The column to predict from --field, of encoder-decoders.", metavar="NAME", needs=("data",))
+        None, "The column to predict from --field; for encoder-decoders.", metavar="NAME", needs=("data",))
     context: int | None = option(
         None, "Tokens of a window, and of a sequence in the table of memory.  [default: the model's positions, 2048 at "
         "most]", tokens_type(4), metavar="COUNT", needs=("data", "recall", "memory"))
@@ -36,31 +36,31 @@ class EvaluateOptions(Options):
         metavar="COUNT", needs=("data",))
     kl: bool = option(False, "Compare next-token distributions with the baseline's, in lockstep.", needs=("data",))
     recall: bool | None = option(
-        None, "Ask for what stands in the context: second copies of text, of samples and of random tokens, values by "
-        "their keys, passkeys.  [default: with -o]")
+        None, "Measure recall from the context: repeated passages of the text, of samples and of random tokens, values "
+        "of keys, passkeys.  [default: with -o]")
     cache_bits: tuple[int, ...] | None = option(
-        None, "Also measure every checkpoint with a KV cache of so many bits, like 8,4,2.", CACHE_BITS)
+        None, "Also evaluate every checkpoint with a KV cache of so many bits, like 8,4,2.", CACHE_BITS)
     decode: bool = option(False, "Time prefill and decoding.")
-    decode_batches: tuple[int, ...] = option(
-        (1, 8), "How many sequences --decode times at once.", COUNT, needs=("decode",))
+    decode_batches: tuple[int, ...] = option((1, 8), "Batch sizes of --decode.", COUNT, needs=("decode",))
     decode_contexts: tuple[int, ...] | None = option(
-        None, "How long the prompts of --decode are.  [default: a half, all of the positions, 4096 at most]",
+        None, "Tokens of the prompts of --decode.  [default: half of the positions, and all; 4096 at most]",
         tokens_type(), metavar="N[,...]", needs=("decode",))
-    decode_steps: int = option(32, "How many tokens --decode writes.", COUNT, needs=("decode",))
-    memory: int | None = option(None, "Say what fits into so much memory of a device.", BYTES, metavar="SIZE")
-    batch_size: int = option(8, "How many windows are scored at a time.", COUNT, needs=("data", "recall"))
+    decode_steps: int = option(32, "Tokens that --decode generates.", COUNT, needs=("decode",))
+    memory: int | None = option(
+        None, "Show which batch and context fit into a device of this size, like 80GB.", BYTES, metavar="SIZE")
+    batch_size: int = option(8, "Windows that are scored at a time.", COUNT, needs=("data", "recall"))
     precision: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "What is computed in; auto: as stored.", needs=("data", "recall", "decode"))
+        "auto", "The dtype of the computation; auto: as stored.", needs=("data", "recall", "decode"))
     device: str | None = option(
-        None, "Where models run: cpu, cuda, cuda:1, mps, or auto: on all devices, then in the host's memory and on "
-        "its disk.  [default: a GPU where there is one]", metavar="NAME", needs=("data", "recall", "decode"))
+        None, "Where models run: cpu, cuda, cuda:1, mps, or auto: over all devices, then the host's memory, then its "
+        "disk.  [default: a GPU if there is one]", metavar="NAME", needs=("data", "recall", "decode"))
     revision: str | None = same_as(ConvertOptions, "revision")
     trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code")
     output: Path | None = option(None, "Write results.json and report.html here.", short="-o", metavar="DIR")
     overwrite: bool = option(False, "Replace the report at DIR.", needs=("output",))
     json: bool = same_as(ConvertOptions, "json")
     verbose: bool = option(False, "Show where an error comes from.", short="-v")
-    quiet: bool = option(False, "Show no progress and no notes.", short="-q")
+    quiet: bool = option(False, "Print the results only: no progress, no notes.", short="-q")
     # fmt: on
 
     @property

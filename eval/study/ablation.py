@@ -185,7 +185,8 @@ class Ablation:
             path = self._work / cell.conversion / f"alpha-{cell.alpha:g}"
             training = options.training(cell.alpha, converted, path)
             shares_teacher = options.teacher == "source" and not options.precision
-            setup = prepare(training, teacher=comparison.baseline_model if shares_teacher else None)
+            teacher = comparison.baseline_head if shares_teacher else None
+            setup = prepare(training, teacher=teacher and teacher.model)
             progress, _ = uptrain(setup)
             row |= {"train": setup.options.train, "train_tokens": progress.tokens, "train_loss": progress.loss}
             row["seconds_training"] = time.perf_counter() - start
