@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_tensors, run
+from checkpoints import run
 from test_families import (
     CONTROL,
     all_tensors,
@@ -151,18 +151,6 @@ def test_the_cache_holds_fewer_heads_and_the_encoder_stays(source: Path, merged:
     changed = [name for name, tensor in all_tensors(merged).items() if not torch.equal(tensor, before[name])]
     assert not any("encoder." in name for name in changed)
     assert any("ncoder_attn" in name or "EncDec" in name for name in changed) == bool(caches)
-
-
-def test_old_checkpoints(tmp_path: Path) -> None:
-    """Names without the base model's prefix, and the masks that were once stored: the result has no masks."""
-    directory = tmp_path / "source"
-    build(THEIRS["gpt2"], QUERY_HEADS).save_pretrained(directory)
-    edit_tensors(directory, lambda tensors: {key.removeprefix("transformer."): tensors[key] for key in tensors})
-    names = all_tensors(directory).keys()
-    masks = (f"h.{layer}.attn.{part}" for layer in (0, 1) for part in ("bias", "masked_bias"))
-    edit_tensors(directory, lambda tensors: tensors | {mask: torch.ones(1, 1, 4, 4) for mask in masks})
-    out = convert_checkpoint(directory, 2, tmp_path / "out", method="mean").out
-    assert all_tensors(out).keys() == names
 
 
 @pytest.mark.parametrize("name", ORIGINALS)

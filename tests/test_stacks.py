@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.timm_wrapper import modeling_timm_wrapper
 
-from gqa.checkpoint.errors import OutputError, RefusedError
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.files import byte_size, format_header
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.names import saved_tensors
@@ -170,18 +170,6 @@ def test_what_several_parts_state_is_edited_in_each(tmp_path: Path) -> None:
     new = plan_conversion(source, 2, dtype="bfloat16").new_config
     assert new["num_key_value_heads"] == new["text_config"]["num_key_value_heads"] == 2
     assert new["dtype"] == new["text_config"]["dtype"] == new["vision_config"]["dtype"] == "bfloat16"
-
-
-def test_a_dtype_too_narrow_is_refused(source: Path, tmp_path: Path) -> None:
-    """1e30 is infinite in float16: nothing is published, in merged tensors as in copied ones (test_edges)."""
-    name = f"model.layers.0.{K}"
-    tensor = all_tensors(source)[name]
-    tensor[0] = 1e30
-    change(source, {}, (name,))
-    change(source, {name: tensor})
-    with pytest.raises(OutputError, match=name):
-        convert_checkpoint(source, 2, tmp_path / "out", dtype="float16", method="mean")
-    assert not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------------------------------------------- names that transformers loads
