@@ -35,7 +35,8 @@ _OLD_MODEL = (
     "*-cache.json", "Modelfile", "*imatrix*", "adapter_config.json", "checkpoint-*/*", "trainer_state.json",
     "*.onnx[._]data*", "*.mlpackage/*", "lit_config.json", "model_config.yaml", "kv_cache_scales.json",
 )  # fmt: skip
-_MODULE = re.compile(r"\d+_[A-Z]\w*/")  # a further module of Sentence Transformers, with weights, like `2_Dense/`
+# Further modules of Sentence Transformers, which have weights of their own, and the voices of Qwen2.5-Omni.
+_FURTHER = re.compile(r"\d+_[A-Z]\w*/|(.*/)?spk_dict\.pt$")
 MAX_HEADER_BYTES = 20_000_000  # of one file; a tensor takes about 150 bytes
 BITS = {
     **dict.fromkeys(["F4"], 4),
@@ -113,13 +114,6 @@ def format_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def holds_weights(name: str) -> bool:
-    """Whether a file holds weights in some form. (`spk_dict.pt` are the voices of Qwen2.5-Omni, not weights.)"""
-    path = Path(name)
-    weights = path.suffix.lower() in WEIGHT_SUFFIXES and path.name != "spk_dict.pt"
-    return weights or path.name.endswith(".index.json")
-
-
 def weight_files(
     config: Mapping[str, Any], names: Collection[str], read: Callable[[str], dict[str, Any]]
 ) -> tuple[list[str], str | None]:
@@ -158,7 +152,11 @@ def side_files(names: Collection[str]) -> tuple[list[str], list[str]]:
     formats, or descriptions of it.
     """
     visible = sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
-    weights = {name for name in visible if holds_weights(name) and not _MODULE.match(name)}
+    weights = {
+        name
+        for name in visible
+        if (Path(name).suffix.lower() in WEIGHT_SUFFIXES or name.endswith(".index.json")) and not _FURTHER.match(name)
+    }
     other_models = tuple({name.rpartition("/")[0] + "/" for name in weights if "/" in name})
     left_out = [
         name

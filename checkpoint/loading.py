@@ -359,6 +359,6 @@ def float64_device(device: torch.device) -> torch.device:
 def native_bfloat16(device: str) -> bool:
     """Whether the device multiplies bfloat16 by itself, not by way of float32."""
     if device.startswith("cpu"):  # one of several processes has `cpu:0`
-        able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        able = torch.cpu.get_capabilities()
         return bool(able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16"))
     return device.startswith("cuda") and torch.cuda.is_bf16_supported()
