@@ -1,10 +1,11 @@
-"""What each way of merging heads loses: nats per token and seconds, for several numbers of key/value heads.
+"""What each way of merging heads loses and takes: nats per token, seconds and forward passes, for several KV heads.
 
     python benchmarks/quality.py                            # examples/stdlib-mha -> 4, 2, 1 heads, by all methods
     python benchmarks/quality.py --model DIR --groups 1 --text stories.txt --text wikitext.txt --options '--tokens 128k'
 
 Each conversion is by gqa-convert with the --options given here. Measured are the same windows for all, in float32: the
-first of a file, evenly spaced ones of stdlib:heldout, or samples of the model (self), for one without a tokenizer.
+first of a file, evenly spaced ones of stdlib:heldout, or samples of the model (self), for one without a tokenizer. A
+pass is a forward pass of the base model over 65,536 tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import click
 from harness import EMBEDDED, JSON_OPTION, run_command, write_json
 
+TOKENS = 65_536  # of a pass: as many as gqa-convert reads by default
 METHODS = ("mean", "first", "procrustes", "aligned", "calibrated", "refined")
 
 
@@ -75,7 +77,10 @@ def main(
     def measure(directory: str) -> dict[str, float]:
         return {text: nats(directory, ids) for text, ids in windows_by_text.items()}
 
+    started = time.perf_counter()
     base, rows = measure(model), list[dict[str, Any]]()
+    tokens = sum(ids.numel() for ids in windows_by_text.values())
+    one_pass = (time.perf_counter() - started) / tokens * TOKENS
     for text, value in base.items():
         print(f"{text}: base model {value:.4f} nats, perplexity {math.exp(value):.2f}")
     with tempfile.TemporaryDirectory() as scratch:
@@ -85,9 +90,12 @@ def main(
             started = time.perf_counter()
             run_command("convert", *words, "--overwrite", "--quiet")
             seconds, losses = time.perf_counter() - started, measure(f"{scratch}/out")
-            rows.append({"groups": kv_heads, "method": method, "seconds": seconds, "nats": losses})
+            row = {"groups": kv_heads, "method": method, "seconds": seconds, "passes": seconds / one_pass}
+            rows.append(row | {"nats": losses})
             ratios = "".join(f"{math.exp(losses[t]):10,.2f} (x{math.exp(losses[t] - base[t]):.3g})" for t in losses)
-            print(f"{kv_heads:3} heads  {method:12}{seconds:8.1f} s{ratios}", flush=True)
+            print(
+                f"{kv_heads:3} heads  {method:12}{seconds:8.1f} s{seconds / one_pass:7.1f} passes{ratios}", flush=True
+            )
     write_json({"base": base, "rows": rows}, json_file)
 
 

@@ -217,16 +217,15 @@ def _restoring_maps(project: Tensor, attended: Tensor, crossed: Tensor) -> Tenso
     """(R, d, d): the least-squares map of each query head from the shared value (d, m d) to its own; `crossed`
     (R, d, m d) is E[z_own z^T].
     """
-    inverses = torch.stack([pseudo_inverse(project @ all_of @ project.T) for all_of in attended])
-    return crossed @ project.T @ inverses
+    return crossed @ project.T @ pseudo_inverse(project @ attended @ project.T)
 
 
-def pseudo_inverse(matrix: Tensor, cut: float = CUT) -> Tensor:
-    """Of a symmetric positive semi-definite matrix, without the directions below `cut` of the largest."""
-    values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
-    large = values > cut * values[-1].clamp_min(1e-300)
-    inverse: Tensor = (vectors[:, large] / values[large]) @ vectors[:, large].T
-    return inverse
+def pseudo_inverse(matrices: Tensor, cut: float = CUT) -> Tensor:
+    """Of symmetric positive semi-definite matrices (..., n, n), without the directions below `cut` of the largest."""
+    values, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
+    values = values.where(values > cut * values[..., -1:].clamp_min(1e-300), torch.inf)
+    inverses: Tensor = (vectors / values.unsqueeze(-2)) @ vectors.mT
+    return inverses
 
 
 def add_products(sums: Tensor, rows: Tensor, columns: Tensor | None = None) -> None:
