@@ -16,9 +16,7 @@ from gqa.checkpoint.options import parameters_in_errors
 from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, require_space, write_text
-from gqa.convert.heads.family import Groups
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan, make_plan, searches
 from gqa.convert.rewrite import write
@@ -61,7 +59,7 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     return replace(_plan(checkpoint, heads, options), losses=losses)
 
 
-def _plan(checkpoint: Checkpoint, groups: Groups, options: ConvertOptions) -> Plan:
+def _plan(checkpoint: Checkpoint, groups: int | tuple[int, ...], options: ConvertOptions) -> Plan:
     plan = make_plan(checkpoint, groups, options.method, options.seed, options.dtype)
     searches(plan, options.grouping)  # raises RefusedError
     if plan.needs_maps and plan.merging.how.reads_text:
@@ -143,11 +141,11 @@ def output_of(options: ConvertOptions, plan: Plan) -> Path:
     suffix = "-mqa" if plan.groups == 1 else f"-gqa{plan.groups}"
     if isinstance(plan.groups, tuple):
         suffix = f"-kv{100 * sum(plan.groups) / len(plan.groups) / plan.config.main.kv:.0f}"
-    suffix += f"-{plan.method}" if plan.method in METHODS else ""
+    suffix += f"-{plan.method}" if plan.fewest < plan.config.main.kv else ""
     return default_output(plan.checkpoint.hub_id or options.model, suffix)
 
 
-def plan_conversion(model: str | os.PathLike[str], kv_heads: Groups, **options: Any) -> Plan:
+def plan_conversion(model: str | os.PathLike[str], kv_heads: int | tuple[int, ...], **options: Any) -> Plan:
     """The plan of `--dry-run`; `options` are fields of `ConvertOptions`. Raises what `prepare` raises."""
     with parameters_in_errors(ConvertOptions):
         return prepare(ConvertOptions(model=os.fspath(model), kv_heads=kv_heads, dry_run=True, **options))
@@ -155,7 +153,7 @@ def plan_conversion(model: str | os.PathLike[str], kv_heads: Groups, **options: 
 
 def convert_checkpoint(
     model: str | os.PathLike[str],
-    kv_heads: Groups,
+    kv_heads: int | tuple[int, ...],
     out: str | os.PathLike[str] | None = None,
     *,
     calibration: MapsOptions | None = None,
