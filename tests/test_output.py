@@ -59,7 +59,7 @@ def test_wrong_usage(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").symlink_to("nowhere")
     before, says = snapshot(tmp_path), WRONG_USAGE[words]
-    check_refused(run(*shlex.split(words)), says, *(["hub id"] if says == "there is no directory" else []))
+    check_refused(run(*shlex.split(words)), says, *(["Repo id"] if says == "there is no directory" else []), advice="")
     assert snapshot(tmp_path) == before
 
 
