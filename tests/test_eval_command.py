@@ -59,6 +59,7 @@ def test_one_model_and_the_options_of_its_text() -> None:
     shown = evaluate_models(line).out
     assert "100 tokens of 1 document (" in shown
     assert "KV at 64" in shown
+    assert "384.0 KiB" in shown  # 64 tokens of 6 KiB
     assert not re.search("baseline|speedup", shown)
     assert [table.splitlines()[0] for table in evaluate_models(f"{line} -q").out.split("\n\n")] == [
         table.splitlines()[0] for table in shown.split("\n\n")
