@@ -19,7 +19,7 @@ from gqa.convert.merge.calibrate import Calibrator, refine
 from gqa.convert.merge.closed_form import LayerResult, Task, closed_form
 from gqa.convert.merge.options import Refinement
 
-SHORT = Refinement(steps=8, batch=8, heldout=0.25)
+SHORT = Refinement(steps=8, batch=8, learning_rate=0.02, heldout=0.25)
 
 
 @pytest.fixture(scope="module")

@@ -265,8 +265,8 @@ class Refinement:
     """
 
     steps: int = 200
-    batch: int = 16
-    learning_rate: float = 0.02
+    batch: int = 8
+    learning_rate: float = 0.03
     heldout: float = 1 / 16  # of the blocks: never trained on; their error decides which step is kept
     autocast: bool | None = None  # multiply in bfloat16; None: where the device does natively
     seed: int = 0
