@@ -187,15 +187,6 @@ def test_commands_of_the_pages_run(small_world: Path) -> None:
     assert failures == []
 
 
-def test_every_fence_of_commands_is_seen(tmp_path: Path) -> None:
-    """And no other: what closes a block of Python opens none."""
-    page = tmp_path / "page.md"
-    python = "```python\nimport gqa\n```\n\ngqa-convert is a command.\n\n"
-    fences = "```\ngqa-eval A \\\n  B  # 1\nx && y | z\n```\n\n", "- a list\n  ```sh\n  gqa-ablate R\n  ```\n"
-    page.write_text(python.join(("", *fences)))
-    assert [*commands(page)] == [["gqa-eval", "A", "B"], ["x"], ["y"], ["z"], ["gqa-ablate", "R"]]
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_python_of_the_pages_runs(page: Path, small_world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one session a page, twice for the README. Blocks with libraries that are not here are left out."""

@@ -101,14 +101,3 @@ def test_greedy_tokens_are_those_of_generate(place: Path, name: str) -> None:
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     expected = model.generate(input_ids=ids, do_sample=False, num_beams=1, max_new_tokens=9)
     assert torch.equal(greedy_decode(model, ids, steps=8)[0], expected[:, 1:])
-
-
-def test_decoding_and_memory(place: Path, tmp_path: Path) -> None:
-    models = f"{place / 't5'} {place / 't5-2'} --decode --decode-contexts 24 --decode-batches 2 --decode-steps 3"
-    first, second = results(models)["models"]
-    assert [len(model["decode"]["points"]) for model in (first, second)] == [1, 1]
-    assert first["kv_cache"]["cross_bytes_per_token"] == 2 * second["kv_cache"]["cross_bytes_per_token"]
-    shown = flat_output(models, "-o", tmp_path / "report")
-    assert "2 of 4 KV heads: KV cache 2x smaller" in shown
-    assert "KV/token of source x baseline" in shown
-    assert "Recall" not in shown  # a report has none of an encoder-decoder

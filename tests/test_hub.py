@@ -12,7 +12,6 @@ from checkpoints import (
     MERGED,
     SINGLE,
     Result,
-    edit_json,
     llama,
     load,
     read_header,
@@ -186,18 +185,10 @@ def shard(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     return lambda source: (source / SHARDS[1]).write_bytes(change((source / SHARDS[1]).read_bytes()))
 
 
-def in_index(file: str) -> Callable[[Path], object]:
-    return lambda source: edit_json(source / INDEX, lambda made: made["weight_map"].update({"model.norm.weight": file}))
-
-
 # What is wrong in the repository, whether a header has to be fetched to know it, and what is said.
 BROKEN: dict[str, tuple[Callable[[Path], object], bool, str]] = {
-    "index climbs": (in_index("../secret.safetensors"), False,
-                     f"{INDEX} says that model.norm.weight is in '../secret.safetensors'; allowed are names of"),
     "no weights": (lambda source: (source / INDEX).rename(source / "x.gguf"), False,
                    f"has neither {SINGLE} nor pytorch_model.bin (nor their index) but {SHARDS[0]}, "),
-    "no config": (lambda source: (source / "config.json").rename(source / "adapter_config.json"), False,
-                  f"{NAME} has no config.json; give a checkpoint with"),
     "truncated": (shard(lambda data: data[:-9]), True, "is truncated or no safetensors file: "),
     "header too long": (shard(lambda data: b"\xff" * 7 + b"\x7f" + data[8:]), True,
                         "is truncated or no safetensors file: "),

@@ -21,10 +21,10 @@ from evaluations import cache_bytes
 from scrambled import on_ids, relative
 from test_families import all_tensors, decode, error, left_padded, write_checkpoint
 from tiny_configs import Tiny, tiny_model
-from tiny_models import build, config, inputs, logits
+from tiny_models import build, inputs, logits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2ForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gqa.checkpoint.hub import open_model
 from gqa.convert.api import convert_checkpoint, plan_conversion
@@ -342,17 +342,14 @@ def test_a_tokenizer_in_python_stays_itself(tmp_path: Path) -> None:
     assert after("a b c")["input_ids"] == before("a b c")["input_ids"]
 
 
-def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
-    """It would be another with the result's model type."""
+def test_refused(tmp_path: Path) -> None:
+    """A broken tokenizer, which would be another with the result's model type; a classifier, by its head."""
     directory = source(tmp_path, "gpt2")
+    edit_json(directory / "config.json", lambda raw: raw.update(architectures=["GPT2ForSequenceClassification"]))
+    said = refusal(directory, "--groups", 2, "--method", "mean")
+    assert "custom modelling code has no class with the head of GPT2ForSequenceClassification" in said
     (directory / "tokenizer.json").write_text("{}")
     assert "transformers cannot load the tokenizer of source" in refusal(directory, "--groups", 1)
-
-
-def test_a_classifier_is_refused_by_its_head(tmp_path: Path) -> None:
-    GPT2ForSequenceClassification(config(CASES["gpt2"].tiny, 4)).save_pretrained(tmp_path / "m")
-    said = refusal(tmp_path / "m", "--groups", 2, "--method", "mean")
-    assert "custom modelling code has no class with the head of GPT2ForSequenceClassification" in said
 
 
 @pytest.mark.parametrize(
