@@ -153,7 +153,7 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
         assert relative(merged_logits(tiny, plan, aligned(plan)), expected) < RECOVERED
     plan = by(plan, "calibrated")
     if why := UNSERVED.get(name.partition("+")[0]):
-        with pytest.raises(RefusedError, match=f"cannot be run layer by layer: {why}; use --method mean"):
+        with pytest.raises(RefusedError, match=f"cannot be run layer by layer: {why}; use method mean"):
             plan_conversion(directory, kv, method="calibrated")
         with pytest.raises(RefusedError, match="cannot be run layer by layer"):  # it is true
             calibrated(text_of(tiny), plan)
