@@ -40,7 +40,6 @@ def decode_contexts(subjects: Sequence[Subject], lengths: Sequence[int] | None, 
     longest = min([subject.positions or MAX_DECODE for subject in subjects] + [MAX_DECODE])
     contexts = tuple(lengths or dict.fromkeys(max(1, share - steps) for share in (longest // 2, longest)))
     for subject in subjects:
-        subject.check_predicts_tokens()
         if not subject.cache:
             raise RefusedError(f"--decode is for models with key/value heads, and {subject.name} is none")
         if subject.positions and max(contexts) + steps > subject.positions:

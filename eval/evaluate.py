@@ -12,7 +12,6 @@ import torch
 import transformers
 
 from gqa.checkpoint.console import Watcher, print_device
-from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.provenance import request, versions
 from gqa.corpus.likelihood import ChunkedHead
@@ -32,9 +31,7 @@ Record = dict[str, Any]
 def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     """Run every measurement of `options`; a JSON-ready record on rank 0, empty on the other ranks.
 
-    Refusals that need no model come first, then decoding, which needs the most memory: so no measurement is lost. If a
-    report cannot have recall, or not of all models, results["recall"]["refused"] is the reason; --recall raises the
-    first.
+    Refusals that need no model come first, then decoding, which needs the most memory: so no measurement is lost.
     """
     transformers.utils.logging.set_verbosity_error()
     state, device = ranks(), input_device(options.device)
@@ -43,8 +40,13 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     context = choose_context(subjects, options.context)
     records = [subject.record(context, options.memory) for subject in subjects]
     results: Record = {**request(options, argv), **environment(device), "models": records}
-    if options.recall:
-        recall.check_recall(subjects, context)
+    measures_recall = options.recall or (options.measures_recall and not subjects[0].config.is_encoder_decoder)
+    if options.data or options.decode or measures_recall:
+        for subject in subjects:
+            subject.check_predicts_tokens()
+    if measures_recall:
+        recall.check_recall(subjects[0], context)
+        results["recall"] = {"context": context}
     contexts = decode_contexts(subjects, options.decode_contexts, options.decode_steps) if options.decode else ()
     if options.memory:
         results["memory"] = {"bytes": options.memory, "context": context}
@@ -56,38 +58,35 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
             time_decoding(subjects, records, options, contexts)
         state.wait_for_everyone()
     comparison = Comparison(subjects[0], text, options)
-    if options.recall or (options.measures_recall and not subjects[0].config.is_encoder_decoder):
-        results["recall"] = {"context": context}
-        try:
-            comparison.prepare_recall(subjects, context)
-        except RefusedError as error:
-            if options.recall:
-                raise
-            results["recall"]["refused"] = str(error)
-    if (text or comparison.questions) and (failed := comparison.measure_all(subjects, records)):
-        results["recall"]["refused"] = failed
+    if measures_recall:
+        comparison.prepare_recall(context)
+    for subject, record in zip(subjects, records, strict=True) if text or measures_recall else ():
+        comparison.measure(subject, record)
+    if text and comparison.nats is not None:
+        records[0]["quality"] = perplexity(comparison.nats, text)
     return results if state.is_main_process else {}
 
 
 class Comparison:
     """Measures models one after the other, each loaded once: the base model first, then the models compared with it.
 
-    questions: about the context, if recall is measured; baseline_head: the base model, if it stays in memory.
+    questions: about the context, if recall is measured; baseline_head: the base model, if it stays in memory;
+    nats: of the base model on the text, (tokens,).
     """
 
     def __init__(self, baseline: Subject, text: Text | None, options: EvaluateOptions) -> None:
         self.questions: Sequence[recall.Questions] = ()
         self._baseline, self._text, self._options = baseline, text, options
         self.baseline_head: ChunkedHead | None = None  # with --kl
-        self._nats: Floats | None = None  # of the base model on the text, (tokens,)
+        self.nats: Floats | None = None
         self._texts: Sequence[Window] = ()  # greedy texts of the base model
 
-    def prepare_recall(self, subjects: Sequence[Subject], context: int) -> None:
+    def prepare_recall(self, context: int) -> None:
         """Make questions about up to `context` tokens of the text and of self-generated text of the base model.
 
         Raises RefusedError.
         """
-        recall.check_recall(subjects, context)
+        recall.check_recall(self._baseline, context)
         tokenizer = self._baseline.tokenizer
         prefix = prefix_token(tokenizer)
         samples = recall.self_samples(self._baseline, min(recall.SAMPLE, context), self._options.device)
@@ -98,36 +97,18 @@ class Comparison:
         plain = {kind: ids[~np.isin(ids, tokenizer.all_special_ids)] for kind, ids in plain.items()}
         self.questions = recall.make_questions(plain, tokenizer, self._baseline.vocabulary, context, prefix)
 
-    def measure_all(self, subjects: Sequence[Subject], records: Sequence[Record]) -> str:
-        """Add the measurements of each model to its record; return why the recall of some is missing, if it is.
-
-        What else fails is raised, and with several ranks everything: the others would wait for this one.
-        """
-        failed = []
-        for subject, record in zip(subjects, records, strict=True):
-            try:
-                self.measure(subject, record)
-            except Exception as error:  # whatever a library raises while it writes text
-                recall_failed = "quality" in record or not self._text
-                if subject is self._baseline or not recall_failed or ranks().num_processes > 1:
-                    raise
-                failed.append(f"{subject.name}: {explain(error)}")
-        if self._text and self._nats is not None:
-            records[0]["quality"] = perplexity(self._nats, self._text)
-        return "; ".join(failed)
-
     def measure(self, subject: Subject, record: Record, alone: bool = False) -> Record:
-        """Add the measurements of a model to its record, recall last. With `options.kl` the base model is scored in
-        lockstep with the second model, unless it is measured `alone`.
+        """Add the measurements of a model to its record; first recall, which not every model allows. With `options.kl`
+        the base model is scored in lockstep with the second model, unless it is measured `alone`.
         """
         is_baseline = subject is self._baseline
         model = subject.load(self._options.precision, self._options.device)
         head = ChunkedHead(model)
         record |= numerics(model)
-        if self._text and (alone or not (is_baseline and self._options.kl)):
-            record |= self._measure_quality(subject, head, self._text)
         if self.questions:
             record |= self._measure_recall(subject, head)
+        if self._text and (alone or not (is_baseline and self._options.kl)):
+            record |= self._measure_quality(subject, head, self._text)
         if is_baseline and self._options.kl:
             self.baseline_head = head
         return record
@@ -137,11 +118,11 @@ class Comparison:
         scores = self._score(subject, head, text.windows, baseline=self.baseline_head)
         quality = {"quality": perplexity(scores["nats"], text)}
         if subject is self._baseline:
-            self._nats = scores["nats"]
+            self.nats = scores["nats"]
             return quality
-        if self._nats is None:
-            self._nats = scores["baseline_nats"]
-        compared: Record = paired_ratio(scores["nats"], self._nats, text.clusters)
+        if self.nats is None:
+            self.nats = scores["baseline_nats"]
+        compared: Record = paired_ratio(scores["nats"], self.nats, text.clusters)
         if "kl" in scores:
             compared |= kl_statistics(scores["kl"], scores["same_top"], scores["acceptance"])
         return quality | {"against_baseline": compared}

@@ -37,7 +37,7 @@ class EvaluateOptions(Options):
     kl: bool = option(False, "Compare next-token distributions with the baseline's, in lockstep.", needs=("data",))
     recall: bool | None = option(
         None, "Measure recall from the context: repeated passages of the text, of samples and of random tokens, values "
-        "of keys, passkeys.  [default: with -o]")
+        "of keys, passkeys.  [default: with -o and --data, for decoders]")
     cache_bits: tuple[int, ...] | None = option(
         None, "Also evaluate every checkpoint with a KV cache of so many bits, like 8,4,2.", CACHE_BITS)
     decode: bool = option(False, "Time prefill and decoding.")
@@ -65,8 +65,8 @@ class EvaluateOptions(Options):
 
     @property
     def measures_recall(self) -> bool:
-        """Whether recall is measured: --recall, or by default with a report."""
-        return bool(self.output) if self.recall is None else self.recall
+        """Whether recall is measured: --recall, or by default with a report on text."""
+        return bool(self.output and self.data) if self.recall is None else self.recall
 
     def refuse_conflicts(self) -> None:
         """Raise RefusedError for options that conflict."""

@@ -61,24 +61,26 @@ class Questions:
     cluster: Ints
 
 
-def check_recall(subjects: Sequence[Subject], context: int) -> None:
+def check_recall(subject: Subject, context: int) -> None:
     """Raise RefusedError if recall cannot be measured in windows of `context` tokens."""
-    first, least = subjects[0], 2 * DISTANCES[0]
-    for subject in subjects:
-        subject.check_predicts_tokens()
-    if first.config.is_encoder_decoder:
-        raise RefusedError(f"--recall is for decoders, and {first.name} is an encoder-decoder")
-    if context < least:
-        raise RefusedError(f"--recall needs a context of at least {least} tokens, and --context is {context}")
+    if subject.config.is_encoder_decoder:
+        raise RefusedError(f"--recall is for decoders, and {subject.name} is an encoder-decoder")
+    if context < (least := 2 * DISTANCES[0]):
+        raise RefusedError(
+            f"recall needs a context of at least {least} tokens, and --context is {context}; give --no-recall"
+        )
 
 
 def self_samples(subject: Subject, length: int, device: str | None) -> list[Any]:
     """Self-generated token ids, each (length,); the seed differs from those of calibration and training."""
-    blocks = sampled_blocks(
-        lambda dtype, device=device: subject.load(dtype, device), input_device(device),
-        subject.checkpoint, length, SAMPLES, derive_seed(0, "evaluation"), plain=True,
-        trust_remote_code=subject.trust_remote_code,
-    )  # fmt: skip
+    try:
+        blocks = sampled_blocks(
+            lambda dtype, device=device: subject.load(dtype, device), input_device(device),
+            subject.checkpoint, length, SAMPLES, derive_seed(0, "evaluation"), plain=True,
+            trust_remote_code=subject.trust_remote_code,
+        )  # fmt: skip
+    except RefusedError as error:
+        raise RefusedError(f"recall: {error}; or give --no-recall") from error
     return [blocks[index]["input_ids"] for index in range(len(blocks))]
 
 

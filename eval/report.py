@@ -86,8 +86,6 @@ def tables(results: Record) -> list[Table]:
         built.append(table(title, _DISTRIBUTIONS, models[1:], _DISTRIBUTIONS_NOTE))
     if "recall" in measured:
         built.append(_recall(models, results["recall"]))
-    if reason := results.get("recall", {}).get("refused"):
-        built.append(Table("Recall from the context", ("not measured",), ((reason,),)))
     built.append(_cache(models, results.get("memory")))
     if "decode" in measured:
         built.append(_decode(models))

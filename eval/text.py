@@ -27,8 +27,6 @@ MAX_CONTEXT = 2048  # default: for a model with 128k positions, windows of 128k 
 
 def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: int) -> Text:
     """The text of `options`, tokenised for the first checkpoint. Raises RefusedError and CorpusError."""
-    for subject in subjects:
-        subject.check_predicts_tokens()
     check_target_field(subjects[0], options.target_field)
     check_text_options([str(options.data)], options.field, options.separator)
     source = parse_source(

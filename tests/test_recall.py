@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from embedded import SOURCE
-from evaluations import evaluate_models, few_questions, flat_output, model_directory, refused, results
+from evaluations import evaluate_models, few_questions, model_directory, refused, results
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
@@ -155,16 +155,17 @@ def test_recall_needs_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source["greedy"]["tokens"] == source["greedy"]["longest"] == converted["greedy"]["longest"]
 
 
-def test_a_report_has_recall_if_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report says why; who asks for recall is refused before anything is measured."""
+def test_a_report_has_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be measured is refused before anything is scored, with the option that leaves it out."""
     few_questions(monkeypatch)
     text = "SRC --data TEXT --context 128 --tokens 300"
     assert "Recall from the context" in evaluate_models(text, "-o", tmp_path / "with").out
     assert "Recall" not in evaluate_models(text, "--no-recall", "-o", tmp_path / "without").out
-    short = flat_output("SRC --data TEXT --context 64 --tokens 300", "-o", tmp_path / "short")
-    assert "needs a context of at least 128 tokens" in short
-    monkeypatch.setattr("gqa.eval.recall.sampled_blocks", Mock(side_effect=RefusedError("it writes nothing")))
-    assert "not measured it writes nothing" in flat_output(text, "-o", tmp_path / "mute")
-    assert "it writes nothing" in (tmp_path / "mute" / "report.html").read_text()
     monkeypatch.setattr("gqa.eval.evaluate.score", Mock(side_effect=AssertionError))
-    assert "it writes nothing" in refused(f"{text} --recall")
+    short = refused("SRC --data TEXT --context 64", "-o", tmp_path / "short")
+    assert "at least 128 tokens, and --context is 64; give --no-recall" in short
+    with monkeypatch.context() as patch:
+        patch.setattr("gqa.eval.recall.sampled_blocks", Mock(side_effect=RefusedError("it writes nothing")))
+        assert "recall: it writes nothing; or give --no-recall" in refused(text, "-o", tmp_path / "mute")
+    monkeypatch.setattr("transformers.LlamaForCausalLM.generate", Mock(side_effect=ValueError("no cache")))
+    assert "cannot write text: no cache; give --no-recall" in refused(f"{text} --recall")

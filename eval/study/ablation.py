@@ -137,7 +137,7 @@ class Ablation:
         row: rows.Row = {"text": text.record(), "train_tokens": 0}
         if "recall" not in self.options.skip:
             try:
-                comparison.prepare_recall([subject], text.context)
+                comparison.prepare_recall(text.context)
             except RefusedError as error:
                 row["recall_refused"] = str(error)
         row |= rows.columns_of(comparison.measure(subject, {}, alone=True), subject.cache, subject.cache)
