@@ -1,7 +1,7 @@
 """gqa-convert beside `cp -r` and the obvious script with transformers: time and memory, measured side by side.
 
     python benchmarks/convert.py                   # a random checkpoint of 4.5 GB, five rounds
-    python benchmarks/convert.py --layers 4 --repeats 3 --json figures.json
+    python benchmarks/convert.py --layers 4 --repeats 3
 
 Every run is a process of its own. Its clock starts after the imports and stops when every output file is fsynced.
 Before each run the last output is deleted and the source is read once, so that all start with the source in the page
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
-from harness import EMBEDDED, JSON_OPTION, MIB, SHAPES, random_llama, report, rounds, run_command, write_json
+from harness import EMBEDDED, MIB, SHAPES, random_llama, report, rounds, run_command
 
 
 def fsync_tree(directory: Path) -> None:
@@ -74,8 +74,7 @@ def check_equal(first: Path, second: Path) -> None:
 @click.option("--layers", default=10, help="Layers of Llama-2-7B's shape.")
 @click.option("--groups", default=8)
 @click.option("--repeats", default=5)
-@JSON_OPTION
-def main(layers: int, groups: int, repeats: int, json_file: Path | None) -> None:
+def main(layers: int, groups: int, repeats: int) -> None:
     with tempfile.TemporaryDirectory(prefix=".gqa-benchmark-", dir=Path.cwd()) as scratch:  # /tmp may be memory
         source, out = Path(scratch) / "source", Path(scratch) / "out"
         model = random_llama(SHAPES["llama-7b"]._replace(layers=layers), "bfloat16")
@@ -96,10 +95,9 @@ def main(layers: int, groups: int, repeats: int, json_file: Path | None) -> None
 
         functions = {"cp -r": copy, "gqa-convert": convert, "transformers": script}
         contestants = {name: (function, source, out, groups) for name, function in functions.items()}
-        rows = report(rounds(contestants, repeats, settle, store_first), "cp -r")
+        report(rounds(contestants, repeats, settle, store_first), "cp -r")
         check_equal(out.with_name("gqa-convert"), out.with_name("transformers"))
     print("both results are bit-identical")
-    write_json(rows, json_file)
 
 
 if __name__ == "__main__":

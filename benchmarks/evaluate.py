@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from harness import JSON_OPTION, SHAPES, report, rounds, write_json, write_random
+from harness import SHAPES, report, rounds, write_random
 
 
 def load(options: dict[str, Any]) -> tuple[Any, Any, str, Any]:
@@ -80,8 +80,7 @@ def harness(options: dict[str, Any], batch_size: int) -> Callable[[], float]:
 @click.option("--context", default=512)
 @click.option("--batch-size", default=8, help="Windows.")
 @click.option("--repeats", default=5)
-@JSON_OPTION
-def main(json_file: Path | None, repeats: int, **options: Any) -> None:
+def main(repeats: int, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         options["model"] = str(options["model"] or write_random(Path(scratch), SHAPES["135m"]))
         contestants = {
@@ -89,10 +88,9 @@ def main(json_file: Path | None, repeats: int, **options: Any) -> None:
             "lm_eval, same batch": (harness, options, options["batch_size"]), "lm_eval, default": (harness, options, 1),
         }  # fmt: skip
         runs = rounds(contestants, repeats)
-    rows = report(runs, "gqa-eval", options["windows"] * options["context"])
+    report(runs, "gqa-eval", options["windows"] * options["context"])
     nats = [runs[name][0].value for name in ("gqa-eval", "lm_eval, same batch")]
     print(f"nats agree to {abs(nats[0] / nats[1] - 1):.1e}")
-    write_json({"options": options, "rows": rows, "nats": nats}, json_file)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""What the benchmarks share: processes that take turns, their time and memory, random models, files of figures."""
+"""What the benchmarks share: processes that take turns, their time and memory, random models."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import shutil
 import statistics
@@ -14,13 +13,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
-
 ROOT = Path(__file__).parents[1]
 EMBEDDED = ROOT / "examples" / "stdlib-mha"
 MIB = 1 << 20
 SAMPLE_SECONDS = 0.003
-JSON_OPTION = click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 
 
 class Shape(NamedTuple):
@@ -41,11 +37,6 @@ SHAPES = {
     "1.3b": Shape(2048, 5504, 24, 16, 16, 32000),
     "llama-7b": Shape(4096, 11008, 32, 32, 32, 32000),
 }
-
-
-def write_json(figures: Any, file: Path | None) -> None:
-    if file:
-        file.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def random_llama(shape: Shape, dtype: str = "float32", device: str = "cpu", **options: Any) -> Any:
@@ -147,16 +138,13 @@ def rounds(
     return runs
 
 
-def report(runs: Mapping[str, Sequence[Run]], baseline: str, tokens: int | None = None) -> list[dict[str, Any]]:
-    """Print and return a row for each: times, the median over rounds of the time by the baseline's, and memory."""
-    rows = []
+def report(runs: Mapping[str, Sequence[Run]], baseline: str, tokens: int | None = None) -> None:
+    """Print a row for each: times, the median over rounds of the time by the baseline's, and memory."""
     print(f"\n{'':24}{'median':>10}{'min - max':>18}{f'of {baseline}':>24}{'memory':>12}")
     for name, entries in runs.items():
         seconds = [run.seconds for run in entries]
         ratio = statistics.median(a.seconds / b.seconds for a, b in zip(entries, runs[baseline], strict=True))
         memory = max(run.memory_bytes for run in entries)
-        rows.append({"name": name, "seconds": seconds, "ratio": ratio, "memory_bytes": memory})
         speed = f"{tokens / statistics.median(seconds):10,.0f} tokens/s" if tokens else ""
         print(f"{name:24}{statistics.median(seconds):8.2f} s{min(seconds):8.2f} - {max(seconds):5.2f} s{ratio:24.3f}"
               f"{memory / MIB:8,.0f} MiB{speed}")  # fmt: skip
-    return rows

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from harness import EMBEDDED, JSON_OPTION, run_command, write_json
+from harness import EMBEDDED, run_command
 
 TOKENS = 65_536  # of a pass: as many as gqa-convert reads by default
 METHODS = ("mean", "first", "procrustes", "aligned", "calibrated", "refined")
@@ -67,10 +67,9 @@ def nats(directory: str, windows: Any) -> float:
 @click.option("--windows", default=48)
 @click.option("--length", default=512, help="Tokens of a window.")
 @click.option("--options", default="", help="For gqa-convert, as one word, where the method reads text.")
-@JSON_OPTION
 def main(
     model: str, groups: tuple[int, ...], methods: tuple[str, ...], texts: tuple[str, ...], windows: int, length: int,
-    options: str, json_file: Path | None,
+    options: str,
 ) -> None:  # fmt: skip
     windows_by_text = {text: windows_of(text, model, windows, length) for text in texts}
 
@@ -78,7 +77,7 @@ def main(
         return {text: nats(directory, ids) for text, ids in windows_by_text.items()}
 
     started = time.perf_counter()
-    base, rows = measure(model), list[dict[str, Any]]()
+    base = measure(model)
     tokens = sum(ids.numel() for ids in windows_by_text.values())
     one_pass = (time.perf_counter() - started) / tokens * TOKENS
     for text, value in base.items():
@@ -90,13 +89,10 @@ def main(
             started = time.perf_counter()
             run_command("convert", *words, "--overwrite", "--quiet")
             seconds, losses = time.perf_counter() - started, measure(f"{scratch}/out")
-            row = {"groups": kv_heads, "method": method, "seconds": seconds, "passes": seconds / one_pass}
-            rows.append(row | {"nats": losses})
             ratios = "".join(f"{math.exp(losses[t]):10,.2f} (x{math.exp(losses[t] - base[t]):.3g})" for t in losses)
             print(
                 f"{kv_heads:3} heads  {method:12}{seconds:8.1f} s{seconds / one_pass:7.1f} passes{ratios}", flush=True
             )
-    write_json({"base": base, "rows": rows}, json_file)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ Both have the same weights, batch and dtype, temperature 1, and neither top-k no
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
-from harness import EMBEDDED, JSON_OPTION, report, rounds, write_json
+from harness import EMBEDDED, report, rounds
 
 
 def load(model: str) -> Any:
@@ -46,11 +45,9 @@ def generate(name: str, length: int, batch: int) -> Callable[[], int]:
 @click.option("--length", default=512, help="Tokens of a sequence.")
 @click.option("--batch", default=64, help="Sequences.")
 @click.option("--repeats", default=3)
-@JSON_OPTION
-def main(model: str, length: int, batch: int, repeats: int, json_file: Path | None) -> None:
+def main(model: str, length: int, batch: int, repeats: int) -> None:
     contestants = {"gqa": (ours, model, length, batch), "transformers": (generate, model, length, batch)}
-    rows = report(rounds(contestants, repeats), "gqa", batch * (length - 1))
-    write_json(rows, json_file)
+    report(rounds(contestants, repeats), "gqa", batch * (length - 1))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 import torch
-from harness import EMBEDDED, JSON_OPTION, report, rounds, write_json
+from harness import EMBEDDED, report, rounds
 from torch.nn.functional import cross_entropy
 
 RATE, WARM_UP = 1e-4, 2
@@ -137,8 +137,7 @@ def trainer(options: dict[str, Any]) -> Callable[[], Any]:
 @click.option("--batch-size", default=8, help="Blocks of a step.")
 @click.option("--steps", default=8, help="Steps that are timed.")
 @click.option("--repeats", default=3)
-@JSON_OPTION
-def main(repeats: int, json_file: Path | None, **options: Any) -> None:
+def main(repeats: int, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         options["scratch"] = scratch
         if options["model"] is None:
@@ -150,9 +149,8 @@ def main(repeats: int, json_file: Path | None, **options: Any) -> None:
         runs = rounds({name: (contestant, options) for name, contestant in contestants.items()}, repeats)
     losses = {name: entries[0].value[0] for name, entries in runs.items()}
     of_steps = {name: [run._replace(seconds=run.value[1]) for run in entries] for name, entries in runs.items()}
-    rows = report(of_steps, "gqa-uptrain", options["batch_size"] * options["context"])
+    report(of_steps, "gqa-uptrain", options["batch_size"] * options["context"])
     print("first losses", "  ".join(f"{loss:.6f}" for loss in losses.values()))
-    write_json({"options": options, "rows": rows, "losses": losses}, json_file)
 
 
 if __name__ == "__main__":
