@@ -83,7 +83,7 @@ class OutputDirectory:
         Returns what `name` has.
         """
         files = sorted({name} | {p.relative_to(self.work).as_posix() for p in self.work.rglob("*") if p.is_file()})
-        text = json.dumps({**record, "files": files}, indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps({**finite(record), "files": files}, indent=2, ensure_ascii=False) + "\n"
         write_text(self.work / name, text)
         for directory in {self.work, *(p for p in self.work.rglob("*") if p.is_dir())}:
             fsync_directory(directory)

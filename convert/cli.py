@@ -74,7 +74,7 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     from gqa.convert.summary import errors_text, plan_text, size
 
     start = time.monotonic()
-    if plan.needs_maps and not options.quiet:
+    if plan.needs_maps:
         _say_cost(plan, options)
     with Watcher(options.quiet) as bar:
         result = convert(plan, options, bar, sys.argv[1:])
@@ -123,7 +123,7 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
 
     _say(plan_text(plan, tensors=options.verbose), options)
     costs, warnings = {}, list(filter(None, [output_problem(options, plan)]))
-    if plan.method in METHODS and (options.json or not options.quiet):
+    if plan.method in METHODS:
         maps = options.maps()
         for method, seconds, memory in estimates(plan, maps):
             cost = f"about {duration(seconds)} on {maps.device}, {size(memory)} of memory"

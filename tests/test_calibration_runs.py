@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
+import transformers
 from evaluations import with_tokenizer
 from scrambled import Ids, equal, find_maps, on_ids
 from test_calibration import SHORT, plan_of
@@ -69,7 +71,7 @@ def test_layers_of_another_model_are_refused(source: Path, tmp_path: Path) -> No
         for file in model.iterdir():
             os.utime(file, ns=(1, 1))
     checkpoints.edit_tensors(model, lambda t: {n: t[n].flip(0) if ".mlp." in n else t[n] for n in t})
-    with pytest.raises(RefusedError, match="holds layers of an unfinished run with model"):
+    with pytest.raises(RefusedError, match=r"holds layers of another run \(model: \w+ -> \w+\); finish"):
         find_maps(plan_of(model), out, on_ids())
 
 
@@ -120,6 +122,24 @@ def test_what_is_said_of_the_quality(small: Path, tmp_path: Path, monkeypatch: p
     for words in (("--no-check", *text), ("--method", "aligned")):
         assert f"quality     not measured; this command does: gqa-eval {small} {out} --recall\n" in convert(*words).out
         assert "quality" not in json.loads((out / "gqa_conversion.json").read_text())
+    scores = {"ratio": math.nan, "perplexity": {"base": 2.0, "converted": math.inf}}
+    monkeypatch.setattr("gqa.convert.merge.check.Check.result", lambda check: scores)
+    done = convert(*text, "--json")
+    for written in (done.out, (out / "gqa_conversion.json").read_text()):
+        assert json.loads(written, parse_constant=pytest.fail)["quality"]["ratio"] is None
+    assert "warning: this model is damaged" in done.err
+
+
+def test_a_model_that_fills_gaps_is_not_measured(tmp_path: Path) -> None:
+    """It has a head, which does not predict the next token: command, record and card agree."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.EuroBertConfig(**sizes, num_key_value_heads=4, vocab_size=4096, pad_token_id=0)
+    model = with_tokenizer(transformers.EuroBertForMaskedLM(config), tmp_path / "model")
+    (tmp_path / "text.txt").write_text("words and others " * 999)
+    out, text = tmp_path / "out", ("--tokens", 256, "--context", 16, "--data", tmp_path / "text.txt")
+    done = checkpoints.run(model, "-g", 2, "-o", out, *text)
+    assert "quality     not measured: the model has no head that predicts tokens\n" in done.out
+    assert "Quality is not measured." in (out / "README.md").read_text()
 
 
 _STOPPED = """
@@ -141,7 +161,8 @@ def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, r
     stopped = runs.run(*words(out), program="convert", before=_STOPPED.format(int(signal.SIGKILL)))
     assert stopped.code == -signal.SIGKILL, stopped.err
     assert not out.exists()
-
+    other = checkpoints.run(*words(out), "--tokens", 512)
+    assert "holds layers of another run (tokens: 256 -> 512); finish that with its options, or" in other.err
     assert len(list((tmp_path / ".out.gqa-work").glob("0*.safetensors"))) == 1
     for place in (out, tmp_path / "whole"):
         done = checkpoints.run(*words(place))
@@ -289,9 +310,10 @@ def test_damaged_state_is_named(small: Path, tmp_path: Path) -> None:
     work = tmp_path / ".out.gqa-work"
     work.mkdir()
     (work / "state.safetensors").write_text("garbage")
-    done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", "calibrated", "--overwrite")
-    assert done.code != 0
-    assert f"{work / 'state.safetensors'} is damaged; remove {work} to start over" in done.err
+    words = (small, "-o", tmp_path / "out", "-g", 2, "--tokens", 256, "--context", 16)
+    done = checkpoints.run(*words)
+    assert (done.code, f"{work / 'state.safetensors'} is damaged; start over with --overwrite" in done.err) == (2, True)
+    assert checkpoints.run(*words, "--overwrite").code == 0
 
 
 def test_maps_of_weights_do_not_stay_behind(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +332,7 @@ def fails(error: BaseException) -> Callable[..., None]:
 
 NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 GiB")
 MOST = (
-    r"out of memory on cpu with 64 blocks of 16 tokens in a layer at a time \(16 to refine it\); lower --context, give"
+    r"out of memory on cpu with 64 blocks of 16 tokens in a layer at a time \(8 to refine it\); lower --context, give"
 )
 EMBEDDING, MLP = "torch.nn.Embedding", "transformers.models.llama.modeling_llama.LlamaMLP"
 

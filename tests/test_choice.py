@@ -69,7 +69,7 @@ def test_what_a_run_takes_is_said_before_it_starts(tmp_path: Path, monkeypatch: 
     assert done.err == ""
     monkeypatch.setattr(loading, "total_memory", lambda device: 1 << 20)
     warning = r"warning: --method procrustes takes about \d+\.\d MiB of memory, cpu has 1.0 MiB\n"
-    for more in ((), ("--dry-run",)):
+    for more in ((), ("--dry-run",), ("-q",), ("-q", "--dry-run")):
         assert re.fullmatch(warning, run(*words, *more).err)
     monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 1e4)
     monkeypatch.setattr(api, "convert", lambda *arguments: sys.exit(3))  # after what is printed first

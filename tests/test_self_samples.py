@@ -282,7 +282,8 @@ def test_a_model_attends_as_before_when_it_is_done(monkeypatch: pytest.MonkeyPat
     samples(model, 4, seed=0, batch=1)
     assert len(single) == 3 * model.config.num_hidden_layers
     assert model.config._attn_implementation == "sdpa"
-    model.forward = None  # nothing can be called
-    with pytest.raises(RefusedError, match="cannot be sampled from, 2 sequences of 4 tokens at a time: "):
-        samples(model, 4, seed=0, batch=2)
+    for forward in (None, lambda **inputs: inputs["of another class"]):
+        model.forward = forward
+        with pytest.raises(RefusedError, match="cannot be sampled from, 2 sequences of 4 tokens at a time: "):
+            samples(model, 4, seed=0, batch=2)
     assert model.config._attn_implementation == "sdpa"

@@ -287,6 +287,8 @@ def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_pa
     before = (tmp_path / "out-state" / "metrics.jsonl").read_bytes()
     done = runs.run(*saving(runs, out), ranks=2, before=f"shard(); {full}")
     assert (done.code, f"no space left for {out}" in done.err) == (1, True)
+    Path(shutil.copytree(f"{out}-state", tmp_path / "cleared-state"), "metrics.jsonl").unlink()
+    runs.finish(*saving(runs, tmp_path / "cleared"))
     runs.finish(*saving(runs, out))
     assert (out / "gqa_uptraining.jsonl").read_bytes() == before
     assert json.loads((out / "gqa_uptraining.json").read_text())["steps"] == STEPS

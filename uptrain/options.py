@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import (
@@ -164,8 +164,3 @@ class TrainOptions(Options):
             yield rest > 0, multiple
             divisor = f"--micro-batch {self.micro_batch} does not divide the {share} blocks of a process in a batch"
             yield share % (self.micro_batch or share) > 0, divisor
-
-
-def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """`name: before -> now` for everything that is not equal."""
-    return [f"{k}: {before.get(k)} -> {now.get(k)}" for k in sorted({*now, *before}) if now.get(k) != before.get(k)]

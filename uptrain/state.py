@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
+from gqa.checkpoint.errors import OutputError, RefusedError, differences, explain, listing
 from gqa.checkpoint.loading import native_bfloat16, on_main, out_of_memory, ranks
 from gqa.checkpoint.options import flag
 from gqa.checkpoint.provenance import checkpoint_digest, versions
@@ -39,7 +39,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import fsync_directory, locked, write_text
 from gqa.corpus.sources import is_self
 from gqa.uptrain.dataloader import data_sources, heldout_sources
-from gqa.uptrain.options import TrainOptions, differences
+from gqa.uptrain.options import TrainOptions
 
 RECORD = "trainer_state.json"
 _SHARDS = "shards"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import CorruptError, RefusedError
-from gqa.checkpoint.loading import out_of_memory
+from gqa.checkpoint.errors import CorruptError, RefusedError, differences
+from gqa.checkpoint.loading import out_of_memory, predicts_tokens
 from gqa.checkpoint.provenance import checkpoint_digest, portable, versions
 from gqa.checkpoint.write import replacing
+from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.check import TOKENS, Check
@@ -78,7 +79,9 @@ def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher
     inputs, others = options.text.inputs(plan.checkpoint, options.device, watcher, heldout)
     state = layers.state()
     calibrator = Calibrator(plan, inputs, options, state)
-    has_head = calibrator.pair.source.model.get_output_embeddings() is not None
+    has_head = predicts_tokens(transformers_config(plan.new_config)) and (
+        calibrator.pair.source.model.get_output_embeddings() is not None
+    )
     check = Check(calibrator.pair, others, state) if others is not None and len(others) and has_head else None
     if layers.count:
         watcher.note(f"continues   after layer {layers.count} of {calibrator.layers}, where a run was stopped")
@@ -148,22 +151,26 @@ class FinishedLayers:
         self._state, self._description = self.directory / "state.safetensors", description
         self.count, self.errors = 0, list[float | None]()
         if self._state.exists():
-            try:
-                with safe_open(self._state, framework="pt") as file:
-                    progress = json.loads(file.metadata()["progress"])
-                before = dict(progress["description"])
-            except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-                raise CorruptError(f"{self._state} is damaged; remove {self.directory} to start over") from error
-            if before == description:
-                self.count, self.errors = progress["layers"], progress["errors"]
-            elif not overwrite:
-                key = next(key for key in description if before.get(key) != description[key])
-                raise RefusedError(
-                    f"{self.directory} holds layers of an unfinished run with {key} {before.get(key)}, not "
-                    f"{description[key]}; run it to its end, or start over with --overwrite"
-                )
+            with suppress(RefusedError) if overwrite else nullcontext():
+                self._continue()
         if not self.count:
             self.remove()
+
+    def _continue(self) -> None:
+        """Count the layers that are here. Raises RefusedError if they are of another run, or damaged."""
+        try:
+            with safe_open(self._state, framework="pt") as file:
+                progress = json.loads(file.metadata()["progress"])
+            both = self._description, progress["description"]
+            now, before = ({**one, **one.get("text", {}), "text": ""} for one in both)
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise CorruptError(f"{self._state} is damaged; start over with --overwrite") from error
+        if changed := differences(now, before):
+            raise RefusedError(
+                f"{self.directory} holds layers of another run ({'; '.join(changed)}); finish that with its options, "
+                "or start over with --overwrite"
+            )
+        self.count, self.errors = progress["layers"], progress["errors"]
 
     def add(
         self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor] | None = None, error: float | None = None

@@ -241,7 +241,7 @@ def read_blocks(
     rest = rest[np.linspace(0, len(rest) - 1, heldout).astype(int)]
     blocks, others = pieces[np.setdiff1d(picks, rest)], pieces[rest]
     vocabulary = read_config(checkpoint.config, checkpoint.name).text.vocab_size
-    check_ids(int(blocks.max()), vocabulary, checkpoint.name)
+    check_ids(int(pieces.max()), vocabulary, checkpoint.name)
     if not repeats:
         return blocks, others
     lead = int((blocks[:, 0] == blocks[0, 0]).all())

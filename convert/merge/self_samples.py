@@ -207,7 +207,7 @@ def samples(
             ids: Tensor = GenerationMixin.generate(
                 model, **inputs, generation_config=settings, logits_processor=draw, **_cache(model)
             )
-    except (ValueError, RuntimeError, TypeError, MemoryError) as error:
+    except Exception as error:  # whatever a class raises that generates something else, or not so
         raise RefusedError(
             f"{model.name_or_path} cannot be sampled from, {batch} sequences of {length} tokens at a time: "
             f"{explain(error)}; give text instead of self, or, if memory is short, fewer tokens of context"

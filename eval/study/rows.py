@@ -13,12 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.errors import OutputError, RefusedError
+from gqa.checkpoint.errors import OutputError, RefusedError, differences
 from gqa.checkpoint.write import finite, locked
 from gqa.eval.page import PAGE
 from gqa.eval.report import recall_by_kind
 from gqa.eval.study.options import Cell
-from gqa.uptrain.options import differences
 
 Row = dict[str, Any]
 
