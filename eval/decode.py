@@ -40,8 +40,6 @@ def decode_contexts(subjects: Sequence[Subject], lengths: Sequence[int] | None, 
     longest = min([subject.positions or MAX_DECODE for subject in subjects] + [MAX_DECODE])
     contexts = tuple(lengths or dict.fromkeys(max(1, share - steps) for share in (longest // 2, longest)))
     for subject in subjects:
-        if not subject.cache:
-            raise RefusedError(f"--decode is for models with key/value heads, and {subject.name} is none")
         if subject.positions and max(contexts) + steps > subject.positions:
             raise RefusedError(
                 f"--decode: {max(contexts):,} tokens and {steps:,} steps are more than the {subject.positions:,} "
@@ -78,9 +76,9 @@ def time_decoding(
                 for model, model_runs in zip(models, runs, strict=True):
                     model_runs.append(greedy_decode(model, prompts.to(model.device), steps)[1:])
                     watcher.update()
-            for number, (model, model_runs) in enumerate(zip(models, runs, strict=True)):
+            for record, model, model_runs in zip(records, models, runs, strict=True):
                 prefills, seconds = zip(*model_runs, strict=True)
-                records[number]["decode"]["points"].append({
+                record["decode"]["points"].append({
                     "batch": batch,
                     "context": context,
                     "prefill_seconds": statistics.median(prefills),  # to first token
@@ -89,7 +87,6 @@ def time_decoding(
                     "slowest": max(seconds),
                     "tokens_per_second": batch / statistics.median(seconds),  # of the whole batch
                     **numerics(model),
-                    "turns": tuple(range(number, REPEATS * len(models), len(models))),  # among the runs of all models
                 })  # fmt: skip
 
 

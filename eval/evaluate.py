@@ -23,7 +23,7 @@ from gqa.eval.scoring import Scores, Window, score
 from gqa.eval.subjects import Subject, input_device, numerics, open_subjects
 from gqa.eval.text import Text, choose_context, perplexity, prefix_token, read_text
 
-SCHEMA = 3
+SCHEMA = 4
 SHOWN = 4  # greedy texts of each model in a report
 Record = dict[str, Any]
 

@@ -47,7 +47,7 @@ class EvaluateOptions(Options):
         tokens_type(), metavar="N[,...]", needs=("decode",))
     decode_steps: int = option(32, "Tokens that --decode generates.", COUNT, needs=("decode",))
     memory: int | None = option(
-        None, "Show which batch and context fit into a device of this size, like 80GB.", BYTES, metavar="SIZE")
+        None, "Show how many sequences of --context fit into a device of this size, like 80GB.", BYTES, metavar="SIZE")
     batch_size: int = option(8, "Windows that are scored at a time.", COUNT, needs=("data", "recall"))
     precision: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "The dtype of the computation; auto: as stored.", needs=("data", "recall", "decode"))

@@ -203,13 +203,10 @@ def summarise(questions: Sequence[Questions], scores: Scores) -> list[dict[str, 
     for question in questions:
         picks = start + question.answers
         start += sum(window.scored for window in question.windows)
-        nats, hits = scores["nats"][picks].astype(np.float64), scores["hits"][picks].astype(np.float64)
-        accuracy, low, high = mean_interval(hits, question.cluster)
-        mean, nats_low, nats_high = mean_interval(nats, question.cluster)
+        accuracy, low, high = mean_interval(scores["hits"][picks].astype(np.float64), question.cluster)
         records.append({
             "kind": question.kind, "distance": question.distance, "answers": len(picks),
             "accuracy": accuracy, "accuracy_low": low, "accuracy_high": high,
-            "nats": mean, "nats_low": nats_low, "nats_high": nats_high,
         })  # fmt: skip
     return records
 

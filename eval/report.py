@@ -155,8 +155,7 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
     if memory:
         remarks.append(
             f"in {memory['bytes'] / 1e9:.4g} GB fit weights and KV cache (activations are not counted) of a batch of "
-            f"sequences of {memory['context']:,} tokens, or of one sequence of the longest length, which the model's "
-            "positions may not allow"
+            f"sequences of {memory['context']:,} tokens"
         )
     context = next((m["kv_cache"]["context"] for m in models if "kv_cache" in m), 0)
     columns: list[Column] = [
@@ -167,7 +166,6 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         ("x baseline", lambda m: f"{cache_bytes(m) / cache_bytes(models[0]):.3g}" if models[1:] else ""),
         (f"KV at {context:,}", lambda m: size(m["kv_cache"]["bytes_at_context"])),
         ("batch", lambda m: f"{m['kv_cache']['fits']['batch']:,}"),
-        ("longest", lambda m: "no limit" if (n := m["kv_cache"]["fits"]["longest"]) is None else f"{n:,}"),
     ]
     return table("Memory", columns, models, "; ".join(dict.fromkeys(remarks)))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -81,7 +80,7 @@ class Subject:
         return replace(formula, bits=self.cache_bits) if self.cache_bits else formula
 
     def record(self, context: int, memory: int | None = None) -> dict[str, Any]:
-        """JSON-ready record from config and headers: memory for `context` tokens, and what fits into `memory` bytes."""
+        """JSON-ready record from config and headers: bytes of `context` tokens, and the batch that `memory` bytes hold."""
         record: dict[str, Any] = {
             "name": self.name,
             "path": self.path,
@@ -104,8 +103,8 @@ class Subject:
                 "bits": self.cache_bits or 8 * self.cache.bytes_per_number,
             }
             if memory:
-                fits = memory_capacity(self.cache, self.checkpoint.nbytes, memory, context)
-                record["kv_cache"]["fits"] = dict(zip(("batch", "longest"), fits, strict=True))
+                free = max(memory - self.checkpoint.nbytes, 0)
+                record["kv_cache"]["fits"] = {"batch": free // self.cache.bytes_at(context)}
         return record
 
     def load(self, precision: str = "auto", device: str | None = None) -> PreTrainedModel:
@@ -150,18 +149,6 @@ def distinct_names(models: Sequence[str], checkpoints: Sequence[Checkpoint]) -> 
         names = [*models]
     repeats = [names[:number].count(name) for number, name in enumerate(names)]
     return [one_line(f"{name} ({n + 1})" if n else name) for name, n in zip(names, repeats, strict=True)]
-
-
-def memory_capacity(cache: KVCache, weights_bytes: int, memory_bytes: int, context: int) -> tuple[int, int | None]:
-    """Number of sequences of `context` tokens that fit beside the weights, and tokens of the longest single sequence.
-
-    Both are 0 if the weights alone do not fit. The second is None if memory is no limit: every layer has a window and
-    all windows fit. `KVCache.context` limits what the model can use. Activations, an engine's blocks and fragmentation
-    are not modelled: the result is an upper bound.
-    """
-    free, limit = max(memory_bytes - weights_bytes, 0), 1 << 40
-    longest = bisect_right(range(limit), free, key=cache.bytes_at) - 1
-    return free // cache.bytes_at(context), longest if longest < limit - 1 else None
 
 
 def input_device(name: str | None) -> str:

@@ -193,12 +193,9 @@ def prefix_token(tokenizer: Any) -> int:
 def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
     """exp(nats / tokens), exp(nats / words), exp(nats / bytes) and nats / (ln 2 bytes), each from sums over all tokens;
     per word and per byte only if no pair is cut.
-
-    Standard error of the token perplexity, as in llama-perplexity: PPL sqrt((mean(l^2) - mean(l)^2) / (n - 1)).
     """
     total, tokens = float(nats.sum(dtype="float64")), len(nats)
     mean, per_byte = total / tokens, total / text.bytes
-    spread = float(nats.std(dtype="float64"))
     with np.errstate(over="ignore"):  # infinity beyond the range of floats
         token, word, byte = (float(np.exp(value)) for value in (mean, total / text.words, per_byte))
     whole = not text.cut
@@ -207,7 +204,6 @@ def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
         "nats_per_token": mean,
         "tokens": tokens,
         "token_perplexity": token,
-        "token_perplexity_error": token * spread / math.sqrt(tokens - 1) if tokens > 1 else math.nan,
         "word_perplexity": word if whole else None,
         "byte_perplexity": byte if whole else None,
         "bits_per_byte": per_byte / math.log(2) if whole else None,

@@ -103,7 +103,6 @@ def test_what_looks_back_passes_and_what_cannot_fails(
     assert {one["kind"] for one in records} == {"text", "samples", "random", "look-up", "passkey"}
     for one in records:
         assert least <= one["accuracy_low"] <= one["accuracy"] <= one["accuracy_high"] <= most, one
-        assert (one["nats"] < 1) == (reach == CONTEXT)
 
 
 STEPS = 16
