@@ -5,7 +5,6 @@ defined as in llama.cpp's `llama-perplexity --kl-divergence`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,19 +50,12 @@ def paired_ratio(model: Floats, baseline: Floats, cluster: NDArray[np.integer[An
     mean, error = mean_and_error(difference)
     with np.errstate(over="ignore"):
         result = {"log_ratio": mean, "ratio": float(np.exp(mean)), "log_ratio_error": error}
-        low, high = _interval(difference, cluster, np.exp)
+        low, high = _interval(difference, cluster)
     return result if math.isnan(low) else result | {"ratio_low": low, "ratio_high": high}
 
 
-def mean_interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[float, float, float]:
-    """Mean and its 95 % bootstrap interval over clusters; NaN bounds for a single cluster."""
-    return (float(values.mean(dtype=np.float64)), *_interval(values, cluster))
-
-
-def _interval(
-    values: Floats, cluster: NDArray[np.integer[Any]], function: Callable[[Floats], Floats] = np.asarray
-) -> tuple[float, float]:
-    """95 % bootstrap bounds of a function of the mean of values (n,): samples of clusters (n,) from a fixed seed.
+def _interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[float, float]:
+    """95 % bootstrap bounds of exp(mean) of values (n,): samples of clusters (n,) from a fixed seed.
 
     One sample is drawn at a time, so that memory does not grow with the number of clusters.
     """
@@ -73,5 +65,5 @@ def _interval(
     if n < 2:
         return math.nan, math.nan
     samples = (generator.multinomial(n, np.full(n, 1 / n)) for _ in range(BOOTSTRAP_SAMPLES))
-    low, high = np.percentile(function(np.array([w @ sums / (w @ counts) for w in samples])), (2.5, 97.5))
+    low, high = np.percentile(np.exp([w @ sums / (w @ counts) for w in samples]), (2.5, 97.5))
     return float(low), float(high)

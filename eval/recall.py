@@ -25,7 +25,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
-from gqa.corpus.statistics import mean_interval
 from gqa.eval.scoring import Scores, Window
 from gqa.eval.subjects import Subject, input_device
 
@@ -38,7 +37,6 @@ READ = 2048  # tokens that are read for one distance, but two sequences at least
 PAIRS = 16  # lines of a list of keys and values
 DIGITS = 5  # tokens of a passkey
 DEPTHS = 5  # places of a passkey, from the beginning of the context to its end
-RUN = 32  # answers next to each other that are resampled together for an interval
 _PASSKEY = "\nThe pass key is"
 
 SAMPLE, SAMPLES = 256, 64  # tokens of a self-generated text, and number of texts
@@ -51,14 +49,13 @@ PROMPTS = 12  # samples whose beginnings are prompts of greedy texts
 class Questions:
     """Windows of one kind whose answers stand `distance` tokens (or at most as many) before.
 
-    answers: indices into the scored predictions of all windows; cluster: answers that are resampled together.
+    answers: indices into the scored predictions of all windows.
     """
 
     kind: str
     distance: int
     windows: tuple[Window, ...]
     answers: Ints
-    cluster: Ints
 
 
 def check_recall(subject: Subject, context: int) -> None:
@@ -67,7 +64,7 @@ def check_recall(subject: Subject, context: int) -> None:
         raise RefusedError(f"--recall is for decoders, and {subject.name} is an encoder-decoder")
     if context < (least := 2 * DISTANCES[0]):
         raise RefusedError(
-            f"recall needs a context of at least {least} tokens, and --context is {context}; give --no-recall"
+            f"recall needs a context of at least {least} tokens, and --context is {context}: leave recall out"
         )
 
 
@@ -80,7 +77,7 @@ def self_samples(subject: Subject, length: int, device: str | None) -> list[Any]
             trust_remote_code=subject.trust_remote_code,
         )  # fmt: skip
     except RefusedError as error:
-        raise RefusedError(f"recall: {error}; or give --no-recall") from error
+        raise RefusedError(f"recall: {error}; or leave recall out") from error
     return [blocks[index]["input_ids"] for index in range(len(blocks))]
 
 
@@ -127,11 +124,8 @@ def _second_copies(kind: str, stream: Ints, distance: int, prefix: int) -> Itera
         return
     starts = np.linspace(0, len(stream) - distance, count).astype(int)
     passages = [stream[start : start + distance].tolist() for start in starts]
-    windows = [Window((prefix, *passage, *passage[:copied]), copied - 1, n) for n, passage in enumerate(passages)]
-    answers = np.arange(count * (copied - 1))
-    sequence, position = np.divmod(answers, copied - 1)
-    runs = -(-(copied - 1) // RUN)
-    yield Questions(kind, distance, tuple(windows), answers, sequence * runs + position // RUN)
+    windows = [Window((prefix, *passage, *passage[:copied]), copied - 1) for passage in passages]
+    yield Questions(kind, distance, tuple(windows), np.arange(count * (copied - 1)))
 
 
 def _look_ups(
@@ -144,16 +138,16 @@ def _look_ups(
     if between < 0 or len(filler) < between:
         return
     windows, count = list[Window](), _sequences(length)
-    for number, start in enumerate(np.linspace(0, len(filler) - between, count).astype(int)):
+    for start in np.linspace(0, len(filler) - between, count).astype(int):
         drawn = random.permutation(words)[: 2 * PAIRS].reshape(PAIRS, 2)
         listed, queried = (
             chain.from_iterable((int(key), *colon, int(value), *newline) for key, value in pairs)
             for pairs in (drawn, random.permutation(drawn))
         )
         ids = (prefix, *listed, *filler[start : start + between].tolist(), *queried)
-        windows.append(Window(ids, PAIRS * line - 1 - len(colon), number))  # from the first value that is asked for
+        windows.append(Window(ids, PAIRS * line - 1 - len(colon)))  # from the first value that is asked for
     answers = (np.arange(count)[:, None] * windows[0].scored + line * np.arange(PAIRS)).flatten()
-    yield Questions("look-up", length, tuple(windows), answers, np.arange(len(answers)))
+    yield Questions("look-up", length, tuple(windows), answers)
 
 
 def _passkeys(
@@ -165,16 +159,13 @@ def _passkeys(
     if around < DEPTHS or len(filler) < around:
         return
     windows = []
-    for number, depth in enumerate(np.linspace(0, 1, DEPTHS)):
+    for depth in np.linspace(0, 1, DEPTHS):
         start = int((len(filler) - around) * depth)
         text, position = filler[start : start + around].tolist(), round(around * depth)
         key = random.choice(words, DIGITS, replace=False).tolist()
         statement = (*question, *key, *newline)
-        windows.append(
-            Window((prefix, *text[:position], *statement, *text[position:], *question, *key), DIGITS, number)
-        )
-    answers = np.arange(DEPTHS * DIGITS)
-    yield Questions("passkey", length, tuple(windows), answers, answers // DIGITS)
+        windows.append(Window((prefix, *text[:position], *statement, *text[position:], *question, *key), DIGITS))
+    yield Questions("passkey", length, tuple(windows), np.arange(DEPTHS * DIGITS))
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
@@ -195,7 +186,7 @@ def _words(tokenizer: Any, plain: Ints) -> Ints:
 
 
 def summarise(questions: Sequence[Questions], scores: Scores) -> list[dict[str, Any]]:
-    """A JSON-ready record for each kind and distance, with 95 % bootstrap intervals.
+    """A JSON-ready record for each kind and distance.
 
     `scores` begin with the windows of all questions, in their order.
     """
@@ -203,10 +194,9 @@ def summarise(questions: Sequence[Questions], scores: Scores) -> list[dict[str, 
     for question in questions:
         picks = start + question.answers
         start += sum(window.scored for window in question.windows)
-        accuracy, low, high = mean_interval(scores["hits"][picks].astype(np.float64), question.cluster)
         records.append({
             "kind": question.kind, "distance": question.distance, "answers": len(picks),
-            "accuracy": accuracy, "accuracy_low": low, "accuracy_high": high,
+            "accuracy": float(scores["hits"][picks].mean()),
         })  # fmt: skip
     return records
 
@@ -230,28 +220,23 @@ def greedy_texts(model: PreTrainedModel, openings: Sequence[Sequence[int]], step
     try:
         output: Tensor = model.generate(input_ids=ids, attention_mask=mask, generation_config=greedy)
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-        raise RefusedError(f"{model.name_or_path} cannot write text: {explain(error)}; give --no-recall") from error
+        raise RefusedError(f"{model.name_or_path} cannot write text: {explain(error)}; leave recall out") from error
     finally:
         model.generation_config = checkpoint_config
     windows = []
-    for number, (opening, text) in enumerate(zip(openings, output[:, ids.shape[1] :].tolist(), strict=True)):
+    for opening, text in zip(openings, output[:, ids.shape[1] :].tolist(), strict=True):
         end = next((length for length, token in enumerate(text, 1) if token in ends), steps)
-        windows.append(Window((*opening, *text[:end]), end, number))
+        windows.append(Window((*opening, *text[:end]), end))
     return windows
 
 
 def agreement(hits: NDArray[np.bool_], windows: Sequence[Window]) -> dict[str, float]:
-    """Mean number of tokens before the model leaves the baseline's text, with a 95 % bootstrap interval, and the share
-    of texts that are equal to their end. `hits`: for each scored token of `windows`, whether it is the most probable.
+    """Mean number of tokens before the model leaves the baseline's text, of the `longest` possible on average. `hits`:
+    for each scored token of `windows`, whether it is the most probable.
     """
-    ends = np.cumsum([window.scored for window in windows])[:-1]
-    lengths = np.array([np.append(text_hits, False).argmin() for text_hits in np.split(hits, ends)], float)
-    whole = np.array([window.scored for window in windows])
-    mean, low, high = mean_interval(lengths, np.arange(len(lengths)))
-    return {
-        "texts": len(windows), "longest": float(whole.mean()), "tokens": mean, "tokens_low": low, "tokens_high": high,
-        "whole": float((lengths == whole).mean()),
-    }  # fmt: skip
+    scored = [window.scored for window in windows]
+    lengths = [np.append(text_hits, False).argmin() for text_hits in np.split(hits, np.cumsum(scored)[:-1])]
+    return {"texts": len(windows), "longest": float(np.mean(scored)), "tokens": float(np.mean(lengths))}
 
 
 def decode_windows(tokenizer: Any, windows: Sequence[Window]) -> list[dict[str, str]]:

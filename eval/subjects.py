@@ -80,7 +80,7 @@ class Subject:
         return replace(formula, bits=self.cache_bits) if self.cache_bits else formula
 
     def record(self, context: int, memory: int | None = None) -> dict[str, Any]:
-        """JSON-ready record from config and headers: bytes of `context` tokens, and the batch that `memory` bytes hold."""
+        """JSON-ready record from config and headers: bytes of `context` tokens, and the batch that fits `memory`."""
         record: dict[str, Any] = {
             "name": self.name,
             "path": self.path,
