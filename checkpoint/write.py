@@ -43,9 +43,7 @@ class OutputDirectory:
     same kind: directories whose files the JSON files `records` list.
     """
 
-    def __init__(
-        self, out: Path, source: Path | None, overwrite: bool = False, records: str = "gqa_*.json"
-    ) -> None:  # fmt: skip
+    def __init__(self, out: Path, source: Path | None, overwrite: bool = False, records: str = "gqa_*.json") -> None:
         has_name = out.name not in ("", "..")  # the way to it shall not lead through itself, which is renamed
         self.out = Path(os.path.realpath(out.parent), out.name) if has_name else out.resolve()
         self.work = self.sibling("partial")
@@ -146,9 +144,7 @@ def _unlisted_files(directory: Path, records: str) -> list[str]:
     listed: set[str] = set()
     for path in directory.glob(records):
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # a record of another tool
-            record = json.loads(path.read_bytes())
-            # Older reports of gqa-eval, which have a schema, list no files.
-            listed |= set(record["files"] if "files" in record else record["schema"] and [path.name, "report.html"])
+            listed |= set(json.loads(path.read_bytes())["files"])
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return [name for path in paths if (name := path.relative_to(directory).as_posix()) not in listed]
 
@@ -253,9 +249,7 @@ def copy_file(source: Path, target: Path) -> None:
         target.chmod(mode | (mode & 0o444) >> 2)  # whoever may read it
 
 
-def copy_range(
-    source: BinaryIO, target: BinaryIO, offset: int, count: int, progress: Progress = no_progress
-) -> None:  # fmt: skip
+def copy_range(source: BinaryIO, target: BinaryIO, offset: int, count: int, progress: Progress = no_progress) -> None:
     """Append `count` bytes of `source` from `offset` to `target`, in the kernel where the system can."""
     end = offset + count
     while offset < end:

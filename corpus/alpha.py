@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
-from gqa.checkpoint.errors import CorpusError
 from gqa.corpus.tokens import Documents, Ints, permutation
 
 
@@ -52,48 +49,13 @@ def hold_back(documents: Documents, tokens: int) -> dict[bytes, int]:
     return limits
 
 
-def count_blocks(
-    data_tokens: int,
-    block_size: int,
-    *,
-    alpha: float | None = None,
-    tokens: int | None = None,
-    steps: int | None = None,
-    blocks_per_step: int = 1,
-) -> int:
-    """Number of blocks to train on: those that fit into alpha x all tokens, or into `tokens`, or that `steps` need.
+def reading_order(documents: Documents, lengths: Ints, tokens: int, seed: int = 0) -> Ints:
+    """(N,) document numbers in training order, enough for so many tokens.
 
-    Give one of alpha, tokens and steps. `blocks_per_step` is the global batch. Raises CorpusError if that is less than
-    one block.
-    """
-    if data_tokens < block_size:
-        raise CorpusError(f"the data has {data_tokens} tokens, less than one block of {block_size}; use smaller blocks")
-    if steps is not None:
-        return steps * blocks_per_step
-    if alpha is not None:
-        # Decimal: 0.29 of 100 is 29, not 28 as in binary.
-        tokens = int(Fraction(repr(float(alpha))) * data_tokens)
-    assert tokens is not None
-    if tokens < block_size:
-        length = f"tokens is {tokens}" if alpha is None else f"alpha {alpha:g} is {tokens} tokens"
-        raise CorpusError(f"{length}, less than one block of {block_size}; give more, or use smaller blocks")
-    return tokens // block_size
-
-
-def reading_order(
-    documents: Documents, lengths: Ints, *, block_size: int, seed: int = 0, **length: Any
-) -> tuple[Ints, int, int]:
-    """(N,) document numbers in training order, the number of blocks, and the tokens before any repeats.
-
-    `lengths`: (D,) tokens of each document to train on. `length`: the length arguments of `count_blocks`. Exhausted
-    documents start again in another order; more tokens only append documents. Raises CorpusError.
+    `lengths`: (D,) tokens of each document to train on. Exhausted documents start again in another order; more tokens
+    only append documents.
     """
     numbers = np.flatnonzero(lengths)
-    if not len(numbers):
-        raise CorpusError("all documents are held out and none is left to train on; hold out other or fewer documents")
-    data_tokens = int(lengths.sum())
-    n_blocks = count_blocks(data_tokens, block_size, **length)
-    tokens = n_blocks * block_size
-    epochs = range(-(-tokens // data_tokens))
+    epochs = range(-(-tokens // int(lengths.sum())))
     order = np.concatenate([numbers[permutation(documents.digests[numbers], seed, epoch)] for epoch in epochs])
-    return order[: int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1], n_blocks, data_tokens
+    return order[: int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1]

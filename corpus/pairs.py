@@ -72,17 +72,13 @@ class PairEncoder:
         sides = zip((source, target), self._around, strict=True)
         return any(len(before) + len(ids) + len(after) > length for ids, (before, after) in sides)
 
-    def check_marks(self) -> None:
-        """Raise RefusedError if the tokenizer has no marks."""
+    def corrupt(self, ids: Ints, generator: np.random.Generator) -> TokenPair:
+        """A pair from plain text (T,), with at most T tokens a side. Raises RefusedError if there are no marks."""
         if not self.marks:
             raise RefusedError(
                 f"the tokenizer of {self.name} has neither sentinels nor a mask token, so plain text makes no pairs: "
                 "give pairs with --field and --target-field"
             )
-
-    def corrupt(self, ids: Ints, generator: np.random.Generator) -> TokenPair:
-        """A pair from plain text (T,), with at most T tokens a side. Raises RefusedError if there are no marks."""
-        self.check_marks()
         most = len(ids) - max(len(before) + len(after) for before, after in self._around)
         return self.add_special_tokens(*corrupt_spans(ids[: max(most, 2)], self.marks, generator), len(ids))
 

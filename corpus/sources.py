@@ -304,15 +304,12 @@ def load_files(files: Sequence[Path], columns: Sequence[str]) -> Any:
         options = {"features": features, "na_filter": False}
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # they log what they raise
     names = [glob.escape(str(file.absolute())) for file in files]
-    # Else `datasets` reports every load to a server.
-    counts, datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS, False
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else it reports every load to a server
     try:
         with quiet("datasets"):
             return datasets.load_dataset(kind, data_files=names, split="train", streaming=True, **options)
     except Exception as error:  # pyarrow's, pandas' and Python's
         raise file_error(error, files[0]) from error
-    finally:
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts
 
 
 def file_error(error: BaseException, file: Path) -> CorpusError:

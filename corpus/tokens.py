@@ -139,7 +139,8 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise CorpusError("the tokenizer has no EOS token, which is put between documents; set its eos_token")
         self.eos: int = tokenizer.eos_token_id
-        self.bos: int | None = tokenizer.bos_token_id if adds_bos(tokenizer) else None
+        bos: int | None = tokenizer.bos_token_id
+        self.bos = bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
         """Tokenise documents, all at once, including BOS and EOS."""
@@ -169,11 +170,6 @@ class Encoder:
                 files = [file.read_bytes().hex() for file in sorted(Path(directory).iterdir())]
             content = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items()), settings, files]
         return hashlib.sha256(json.dumps([content, self.bos, self.eos]).encode()).hexdigest()
-
-
-def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer adds BOS by default."""
-    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def first_token(config: Any, name: str) -> int:

@@ -251,15 +251,6 @@ def test_rows_of_the_grid() -> None:
     assert [*frame["loss"]] == [row["loss"] for row in found.values()]
 
 
-def listed(out: Path, message: str = "", **options: Any) -> list[list[str]]:
-    """The words of each line of a dry run, which writes nothing."""
-    before = snapshot(out.parent)
-    result = ablate(out, **options, dry_run=True)
-    assert (result.code, message in result.out) == (0, True), result
-    assert snapshot(out.parent) == before
-    return [line.split() for line in result.out.splitlines()[2:-1]]
-
-
 @pytest.mark.parametrize(("heads", "alphas", "groups"), [
     (8, (0, 0.1), {1, 2, 4, 8}), (8, (0,), {1, 2, 4}), (32, (0.1,), {1, 8, 16, 32}), (3, (0, 1), {1, 3}),
     (1, (0,), {1}),
@@ -281,8 +272,6 @@ def test_measured_cells_are_not_measured_again(tmp_path: Path, monkeypatch: pyte
         measured(out, groups="1,4")
     assert snapshot(out)["results.jsonl"] == before
     more: dict[str, Any] = {"methods": "mean,random", "groups": "1", "alphas": "0"}
-    done = [cell[-1] == "done" for cell in listed(out, "1 of 3 cells to measure", **more)]
-    assert done == [True, True, False]
     grown = measured(out, **more)
     assert (grown[:9], [row["method"] for row in grown[9:]]) == (rows(study()), ["random"])
 

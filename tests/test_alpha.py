@@ -19,12 +19,12 @@ from embedded import SOURCE
 from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.errors import CorpusError
 from gqa.checkpoint.read import read_checkpoint
-from gqa.corpus.alpha import Heldout, count_blocks, hold_back, reading_order
+from gqa.corpus.alpha import Heldout, hold_back, reading_order
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Blocks, Documents, Encoder, pack, permutation, tokenise
 from gqa.eval.study.options import AblateOptions
-from gqa.uptrain.dataloader import Dataloader, heldout_sources, open_dataloader, open_pairs
+from gqa.uptrain.dataloader import Dataloader, count_blocks, heldout_sources, open_dataloader, open_pairs
 from gqa.uptrain.options import TrainOptions
 
 ALPHAS = (0.01, 0.05, 0.3, 1.0)
@@ -39,7 +39,10 @@ def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Documents:
 def selected(text: Documents, heldout: Heldout | None = None, **options: Any) -> tuple[list[int], np.ndarray, int]:
     """All tokens to train on, the order of documents, and the tokens before any repeats."""
     lengths = (heldout or Heldout()).lengths(text)
-    order, n_blocks, data_tokens = reading_order(text, lengths, block_size=SIZE, **options)
+    data_tokens = int(lengths.sum())
+    settled = TrainOptions("model", context=SIZE, **options)
+    n_blocks = count_blocks(settled, data_tokens)
+    order = reading_order(text, lengths, n_blocks * SIZE, settled.seed)
     blocks = Blocks(text, order, SIZE, n_blocks, lengths)
     return [int(token) for block in blocks for token in block["input_ids"]], order, data_tokens
 
@@ -101,19 +104,22 @@ def test_more_tokens_than_there_are(text: Documents) -> None:
 
 
 def test_n_blocks_for() -> None:
-    assert count_blocks(100, 1, alpha=0.29) == 29  # and not 28, which is 0.29 * 100 in binary, rounded down
-    assert count_blocks(10**6, 10, alpha=0.05) == 5000
-    assert count_blocks(1000, 10, tokens=2_005) == 200
-    assert count_blocks(1000, 10, steps=7, blocks_per_step=3) == 21
-    assert count_blocks(2**60, 2**10, alpha=1e-9) == 2**60 // 10**9 // 2**10
+    def count(total: int, size: int, **options: Any) -> int:
+        return count_blocks(TrainOptions("model", context=size, **options), total)
+
+    assert count(100, 1, alpha=0.29) == 29  # and not 28, which is 0.29 * 100 in binary, rounded down
+    assert count(10**6, 10, alpha=0.05) == 5000
+    assert count(1000, 10, tokens=2_005) == 200
+    assert count(1000, 10, steps=7, batch_size=3) == 21
+    assert count(2**60, 2**10, alpha=1e-9) == 2**60 // 10**9 // 2**10
     refused: list[tuple[int, dict[str, Any], str]] = [
         (64, {"alpha": 0.01}, "alpha 0.01 is 9 tokens, less than one block of 64; give more, or use smaller blocks"),
-        (64, {"tokens": -1}, "tokens is -1, less than one block of 64; give more, or use smaller blocks"),
+        (64, {"tokens": 1}, "tokens is 1, less than one block of 64; give more, or use smaller blocks"),
         (1000, {"alpha": 1}, "the data has 999 tokens, less than one block of 1000; use smaller blocks"),
     ]
     for size, options, message in refused:
         with pytest.raises(CorpusError, match=f"^{message}$"):
-            count_blocks(999, size, **options)
+            count(999, size, **options)
 
 
 # ----------------------------------------------------------------------------------------------------- what is held out

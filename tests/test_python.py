@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     "no place": (lambda at, m: gqa.convert_model(at, kv_heads=2, output="/proc/x"), "directory with output"),
     "fraction": (lambda at, m: gqa.uptrain_model(at, data="x", steps=2.5), "steps: 2.5 is not a whole number"),
     "two lengths": (lambda at, m: gqa.uptrain_model(at, data="x", steps=2, alpha=0.5), "by alpha and steps; give one"),
-    "dry run": (lambda at, m: gqa.ablate(at, data="x", output="s", dry_run=True), "dry_run is for the commands"),
+    "dry run": (lambda at, m: gqa.convert_model(at, kv_heads=2, dry_run=True), "dry_run is for the commands"),
     "no base model": (lambda at, m: gqa.ablate(gqa.AblateOptions(output="s")), "no model is named"),
     "study": (
         lambda at, m: gqa.ablate(at, data="x", output="s", methods=["mean"], refine_steps=3),

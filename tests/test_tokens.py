@@ -25,7 +25,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.corpus.alpha import Heldout
 from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Blocks, Documents, Encoder, adds_bos, pack, repeat_start, tokenise, with_repeats
+from gqa.corpus.tokens import Blocks, Documents, Encoder, pack, repeat_start, tokenise, with_repeats
 from gqa.uptrain.dataloader import Dataloader, open_dataloader
 from gqa.uptrain.options import TrainOptions
 
@@ -67,7 +67,7 @@ def test_bos_is_put_where_the_tokenizer_puts_it(tokenizer: Any) -> None:
     for other in (silent, both):
         other.backend_tokenizer.post_processor = None
     for encoder, adds, expected in ((tokenizer, True, [BOS, *x, EOS]), (silent, False, [*x, EOS]), (both, False, None)):
-        assert adds_bos(encoder) is adds
+        assert (Encoder(encoder).bos is not None) is adds
         assert Encoder(encoder).tokens(["x"]) == [expected or [*x, EOS]]
     with pytest.raises(CorpusError, match="has no EOS token, which is put between documents; set its eos_token"):
         Encoder(variant())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,17 +21,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gqa.checkpoint.console import Watcher
-from gqa.checkpoint.errors import RefusedError, plural
+from gqa.checkpoint.errors import CorpusError, RefusedError, plural
 from gqa.checkpoint.loading import load_model, positions, ranks
 from gqa.checkpoint.provenance import file_digests
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_blocks
 from gqa.convert.merge.text_pairs import PairMaker
-from gqa.corpus.alpha import Heldout, count_blocks, hold_back, reading_order
+from gqa.corpus.alpha import Heldout, hold_back, reading_order
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenise_pairs
 from gqa.corpus.sources import Source, is_self, parse_self, parse_source, parse_sources
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Block, Blocks, Documents, pack, tokenise, with_repeats
+from gqa.corpus.tokens import Block, Blocks, Documents, check_ids, pack, tokenise, with_repeats
 from gqa.uptrain.options import TrainOptions
 
 MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens of a block; of a source or target with relative positions, as for T5
@@ -113,9 +114,9 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
         packed = pack((text.tokens(number)[limit:] for number, limit in ends), options.block)
         blocks = [block for block, _ in islice(packed, count_heldout(options))]
     lengths, size = heldout.lengths(text), options.block
-    order, n_blocks, data_tokens = reading_order(
-        text, lengths, block_size=size, seed=options.seed, **length_arguments(options)
-    )
+    data_tokens = int(lengths.sum())
+    n_blocks = count_blocks(options, data_tokens)
+    order = reading_order(text, lengths, n_blocks * size, options.seed)
     summary = f"{plural(n_blocks, 'block')} of {size:,}: {n_blocks * size:,} of {data_tokens:,} tokens"
     if (epochs := n_blocks * size / data_tokens) > 1:
         summary += f", which are read {epochs:.2f} times, each time in another order"
@@ -125,7 +126,7 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
 
 def _open_stream(options: TrainOptions, source: Source, tokenizer: Any, longest: int, ranks: int) -> Dataloader:
     options = settle_steps(options, _ENDLESS, longest, ranks)
-    steps = count_steps(count_blocks(_ENDLESS, options.block, **length_arguments(options)), options)
+    steps = count_steps(count_blocks(options, _ENDLESS), options)
     heldout, heldout_blocks = open_heldout(options, tokenizer)
     blocks = StreamedBlocks(source, tokenizer, block_size=options.block, heldout=heldout, batch=options.blocks_per_step)
     summary = f"a stream of {blocks}"
@@ -151,8 +152,7 @@ def open_sampled(options: TrainOptions, tokenizer: Any, write: Write, longest: i
     sample = parse_self(options.data[0])
     data_tokens = sample.tokens or _ENDLESS
     options = settle_steps(options, data_tokens, longest, ranks)
-    length = length_arguments(options) | ({} if options.lengths else {"tokens": data_tokens})
-    n_blocks = count_blocks(data_tokens, options.block, **length)
+    n_blocks = count_blocks(options if options.lengths else replace(options, tokens=data_tokens), data_tokens)
     if n_blocks * options.block > data_tokens:
         raise RefusedError(
             f"{n_blocks * options.block:,} tokens of training are more than --data {options.data[0]}; ask for more"
@@ -189,7 +189,6 @@ def open_pairs(
         assert write is not None
         loader, make = open_sampled(options, tokenizer, write, longest, ranks), split
     else:
-        encoder.check_marks()
         loader, make = open_dataloader(options, tokenizer, longest, ranks), corrupt
     make_heldout = corrupt if options.heldout else make
     heldout = [block and make_heldout(block, [number]) for number, block in enumerate(loader.heldout)]
@@ -218,7 +217,8 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
     numbers = numbers[np.linspace(0, len(numbers) - 1, min(counted.heldout_tokens, len(numbers))).astype(int)]
     heldout_pairs = PairBlocks(heldout_table, numbers, encoder, size)
     lengths = heldout.lengths(table)
-    order, n_blocks, _ = reading_order(table, lengths, block_size=1, seed=options.seed, **length_arguments(counted))
+    n_blocks = count_blocks(counted, int(lengths.sum()))
+    order = reading_order(table, lengths, n_blocks, options.seed)
     steps = count_steps(n_blocks, counted)
     summary = f"{steps * counted.blocks_per_step:,} pairs out of {count:,}, of {mean:.0f} tokens"
     if cut := int((tokens > size).any(0).sum()):
@@ -229,12 +229,25 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
     )  # fmt: skip
 
 
-def length_arguments(options: TrainOptions) -> dict[str, Any]:
-    """The arguments of `count_blocks` that say how long to train."""
-    return {
-        "alpha": options.alpha, "tokens": options.tokens, "steps": options.steps,
-        "blocks_per_step": options.blocks_per_step,
-    }  # fmt: skip
+def count_blocks(options: TrainOptions, data_tokens: int) -> int:
+    """Number of blocks to train on: those that fit into alpha x all tokens, or into `tokens`, or that `steps` need.
+    Raises CorpusError if that is less than one block.
+    """
+    alpha, tokens, size = options.alpha, options.tokens, options.block
+    if not data_tokens:
+        raise CorpusError("all documents are held out and none is left to train on; hold out other or fewer documents")
+    if data_tokens < size:
+        raise CorpusError(f"the data has {data_tokens} tokens, less than one block of {size}; use smaller blocks")
+    if options.steps is not None:
+        return options.steps * options.blocks_per_step
+    if alpha is not None:
+        # Decimal: 0.29 of 100 is 29, not 28 as in binary.
+        tokens = int(Fraction(repr(float(alpha))) * data_tokens)
+    assert tokens is not None
+    if tokens < size:
+        length = f"tokens is {tokens}" if alpha is None else f"alpha {alpha:g} is {tokens} tokens"
+        raise CorpusError(f"{length}, less than one block of {size}; give more, or use smaller blocks")
+    return tokens // size
 
 
 def count_steps(n_blocks: int, options: TrainOptions) -> int:
@@ -311,11 +324,7 @@ def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options
     """Tokens of a block: --context, or the model's positions, `MAX_BLOCK` at most. Raises RefusedError."""
     default = MAX_PAIR if config.is_encoder_decoder else MAX_BLOCK
     config = config.get_text_config(decoder=True)
-    if len(tokenizer) > config.vocab_size:
-        raise RefusedError(
-            f"the tokenizer of {checkpoint.name} has {len(tokenizer):,} tokens, its embedding only "
-            f"{config.vocab_size:,}; give the tokenizer that belongs to the model"
-        )
+    check_ids(len(tokenizer) - 1, config.vocab_size, checkpoint.name)
     longest = positions(config)
     if longest and options.context and options.context > longest:
         raise RefusedError(f"--context {options.context} is more than the {longest} positions of {checkpoint.name}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.compat import unsaved_names
@@ -29,6 +29,7 @@ from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, Scope, TrainOptions
 from gqa.uptrain.weights import LORA_ALPHA, shard_teacher
 
 TOKENS = 512_000  # to train on by default
+_LINEAR = ("Linear", "FalconLinear")  # classes that adapters fit
 
 
 def settle(options: TrainOptions, checkpoint: Checkpoint) -> tuple[TrainOptions, Checkpoint | None, str]:
@@ -114,11 +115,11 @@ def build_model(
 
 
 def build_teacher(
-    options: TrainOptions, base: Checkpoint, loaded: PreTrainedModel | None, accelerator: Accelerator, dry: bool = False
+    options: TrainOptions, base: Checkpoint, accelerator: Accelerator, dry: bool = False
 ) -> PreTrainedModel:
-    """The model of `base` in its stored dtype, or the one that is `loaded` already, without gradients."""
-    sharded = accelerator.is_fsdp2 and not dry and loaded is None
-    teacher = loaded or _load(base, options, str(accelerator.device), "auto", weights=not (dry or sharded))
+    """The model of `base` in its stored dtype, without gradients."""
+    sharded = accelerator.is_fsdp2 and not dry
+    teacher = _load(base, options, str(accelerator.device), "auto", weights=not (dry or sharded))
     teacher.requires_grad_(False)
     if sharded:
         shard_teacher(teacher, base, accelerator)
@@ -177,8 +178,8 @@ def attention_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> tupl
 def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -> None:
     """Add adapters to the linear layers, except the head and layers whose weights are in `trained`.
 
-    Routers get none, as they return tuples, nor do output projections of Mamba mixers, whose weights fused kernels read
-    without calling the layer.
+    Routers get none, though some are subclasses of nn.Linear, as they return tuples. Nor do output projections of Mamba
+    mixers, whose weights fused kernels read without calling the layer.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -188,7 +189,7 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
     layers = {
         name: module
         for name, module in model.named_modules()
-        if _is_linear(module)
+        if type(module).__name__ in _LINEAR
         and module is not table
         and f"{name}.weight" not in trained
         and not (name.endswith("out_proj") and hasattr(model.get_submodule(name.rpartition(".")[0]), "conv1d"))
@@ -206,18 +207,6 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=LORA_ALPHA, target_modules=targets), shell)
     for module, weight in empty.items():
         module.weight = weight
-
-
-@torch.no_grad()
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module is an nn.Linear and returns a plain tensor: some routers are subclasses that do not."""
-    if not isinstance(module, nn.Linear) or type(module) is nn.Linear:
-        return isinstance(module, nn.Linear)
-    try:
-        output = module(module.weight.new_zeros(1, module.in_features))
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    return isinstance(output, Tensor) and output.shape == (1, module.out_features)
 
 
 def trained_names(model: PreTrainedModel) -> list[str]:

@@ -59,14 +59,11 @@ class Setup:
         return self.states.directory / "metrics.jsonl"
 
 
-def prepare(
-    options: TrainOptions, argv: Sequence[str] = (), teacher: PreTrainedModel | None = None, watcher: Watcher = SILENT,
-    dry: bool = False,
-) -> Setup:  # fmt: skip
+def prepare(options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = SILENT, dry: bool = False) -> Setup:
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
 
-    `argv`: arguments of the command. `teacher`: the model of `options.teacher` in its own dtype, if it is in memory
-    already. `watcher` shows the progress of sampling. The models of a `dry` run have no weights, and it cannot start.
+    `argv`: arguments of the command. `watcher` shows the progress of sampling. The models of a `dry` run have no
+    weights, and it cannot start.
     """
     processes = ranks().num_processes
     output = options.output or default_output(options.model, "-uptrained")
@@ -92,8 +89,8 @@ def prepare(
         options.check(processes)
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     model = build_model(options, checkpoint, accelerator, dry)
-    if base is not None:
-        teacher = build_teacher(options, base, teacher, accelerator, dry)
+    teacher = build_teacher(options, base, accelerator, dry) if base else None
+    if base and teacher:
         check_teacher(teacher, load_tokenizer(base, options.trust_remote_code), model, tokenizer, base.name)
     training = TrainingModel(model, teacher, options)
     if not dry:

@@ -76,12 +76,6 @@ class Ablation:
         documents = sorted((row for source in sources for row in source.rows()), key=lambda row: row_digest(*row))
         return cut_text([subject], documents, context, limit)
 
-    @property
-    def unmeasured(self) -> list[Cell]:
-        """Cells without a row, or whose row has an error."""
-        measured = rows.read_rows(self.options.output)
-        return [cell for cell in self.cells if cell not in measured or measured[cell]["error"]]
-
     def run(self, argv: Sequence[str] = ()) -> None:
         """Measure every cell that has no row yet; `argv`: the command's arguments.
 
@@ -93,7 +87,8 @@ class Ablation:
                 rows.remove_work(self._work)
                 for name in rows.FILES:
                     (options.output / name).unlink(missing_ok=True)
-            if cells := self.unmeasured:
+            measured = [cell for cell, row in rows.read_rows(options.output).items() if not row["error"]]
+            if cells := [cell for cell in self.cells if cell not in measured]:
                 evaluation = options.evaluation
                 self._comparison = Comparison(self.subject, self._text, evaluation)
                 self._environment = {"argv": argv, **environment(str(evaluation.device))}
@@ -184,9 +179,7 @@ class Ablation:
         if cell.alpha:
             path = self._work / cell.conversion / f"alpha-{cell.alpha:g}"
             training = options.training(cell.alpha, converted, path)
-            shares_teacher = options.teacher == "source" and not options.precision
-            teacher = comparison.baseline_head if shares_teacher else None
-            setup = prepare(training, teacher=teacher and teacher.model)
+            setup = prepare(training)
             progress, _ = uptrain(setup)
             row |= {"train": setup.options.train, "train_tokens": progress.tokens, "train_loss": progress.loss}
             row["seconds_training"] = time.perf_counter() - start

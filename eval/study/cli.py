@@ -28,15 +28,12 @@ def command(options: AblateOptions) -> None:
     import transformers
 
     from gqa.eval.study.ablation import Ablation
-    from gqa.eval.study.report import cells_table, short_table, write_study_report
+    from gqa.eval.study.report import short_table, write_study_report
 
     transformers.utils.logging.set_verbosity_error()
     options.refuse_conflicts()
     if options.model:
         study = Ablation(options)
-        if options.dry_run:
-            click.echo(cells_table(study.subject.name, study.cells, study.unmeasured).text())
-            return
         print_device(options.maps.device, options.quiet)
         study.run(sys.argv[1:])
     rows, recommendation, names = write_study_report(options.output, options.max_loss_increase)

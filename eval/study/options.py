@@ -101,7 +101,6 @@ class AblateOptions(Options):
     device: str | None = same_as(TrainOptions, "device")
     max_loss_increase: float = option(
         0.1, "Recommend the smallest KV cache within so many nats per token above MODEL's.", FROM_ZERO, free=True)
-    dry_run: bool = option(False, "List the cells, and stop.", free=True)
     overwrite: bool = option(False, "Remove the study at DIR first.", free=True)
     verbose: bool = same_as(TrainOptions, "verbose")
     quiet: bool = same_as(TrainOptions, "quiet")
@@ -184,7 +183,7 @@ class AblateOptions(Options):
 
     def training(self, alpha: float | None, model: Path, output: Path) -> TrainOptions:
         """Training options of a cell: from the conversion `model` to `output`, continued if it was interrupted."""
-        names = TrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys() - {"dry_run"}
+        names = TrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys()
         changes = {
             "model": str(model), "output": output, "alpha": alpha, "overwrite": True,
             "precision": self.precision or "float32",

@@ -92,13 +92,6 @@ def _describe(row: Row, base: Row) -> str:
     return f"{row['method']}, {row['groups']} of {base['groups']} KV heads, {trained}: {loses}{recall}, {cache}"
 
 
-def cells_table(name: str, cells: Sequence[Cell], unmeasured: Sequence[Cell]) -> Table:
-    """The cells of a study, and which of them are measured."""
-    records = [cell._asdict() | {"state": "" if cell in unmeasured else "done"} for cell in cells]
-    columns = [*_CELL, ("", lambda r: str(r["state"]))]
-    return table(f"Study of {name}", columns, records, f"{len(unmeasured)} of {len(cells)} cells to measure")
-
-
 def short_table(rows: Sequence[Row]) -> Table:
     """Losses by method and number of heads, with a column for each alpha, for the terminal."""
     note = "nats per token on held-out text"
