@@ -49,7 +49,8 @@ class OutputDirectory:
         self.work = self.sibling("partial")
         self._old = self.sibling("replaced")
         self._overwrite, self._records = overwrite, records
-        with _system_errors(self.out):
+        self._errors = f"cannot write beside {self.out}", "give another directory with -o"
+        with system_errors(*self._errors):
             self._check_place(source)
             self._check_existing()
 
@@ -60,7 +61,7 @@ class OutputDirectory:
         return self.out.with_name(f".{self.out.name}.gqa-{purpose}")
 
     def __enter__(self) -> OutputDirectory:
-        with ExitStack() as stack, _system_errors(self.out):
+        with ExitStack() as stack, system_errors(*self._errors):
             self.out.parent.mkdir(parents=True, exist_ok=True)
             busy = f"another run is writing {self.out}; wait for it or give another -o"
             stack.enter_context(locked(self.sibling("lock"), busy))
@@ -178,14 +179,12 @@ def require_space(needed: int, out: Path) -> None:
 
 
 @contextmanager
-def _system_errors(out: Path) -> Iterator[None]:
-    """Turn errors of the system into an OutputError that names the output."""
+def system_errors(problem: str, advice: str) -> Iterator[None]:
+    """Turn errors of the system into an OutputError."""
     try:
         yield
     except OSError as error:
-        raise OutputError(
-            f"cannot write beside {out}: {error.strerror or error}; give another directory with -o"
-        ) from error
+        raise OutputError(f"{problem}: {error.strerror or error}; {advice}") from error
 
 
 def fsync_directory(directory: Path) -> None:

@@ -189,7 +189,7 @@ def test_lacks_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(setup.Setup, "metrics", Path("/dev/full"))
     done = command(tmp_path / "out", steps=2)
-    check_refused(done, "/dev/full could not be written ([Errno 28] No space left on device); free some", code=1)
+    check_refused(done, "/dev/full could not be written: No space left on device; free some", code=1)
 
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")

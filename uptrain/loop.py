@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain
-from gqa.checkpoint.write import finite, replacing
+from gqa.checkpoint.errors import DivergedError, RefusedError, StoppedError
+from gqa.checkpoint.write import finite, replacing, system_errors
 from gqa.corpus.streamed import StreamedBlocks
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.models import make_optimizer, trained_names
@@ -283,14 +283,9 @@ class Log:
             return
         rate, used = numbers["step_tokens"] / seconds, memory(self._device)
         record = {"step": progress.step, **numbers, "tokens_per_second": round(rate, 1), "memory_bytes": used}
-        try:
-            with self._path.open("a") as stream:
-                stream.write(json.dumps(finite(record)) + "\n")
-        except OSError as error:
-            raise OutputError(
-                f"{self._path} could not be written ({explain(error)}); free some space, and the same command "
-                "continues from the last state"
-            ) from error
+        advice = "free some space, and the same command continues from the last state"
+        with system_errors(f"{self._path} could not be written", advice), self._path.open("a") as stream:
+            stream.write(json.dumps(finite(record)) + "\n")
         heldout = progress.heldout_after and progress.heldout_after["loss"]
         losses = {"loss": numbers["loss"], "kl": numbers.get("distillation"), "held-out": heldout}
         note = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]

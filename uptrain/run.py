@@ -31,7 +31,7 @@ from gqa.checkpoint.provenance import (
     versions,
 )
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
-from gqa.checkpoint.write import OutputDirectory, copy_file, copy_range, finite, require_space, write_tensor, write_text
+from gqa.checkpoint.write import OutputDirectory, copy_file, finite, require_space, write_tensor, write_text
 from gqa.uptrain.loop import train, warmup_steps
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import Setup
@@ -99,13 +99,8 @@ def _write_weights(model: PreTrainedModel, weights: dict[str, Tensor], source: C
     for file, specs in shards.items():
         with new_shard(work / file, specs) as target:
             for spec in specs:
-                if spec.name in stored:
-                    write_tensor(target, _cast(stored[spec.name], spec))
-                elif source.has_range(spec):
-                    with source.path(spec.file).open("rb") as stream:
-                        copy_range(stream, target, spec.begin, spec.nbytes)
-                else:
-                    write_tensor(target, source.read(spec))
+                copied = spec.name not in stored
+                write_tensor(target, source.read(spec) if copied else _cast(stored[spec.name], spec))
     write_index(work, shards)
 
 

@@ -13,11 +13,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from gqa.checkpoint.errors import RefusedError, one_line
+from gqa.checkpoint.write import system_errors
 from gqa.convert.summary import size
 from gqa.eval.page import Column, Table, format_number, table, write_page
 from gqa.eval.report import describe_environment, describe_text
 from gqa.eval.study.options import BASE, UNMERGED, Cell
-from gqa.eval.study.rows import FILES, Row, read_rows, writing
+from gqa.eval.study.rows import ADVICE, FILES, Row, read_rows
 
 _CELL: list[Column] = [
     ("method", lambda r: BASE if r["method"] == UNMERGED else r["method"]),
@@ -128,7 +129,8 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
     recommended, recommendation = recommend(rows, max_loss_increase)
     for command in recommended.get("commands", []) if recommended else []:
         recommendation += f"\n{'command':12}{command}"
-    with writing(directory), TemporaryDirectory(prefix=".report-", dir=directory) as scratch:
+    errors = system_errors(f"{directory} cannot be written", ADVICE)
+    with errors, TemporaryDirectory(prefix=".report-", dir=directory) as scratch:
         aside = Path(scratch)
         pictures: list[tuple[str, str]] = []
         remark = "no pictures, for which matplotlib is missing: pip install 'gqa[report]'"

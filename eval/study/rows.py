@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.errors import OutputError, RefusedError, differences
-from gqa.checkpoint.write import finite, locked
+from gqa.checkpoint.errors import RefusedError, differences
+from gqa.checkpoint.write import finite, locked, system_errors
 from gqa.eval.page import PAGE
 from gqa.eval.report import recall_by_kind
 from gqa.eval.study.options import Cell
@@ -22,6 +22,7 @@ from gqa.eval.study.options import Cell
 Row = dict[str, Any]
 
 ROWS, WORK = "results.jsonl", ".work"
+ADVICE = "measured rows are kept; repeat the command to continue"
 FILES = (PAGE, "alphas.svg", "tradeoff.svg", ROWS)
 
 
@@ -49,18 +50,6 @@ def columns_of(record: Row, cache: Any, base_cache: Any) -> Row:
     return row
 
 
-@contextmanager
-def writing(directory: Path) -> Iterator[None]:
-    """Turn an OSError into an OutputError."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise OutputError(
-            f"{directory} cannot be written: {reason}; measured rows are kept; repeat the command to continue"
-        ) from error
-
-
 def read_rows(directory: Path) -> dict[Cell, Row]:
     """The latest row of each cell, in the order of the grid. Raises RefusedError if the file has other contents."""
     path = directory / ROWS
@@ -76,7 +65,7 @@ def read_rows(directory: Path) -> dict[Cell, Row]:
 
 def append_row(directory: Path, row: Row) -> None:
     """Append a row and fsync; first cut off the half line of a killed run. Raises OutputError."""
-    with writing(directory), (directory / ROWS).open("ab+") as stream:
+    with system_errors(f"{directory} cannot be written", ADVICE), (directory / ROWS).open("ab+") as stream:
         stream.seek(0)
         stream.truncate(stream.read().rfind(b"\n") + 1)
         stream.write(json.dumps(finite(row)).encode() + b"\n")
@@ -106,7 +95,7 @@ def locked_work(directory: Path) -> Iterator[Path]:
     Raises RefusedError if another process runs the same study, OutputError if nothing can be written.
     """
     work = directory / WORK
-    with writing(directory):
+    with system_errors(f"{directory} cannot be written", ADVICE):
         work.mkdir(parents=True, exist_ok=True)
     try:
         with locked(work / "lock", f"another run is working on {directory}; wait for it or give another -o"):
