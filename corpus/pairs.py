@@ -31,7 +31,7 @@ class PairEncoder:
     """
 
     def __init__(self, config: Any, tokenizer: Any, name: str) -> None:
-        self.name, self._tokenizer = name, tokenizer
+        self.name, self.tokenizer = name, tokenizer
         self.start, self.pad = first_token(config, name), int(config.pad_token_id or 0)
         end = config.get_text_config(decoder=True).eos_token_id
         self.end = self.start if end is None else int(end[0] if isinstance(end, list) else end)
@@ -50,12 +50,8 @@ class PairEncoder:
         """The tokens of sources, or of targets, without special tokens."""
         sides = {"text_target" if target else "text": list(texts)}
         settings = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        ids: list[list[int]] = self._tokenizer(**sides, **settings)["input_ids"]
+        ids: list[list[int]] = self.tokenizer(**sides, **settings)["input_ids"]
         return ids
-
-    def identify(self) -> str:
-        """A hash of everything that determines the result of `encode`."""
-        return Encoder(self._tokenizer).identify()
 
     def add_special_tokens(self, source: Sequence[int], target: Sequence[int], length: int) -> TokenPair:
         """Add the special tokens of the tokenizer, without `start` of the target, which only the decoder reads; each
@@ -85,8 +81,8 @@ class PairEncoder:
 
 def tokenise_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents:
     """The pairs of data sets, without special tokens, stored as by `tokenise`. Raises CorpusError."""
-    encode_target = partial(encoder.encode, target=True)
-    return tokenise_columns(sources, encoder.identify(), {"source": partial(encoder.encode), "target": encode_target})
+    columns = {"source": encoder.encode, "target": partial(encoder.encode, target=True)}
+    return tokenise_columns(sources, Encoder(encoder.tokenizer).identify(), columns)
 
 
 def pair_block(pair: tuple[Sequence[int] | Ints, Sequence[int] | Ints]) -> Block:

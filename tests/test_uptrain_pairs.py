@@ -154,7 +154,7 @@ def test_alpha_is_a_prefix_of_the_pairs(pair_models: Path, tmp_path: Path) -> No
     assert seen[0.5][:16] == seen[0.25]
     assert len(set(seen[0.5])) == len(seen[0.5]) > 16
     tokens = {"tokens": round(20.5 * data.mean), "heldout_tokens": round(2.5 * data.mean), "steps": None}
-    setup = prepare(options(pair_models, "marian", tmp_path / "out", **PAIRS | tokens), dry=True)
+    setup = prepare(options(pair_models, "marian", tmp_path / "out", **PAIRS | tokens))
     assert (setup.dataloader.steps, len(setup.dataloader.heldout)) == (20 // 4, 2)
 
 

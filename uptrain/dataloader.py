@@ -146,8 +146,8 @@ def count_held_back(options: TrainOptions, data: Documents) -> int:
 
 
 def open_sampled(options: TrainOptions, tokenizer: Any, write: Write, longest: int, ranks: int = 1) -> Dataloader:
-    """A dataloader of the text that the teacher writes, whose blocks are empty in a dry run. The first ones are held
-    out, unless --heldout names other text. Raises RefusedError and CorpusError.
+    """A dataloader of the text that the teacher writes. The first blocks are held out, unless --heldout names other
+    text. Raises RefusedError and CorpusError.
     """
     sample = parse_self(options.data[0])
     data_tokens = sample.tokens or _ENDLESS
@@ -161,7 +161,7 @@ def open_sampled(options: TrainOptions, tokenizer: Any, write: Write, longest: i
     count, first = steps * options.blocks_per_step, 0 if heldout else count_heldout(options)
     blocks = write(options.block, first + count)
     summary = f"{plural(count, 'block')} of {options.block:,} that {Path(options.teacher).absolute().name} writes"
-    heldout = heldout or [blocks[number] if blocks.fingerprint else {} for number in range(first)]
+    heldout = heldout or [blocks[number] for number in range(first)]
     return Dataloader(options, blocks, steps, blocks.fingerprint, summary, heldout, first)
 
 
@@ -191,7 +191,7 @@ def open_pairs(
     else:
         loader, make = open_dataloader(options, tokenizer, longest, ranks), corrupt
     make_heldout = corrupt if options.heldout else make
-    heldout = [block and make_heldout(block, [number]) for number, block in enumerate(loader.heldout)]
+    heldout = [make_heldout(block, [number]) for number, block in enumerate(loader.heldout)]
     return replace(loader, heldout=heldout, make=make)
 
 
@@ -333,7 +333,7 @@ def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options
 
 def build_data(
     options: TrainOptions, checkpoint: Checkpoint, base: Checkpoint | None, config: Any, tokenizer: Any, device: str,
-    watcher: Watcher, dry: bool,
+    watcher: Watcher,
 ) -> Dataloader:  # fmt: skip
     """The data to train on, which the model of `base` may write, and the held-out blocks, for a model of a transformers
     `config`. Raises RefusedError and CorpusError.
@@ -342,8 +342,6 @@ def build_data(
     trusted, encoder = options.trust_remote_code, None
 
     def write(size: int, count: int) -> SampledBlocks:
-        if dry:  # nothing is written, and nothing can be read
-            return SampledBlocks(Path(), size, count, "", options.seed, 0, plain=True)
         assert base is not None
         if encoder:
             return PairMaker(base, device, size, options.seed, watcher, trusted).sampled(count)

@@ -92,14 +92,11 @@ def _at_commit(teacher: Checkpoint) -> str:
     return f" at commit {teacher.revision[:12]}" if teacher.revision else ""
 
 
-def build_model(
-    options: TrainOptions, checkpoint: Checkpoint, accelerator: Accelerator, dry: bool = False
-) -> PreTrainedModel:
-    """The model in float32, with frozen parameters that do not train. They are empty in a `dry` run, and under FSDP2,
-    which reads weights into shards later.
+def build_model(options: TrainOptions, checkpoint: Checkpoint, accelerator: Accelerator) -> PreTrainedModel:
+    """The model in float32, with frozen parameters that do not train. They are empty under FSDP2, which reads weights
+    into shards later.
     """
-    sharded, device = accelerator.is_fsdp2, str(accelerator.device)
-    model = _load(checkpoint, options, device, "float32", weights=not (dry or sharded))
+    model = _load(checkpoint, options, accelerator, "float32")
     follow_prefix(model, checkpoint.tensors)
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it out")
@@ -114,24 +111,19 @@ def build_model(
     return model
 
 
-def build_teacher(
-    options: TrainOptions, base: Checkpoint, accelerator: Accelerator, dry: bool = False
-) -> PreTrainedModel:
+def build_teacher(options: TrainOptions, base: Checkpoint, accelerator: Accelerator) -> PreTrainedModel:
     """The model of `base` in its stored dtype, without gradients."""
-    sharded = accelerator.is_fsdp2 and not dry
-    teacher = _load(base, options, str(accelerator.device), "auto", weights=not (dry or sharded))
+    teacher = _load(base, options, accelerator, "auto")
     teacher.requires_grad_(False)
-    if sharded:
+    if accelerator.is_fsdp2:
         shard_teacher(teacher, base, accelerator)
     return teacher
 
 
-def _load(
-    checkpoint: Checkpoint, options: TrainOptions, device: str, dtype: str, weights: bool = True
-) -> PreTrainedModel:
+def _load(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dtype: str) -> PreTrainedModel:
     return load_model(
-        str(checkpoint.directory), dtype=dtype, device=device, attention=options.attn_implementation,
-        trust_remote_code=options.trust_remote_code, weights=weights,
+        str(checkpoint.directory), dtype=dtype, device=str(accelerator.device), attention=options.attn_implementation,
+        trust_remote_code=options.trust_remote_code, weights=not accelerator.is_fsdp2,
     )  # fmt: skip
 
 

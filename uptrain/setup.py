@@ -59,11 +59,10 @@ class Setup:
         return self.states.directory / "metrics.jsonl"
 
 
-def prepare(options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = SILENT, dry: bool = False) -> Setup:
+def prepare(options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = SILENT) -> Setup:
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
 
-    `argv`: arguments of the command. `watcher` shows the progress of sampling. The models of a `dry` run have no
-    weights, and it cannot start.
+    `argv`: arguments of the command. `watcher` shows the progress of sampling.
     """
     processes = ranks().num_processes
     output = options.output or default_output(options.model, "-uptrained")
@@ -83,21 +82,20 @@ def prepare(options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = 
     states = States(out.with_name(f"{out.name}-state"))
     device = str(accelerator.device)
     with main_first():  # data of a hub is fetched once
-        run = {} if dry else describe_run(options, checkpoint, base, device, argv)
-    if start := None if dry else states.start(run):  # the default batch may depend on the number of processes
+        run = describe_run(options, checkpoint, base, device, argv)
+    if start := states.start(run):  # the default batch may depend on the number of processes
         options = replace(options, batch_size=start.record["batch_size"])
         options.check(processes)
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
-    model = build_model(options, checkpoint, accelerator, dry)
-    teacher = build_teacher(options, base, accelerator, dry) if base else None
+    model = build_model(options, checkpoint, accelerator)
+    teacher = build_teacher(options, base, accelerator) if base else None
     if base and teacher:
         check_teacher(teacher, load_tokenizer(base, options.trust_remote_code), model, tokenizer, base.name)
     training = TrainingModel(model, teacher, options)
-    if not dry:
-        if accelerator.is_fsdp2:
-            shard_model(training, checkpoint, accelerator)
-        check_exportable(model, checkpoint)  # weights are read: it is known which of several tied names are stored
-    dataloader = build_data(options, checkpoint, base, model.config, tokenizer, device, watcher, dry)
+    if accelerator.is_fsdp2:
+        shard_model(training, checkpoint, accelerator)
+    check_exportable(model, checkpoint)  # weights are read: it is known which of several tied names are stored
+    dataloader = build_data(options, checkpoint, base, model.config, tokenizer, device, watcher)
     options = dataloader.options
     share = options.blocks_per_step // processes
     micro_batch = options.micro_batch or share

@@ -12,7 +12,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.console import Watcher, is_interactive
+from gqa.checkpoint.console import SILENT, Watcher, is_interactive
 from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain, one_line, plural
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.plan import make_plan
@@ -22,7 +22,7 @@ from gqa.eval.study import rows
 from gqa.eval.study.options import UNMERGED, AblateOptions, Cell
 from gqa.eval.subjects import open_subjects
 from gqa.eval.text import Text, check_target_field, choose_context, cut_text
-from gqa.uptrain.dataloader import heldout_sources
+from gqa.uptrain.dataloader import build_data, heldout_sources
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import prepare
 
@@ -48,9 +48,9 @@ class Ablation:
             raise RefusedError(f"--groups {max(counts)} is more than the {heads} key/value heads of {name}")
         self.cells = options.cells(heads)
         self._text = self._read_heldout()
-        for alpha in filter(None, options.alphas):
-            training = options.training(alpha, Path(self.subject.path), options.output / rows.WORK / "trained")
-            prepare(training, dry=True)  # raises if the data is less than one step needs
+        for alpha in filter(None, options.alphas):  # raises if the data is less than one step needs
+            training, base = options.training(alpha, Path(self.subject.path), options.output), self.subject
+            build_data(training, base.checkpoint, None, base.config, base.tokenizer, "cpu", SILENT)
         sources = parse_sources(
             options.data, field=options.field, target_field=options.target_field, separator=options.separator
         )
