@@ -249,7 +249,6 @@ def options(**given: Any) -> TrainOptions:
         ({"streaming": True, "alpha": 0.1, "steps": None}, 1, "--alpha of a stream, whose length is unknown"),
         ({"streaming": True, "data": ("a", "b")}, 1, "--streaming reads one source; give the files of all as one"),
         ({"streaming": True, "heldout_fraction": 0.1}, 1, "--heldout-fraction is not for a stream"),
-        ({"teacher": "none", "distill": 0.5}, 1, "distill needs --teacher; give both or leave it out"),
         ({"train": "all", "lora_rank": 8}, 1, "lora_rank needs --train lora"),
         ({"data": ("self",), "repeats": False}, 1, "repeats needs text of yours; self repeats itself"),
     ],

@@ -22,7 +22,7 @@ from gqa.uptrain.state import States
 
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "distilled": {"train": "kv", "optimizer": "adafactor", "teacher": "teacher", "distill": 0.5},
+    "distilled": {"train": "kv", "optimizer": "adafactor", "teacher": "teacher"},
 }
 
 

@@ -104,12 +104,11 @@ def trained(options: Any, argv: Sequence[str] = ()) -> Any:
     return uptrain(prepare(options, argv))
 
 
-def training_model(model: Any, teacher: Any = None, **options: Any) -> Any:
-    """The module that is trained, with these options."""
-    from gqa.uptrain.options import TrainOptions
+def training_model(model: Any, teacher: Any = None) -> Any:
+    """The module that is trained."""
     from gqa.uptrain.training_model import TrainingModel
 
-    return TrainingModel(model, teacher, TrainOptions("model", Path("out"), **options))
+    return TrainingModel(model, teacher)
 
 
 def difference(one: Path, other: Path) -> float:

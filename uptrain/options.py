@@ -83,7 +83,6 @@ class TrainOptions(Options):
         None, "What is computed in; weights are kept in float32.  [default: as the launcher says, else float32]")
     device: str | None = same_as(ConvertOptions, "device", methods="", free=True)
     checkpointing: bool = option(False, "Compute activations twice instead of keeping them.", free=True)
-    compile: bool = option(False, "Compile the model with torch.compile.", free=True)
     attn_implementation: str = option(
         "sdpa", "How transformers computes attention: sdpa, eager, flash_attention_2 ...", metavar="NAME", free=True)
     teacher: str = option(
@@ -103,7 +102,6 @@ class TrainOptions(Options):
     weight_decay: float = option(0.1, "", FROM_ZERO, expert=True)
     repeats: bool | None = option(None, expert=True)  # half of the blocks repeat themselves; None: with a teacher
     clip: float = option(1.0, "", POSITIVE, expert=True)  # the norm of the gradient, at most
-    distill: float = option(1.0, "", SHARE, expert=True)  # the teacher's share of the loss; the rest is cross-entropy
     eval_every: int | None = option(None, "", COUNT, free=True, expert=True)  # steps; None: four times
     revision: str | None = option(None, expert=True)
     # fmt: on
@@ -148,7 +146,6 @@ class TrainOptions(Options):
         yield several, "--streaming reads one source; give the files of all as one directory or pattern"
         yield has_alpha and self.streaming, "--alpha of a stream, whose length is unknown; give --tokens or --steps"
         for name, applies, needed in (
-            ("distill", self.distills, "--teacher"),
             ("lora_rank", self.train == "lora", "--train lora"),
             ("repeats", not sampled, "text of yours; self repeats itself, self:plain does not"),
         ):

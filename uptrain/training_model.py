@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.compat import layer_classes, set_layer_classes
 from gqa.corpus.likelihood import ChunkedHead, chunks, nats
-from gqa.uptrain.options import TrainOptions
 
 Batch = dict[str, Tensor]
 # (rows (n, D) with gradient, their slice) -> (loss to minimise, numbers to report), both summed over the rows.
@@ -25,11 +24,10 @@ SliceLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 class TrainingModel(nn.Module):
     """The model with its loss. The teacher, if any, is no submodule, so it is neither trained nor saved."""
 
-    def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel | None, options: TrainOptions) -> None:
+    def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel | None) -> None:
         super().__init__()
         self.model = model
-        self._options = options
-        self._head = ChunkedHead(model, options.compile)
+        self._head = ChunkedHead(model)
         self._teacher = None if teacher is None else ChunkedHead(teacher)
         # FSDP gathers the parameters of modules of these classes one module at a time.
         classes = {type(module).__name__ for module in model.modules()}
@@ -46,7 +44,7 @@ class TrainingModel(nn.Module):
         inputs, targets = split_batch(batch)
         if "labels" in batch:
             inputs["decoder_input_ids"] = shift_right(self.model, batch["labels"])
-        options, teacher = self._options, self._teacher
+        teacher = self._teacher
         hidden = self._head.hidden(**inputs).flatten(0, 1)
         shards = teacher.model if teacher and isinstance(teacher.model, FSDPModule) else None
         if shards:  # gather the parameters outside of its layers until all slices have passed its head
@@ -60,7 +58,7 @@ class TrainingModel(nn.Module):
                 if teacher is not None and teacher_hidden is not None:
                     teacher_logits = teacher.logits(teacher_hidden[piece])
             logits = self._head.logits(rows)
-            return next_token_loss(logits, targets[piece], teacher_logits, options.distill)
+            return next_token_loss(logits, targets[piece], teacher_logits)
 
         loss, sums = chunked_sum(slice_loss, self._head.vocabulary, hidden, self._head_parameters())
         if shards:
@@ -150,17 +148,15 @@ def chunked_sum(
     return sums
 
 
-def next_token_loss(
-    logits: Tensor, targets: Tensor, teacher: Tensor | None = None, weight: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """(1 - weight) x cross-entropy + weight x distillation, summed; and (sum of nats, sum of distillation).
+def next_token_loss(logits: Tensor, targets: Tensor, teacher: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The loss, summed: cross-entropy, or with a teacher distillation; and (sum of nats, sum of distillation).
 
     Distillation is KL(teacher || student) (Hinton et al., arXiv 1503.02531, section 2).
 
     Args:
         logits: (n, V) of the student, any dtype; computed in float32.
         targets: (n,) ids; rows of -100 do not count.
-        teacher: (n, V) of the teacher, or None: then the loss is the cross-entropy.
+        teacher: (n, V) of the teacher, or None.
     """
     logits = logits.float()
     likelihood = nats(logits, targets).sum()
@@ -169,5 +165,4 @@ def next_token_loss(
     p, q = teacher.float().log_softmax(-1), logits.log_softmax(-1)
     kl = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
     divergence = kl.where(targets >= 0, 0.0).sum()
-    loss = divergence if weight == 1 else (1 - weight) * likelihood + weight * divergence
-    return loss, torch.stack([likelihood, divergence])
+    return divergence, torch.stack([likelihood, divergence])
