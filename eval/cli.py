@@ -33,10 +33,8 @@ def command(options: EvaluateOptions) -> None:
         results = measure(options, sys.argv[1:])
         if not results:  # another rank reports
             return
-        if not options.json:
-            click.echo(as_text(results))
-        elif not options.quiet:
-            click.echo(as_text(results, sys.stderr), err=True)
+        if not (options.json and options.quiet):
+            click.echo(as_text(results, sys.stderr if options.json else sys.stdout), err=options.json)
         if report:
             write_report(results, report)
     if options.output and not options.quiet:

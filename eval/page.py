@@ -84,16 +84,13 @@ def format_number(value: float) -> str:
     return f"{value:,.{4 - int(math.log10(value))}f}"
 
 
-def write_page(
-    directory: Path, *, title: str, verdicts: Sequence[str], tables: Sequence[Table], foot: str, lead: str = "",
-    pictures: Sequence[tuple[str, str]] = (), samples: Sequence[tuple[str, Sequence[tuple[str, str, str]]]] = (),
-    commands: Sequence[str] = (),
-) -> None:  # fmt: skip
+def write_page(directory: Path, **content: Any) -> None:
     """Write report.html into the directory that has the pictures as NAME.svg; all text is escaped.
 
-    Args:
+    Content, of which the template leaves out what is missing:
+        title, lead, foot: Text.
         verdicts: One line each.
-        tables: The first is unfolded.
+        tables: `Table`s; the first is unfolded.
         pictures: Names and captions.
         samples: Each prompt with the models' texts, base model first, as (name, prefix equal to the base model's text,
             rest).
@@ -101,8 +98,4 @@ def write_page(
     """
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.filters["base64"] = lambda name: b64encode((directory / f"{name}.svg").read_bytes()).decode()
-    html = environment.get_template("page.html.jinja").render(
-        title=title, verdicts=verdicts, tables=tables, foot=foot, lead=lead, pictures=pictures, samples=samples,
-        commands=commands,
-    )  # fmt: skip
-    write_text(directory / PAGE, html)
+    write_text(directory / PAGE, environment.get_template("page.html.jinja").render(content))

@@ -100,9 +100,8 @@ class InputMoments:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, config: Any, symmetry: Symmetry, width: int, guess: bool = True,
-        device: str = "cpu",
-    ) -> None:  # fmt: skip
+        self, checkpoint: Checkpoint, config: Any, symmetry: Symmetry, width: int, guess: bool, device: str
+    ) -> None:
         """`config`: of the text part; `width`: D. Without `guess` E[x x^T] is the identity everywhere. Large products
         run on `device` in float32; factorisations and sums stay in float64.
         """
@@ -114,10 +113,18 @@ class InputMoments:
         self.factor: Tensor | None = None
 
     def enter(self, module: AttentionModule) -> None:
-        """Advance to the layer of `module` and set `factor`."""
+        """Advance to the layer of `module` and set `factor`; None if the moments are unknown or not finite."""
+        self.factor = None
         if module.layer != self._layer:  # layers without attention lie between
             self._sum = None
-        self.factor = self._factored()
+        if self._sum is None:
+            return
+        # After a norm the trace is `_width`.
+        moments = self._sum * ((1 - _SHRINKAGE) * self._width / self._sum.trace().clamp_min(1e-30))
+        moments.diagonal().add_(_SHRINKAGE)
+        factor, failed = torch.linalg.cholesky_ex(moments)
+        if not bool(failed) and bool(factor.sum().isfinite()):
+            self.factor = factor.float().to(self._device)
 
     def project(self, weights: Tensor) -> Tensor:
         """W (n, D) -> W L, float32 on the CPU: (W L)(W L)^T are the moments of W x. Linearly dependent rows stay
@@ -151,19 +158,6 @@ class InputMoments:
             root = root * (gain * (self._width / root.square().sum().clamp_min(1e-30)).sqrt())[:, None].to(root)
         scale = getattr(self._config, "residual_multiplier", None) or 1.0
         return root if scale == 1 else root * float(scale)
-
-    def _factored(self) -> Tensor | None:
-        """Cholesky factor of the normed stream's moments; None if unknown or not finite."""
-        if self._sum is None:
-            return None
-        # After a norm the trace is `_width`.
-        moments = self._sum * ((1 - _SHRINKAGE) * self._width / self._sum.trace().clamp_min(1e-30))
-        moments.diagonal().add_(_SHRINKAGE)
-        factor, failed = torch.linalg.cholesky_ex(moments)
-        if bool(failed) or not bool(factor.sum().isfinite()):
-            return None
-        lower: Tensor = factor.float().to(self._device)
-        return lower
 
     def _embedded(self) -> Tensor | None:
         """Moments of token embeddings (all tokens equally likely) and learned positions; None without such a table."""
