@@ -545,7 +545,7 @@ def test_the_page_of_a_study(tmp_path: Path) -> None:
     assert files == ["report.html", "alphas.svg", "tradeoff.svg", "results.jsonl"]
     html = (out / "report.html").read_text()
     assert unescape(html).count(shlex.join(["gqa-ablate", *environment["argv"]])) == 1
-    assert "recall is not measured: --recall needs a context of at least 128 tokens" in html
+    assert "recall is not measured: recall needs a context of at least 128 tokens" in html
     positions = [html.index(text) for text in ("Recommended: ", "data:image", "Study of model", "Made with")]
     assert positions == sorted(positions)
     for name in ("tradeoff", "alphas"):
