@@ -35,7 +35,7 @@ def windows_of(text: str, model: str, count: int, length: int) -> Any:
     from gqa.corpus.stdlib import stdlib_texts
 
     if text == "self":
-        return samples(load_model(model, dtype="float32"), length, seed=1, batch=count)
+        return samples(load_model(model, dtype="float32"), length, seeds=[1], batch=count)
     tokenizer, spread = AutoTokenizer.from_pretrained(model), text == "stdlib:heldout"
     content = "\n\n".join(stdlib_texts("heldout")) if spread else Path(text).read_text("utf-8")
     windows = torch.tensor(tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"])

@@ -28,7 +28,7 @@ def ours(name: str, length: int, batch: int) -> Callable[[], int]:
     from gqa.convert.merge.self_samples import samples
 
     model = load(name)
-    return lambda: len(samples(model, length, seed=0, batch=batch))
+    return lambda: len(samples(model, length, seeds=[0], batch=batch))
 
 
 def generate(name: str, length: int, batch: int) -> Callable[[], int]:

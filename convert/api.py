@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import LayerwiseError, OutputError, RefusedError, alternatives
+from gqa.checkpoint.errors import LayerwiseError, RefusedError, alternatives
 from gqa.checkpoint.hub import default_output, fetch_weights, open_model
 from gqa.checkpoint.options import parameters_in_errors
 from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, require_space, write_text
+from gqa.checkpoint.write import OutputDirectory, require_space, write_text
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan, make_plan, searches
@@ -53,7 +53,7 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
 
     share, ranks, maps = options.kv_budget, options.tensor_parallel, options.maps()
     # Check plan and output before fetching weights and measuring layers.
-    _open_output(options, _plan(checkpoint, uneven(checkpoint, share, ranks), options))
+    open_output(options, _plan(checkpoint, uneven(checkpoint, share, ranks), options))
     fetch_weights(checkpoint)
     heads, losses = heads_within(checkpoint, share, maps, ranks, watcher)
     return replace(_plan(checkpoint, heads, options), losses=losses)
@@ -67,20 +67,11 @@ def _plan(checkpoint: Checkpoint, groups: int | tuple[int, ...], options: Conver
     return plan
 
 
-def _open_output(options: ConvertOptions, plan: Plan) -> OutputDirectory:
+def open_output(options: ConvertOptions, plan: Plan) -> OutputDirectory:
     """The output directory, not yet created. Raises RefusedError if it must not be, or the disk is too full."""
     output = OutputDirectory(output_of(options, plan), plan.checkpoint.directory, options.overwrite)
     require_space(plan.total_bytes, output.out)
     return output
-
-
-def output_problem(options: ConvertOptions, plan: Plan) -> str:
-    """Why a run of the plan could not write its output; empty if it could."""
-    try:
-        _open_output(options, plan)
-    except (RefusedError, OutputError) as error:
-        return str(error)
-    return ""
 
 
 def convert(
@@ -90,27 +81,25 @@ def convert(
     argv: Sequence[str] = (),
     *,
     calibration: MapsOptions | None = None,
-    jobs: int = DEFAULT_JOBS,
 ) -> Conversion:
     """Run a plan: fetch weights, find the maps of its method, stream the shards into the output, verify them from disk,
     make them visible.
 
-    Memory stays near 4 x the largest changed tensor per job; unchanged tensors are copied by the kernel. Merging is
+    Memory stays near 4 x the largest changed tensor per thread; unchanged tensors are copied by the kernel. Merging is
     done in float32 (float64 for F64 tensors) and rounded once to the stored dtype.
 
     Args:
         plan: Made with `prepare` from the same options.
         argv: The command's arguments, for the record.
         calibration: How to find maps, instead of `options.maps()`.
-        jobs: Number of shards written in parallel.
 
     Raises:
-        RefusedError: Before anything is written.
+        RefusedError: Weights or text cannot be used; nothing is left at the output either.
         OutputError: The result could not be written or did not verify; nothing is left at the output.
     """
     maps = (calibration or options.maps()) if plan.needs_maps else None
     out, command = output_of(options, plan), request(options, argv)
-    output = _open_output(options, plan)
+    output = open_output(options, plan)
     fetch_weights(plan.checkpoint)
     with ExitStack() as stack:
         stack.enter_context(output)
@@ -124,10 +113,10 @@ def convert(
                 raise RefusedError(f"{error}; use --method {alternatives(usable)}") from error
             plan = replace(plan, merging=replace(plan.merging, maps=stored))
         watcher.stage("converting", plan.total_bytes, "byte")
-        warnings = (*quality_warnings(plan), *write(plan, output.work, watcher.update, jobs))
+        write(plan, output.work, watcher.update)
         write_text(output.work / "README.md", model_card(plan, out.name, command))
         record = output.commit(PROVENANCE, provenance(plan, out, command))
-    return Conversion(out, plan, (*plan.warnings, *warnings), record)
+    return Conversion(out, plan, (*plan.warnings, *quality_warnings(plan)), record)
 
 
 def output_of(options: ConvertOptions, plan: Plan) -> Path:
@@ -157,9 +146,8 @@ def convert_checkpoint(
     out: str | os.PathLike[str] | None = None,
     *,
     calibration: MapsOptions | None = None,
-    jobs: int = DEFAULT_JOBS,
     **options: Any,
 ) -> Conversion:
     """`prepare`, then `convert`; `options` are fields of `ConvertOptions`."""
     settings = ConvertOptions(model=os.fspath(model), kv_heads=kv_heads, output=Path(out) if out else None, **options)
-    return convert(prepare(settings), settings, calibration=calibration, jobs=jobs)
+    return convert(prepare(settings), settings, calibration=calibration)

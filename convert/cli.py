@@ -13,7 +13,7 @@ import click
 
 from gqa.checkpoint import console
 from gqa.checkpoint.console import Watcher
-from gqa.checkpoint.errors import one_line
+from gqa.checkpoint.errors import OutputError, RefusedError, one_line
 from gqa.checkpoint.options import command as command_of
 from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions
@@ -92,10 +92,10 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
 
 def _say_cost(plan: Plan, options: ConvertOptions) -> None:
     """Print what a method that looks at the model will take, and which method takes less where that is long."""
-    from gqa.convert.estimate import cost_of, duration
+    from gqa.convert.estimate import duration, estimate
 
     maps = options.maps()
-    seconds, memory = cost_of(plan, maps)
+    seconds, memory = estimate(plan, plan.merging.how, maps)
     text = f"time        about {duration(seconds)} on {maps.device}"
     if seconds > _LONG and plan.merging.how.reads_text and METHODS["aligned"] in plan.available_methods():
         text += f"; {_QUICK}"
@@ -117,15 +117,20 @@ def _memory_warnings(plan: Plan, device: str, memory: int) -> list[str]:
 
 def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     """Print the plan, and time and memory of every method that the model allows; the latter JSON-ready."""
-    from gqa.convert.api import output_problem
-    from gqa.convert.estimate import duration, estimates
+    from gqa.convert.api import open_output
+    from gqa.convert.estimate import duration, estimate
     from gqa.convert.summary import plan_text, size
 
     _say(plan_text(plan, tensors=options.verbose), options)
-    costs, warnings = {}, list(filter(None, [output_problem(options, plan)]))
+    costs, warnings = {}, list[str]()
+    try:
+        open_output(options, plan)
+    except (RefusedError, OutputError) as error:
+        warnings.append(str(error))
     if plan.method in METHODS:
         maps = options.maps()
-        for method, seconds, memory in estimates(plan, maps):
+        for method in plan.available_methods():
+            seconds, memory = estimate(plan, method, maps)
             cost = f"about {duration(seconds)} on {maps.device}, {size(memory)} of memory"
             _say(f"estimate    {method.name:12}{cost}", options)
             costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}

@@ -4,7 +4,6 @@ config and headers, and how fast this device multiplies.
 
 import math
 import time
-from collections.abc import Iterator
 from functools import cache
 
 from gqa.checkpoint.write import DEFAULT_JOBS
@@ -29,25 +28,19 @@ _PROCRUSTES_COPIES = 4  # of attention's parameters, in float64
 _MUON = 5  # iterations for each matrix and step
 
 
-def estimates(plan: Plan, options: MapsOptions) -> Iterator[tuple[Method, float, int]]:
-    """Seconds of every method that the model allows, and the bytes that it holds at the most above what imports take.
-    Half a second goes into timing the device.
+def estimate(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]:
+    """Seconds that a method takes, and the bytes that it holds at the most above what imports take. The first call
+    times the device for half a second.
     """
     speed = measure_flops(options.device, int(plan.config.text.hidden_size))
-    for method in plan.available_methods():
-        operations, memory = _cost(plan, method, options)
-        seconds = operations / speed + plan.total_bytes / _BYTES_A_SECOND
-        if method.reads_text:
-            written = sum(tokens for source, tokens in options.text.shares() if is_self(source))
-            batches = math.ceil(written / SAMPLED / options.text.length) if options.device == "cpu" else bool(written)
-            seconds += batches * options.text.length * plan.config.layers * _STEP_SECONDS
-            seconds += _SAMPLING * 2 * written * plan.checkpoint.parameters / speed
-        yield method, seconds, memory
-
-
-def cost_of(plan: Plan, options: MapsOptions) -> tuple[float, int]:
-    """The same of the plan's method alone."""
-    return next((seconds, memory) for method, seconds, memory in estimates(plan, options) if method == plan.merging.how)
+    operations, memory = _cost(plan, method, options)
+    seconds = operations / speed + plan.total_bytes / _BYTES_A_SECOND
+    if method.reads_text:
+        written = sum(tokens for source, tokens in options.text.shares() if is_self(source))
+        batches = math.ceil(written / SAMPLED / options.text.length) if options.device == "cpu" else bool(written)
+        seconds += batches * options.text.length * plan.config.layers * _STEP_SECONDS
+        seconds += _SAMPLING * 2 * written * plan.checkpoint.parameters / speed
+    return seconds, memory
 
 
 def duration(seconds: float) -> str:

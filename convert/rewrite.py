@@ -1,17 +1,17 @@
-"""Write what a plan says and verify it: shards are written `jobs` at a time, side files, then index and config."""
+"""Write what a plan says and verify it: shards are written a few at a time, side files, then index and config."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from gqa.checkpoint.errors import OutputError, RefusedError, listing
+from gqa.checkpoint.errors import CorruptError, OutputError, RefusedError, listing
 from gqa.checkpoint.files import TensorSpec, new_shard, read_header, write_index
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
@@ -31,25 +31,21 @@ BLOCK = 1 << 16  # bytes of a sampled block
 
 @dataclass(frozen=True)
 class _Job:
-    """What the threads of one run share.
-
-    not_finite: (tensor, heads of it) with NaN or Inf in the source.
-    """
+    """What the threads of one run share."""
 
     plan: Plan
     work: Path
     progress: Progress
-    not_finite: list[tuple[str, str]] = field(default_factory=list)
 
 
 class _CancelledError(Exception):
     """Another thread failed or the user interrupted."""
 
 
-def write(plan: Plan, work: Path, progress: Progress = no_progress, jobs: int = DEFAULT_JOBS) -> list[str]:
-    """Fill the directory `work` and verify it; warnings. Raises OutputError.
+def write(plan: Plan, work: Path, progress: Progress = no_progress) -> None:
+    """Fill the directory `work` and verify it. Raises OutputError, and CorruptError for heads with NaN or Inf.
 
-    Merging is memory-bound: one torch thread per job.
+    Merging is memory-bound: one torch thread per shard.
     """
     import torch
 
@@ -63,7 +59,7 @@ def write(plan: Plan, work: Path, progress: Progress = no_progress, jobs: int = 
     job, threads = _Job(plan, work, advance), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(jobs) as pool:
+        with ThreadPoolExecutor(DEFAULT_JOBS) as pool:
             try:
                 list(pool.map(partial(_write_shard, job), plan.shards))
             except BaseException:
@@ -73,7 +69,6 @@ def write(plan: Plan, work: Path, progress: Progress = no_progress, jobs: int = 
         verify(plan, work)
     finally:
         torch.set_num_threads(threads)
-    return [f"{name} has NaN or Inf in its {part} heads" for name, part in job.not_finite]
 
 
 def _write_shard(job: _Job, shard: Shard) -> None:
@@ -95,7 +90,7 @@ def _write_shard(job: _Job, shard: Shard) -> None:
                 _cast(job, target, tensor, buffer)
             else:
                 write_tensor(target, stored_as(_merge(job, tensor.change, buffer), tensor.dtype), job.progress)
-    verify_shard(job.plan, job.work / shard.file, shard, {name for name, _ in job.not_finite})
+    verify_shard(job.plan, job.work / shard.file, shard)
 
 
 def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.uint8]) -> None:
@@ -129,11 +124,10 @@ def _merge(job: _Job, change: Change, buffer: NDArray[np.uint8]) -> Tensor:
 
     # The buffer can be reused: results are written before the next tensor is read.
     tensor = job.plan.checkpoint.read(change.source, buffer)
+    if not all_finite(tensor):
+        raise CorruptError(f"{change.source.name} of {job.plan.checkpoint.name} has NaN or Inf; its heads are broken")
     if job.plan.dtype or not change.rule.projection:
         tensor = tensor.to(torch.float64 if change.source.dtype == "F64" else torch.float32)
-    for part, heads in change.split(tensor).items():
-        if part != "whole" and not all_finite(heads):
-            job.not_finite.append((change.source.name, part))
     return job.plan.merging.apply(change, tensor)
 
 
@@ -165,9 +159,9 @@ def verify(plan: Plan, work: Path) -> None:
         raise OutputError(f"the result does not verify: {error}") from error
 
 
-def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str]) -> None:
-    """Check one written file from disk: sampled bytes of untouched tensors, and that what was computed is finite unless
-    its source, one of `tolerated`, is not. Raises OutputError.
+def verify_shard(plan: Plan, path: Path, shard: Shard) -> None:
+    """Check one written file from disk: sampled bytes of untouched tensors, and that what was computed is finite.
+    Raises OutputError.
     """
     try:
         tensors = {spec.name: spec for spec in read_header(path, shard.file)}
@@ -181,7 +175,7 @@ def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str
     with path.open("rb", buffering=0) as copy:
         for tensor in shard.tensors:
             spec = tensors[tensor.name]
-            if tensor.change and tensor.source.name not in tolerated and not all_finite(written.read(spec)):
+            if tensor.change and not all_finite(written.read(spec)):
                 raise OutputError(f"the result does not verify: {spec.name} has NaN or Inf though its source has none")
             if tensor.copied and not _is_copy(plan.checkpoint, tensor.source, copy, spec):
                 raise OutputError(f"the result does not verify: {spec.name} is not as it was in the source")

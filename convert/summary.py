@@ -99,17 +99,10 @@ def errors_text(plan: Plan) -> str:
 
 
 def allotment_text(plan: Plan) -> str:
-    """KV heads of every layer, its loss if only this layer had the fewest heads, and the sum of the planned losses."""
-    losses = plan.losses
-    heads = plan.groups if isinstance(plan.groups, tuple) else [plan.groups] * len(losses)
-    fewest = min(min(layer) for layer in losses)
-    layers = enumerate(zip(heads, losses, strict=True))
-    cells = [f"{number:3d} {count:2d} {layer[fewest]:.4f}" for number, (count, layer) in layers]
-    rows = [cells[start : start + 5] for start in range(0, len(cells), 5)]
-    title = f"layers      KV heads, and loss in nats per token if only that layer had {fewest}\n"
-    alone = sum(layer[count] for count, layer in zip(heads, losses, strict=True))
-    sums = f"\nin sum      {alone:.3f} nats per token, each layer merged alone; all together (calibrated) lose more"
-    return title + "\n".join("            " + "  ".join(row) for row in rows) + sums
+    """What the layers lose with their KV heads, by the measurement that chose these."""
+    heads = plan.groups if isinstance(plan.groups, tuple) else [plan.groups] * len(plan.losses)
+    alone = sum(layer[count] for count, layer in zip(heads, plan.losses, strict=True))
+    return f"loss        {alone:.3f} nats per token in sum, each layer merged alone; together they lose more"
 
 
 def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:

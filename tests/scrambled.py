@@ -57,7 +57,7 @@ class Ids(CalibrationText):
     low: int = 10
     high: int = 96
 
-    def split(self, checkpoint: Any, device: str, watcher: Any, heldout: int) -> tuple[Tensor, Tensor]:
+    def split(self, checkpoint: Any, device: str, watcher: Any, heldout: int = 0) -> tuple[Tensor, Tensor]:
         return self.ids(), replace(self, seed=self.seed + 1, count=heldout // self.length).ids()
 
     def ids(self) -> Tensor:

@@ -197,7 +197,7 @@ def test_all_that_is_named_is_held_out(tokenizer: Any, data: str, how: dict[str,
 def test_a_study_calibrates_on_no_heldout_text(tokenizer: Any, how: dict[str, Any]) -> None:
     options = AblateOptions(Path("study"), "m", data=("twice.jsonl",), calibration_context=64, **how)
     text = replace(options.maps.text, repeats=False)
-    ids = text.blocks(read_checkpoint(SOURCE), "cpu", SILENT).numpy()
+    ids = text.split(read_checkpoint(SOURCE), "cpu", SILENT)[0].numpy()
     [source] = heldout_sources(options.training(None, Path("model"), Path("out")))
     held = grams(block for block, _ in pack(Encoder(tokenizer).tokens([*source.texts()]), 64))
     assert len(held) > 200

@@ -213,7 +213,7 @@ def test_error_in_one_job_stops_the_others(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(rewrite, "copy_range", copy)
     with pytest.raises(OSError, match="on fire"):
-        convert_checkpoint(llama(tmp_path / "m", shards=6), 2, tmp_path / "out", jobs=2, method="mean")
+        convert_checkpoint(llama(tmp_path / "m", shards=6), 2, tmp_path / "out", method="mean")
     assert len(begun) < 6
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 

@@ -214,8 +214,6 @@ def test_allotted_is_the_best_of_all_choices(seed: int) -> None:
     found = allotted(losses, budget)
     assert sum(found) <= budget
     assert lost(found) == pytest.approx(min(lost(heads) for heads in every if sum(heads) <= budget))
-    with pytest.raises(ValueError, match="are the fewest"):
-        allotted(losses, sum(map(min, losses)) - 1)
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +237,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_layer_loses_what_it_loses(uneven: Path) -> None:
     """Equal heads merge without loss, others do not; and what is measured is what the whole model computes."""
     checkpoint, how = read_checkpoint(uneven), small_options()
-    blocks = how.text.blocks(checkpoint, "cpu", SILENT)
+    blocks = how.text.split(checkpoint, "cpu", SILENT)[0]
     plan = make_plan(checkpoint, 1, "calibrated")
     found = losses_alone(plan, blocks[:-4], blocks[-4:], how, SILENT)
     assert max(found[0], found[2]) < 1e-6
@@ -261,7 +259,7 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     told = json.loads(made.out)
     assert told["heads"]["kv_after"] == told["allotment"]["heads"] == [1, 4, 1, 4]
     alone = sum(layer[str(kept)] for layer, kept in zip(told["allotment"]["nats"], [1, 4, 1, 4], strict=True))
-    assert f"in sum      {alone:.3f} nats" in made.err
+    assert f"loss        {alone:.3f} nats" in made.err
     assert (
         "note        `config.num_key_value_heads` raises an error in transformers, since layers differ; `con"
         in made.err

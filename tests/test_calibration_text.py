@@ -43,7 +43,7 @@ def written(place: Path, documents: int) -> str:
 
 def blocks(source: str, count: int, seed: int = 0, length: int = LENGTH, repeats: bool = False) -> Tensor:
     text = CalibrationText((source,), length * count, length, seed, repeats=repeats)
-    return text.blocks(read_checkpoint(SOURCE), "cpu", lambda tokens: None)
+    return text.split(read_checkpoint(SOURCE), "cpu", lambda tokens: None)[0]
 
 
 def test_no_more_is_tokenised_than_is_needed(tmp_path: Path, counted: Counted) -> None:
@@ -67,7 +67,7 @@ def test_held_out_blocks_are_others(tmp_path: Path, alone: None, numbers: int, h
     spec = str(tmp_path / "text.txt") if numbers else "self"
     text = CalibrationText((spec,), LENGTH * 16, LENGTH, repeats=False)
     fitted, others = text.split(read_checkpoint(SOURCE), "cpu", SILENT, LENGTH * 4)
-    whole = text.blocks(read_checkpoint(SOURCE), "cpu", SILENT)
+    whole = text.split(read_checkpoint(SOURCE), "cpu", SILENT)[0]
     assert len(others) == (held or (len(fitted) + len(others)) // 8) > 0
     rows = [{tuple(row) for row in part.tolist()} for part in (fitted, others, whole)]
     assert not rows[0] & rows[1]
@@ -106,7 +106,7 @@ def test_a_model_that_is_code_writes_where_that_is_asked_for(tmp_path: Path) -> 
     bring_class(model := copy_source(tmp_path), "AutoModelForCausalLM", "LlamaForCausalLM", 7)
     for trusted in (True, False):
         text = CalibrationText(("self:plain",), 64, LENGTH, trust_remote_code=trusted)
-        found = text.blocks(read_checkpoint(model), "cpu", SILENT)
+        found = text.split(read_checkpoint(model), "cpu", SILENT)[0]
         assert bool((found[:, 1:] == 7).all()) is trusted
 
 

@@ -177,7 +177,7 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt_neox", "gpt2+scaled"])
 def test_bin_files_and_shards_give_the_same(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """A checkpoint of torch's own format, other shards, several jobs: the same tensors. And gpt2 without a prefix."""
+    """A checkpoint of torch's own format, other shards: the same tensors. And gpt2 without a prefix."""
     expected = all_tensors(convert_checkpoint(checkpoint(name), 1, tmp_path / "expected", method="mean").out)
     model = source_model(name)
     (tmp_path / "bin").mkdir()
@@ -188,7 +188,6 @@ def test_bin_files_and_shards_give_the_same(name: str, checkpoint: Callable[[str
     torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
     for source, how in (
         (tmp_path / "bin", {}),
-        (checkpoint(name), {"jobs": 2}),
         (tmp_path / "bin", {"dtype": "float32"}),
     ):
         how |= {"method": "mean", "overwrite": True}

@@ -82,7 +82,7 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teac
     source = read_checkpoint(SOURCE)
 
     def calibrated() -> list[bytes]:
-        return [row.numpy().tobytes() for row in text.blocks(source, "cpu", SILENT)]
+        return [row.numpy().tobytes() for row in text.split(source, "cpu", SILENT)[0]]
 
     def trained() -> list[bytes]:
         options = TrainOptions(
@@ -99,7 +99,7 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teac
     assert uses == [calibrated(), trained(), measured()]
     rows = [row for use in uses for row in use]
     assert len(set(rows)) == len(rows) == 2 * 8 + SAMPLES
-    twice = CalibrationText(("self:plain", f"self:plain:{8 * SIZE}"), 8 * SIZE, SIZE).blocks(source, "cpu", SILENT)
+    twice = CalibrationText(("self:plain", f"self:plain:{8 * SIZE}"), 8 * SIZE, SIZE).split(source, "cpu", SILENT)[0]
     assert [row.numpy().tobytes() for row in twice[:8]] == uses[0]
     assert len({row.numpy().tobytes() for row in twice}) == len(twice) == 16
 
@@ -127,9 +127,9 @@ def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: py
     weights = 4 * sum(tensor.numel() for tensor in teacher.parameters())
     batches, loads, texts, plain, float32 = list[int](), list[str](), list[bytes](), module.samples, teacher.float()
 
-    def counted(*args, seed, **options):
-        batches.append(len(seed))
-        return plain(*args, seed=seed, **options)
+    def counted(*args, seeds, **options):
+        batches.append(len(seeds))
+        return plain(*args, seeds=seeds, **options)
 
     def opened(dtype: str, device: str = "cpu"):
         loads.append(device)
@@ -205,13 +205,13 @@ def test_specs() -> None:
 
 def test_samples_are_the_models_own(tmp_path: Path) -> None:
     """The same for a seed; what generation_config.json asks for (top-p, penalties, an end) is not done."""
-    plain = samples(load(SOURCE), 16, seed=1, batch=6)
+    plain = samples(load(SOURCE), 16, seeds=[1], batch=6)
     assert plain.shape == (6, 16)
     assert (plain[:, 0] == 1).all(), "BOS"
     settings = {"do_sample": True, "top_k": 2, "repetition_penalty": 1.5, "max_length": 5, "eos_token_id": [2, 3]}
     (model := copy_source(tmp_path)).joinpath("generation_config.json").write_text(json.dumps(settings))
-    assert torch.equal(plain, samples(load(model), 16, seed=1, batch=6))
-    assert not torch.equal(plain, samples(load(model), 16, seed=2, batch=6))
+    assert torch.equal(plain, samples(load(model), 16, seeds=[1], batch=6))
+    assert not torch.equal(plain, samples(load(model), 16, seeds=[2], batch=6))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
@@ -225,7 +225,7 @@ def test_samples_are_as_surprising_as_the_model_expects(
             return super().__call__(input_ids, scores / temperature)
 
     monkeypatch.setattr(module, "Draw", Other)
-    ids = samples(teacher, 33, seed=3, batch=32)
+    ids = samples(teacher, 33, seeds=[3], batch=32)
     with torch.no_grad():
         log = teacher(input_ids=ids[:, :-1]).logits.double().log_softmax(-1)
     surprise = -log.gather(-1, ids[:, 1:, None])[..., 0]
@@ -245,16 +245,16 @@ def test_sampling_does_not_copy_what_it_has(teacher, monkeypatch: pytest.MonkeyP
             layers.append(self)
 
     monkeypatch.setattr(module, "GrowingLayer", Counted)
-    ours = samples(teacher, 40, seed=1, batch=3)
+    ours = samples(teacher, 40, seeds=[1], batch=3)
     assert [layer.get_seq_length() for layer in layers] == [39] * teacher.config.num_hidden_layers
     monkeypatch.setattr(module, "_cache", lambda model: {})
-    assert torch.equal(ours, samples(teacher, 40, seed=1, batch=3))
+    assert torch.equal(ours, samples(teacher, 40, seeds=[1], batch=3))
     assert len(layers) == teacher.config.num_hidden_layers
 
 
 def test_what_cannot_be_sampled_from() -> None:
     with pytest.raises(RefusedError, match=r"Model has no head that predicts tokens; give text instead of self"):
-        samples(load(SOURCE).base_model, 4, seed=0, batch=1)
+        samples(load(SOURCE).base_model, 4, seeds=[0], batch=1)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])
@@ -279,11 +279,11 @@ def test_a_model_attends_as_before_when_it_is_done(monkeypatch: pytest.MonkeyPat
     """Also after what fails; while it writes, queries attend one by one."""
     model, single = load(SOURCE), []
     monkeypatch.setattr(module, "attend_one", lambda *given: single.append(0) or attend_one(*given))
-    samples(model, 4, seed=0, batch=1)
+    samples(model, 4, seeds=[0], batch=1)
     assert len(single) == 3 * model.config.num_hidden_layers
     assert model.config._attn_implementation == "sdpa"
     for forward in (None, lambda **inputs: inputs["of another class"]):
         model.forward = forward
         with pytest.raises(RefusedError, match="cannot be sampled from, 2 sequences of 4 tokens at a time: "):
-            samples(model, 4, seed=0, batch=2)
+            samples(model, 4, seeds=[0], batch=2)
     assert model.config._attn_implementation == "sdpa"

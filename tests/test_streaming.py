@@ -15,6 +15,7 @@ from training import Runs
 
 from gqa.checkpoint import write as writer
 from gqa.checkpoint.console import Watcher
+from gqa.convert import rewrite
 from gqa.convert.api import convert, convert_checkpoint, prepare
 from gqa.convert.methods import HeadMaps
 from gqa.convert.options import ConvertOptions
@@ -98,10 +99,11 @@ def test_jobs_change_nothing_but_the_time(tmp_path: Path, dtype: str | None, mon
     torch.set_num_threads(3)
     for jobs in (1, 4):
         moved, watcher = list[int](), Watcher(quiet=True)
+        monkeypatch.setattr(rewrite, "DEFAULT_JOBS", jobs)
         monkeypatch.setattr(watcher, "update", moved.append)
         fields: dict[str, Any] = {"output": tmp_path / str(jobs), "dtype": dtype}
         options = ConvertOptions(model=str(source), kv_heads=2, method="mean", **fields)
-        result = convert(prepare(options), options, watcher, jobs=jobs)
+        result = convert(prepare(options), options, watcher)
         files = {path.name: path.read_bytes() for path in result.out.glob("*.safetensors")}
         headers = sum(8 + int.from_bytes(data[:8], "little") for data in files.values())
         assert sum(moved) == result.plan.total_bytes == sum(map(len, files.values())) - headers

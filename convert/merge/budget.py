@@ -52,10 +52,7 @@ def _text(checkpoint: Checkpoint, options: MapsOptions, watcher: Watcher) -> tup
 
 
 def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
-    """KV heads of each layer with the least sum of losses, at most `budget` heads in all (multiple-choice knapsack).
-
-    Raises ValueError if the smallest numbers exceed the budget.
-    """
+    """KV heads of each layer with the least sum of losses, at most `budget` heads in all (multiple-choice knapsack)."""
     least = np.zeros(budget + 1)  # sum of losses of the layers so far, by heads available to them
     chosen: list[np.ndarray] = []
     for layer in losses:
@@ -67,8 +64,6 @@ def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
         best = totals.argmin(0)
         least = totals.min(0)
         chosen.append(np.array(choices)[best])
-    if math.isinf(least[budget]):
-        raise ValueError(f"{sum(map(min, losses))} heads are the fewest, {budget} are allowed")
     heads: list[int] = []
     for best in reversed(chosen):
         heads.append(int(best[budget - sum(heads)]))

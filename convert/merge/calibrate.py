@@ -7,7 +7,7 @@ for every architecture and from any start (docs/methods.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from gqa.checkpoint.loading import native_bfloat16
 from gqa.convert.merge.closed_form import LayerResult, Task, closed_form, mean_squares, position_weights
 from gqa.convert.merge.layerwise import Arguments, Layer, Part, first_tensor
 from gqa.convert.merge.options import AT_ONCE, MapsOptions, Refinement
-from gqa.convert.merge.pair import Inputs, Pair, check_finite
+from gqa.convert.merge.pair import Inputs, Pair, Streams, check_finite
 from gqa.convert.plan import Plan
 
 _CHECKS = 8  # of the held-out error in a run
@@ -49,16 +49,20 @@ class Calibrator:
         return {"source": self.streams.source.hidden, "converted": self.streams.converted.hidden}
 
     @torch.no_grad()
-    def run(self, layer: int) -> list[LayerResult]:
-        """Results of the attention modules of the next layer; none where it has no heads to merge. Both streams go
-        through the layer.
+    def run(self, layer: int, heldout: Collection[Streams] = ()) -> list[LayerResult]:
+        """Results of the attention modules of the next layer; none where it has no heads to merge. Both streams, and
+        those of `heldout` text, which nothing is fitted to, go through the layer.
         """
         pair = self.pair
         streams, modules, source = self.streams, pair.modules_of(layer), pair.original(layer)
+        for both in heldout:
+            source.pass_through(both.source)
         if not modules:
             for stream in (streams.source, streams.converted):
                 source.pass_through(stream)
                 check_finite(layer, stream.hidden)
+            for both in heldout:
+                source.pass_through(both.converted)
             pair.source.release(layer)
             return []
         scale = self._residual_scale([pair.with_attention(module, source) for module in modules])
@@ -85,7 +89,9 @@ class Calibrator:
                     targets[capture.rows] -= capture.attention_output.cpu()
                 if scale is None:
                     targets.zero_()
-        pair.merged(layer, modules[-1], converted).pass_through(streams.converted)
+        merged = pair.merged(layer, modules[-1], converted)
+        for both in (streams, *heldout):
+            merged.pass_through(both.converted)
         pair.source.release(layer)
         pair.target.release(layer)
         return results

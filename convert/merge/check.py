@@ -5,14 +5,13 @@ The text goes through each layer of both models while that layer is calibrated, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gqa.convert.merge.closed_form import LayerResult
 from gqa.convert.merge.pair import Pair
 from gqa.corpus.likelihood import nats
 from gqa.corpus.statistics import paired_ratio
@@ -23,7 +22,7 @@ _SHORTEST = 16  # tokens of a block that shows recall
 
 
 class Check:
-    """Hidden states of held-out text in the base model and in the converted one, layer after layer."""
+    """Hidden states of held-out text in both models: `streams`, which `Calibrator.run` takes through each layer."""
 
     def __init__(self, pair: Pair, blocks: Tensor, state: Mapping[str, Tensor]) -> None:
         """`blocks` (M, T) are token ids; `state`: of an earlier check of the same text, after some layers."""
@@ -33,7 +32,7 @@ class Check:
         if blocks.shape[1] >= _SHORTEST:
             self._texts["copies"] = torch.cat([blocks[:_COPIES, :half], blocks[:_COPIES, lead:half]], 1)
         self._first = {"text": 1, "copies": half + 1}  # token that is scored
-        self._streams = {name: pair.start({"input_ids": ids}) for name, ids in self._texts.items()}
+        self.streams = {name: pair.start({"input_ids": ids}) for name, ids in self._texts.items()}
         for name, states in self.state().items() if state else ():
             states.copy_(state[name])
 
@@ -41,23 +40,8 @@ class Check:
         """Tensors with which another check continues after the last layer."""
         models = ("source", "converted")
         return {
-            f"{name} {model}": getattr(self._streams[name], model).hidden for name in self._texts for model in models
+            f"{name} {model}": getattr(both, model).hidden for name, both in self.streams.items() for model in models
         }
-
-    def advance(self, layer: int, results: Sequence[LayerResult]) -> None:
-        """Run the text through a layer of both models; `results`: of its attention modules that are converted."""
-        pair, streams, changed = self._pair, self._streams.values(), dict[str, Tensor]()
-        source = pair.original(layer)
-        for both in streams:
-            source.pass_through(both.source)
-        for result in results:
-            changed |= pair.mapped(result.module, result.maps) | result.weights
-        converted = pair.merged(layer, results[-1].module, changed) if results else source
-        for both in streams:
-            converted.pass_through(both.converted)
-        pair.source.release(layer)
-        if results:
-            pair.target.release(layer)
 
     def result(self) -> dict[str, Any]:
         """Perplexity of both models and their ratio with its interval, and recall: the share of tokens of a second copy
@@ -77,7 +61,7 @@ class Check:
     def _scores(self, name: str, model: str) -> tuple[np.ndarray, np.ndarray]:
         """(M, n) nats of the scored tokens of a text, and whether each is the most probable one."""
         ids, first = self._texts[name], self._first[name]
-        hidden, losses, hits = getattr(self._streams[name], model).hidden, [], []
+        hidden, losses, hits = getattr(self.streams[name], model).hidden, [], []
         for row, block in enumerate(ids):  # logits of one block at a time
             logits, targets = self._pair.source.logits(hidden[row : row + 1])[0, first - 1 : -1], block[first:]
             losses.append(nats(logits, targets.to(logits.device)).cpu())

@@ -87,13 +87,12 @@ def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher
         watcher.note(f"continues   after layer {layers.count} of {calibrator.layers}, where a run was stopped")
     watcher.stage("calibrating", calibrator.layers, "layer", layers.count)
     for layer in range(layers.count, calibrator.layers):
-        results = calibrator.run(layer)
+        results = calibrator.run(layer, check.streams.values() if check else ())
         tensors = maps_tensors((result.module.path, result.maps) for result in results)
         for result in results:
             tensors |= result.weights
         state = calibrator.state()
         if check:
-            check.advance(layer, results)
             state |= check.state()
         error = max((result.error for result in results), default=None)
         layers.add(tensors, state, error)

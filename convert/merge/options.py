@@ -90,6 +90,7 @@ class CalibrationText:
         maker, pairs = PairMaker(checkpoint, device, self.length, self.seed, watcher, trusted), []
         for number, (source, tokens) in enumerate(self.shares()):
             if is_self(source):
+                watcher.stage(f"{checkpoint.name} writes", 2 * (tokens // self.length) * self.length)
                 pairs += maker.write(tokens // self.length, self._seed(number))
             elif self.target_field:
                 pairs += maker.read(self._parse(source), tokens // self.length)
@@ -99,13 +100,10 @@ class CalibrationText:
                 pairs += maker.corrupt(blocks)
         return maker.inputs(pairs)
 
-    def blocks(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> Tensor:
-        """(N, length) token ids, of each source its share. Raises RefusedError and CorpusError."""
-        return self.split(checkpoint, device, watcher, 0)[0]
-
-    def split(self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int) -> tuple[Tensor, Tensor]:
-        """The same, and (M, length) of at most `heldout` tokens of the same sources, without repeats, which are none of
-        the others: of what the model writes the last, at most an eighth; of other text what is left.
+    def split(self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0) -> tuple[Tensor, Tensor]:
+        """(N, length) token ids, of each source its share. And (M, length) of at most `heldout` tokens of the same
+        sources, without repeats, which are none of the others: of what the model writes the last, at most an eighth; of
+        other text what is left. Raises RefusedError and CorpusError.
         """
         import torch
 

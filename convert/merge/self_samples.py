@@ -108,7 +108,7 @@ def sampled_blocks(
         several = max(1, at_once(source, size, dtype, least) // batch)
         for first in range(0, len(numbers), several):
             seeds = [derive_seed(seed, number) for number in numbers[first : first + several]]
-            yield samples(model, size + lead, seed=seeds, batch=batch, progress=watcher.update)[:, lead:]
+            yield samples(model, size + lead, seeds=seeds, batch=batch, progress=watcher.update)[:, lead:]
 
     identity = f"{samples_identity(checkpoint, trust_remote_code)} {start} {lead} {seed} {size} {batch} {dtype}"
     path = store_batches(identity, size, batch, n_blocks, sample)
@@ -173,12 +173,12 @@ def _cache_bytes(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int
 
 @torch.no_grad()
 def samples(
-    model: Any, length: int, *, seed: int | Sequence[int], batch: int,
+    model: Any, length: int, *, seeds: Sequence[int], batch: int,
     progress: Callable[[int], object] = lambda tokens: None,
     encoder_inputs: Mapping[str, Tensor] | None = None, banned: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
-    """Sample (batch, length) token ids without the `banned` ones, reproducible for a seed, batch size and machine; for
-    several seeds, one batch per seed, concatenated. Raises RefusedError.
+    """Sample (batch, length) token ids without the `banned` ones, reproducible for a seed, batch size and machine: one
+    batch for each seed, concatenated. Raises RefusedError.
 
     EOS does not end a sequence: the model then starts another text, as in training. `encoder_inputs`: keyword arguments
     for an encoder-decoder.
@@ -194,7 +194,6 @@ def samples(
         suppress_tokens=list(banned) or None,
     )  # fmt: skip
     model.generation_config = settings  # else generate() fills unset fields from the checkpoint's
-    seeds = [seed] if isinstance(seed, int) else seed
     draw = LogitsProcessorList([Draw(*(torch.Generator().manual_seed(one) for one in seeds), progress=progress)])
     batch *= len(seeds)
     prompt = torch.full((batch, 1), start, device=model.device)

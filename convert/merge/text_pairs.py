@@ -66,10 +66,6 @@ class PairMaker:
         """`count` self-generated pairs. Source: what the decoder writes for an empty source, with spans replaced by
         marks if the tokenizer has them; target: what the decoder writes for that source.
         """
-        self._watcher.stage(f"{self.name} writes", 2 * count * self.length)
-        return self._own(count, seed)
-
-    def _own(self, count: int, seed: int) -> list[TokenPair]:
         encoder, generator = self._encoder, np.random.default_rng(seed)
         texts = self._write([[encoder.end]] * count, seed, [*encoder.marks, encoder.end])
         sources = [
@@ -88,7 +84,7 @@ class PairMaker:
             self._watcher.stage(f"{self.name} writes", 2 * WRITTEN * len(numbers) * self.length)
             for number in numbers:
                 rows = torch.full((WRITTEN, 2, self.length), -1)
-                for row, pair in enumerate(self._own(WRITTEN, derive_seed(self._seed, number))):
+                for row, pair in enumerate(self.write(WRITTEN, derive_seed(self._seed, number))):
                     for side, ids in enumerate(pair):
                         rows[row, side, : len(ids)] = torch.tensor(ids)
                 yield rows.flatten(1)
@@ -124,7 +120,7 @@ class PairMaker:
             ids, mask = self._padded(part := sources[first : first + WRITTEN])
             encoder_inputs = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device)}
             written = samples(
-                self._model, self.length + 1, seed=seed + first, batch=len(part), encoder_inputs=encoder_inputs,
+                self._model, self.length + 1, seeds=[seed + first], batch=len(part), encoder_inputs=encoder_inputs,
                 banned=banned, progress=self._watcher.update,
             )  # fmt: skip
             for row in written[:, 1:].tolist():
