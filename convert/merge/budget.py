@@ -123,27 +123,19 @@ def losses_alone(plan: Plan, blocks: Tensor, measured: Tensor, options: MapsOpti
     """
     calibrator = Calibrator(plan, blocks, options)
     watcher.stage(f"measuring layers, G = {plan.groups}", calibrator.layers, "layer")
-    pair, changed = calibrator.pair, dict[int, Stream]()
+    pair, changed = calibrator.pair, list[Stream]()
     true = pair.start({"input_ids": measured}).source
     for layer in range(calibrator.layers):
-        results = calibrator.run(layer)
+        alone = true.clone()
+        calibrator.run(layer, [true, *changed], [alone])
+        changed.append(alone)
         # Undo this layer's change in the stream, so that the next layer is the only changed one.
         calibrator.streams.converted.hidden.copy_(calibrator.streams.source.hidden)
-        source = pair.original(layer)
-        for stream in changed.values():
-            source.pass_through(stream)
-        for result in results:
-            changed[layer] = true.clone()
-            merged = pair.merged(layer, result.module, pair.mapped(result.module, result.maps))
-            merged.pass_through(changed[layer])
-            pair.target.release(layer)
-        source.pass_through(true)
-        pair.source.release(layer)
         watcher.update(1)
     lost = [0.0] * calibrator.layers
     for rows in true.batches():
         base = pair.source.logits(true.hidden[rows]).log_softmax(-1)
-        for layer, stream in changed.items():
+        for layer, stream in enumerate(changed):
             log_probs = pair.source.logits(stream.hidden[rows]).log_softmax(-1)
             lost[layer] += float((base.exp() * (base - log_probs)).sum())
     return [nats / measured.numel() for nats in lost]

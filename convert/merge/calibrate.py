@@ -7,7 +7,7 @@ for every architecture and from any start (docs/methods.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from gqa.checkpoint.loading import native_bfloat16
 from gqa.convert.merge.closed_form import LayerResult, Task, closed_form, mean_squares, position_weights
-from gqa.convert.merge.layerwise import Arguments, Layer, Part, first_tensor
+from gqa.convert.merge.layerwise import Arguments, Layer, Part, Stream, first_tensor
 from gqa.convert.merge.options import AT_ONCE, MapsOptions, Refinement
-from gqa.convert.merge.pair import Inputs, Pair, Streams, check_finite
+from gqa.convert.merge.pair import Inputs, Pair, check_finite
 from gqa.convert.plan import Plan
 
 _CHECKS = 8  # of the held-out error in a run
@@ -49,20 +49,20 @@ class Calibrator:
         return {"source": self.streams.source.hidden, "converted": self.streams.converted.hidden}
 
     @torch.no_grad()
-    def run(self, layer: int, heldout: Collection[Streams] = ()) -> list[LayerResult]:
-        """Results of the attention modules of the next layer; none where it has no heads to merge. Both streams, and
-        those of `heldout` text, which nothing is fitted to, go through the layer.
+    def run(
+        self, layer: int, source_streams: Sequence[Stream] = (), converted_streams: Sequence[Stream] = ()
+    ) -> list[LayerResult]:
+        """Results of the attention modules of the next layer; none where it has no heads to merge. Both streams go
+        through the layer, and streams of other text, which nothing is fitted to, through the source's or the converted.
         """
         pair = self.pair
         streams, modules, source = self.streams, pair.modules_of(layer), pair.original(layer)
-        for both in heldout:
-            source.pass_through(both.source)
+        for stream in source_streams:
+            source.pass_through(stream)
         if not modules:
-            for stream in (streams.source, streams.converted):
+            for stream in (streams.source, streams.converted, *converted_streams):
                 source.pass_through(stream)
                 check_finite(layer, stream.hidden)
-            for both in heldout:
-                source.pass_through(both.converted)
             pair.source.release(layer)
             return []
         scale = self._residual_scale([pair.with_attention(module, source) for module in modules])
@@ -90,8 +90,8 @@ class Calibrator:
                 if scale is None:
                     targets.zero_()
         merged = pair.merged(layer, modules[-1], converted)
-        for both in (streams, *heldout):
-            merged.pass_through(both.converted)
+        for stream in (streams.converted, *converted_streams):
+            merged.pass_through(stream)
         pair.source.release(layer)
         pair.target.release(layer)
         return results

@@ -75,19 +75,20 @@ def _look_at_weights(plan: Plan, layers: FinishedLayers, options: MapsOptions, w
 
 def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher) -> dict[str, Any] | None:
     """Layer after layer, from the first that is not finished on. Quality of the result on held-out text, if any."""
-    heldout = TOKENS if options.check else 0
-    inputs, others = options.text.inputs(plan.checkpoint, options.device, watcher, heldout)
+    most = TOKENS if options.check else 0
+    inputs, others = options.text.inputs(plan.checkpoint, options.device, watcher, most)
     state = layers.state()
     calibrator = Calibrator(plan, inputs, options, state)
     has_head = predicts_tokens(transformers_config(plan.new_config)) and (
         calibrator.pair.source.model.get_output_embeddings() is not None
     )
     check = Check(calibrator.pair, others, state) if others is not None and len(others) and has_head else None
+    heldout = list(check.streams.values()) if check else []
     if layers.count:
         watcher.note(f"continues   after layer {layers.count} of {calibrator.layers}, where a run was stopped")
     watcher.stage("calibrating", calibrator.layers, "layer", layers.count)
     for layer in range(layers.count, calibrator.layers):
-        results = calibrator.run(layer, check.streams.values() if check else ())
+        results = calibrator.run(layer, [both.source for both in heldout], [both.converted for both in heldout])
         tensors = maps_tensors((result.module.path, result.maps) for result in results)
         for result in results:
             tensors |= result.weights
