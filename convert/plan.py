@@ -209,10 +209,12 @@ def searches(plan: Plan, grouping: str) -> bool:
     """
     heads, symmetry = plan.config.main.kv, plan.config.symmetry
     merged = [count for count in {*([plan.groups] if isinstance(plan.groups, int) else plan.groups)} if count < heads]
-    if grouping == "contiguous" or not merged or not plan.merging.how.aligns:
+    if grouping == "contiguous" or not merged:
         return False
     partitions, why = max(_partitions(heads, count) for count in merged), ""
-    if not (isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)):
+    if not plan.merging.how.aligns:
+        why = f"--method {plan.merging.method} merges neighbours"
+    elif not (isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)):
         why = f"the attention of {plan.config.text.model_type} ties something to the places of heads"
     elif partitions > _MOST_PARTITIONS:
         why = f"{heads} heads form {partitions:,} partitions, more than {_MOST_PARTITIONS:,}"

@@ -50,7 +50,7 @@ def test_goes_on_where_it_was_interrupted(source: Path, tmp_path: Path, method: 
     whole = find_maps(plan, tmp_path / "whole", options)
     with pytest.raises(KeyboardInterrupt):
         find_maps(plan, out, options, checkpoints.Recorder(stop_after=1))
-    with pytest.raises(RefusedError, match=r"unfinished run with ridge 0\.03, not 0\.5; run it to its end, or start"):
+    with pytest.raises(RefusedError, match=r"another run \(ridge: 0\.03 -> 0\.5\); finish that with its options"):
         find_maps(plan, out, replace(options, ridge=0.5))
     assert equal(find_maps(plan, out, options, recorder := checkpoints.Recorder()), whole)
     assert len(recorder.losses) == 1, "the first layer was not done again"
