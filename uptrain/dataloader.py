@@ -7,7 +7,6 @@ columns, plain text with spans left out, or what the teacher writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -338,7 +337,8 @@ def build_data(
     """The data to train on, which the model of `base` may write, and the held-out blocks, for a model of a transformers
     `config`. Raises RefusedError and CorpusError.
     """
-    longest, processes = find_block_size(config, tokenizer, checkpoint, options), ranks().num_processes
+    longest, processes = find_block_size(config, tokenizer, checkpoint, options), ranks()
+    count = processes.num_processes
     trusted, encoder = options.trust_remote_code, None
 
     def write(size: int, count: int) -> SampledBlocks:
@@ -350,24 +350,16 @@ def build_data(
         plain = parse_self(options.data[0]).plain
         return sampled_blocks(load, device, base, size, count, seed, plain, watcher, trust_remote_code=trusted)
 
-    # One process tokenises, or samples from the teacher, and the others read its cache.
-    with main_first():
-        if config.is_encoder_decoder:
-            encoder = PairEncoder(config, tokenizer, checkpoint.name)
-            return open_pairs(options, encoder, tokenizer, longest, processes, write)
-        if is_self(options.data[0]):
-            return open_sampled(options, tokenizer, write, longest, processes)
-        return open_dataloader(options, tokenizer, longest, processes)
-
-
-@contextmanager
-def main_first() -> Iterator[None]:
-    """The main process goes through the block, then the others do, also if it fails."""
-    processes = ranks()
+    # The main process tokenises, or samples from the teacher; then the others read its cache, also if it fails.
     if not processes.is_main_process:
         processes.wait_for_everyone()
     try:
-        yield
+        if config.is_encoder_decoder:
+            encoder = PairEncoder(config, tokenizer, checkpoint.name)
+            return open_pairs(options, encoder, tokenizer, longest, count, write)
+        if is_self(options.data[0]):
+            return open_sampled(options, tokenizer, write, longest, count)
+        return open_dataloader(options, tokenizer, longest, count)
     finally:
         if processes.is_main_process:
             processes.wait_for_everyone()

@@ -20,7 +20,7 @@ from gqa.checkpoint.hub import default_output, open_model
 from gqa.checkpoint.loading import check_predicts_tokens, find_device, load_tokenizer, ranks, read_auto_config
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import OutputDirectory, require_space
-from gqa.uptrain.dataloader import Dataloader, build_data, main_first
+from gqa.uptrain.dataloader import Dataloader, build_data
 from gqa.uptrain.models import build_model, build_teacher, check_exportable, check_teacher, settle
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.state import State, States, describe_run
@@ -81,8 +81,7 @@ def prepare(options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = 
     options = replace(options, precision=_PRECISION[accelerator.mixed_precision])
     states = States(out.with_name(f"{out.name}-state"))
     device = str(accelerator.device)
-    with main_first():  # data of a hub is fetched once
-        run = describe_run(options, checkpoint, base, device, argv)
+    run = describe_run(options, checkpoint, base, device, argv)
     if start := states.start(run):  # the default batch may depend on the number of processes
         options = replace(options, batch_size=start.record["batch_size"])
         options.check(processes)
