@@ -97,7 +97,7 @@ def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher
             state |= check.state()
         error = max((result.error for result in results), default=None)
         layers.add(tensors, state, error)
-        watcher.update(note="" if error is None else f"error {error:.3g}")
+        watcher.layer(error)
     return check.result() if check else None
 
 
