@@ -10,7 +10,7 @@ decode: tokens per second of a random bfloat16 model of Llama-2-7B's shape by KV
     the weights and of the cache take: 1 is the limit. `largest` is the largest batch whose cache fits.
 convert: a model of 1.3 billion parameters with 4 of 16 KV heads by `calibrated` and `refined`, on text that it writes
     itself: seconds and peak memory of each stage (the first samples the text: its tokens per second are the sampler's).
-uptrain: tokens per second of gqa-uptrain on a model of that size, with and without --checkpointing, with
+uptrain: tokens per second of gqa-uptrain on a model of that size, with and without --compile and --checkpointing, with
     NCCL on one rank and with FSDP2 on one rank. `mfu` is 6 operations per parameter and token, of the rate of a matrix
     product on the device.
 distill: the embedded model with 2 and 1 heads, distilled on 1 to 50 million tokens that it writes itself.
@@ -69,6 +69,7 @@ class Scale:
     convert_heads: int = 4
     convert: tuple[str, ...] = ("--tokens", "65536")
     refine: tuple[str, ...] = ()
+    compile: bool = True
     trained: Shape = SHAPES["1.3b"]
     train: tuple[str, ...] = (
         "--steps", "12", "--batch-size", "8", "--micro-batch", "4", "--context", "2048", "--precision", "bfloat16",
@@ -86,7 +87,7 @@ _LITTLE = ("--method", "calibrated", "--tokens", "512", "--context", "32")
 TINY = Scale(
     shape=Shape(64, 128, 2, 8, 8, 4096), kv_heads=(8, 2), contexts=(32,), batches=(1, None), largest=4, steps=2,
     copy_bytes=1 << 20, product=64, converted=Shape(64, 128, 2, 8, 8, 4096), convert_heads=2,
-    convert=("--tokens", "512", "--context", "32"), refine=("--refine-steps", "4"),
+    convert=("--tokens", "512", "--context", "32"), refine=("--refine-steps", "4"), compile=False,
     trained=Shape(64, 128, 2, 8, 8, 4096),
     train=("--steps", "4", "--batch-size", "2", "--micro-batch", "1", "--context", "32", "--heldout-tokens", "128"),
     tokens=(256, 512), distil=("--context", "32", "--batch-size", "2", "--heldout-tokens", "512"),
@@ -390,6 +391,8 @@ def uptrain(results: Results) -> None:
         "plain": ([], []), "checkpointing": ([], ["--checkpointing"]),
         "one rank": (torchrun, []), "one rank fsdp2": (fsdp2, []),
     }  # fmt: skip
+    if results.scale.compile:
+        runs |= {f"compile {name}": ([], ["--compile", *runs[name][1]]) for name in ("plain", "checkpointing")}
     results.measure("matrix product", product_rate, results.scale.product)
     parameters = random_llama(shape, "bfloat16", "meta").num_parameters()
     needed = 6 * parameters / float(results.rows["matrix product"]["flops_per_second"])

@@ -34,7 +34,7 @@ class ChunkedHead:
     logits; if not (an unusual class), `split` becomes False and the full forward is used, in the model's dtype.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, compile_backbone: bool = False) -> None:
         self.model = model
         self.backbone = model.base_model
         # T5 has no module for encoder plus decoder without head: the encoder runs first, the decoder is the backbone.
@@ -44,6 +44,7 @@ class ChunkedHead:
         self.split = self.backbone is not model
         self._checked = False
         self._output: Any = None
+        self._run = torch.compile(self.backbone) if compile_backbone and self.split else self.backbone
 
     def hidden(self, **inputs: Tensor) -> Tensor:
         """`input_ids` (B, T) and other inputs of the model -> hidden states (B, T, D) before the head, or without a
@@ -53,7 +54,7 @@ class ChunkedHead:
             self._check({name: part[:1, :8] if part.ndim == 2 else part[:1] for name, part in inputs.items()})
         if not self.split:
             return self.model(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
-        self._output = self.backbone(**self._backbone_inputs(inputs), use_cache=False, return_dict=True)
+        self._output = self._run(**self._backbone_inputs(inputs), use_cache=False, return_dict=True)
         hidden: Tensor = self._output.last_hidden_state
         return hidden
 

@@ -19,6 +19,7 @@ import torch
 from checkpoints import SINGLE, Result, edit_tensors, load, run, snapshot
 from safetensors.torch import save_file
 from training import (
+    difference,
     expert_options,
     fresh_accelerator,
     infinite_gradient,
@@ -213,6 +214,21 @@ def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function
     done = command(tmp_path / "out", steps=1, batch_size=4, micro_batch=2, save_every=1)
     check_refused(done, says, code=code)
     assert not (tmp_path / "out").exists()
+
+
+def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without code generation, which takes half a minute; the graph is the compiler's all the same."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    for compiled in (False, True):
+        assert command(tmp_path / f"{compiled}", steps=2, compile=compiled, batch_size=4, heldout_tokens=256).code == 0
+    assert difference(tmp_path / "True", tmp_path / "False") < 1e-5
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fail))
+    done = command(tmp_path / "out", steps=2, compile=True)
+    check_refused(done, "training with --compile failed (backend='fail' raised: RuntimeError: no compiler")
 
 
 def test_the_documented_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ class TrainOptions(Options):
         None, "What is computed in; weights are kept in float32.  [default: as the launcher says, else float32]")
     device: str | None = same_as(ConvertOptions, "device", methods="", free=True)
     checkpointing: bool = option(False, "Compute activations twice instead of keeping them.", free=True)
+    compile: bool = option(False, "Compile the model with torch.compile.", free=True)
     attn_implementation: str = option(
         "sdpa", "How transformers computes attention: sdpa, eager, flash_attention_2 ...", metavar="NAME", free=True)
     teacher: str = option(

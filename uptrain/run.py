@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import OutputError, RefusedError, listing
+from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.files import TensorSpec, new_shard, shard_names, write_index
 from gqa.checkpoint.loading import on_main, out_of_memory
 from gqa.checkpoint.names import saved_tensors
@@ -51,7 +51,9 @@ def uptrain(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, 
             progress, weights = train(setup, watcher)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
-                raise
+                if not setup.options.compile:
+                    raise
+                raise RefusedError(f"training with --compile failed ({explain(error, 200)}); do without") from error
             raise RefusedError(
                 f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
                 f"{setup.micro_batch}) or --context (now {setup.options.block:,}), or give --checkpointing, "

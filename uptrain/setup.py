@@ -90,7 +90,7 @@ def prepare(options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = 
     teacher = build_teacher(options, base, accelerator) if base else None
     if base and teacher:
         check_teacher(teacher, load_tokenizer(base, options.trust_remote_code), model, tokenizer, base.name)
-    training = TrainingModel(model, teacher)
+    training = TrainingModel(model, teacher, options.compile)
     if accelerator.is_fsdp2:
         shard_model(training, checkpoint, accelerator)
     check_exportable(model, checkpoint)  # weights are read: it is known which of several tied names are stored

@@ -24,10 +24,10 @@ SliceLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 class TrainingModel(nn.Module):
     """The model with its loss. The teacher, if any, is no submodule, so it is neither trained nor saved."""
 
-    def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel | None) -> None:
+    def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel | None, compile_model: bool = False) -> None:
         super().__init__()
         self.model = model
-        self._head = ChunkedHead(model)
+        self._head = ChunkedHead(model, compile_model)
         self._teacher = None if teacher is None else ChunkedHead(teacher)
         # FSDP gathers the parameters of modules of these classes one module at a time.
         classes = {type(module).__name__ for module in model.modules()}
