@@ -224,18 +224,18 @@ def test_the_decoder_writes(pair_models: Path, name: str, monkeypatch: pytest.Mo
     """The same each time, with random numbers of their own for sources, targets, and what stands twice; a target ends
     where the decoder ends it.
     """
-    seeds, sample = list[int](), pairs_module.samples
+    drawn, sample = list[int](), pairs_module.samples
 
-    def recorded(*args: Any, seed: int, **options: Any) -> Tensor:
-        seeds.append(seed)
-        return sample(*args, seed=seed, **options)
+    def recorded(*args: Any, seeds: list[int], **options: Any) -> Tensor:
+        drawn.extend(seeds)
+        return sample(*args, seeds=seeds, **options)
 
     monkeypatch.setattr(pairs_module, "samples", recorded)
     once = pair_inputs(pair_models, name, "self", 4)
     text = CalibrationText(("self", "self"), 24 * 8, 24)
     twice, _ = text.inputs(read_checkpoint(pair_models / name), "cpu", SILENT)
-    assert seeds[:2] == seeds[2:4]
-    assert len(set(seeds)) == 4
+    assert drawn[:2] == drawn[2:4]
+    assert len(set(drawn)) == 4
     assert rows_of(twice)[:4] == rows_of(once)
     assert rows_of(twice, "decoder_")[:4] == rows_of(once, "decoder_")
     assert len({tuple(row) for row in rows_of(once)}) == 4

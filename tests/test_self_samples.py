@@ -89,7 +89,7 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teac
             str(SOURCE), Path(), data=("self:plain",), seed=text.seed, context=SIZE, steps=2, batch_size=4,
             heldout_tokens=SIZE,
         )  # fmt: skip
-        data = build_data(options, source, source, teacher.config, load_tokenizer(source), "cpu", SILENT, False)
+        data = build_data(options, source, source, teacher.config, load_tokenizer(source), "cpu", SILENT)
         return [data.blocks[data.first + number]["input_ids"].tobytes() for number in range(8)]
 
     def measured() -> list[bytes]:
