@@ -271,8 +271,8 @@ class Log:
         self._device, self._main = setup.accelerator.device, setup.accelerator.is_main_process
         self._path, self._watcher = setup.metrics, watcher
         watcher.stage("training", setup.dataloader.steps, "step", first)
-        if self._main:
-            self._path.touch()
+        if self._main and (first or self._path.is_file()):
+            self._path.touch()  # users delete it
             lines = self._path.read_text().splitlines(keepends=True)[:first]
             with replacing(self._path) as temporary:
                 temporary.write_text("".join(lines))
