@@ -15,9 +15,8 @@ import matplotlib.pyplot as plt
 
 # Grey text on no background: readable on white and on black.
 GREY = "#808080"
-COLOURS = {
-    "mean": "#c44e52", "aligned": "#dd8452", "calibrated": "#4c72b0", "refined": "#55a868", "distilled": "#8172b3",
-}  # fmt: skip
+METHODS = {"mean": "#c44e52", "aligned": "#dd8452", "calibrated": "#4c72b0", "refined": "#55a868"}
+COLOURS = METHODS | {"distilled": "#8172b3"}
 
 
 def ratios(path: Path) -> dict[str, float]:
@@ -34,14 +33,15 @@ def text(ratio: float) -> str:
 def embedded(axes: Any, ratio_of: dict[str, float]) -> None:
     """Models are named METHOD-HEADS; the title and the shares are those of a model with 8 KV heads."""
     heads = (4, 2, 1)
-    for method, colour in COLOURS.items():
-        points = [(x, ratio_of[f"{method}-{g}"]) for x, g in enumerate(heads) if f"{method}-{g}" in ratio_of]
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=2)
-        axes.annotate(f"{method}  {text(points[-1][1])}", points[-1], xytext=(9, 0), textcoords="offset points",
-                      color=colour, va="center")  # fmt: skip
-    axes.set(ylabel="perplexity ratio", xlim=(-0.2, len(heads) + 0.1), ylim=(0.9, 24))
+    for method, colour in METHODS.items():
+        heights = [ratio_of[f"{method}-{g}"] for g in heads]
+        axes.plot(range(len(heads)), heights, "o-", color=colour, linewidth=2)
+        label, end = f"{method}  {text(heights[-1])}", (len(heads) - 1, heights[-1])
+        above = 5 if method == "calibrated" else -1  # refined ends just below
+        axes.annotate(label, end, xytext=(9, above), textcoords="offset points", color=colour, va="center")
+    axes.set(ylabel="perplexity ratio", yscale="log", xlim=(-0.2, len(heads) + 0.1), ylim=(0.9, 24))
     axes.set_title("embedded model, 5.8M parameters, 8 KV heads", fontsize=11)
-    axes.set_xticks(range(len(heads)), [f"{g} KV heads\ncache {8 / g:.0f}x smaller" for g in heads])
+    axes.set_xticks(range(len(heads)), [f"{g} KV head{'s' * (g > 1)}\ncache {8 / g:.0f}x smaller" for g in heads])
     axes.set_yticks([1, 2, 5, 10, 20], ["x1", "x2", "x5", "x10", "x20"])
 
 
@@ -51,7 +51,7 @@ def published(axes: Any, ratio_of: dict[str, float]) -> None:
         axes.plot([number], [ratio_of[method]], "o", color=colour)
         axes.annotate(text(ratio_of[method]), (number, ratio_of[method]), xytext=(0, 8), textcoords="offset points",
                       color=colour, ha="center")  # fmt: skip
-    axes.set(xlim=(-0.6, len(ratio_of) - 0.4), ylim=(0.85, 3 * max(ratio_of.values())))
+    axes.set(yscale="log", xlim=(-0.6, len(ratio_of) - 0.4), ylim=(0.85, 3 * max(ratio_of.values())))
     axes.set_title("SmolLM2-135M-Instruct, 3 KV heads to 1", fontsize=11)
     axes.set_xticks(range(len(COLOURS)), COLOURS)
     axes.set_yticks([1, 10, 100, 1000], ["x1", "x10", "x100", "x1,000"])
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
     plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "gqa", "font.size": 11, "text.color": GREY}
-    figure, panels = plt.subplots(1, 2, figsize=(12, 3.6), width_ratios=(1.15, 1))
+    figure, panels = plt.subplots(1, 2, figsize=(11, 3.7), width_ratios=(1.15, 1))
     embedded(panels[0], ratios(args.embedded))
     published(panels[1], ratios(args.published))
     for axes in panels:
