@@ -29,7 +29,7 @@ _QUICK = (
 )
 _METHODS = "\n".join(f"  {name:12}{how.needs}; {how.cost}: {how.result}" for name, how in METHODS.items())
 _EPILOG = f"""\b
-Methods, what they need (text: --data, or the model's own), cost and do:
+Methods, with input (text: --data, or self-generated), time and algorithm:
 {_METHODS}
 \b
 Examples:
@@ -44,9 +44,9 @@ Examples:
 def command(options: ConvertOptions) -> None:
     """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.
 
-    Keys and values of neighbouring heads are merged (or, upwards, repeated), everything else is copied byte for byte;
-    the result loads with plain transformers and its KV cache shrinks with the number of heads. No data is needed: the
-    model writes the text that the default method reads. The GQA paper's mean pooling is --method mean.
+    KV heads are merged (or repeated, if G is larger); the rest is copied byte for byte. The KV cache shrinks with the
+    number of heads. No data is needed: the default method calibrates on text that the model generates. The GQA
+    paper's mean pooling is --method mean.
     """
     from gqa.checkpoint.loading import quiet_transformers
     from gqa.convert.api import prepare

@@ -211,11 +211,11 @@ class Method:
 _METHODS = (
     Method("mean", "nothing", "seconds", "the mean of each group"),
     Method("first", "nothing", "seconds", "the first of each group", first),
-    Method("random", "nothing", "seconds", "drawn at random, a control of no use untrained", redraws=True),
-    Method("procrustes", "weights", "seconds", "rotated to agree, then the mean"),
-    Method("aligned", "weights", "minutes", "the closed form on inputs guessed from weights", guesses=True),
-    Method("calibrated", "text", "four forward passes", "the closed form on inputs from text"),
-    Method("refined", "text", "minutes a layer", "calibrated, then trained layer by layer", refines=True),
+    Method("random", "nothing", "seconds", "random, as a control", redraws=True),
+    Method("procrustes", "weights", "seconds", "rotated onto each other, then averaged"),
+    Method("aligned", "weights", "minutes", "merged in closed form, from the weights", guesses=True),
+    Method("calibrated", "text", "four forward passes", "merged in closed form on text"),
+    Method("refined", "text", "3x calibrated", "calibrated, then trained layer by layer", refines=True),
 )
 METHODS = {method.name: method for method in _METHODS}
 DEFAULT = "calibrated"  # with --kv-budget also the method that measures layers

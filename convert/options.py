@@ -22,58 +22,58 @@ class ConvertOptions(Options):
     # fmt: off
     model: str = option(MISSING, argument="MODEL")
     kv_heads: int | tuple[int, ...] | None = option(
-        None, "Key/value heads of the result: a divisor of the model's own, or a multiple to expand; or one number for "
-        "each layer, 3,1,1,3.", KVHeads(), short="-g", metavar="G")
+        None, "Key/value heads of the result: a divisor of the model's number, or a multiple to expand; or one number "
+        "per layer: 3,1,1,3.", KVHeads(), short="-g", metavar="G")
     kv_budget: float | None = option(
-        None, "Instead of --groups: the share of the KV cache that is left, like 0.5. Each layer keeps as many heads "
-        "as it needs, which is measured on text that the model writes.", Number(float, "above 0 below 1"),
+        None, "Instead of --groups: the share of the KV cache to keep, like 0.5. The number of heads of each layer is "
+        "chosen by its loss on calibration text.", Number(float, "above 0 below 1"),
         metavar="SHARE")
     output: Path | None = option(
-        None, "The directory to make.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]",
+        None, "Output directory.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]",
         short="-o", metavar="DIR")
     method: str = option(
-        DEFAULT, "How the heads of a group become one: see below.", click.Choice((*METHODS,)), metavar="METHOD")
+        DEFAULT, "How to merge heads; see below.", click.Choice((*METHODS,)), metavar="METHOD")
     data: tuple[str, ...] = option(
-        CalibrationText.sources, "Text for calibrated and refined: self (sampled from the model), self:TOKENS, "
-        "self:plain, a file, a hub data set, stdlib:train; several times, or with commas.",
+        CalibrationText.sources, "Calibration text: self (sampled from MODEL), self:TOKENS, self:plain (no repeats), "
+        "a file, a hub data set or stdlib:train. Repeat it or use commas for several.",
         metavar="SOURCE[,...]", methods="reads_text")
     tokens: int = option(
-        CalibrationText.tokens, "Tokens of text in all, equally of each source.", tokens_type(),
+        CalibrationText.tokens, "Tokens of calibration text, the same number from each source.", tokens_type(),
         metavar="COUNT", methods="reads_text")
     context: int = option(
-        CalibrationText.length, "Tokens of one block of text.", tokens_type(2), metavar="COUNT", methods="reads_text")
+        CalibrationText.length, "Tokens per calibration block.", tokens_type(2), metavar="COUNT", methods="reads_text")
     field: str = option(
-        "text", "The column that holds the text, in jsonl, csv, parquet and data sets.", metavar="NAME",
+        "text", "Text column of jsonl, csv, parquet and data sets.", metavar="NAME",
         methods="reads_text")
     separator: str | None = option(
-        None, "What separates the documents of a text file, like '<|endoftext|>' or '\\n\\n'.  [default: a file is one "
-        "document]", Text(blank=True), metavar="TEXT", methods="reads_text")
+        None, "Separator of the documents in a text file, like '<|endoftext|>' or '\\n\\n'.  [default: one document "
+        "per file]", Text(blank=True), metavar="TEXT", methods="reads_text")
     target_field: str | None = option(
-        None, "The column of targets for sources in --field, of encoder-decoders.  "
-        "[default: plain text, of which spans are left out]", metavar="NAME", methods="reads_text")
+        None, "Encoder-decoders: the column of targets; --field names that of sources.  "
+        "[default: mask spans of plain text]", metavar="NAME", methods="reads_text")
     grouping: str = option(
-        "auto", "Which heads share: neighbours, or those that lose least by it. auto: search among few heads (8, or 12 "
-        "in pairs).", click.Choice(GROUPINGS), methods="aligns")
-    refine_steps: int = option(Refinement.steps, "Training steps of each layer.", COUNT, methods="refines")
+        "auto", "Which heads to merge: contiguous ones, or the groups with the least loss (search). auto: search if "
+        "there are few heads (8, or 12 in pairs).", click.Choice(GROUPINGS), methods="aligns")
+    refine_steps: int = option(Refinement.steps, "Training steps per layer.", COUNT, methods="refines")
     precision: Literal["float32", "bfloat16", "float16"] = option(
-        "float32", "What layers are run in; 16 bits blur what the converted layers lack.", methods="reads_text")
+        "float32", "Dtype in which layers run; 16 bits are less accurate.", methods="reads_text")
     device: str | None = option(
-        None, "Where models run: cpu, cuda, cuda:1, mps.  [default: a GPU where there is one]",
+        None, "Device: cpu, cuda, cuda:1 or mps.  [default: a GPU if there is one]",
         metavar="NAME", methods="aligns")
-    seed: int = option(0, "The seed of random draws and samples.", SEED, methods="draws")
+    seed: int = option(0, "Random seed.", SEED, methods="draws")
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = option(
-        None, "Store all weights so.  [default: as they are]")
-    revision: str | None = option(None, "The branch, tag or commit of a hub id.", metavar="NAME")
-    trust_remote_code: bool = option(False, "Run code that a checkpoint brings (dangerous).", methods="reads_text")
+        None, "Dtype of the stored weights.  [default: unchanged]")
+    revision: str | None = option(None, "Branch, tag or commit of a hub id.", metavar="NAME")
+    trust_remote_code: bool = option(False, "Run the checkpoint's modelling code (dangerous).", methods="reads_text")
     check: bool = option(
-        True, "Measure what the result loses beside MODEL, where text is read: on text that nothing is fitted to.")
-    dry_run: bool = option(False, "Print the plan and write nothing; of a hub id only headers are fetched.")
+        True, "Compare the result with MODEL on other text (methods that read text).")
+    dry_run: bool = option(False, "Print the plan and write nothing; fetches only headers of a hub id.")
     json: bool = option(False, "One JSON object on stdout, everything else on stderr.")
     overwrite: bool = option(False, "Replace the checkpoint at DIR once the new one is complete.")
     tensor_parallel: int = option(
-        1, "Tensor-parallel ranks that share the result: heads by layer are multiples of it.", COUNT,
+        1, "Tensor-parallel ranks: the number of heads of each layer is a multiple of N.", COUNT,
         needs=("kv_budget",))
-    verbose: bool = option(False, "List every changed tensor, and show where an error comes from.", short="-v")
+    verbose: bool = option(False, "List every changed tensor; show tracebacks.", short="-v")
     quiet: bool = option(False, "Print errors and warnings only.", short="-q")
     # For Python callers.
     repeats: bool = option(True, methods="reads_text", expert=True)  # half of the blocks repeat themselves

@@ -255,7 +255,7 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
         advice = (
             "Quality is not measured. Merging heads costs quality until the model is trained: evaluate it before use."
         )
-        measured = f"Beside the base model: {quality} (recall: tokens of a repeated passage that are predicted right)."
+        measured = f"Compared with the base model: {quality} (recall: tokens of a repeated passage predicted right)."
         parts.append(measured if quality else advice)
         uses = {option: one.metadata["methods"] for option, one in ConvertOptions.__dataclass_fields__.items()}
         used = [option for option, use in uses.items() if use and getattr(plan.merging.how, use)]

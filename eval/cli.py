@@ -23,7 +23,7 @@ Examples:
 def command(options: EvaluateOptions) -> None:
     """Compare checkpoints on the same text: quality, memory and speed side by side.
 
-    BASELINE and each MODEL are directories or hub ids; every MODEL is shown with its difference from BASELINE.
+    BASELINE and each MODEL are directories or hub ids; every MODEL is compared with BASELINE.
     """
     from gqa.eval.evaluate import measure
     from gqa.eval.report import as_json, as_text, open_report, write_report

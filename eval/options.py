@@ -22,45 +22,45 @@ class EvaluateOptions(Options):
     # fmt: off
     models: tuple[str, ...] = option((), argument="BASELINE [MODEL]...")
     data: str | None = option(
-        None, "The text to measure on: a file (txt, jsonl, csv, parquet, arrow), a directory or glob of them, "
+        None, "Text to evaluate on: a file (txt, jsonl, csv, parquet, arrow), a directory, a glob, "
         "stdlib:heldout, or a hub data set.", metavar="SOURCE")
     field: str = same_as(ConvertOptions, "field", needs=("data",))
     separator: str | None = same_as(ConvertOptions, "separator", needs=("data",))
     target_field: str | None = option(
-        None, "The column to predict from --field; for encoder-decoders.", metavar="NAME", needs=("data",))
+        None, "Encoder-decoders: column of targets; --field names that of sources.", metavar="NAME", needs=("data",))
     context: int | None = option(
-        None, "Tokens of a window, and of a sequence in the table of memory.  [default: the model's positions, 2048 at "
-        "most]", tokens_type(4), metavar="COUNT", needs=("data", "recall", "memory"))
+        None, "Tokens per window, and per sequence in the memory table.  [default: the model's context, at most "
+        "2048]", tokens_type(4), metavar="COUNT", needs=("data", "recall", "memory"))
     tokens: int | None = option(
-        None, "Score only the first COUNT tokens; of pairs, whole ones until they have as many.", tokens_type(),
+        None, "Score only the first COUNT tokens (pairs are not cut).", tokens_type(),
         metavar="COUNT", needs=("data",))
-    kl: bool = option(False, "Compare next-token distributions with the baseline's, in lockstep.", needs=("data",))
+    kl: bool = option(False, "Compare next-token distributions with the baseline's.", needs=("data",))
     recall: bool | None = option(
-        None, "Measure recall from the context: repeated passages of the text, of samples and of random tokens, values "
-        "of keys, passkeys.  [default: with -o and --data, for decoders]")
+        None, "Measure recall from the context: repeated text, repeated samples, repeated random tokens, key-value "
+        "lookup, passkeys.  [default: with -o and --data, for decoders]")
     cache_bits: tuple[int, ...] | None = option(
-        None, "Also evaluate every checkpoint with a KV cache of so many bits, like 8,4,2.", CACHE_BITS)
+        None, "Also evaluate with a KV cache quantised to N bits, like 8,4,2.", CACHE_BITS)
     decode: bool = option(False, "Time prefill and decoding.")
     decode_batches: tuple[int, ...] = option((1, 8), "Batch sizes of --decode.", COUNT, needs=("decode",))
     decode_contexts: tuple[int, ...] | None = option(
-        None, "Tokens of the prompts of --decode.  [default: half of the positions, and all; 4096 at most]",
+        None, "Prompt lengths of --decode, in tokens.  [default: half and all of the model's context, at most 4096]",
         tokens_type(), metavar="N[,...]", needs=("decode",))
-    decode_steps: int = option(32, "Tokens that --decode generates.", COUNT, needs=("decode",))
+    decode_steps: int = option(32, "Tokens to generate with --decode.", COUNT, needs=("decode",))
     memory: int | None = option(
-        None, "Show how many sequences of --context fit into a device of this size, like 80GB.", BYTES, metavar="SIZE")
-    batch_size: int = option(8, "Windows that are scored at a time.", COUNT, needs=("data", "recall"))
+        None, "Show how many sequences of --context tokens fit into this memory, like 80GB.", BYTES, metavar="SIZE")
+    batch_size: int = option(8, "Windows per forward pass.", COUNT, needs=("data", "recall"))
     precision: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "The dtype of the computation; auto: as stored.", needs=("data", "recall", "decode"))
+        "auto", "Dtype of the computation; auto: as stored.", needs=("data", "recall", "decode"))
     device: str | None = option(
-        None, "Where models run: cpu, cuda, cuda:1, mps, or auto: over all devices, then the host's memory, then its "
+        None, "Device: cpu, cuda, cuda:1, mps, or auto: spread over all GPUs, then host memory, then "
         "disk.  [default: a GPU if there is one]", metavar="NAME", needs=("data", "recall", "decode"))
     revision: str | None = same_as(ConvertOptions, "revision")
     trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code")
     output: Path | None = option(None, "Write results.json and report.html here.", short="-o", metavar="DIR")
     overwrite: bool = option(False, "Replace the report at DIR.", needs=("output",))
     json: bool = same_as(ConvertOptions, "json")
-    verbose: bool = option(False, "Show where an error comes from.", short="-v")
-    quiet: bool = option(False, "Print the results only: no progress, no notes.", short="-q")
+    verbose: bool = option(False, "Show tracebacks.", short="-v")
+    quiet: bool = option(False, "Print only results.", short="-q")
     # fmt: on
 
     @property

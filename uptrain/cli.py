@@ -24,10 +24,10 @@ Examples:
 def command(options: TrainOptions) -> None:
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
-    By default it is distilled from its base model, on text that the base model generates. The result is the state with
-    the lowest held-out loss, which may be MODEL unchanged.
+    By default it is distilled from its base model, on text that the base model generates. The result has the lowest
+    held-out loss of the run; it may be MODEL unchanged.
 
-    Runs on one CPU or GPU, on several through `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
+    For several processes use `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
     """
     import transformers
 

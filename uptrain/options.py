@@ -40,63 +40,63 @@ class TrainOptions(Options):
     # fmt: off
     model: str = option(MISSING, argument="MODEL")
     output: Path | None = option(
-        None, "The trained checkpoint; DIR-state holds the run until it is done.  [default: MODEL-uptrained beside "
+        None, "Output directory; DIR-state stores the run until it ends.  [default: MODEL-uptrained beside "
         "MODEL]", short="-o", metavar="DIR", free=True)
     data: tuple[str, ...] = option(
-        (), "A file, a directory or glob of them, a hub data set, stdlib:train, or self: what the teacher writes, "
-        "self:TOKENS for so much of it; several times, or with commas.  [default: self]", metavar="SOURCE[,...]")
+        (), "Training text: a file, a directory, a glob, a hub data set, stdlib:train, self (sampled from the teacher) "
+        "or self:TOKENS. Repeat it or use commas for several.  [default: self]", metavar="SOURCE[,...]")
     field: str = same_as(ConvertOptions, "field", methods="")
     separator: str | None = same_as(ConvertOptions, "separator", methods="")
     target_field: str | None = option(
-        None, "The column of targets for sources in --field, of encoder-decoders.  [default: plain text, of which "
-        "spans are left out]", metavar="NAME")
-    streaming: bool = option(False, "Read a hub data set as it comes and keep nothing.")
+        None, "Encoder-decoders: the column of targets; --field names that of sources.  [default: mask spans of "
+        "plain text]", metavar="NAME")
+    streaming: bool = option(False, "Stream a hub data set; store nothing.")
     heldout: str | None = option(
-        None, "Text that says which state of the model is the best.  [default: what is held back from the data, "
-        "nothing of a stream]", metavar="SOURCE")
-    heldout_fraction: float = option(0.0, "Hold back this share of the documents.", SHARE)
+        None, "Held-out text, which selects the best checkpoint.  [default: a part of the data; none of a "
+        "stream]", metavar="SOURCE")
+    heldout_fraction: float = option(0.0, "Share of the documents to hold out.", SHARE)
     heldout_tokens: int = option(
-        8192, "How much of it to hold back or to read, at most.", tokens_type(), metavar="COUNT")
+        8192, "Maximum number of held-out tokens.", tokens_type(), metavar="COUNT")
     alpha: float | None = option(
         None, "Train on this fraction of the data (0.05 in the GQA paper).", Number(float, "above 0 to 1"))
     tokens: int | None = option(
-        None, "Train on so many tokens, like 1B.  [default: 512K]", tokens_type(), metavar="COUNT")
-    steps: int | None = option(None, "Train for so many steps.", COUNT)
+        None, "Number of tokens to train on, like 1B.  [default: 512K]", tokens_type(), metavar="COUNT")
+    steps: int | None = option(None, "Number of training steps.", COUNT)
     context: int | None = option(
-        None, "Tokens of one block.  [default: the model's positions, 2048 at most, less where there are less than 250 "
+        None, "Tokens per block.  [default: the model's context, at most 2048; less if there are fewer than 250 "
         "blocks]", tokens_type(), metavar="COUNT")
     batch_size: int | None = option(
-        None, "Blocks of one step, over all processes.  [default: 8, less in a run of less than 250 such steps]", COUNT)
+        None, "Blocks per step, over all processes.  [default: 8; less if the run has fewer than 250 steps]", COUNT)
     micro_batch: int | None = option(
-        None, "Blocks of one forward pass on one process.  [default: its share of the batch]", COUNT, free=True)
+        None, "Blocks per forward pass and process.  [default: batch size / processes]", COUNT, free=True)
     train: Scope | None = option(
-        None, "What trains. kv: projections to keys and values (where they are fused, to queries too); lora: these, "
-        "and adapters elsewhere that are merged at the end.  [default: attention where the conversion aligned heads, "
-        "else all]")
-    optimizer: Literal["adamw", "adafactor"] = option("adamw", "What updates the weights.")
-    learning_rate: float = option(3e-4, "The learning rate at its highest.", POSITIVE)
-    schedule: Schedule = option("linear", "How the learning rate goes on after the warm-up.")
+        None, "Which weights train. kv: key and value projections (and queries if fused); lora: kv, plus adapters on "
+        "the other layers, merged at the end.  [default: all after mean, first and random, "
+        "else attention]")
+    optimizer: Literal["adamw", "adafactor"] = option("adamw", "Optimizer.")
+    learning_rate: float = option(3e-4, "Peak learning rate.", POSITIVE)
+    schedule: Schedule = option("linear", "Learning rate after the warm-up.")
     warmup: int | None = option(
-        None, "Steps in which the learning rate rises.  [default: none with constant, else 5 %, 100 at most]",
+        None, "Warm-up steps.  [default: 0 with constant, else 5 % of the steps, at most 100]",
         Number(int, f"from 0 to {LARGEST}"))
     precision: Literal["float32", "bfloat16"] | None = option(
-        None, "What is computed in; weights are kept in float32.  [default: as the launcher says, else float32]")
+        None, "Dtype of the computation; weights stay in float32.  [default: that of the launcher, else float32]")
     device: str | None = same_as(ConvertOptions, "device", methods="", free=True)
-    checkpointing: bool = option(False, "Compute activations twice instead of keeping them.", free=True)
+    checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.", free=True)
     compile: bool = option(False, "Compile the model with torch.compile.", free=True)
     attn_implementation: str = option(
-        "sdpa", "How transformers computes attention: sdpa, eager, flash_attention_2 ...", metavar="NAME", free=True)
+        "sdpa", "Attention implementation: sdpa, eager, flash_attention_2 ...", metavar="NAME", free=True)
     teacher: str = option(
-        "auto", "The checkpoint before conversion: learn its predictions. auto: the base model that the conversion's "
-        "provenance names, where it is found; none: learn from text alone.", metavar="MODEL")
-    seed: int = option(0, "The seed of the order of the data, and of what the teacher writes.", SEED)
-    save_every: int | None = option(None, "Save a state after so many steps.", COUNT, metavar="STEPS", free=True)
+        "auto", "Model to distill from. auto: the base model recorded in gqa_conversion.json, if it is still there; "
+        "none: train on text alone.", metavar="MODEL")
+    seed: int = option(0, "Random seed of data order and sampling.", SEED)
+    save_every: int | None = option(None, "Save a state every STEPS steps.", COUNT, metavar="STEPS", free=True)
     keep_state: bool = option(False, "Keep DIR-state after the end.", free=True)
     trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code", methods="")
-    overwrite: bool = option(False, "Begin anew, and replace the checkpoint at DIR once the new one is complete.",
+    overwrite: bool = option(False, "Start over, and replace the checkpoint at DIR once the new one is complete.",
         free=True)
     json: bool = same_as(ConvertOptions, "json", free=True)
-    verbose: bool = option(False, "Show where an error comes from.", short="-v", free=True)
+    verbose: bool = option(False, "Show tracebacks.", short="-v", free=True)
     quiet: bool = same_as(ConvertOptions, "quiet", free=True)
     # For Python callers.
     lora_rank: int = option(16, "", COUNT, expert=True)  # of the adapters of train="lora"

@@ -21,9 +21,9 @@ Examples:
 
 @command_of(AblateOptions, _EPILOG)
 def command(options: AblateOptions) -> None:
-    """Which method, how many groups, how much further training? Measures every combination for MODEL.
+    """Compare methods, numbers of heads and amounts of training for MODEL: convert, train, measure each combination.
 
-    Each cell is saved to DIR at once; a report with pictures follows. Without MODEL the report of DIR is rewritten.
+    Each combination is saved at once; a report follows. Without MODEL, rewrite the report of DIR.
     """
     import transformers
 

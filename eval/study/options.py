@@ -62,45 +62,45 @@ class AblateOptions(Options):
 
     # fmt: off
     output: Path = option(
-        MISSING, "The study; the same command continues one that was stopped.", short="-o", metavar="DIR", free=True)
+        MISSING, "Directory of the study; the same command continues it.", short="-o", metavar="DIR", free=True)
     model: str | None = option(None, argument="[MODEL]", free=True)
     methods: tuple[str, ...] = option(
-        ("mean", "first", "aligned", "calibrated", "refined"), "How heads are merged; random is a control.",
+        ("mean", "first", "aligned", "calibrated", "refined"), "Methods to compare; random is a control.",
         click.Choice([*METHODS]), metavar="METHOD[,...]", free=True)
     kv_heads: tuple[int, ...] | None = option(
-        None, "How many key/value heads are kept.  [default: a half, a quarter and one of MODEL's; all, as the "
+        None, "Numbers of key/value heads.  [default: a half and a quarter of MODEL's, and 1; also all, as the "
         "control, with --teacher none]", COUNT, short="-g", metavar="G[,...]", free=True)
     alphas: tuple[float, ...] = option(
-        (0.0, 0.05), "Shares of the data to train on; 0: none.", SHARE, metavar="SHARE[,...]", free=True)
+        (0.0, 0.05), "Fractions of the data to train on; 0: no training.", SHARE, metavar="SHARE[,...]", free=True)
     train: Scope | None = same_as(TrainOptions, "train")
     teacher: Literal["source", "none"] = option(
-        "source", "source: learn MODEL's predictions; none: learn from text alone.")
+        "source", "source: distill from MODEL; none: train on text alone.")
     data: tuple[str, ...] = option(
-        (), "Text to train on, as for gqa-uptrain; several times, or with commas, for several.", metavar="SOURCE[,...]")
+        (), "Training text, as for gqa-uptrain. Repeat it or use commas for several.", metavar="SOURCE[,...]")
     field: str = same_as(TrainOptions, "field")
     separator: str | None = same_as(TrainOptions, "separator")
     target_field: str | None = same_as(TrainOptions, "target_field")
     heldout: str | None = option(
-        None, "Text to measure on, which also selects the best state of a training.", metavar="SOURCE")
+        None, "Text to evaluate on; also selects the best checkpoint of each training.", metavar="SOURCE")
     heldout_fraction: float = same_as(TrainOptions, "heldout_fraction")
     context: int | None = option(
-        None, "Tokens of a block in training and of a window in measuring.  [default: the model's positions, 2048 at "
-        "most]", tokens_type(4), metavar="COUNT")
+        None, "Tokens per training block and per evaluation window.  [default: the model's context, at most "
+        "2048]", tokens_type(4), metavar="COUNT")
     batch_size: int | None = same_as(TrainOptions, "batch_size")
     learning_rate: float = same_as(TrainOptions, "learning_rate")
     seed: int = same_as(TrainOptions, "seed")
     precision: Literal["float32", "bfloat16"] | None = option(
-        None, "What training and measuring compute in.  [default: float32 for training, as stored for measuring]")
+        None, "Dtype of the computation.  [default: float32 for training, as stored for evaluation]")
     calibration_tokens: int = same_as(ConvertOptions, "tokens")
     refine_steps: int = same_as(ConvertOptions, "refine_steps")
     eval_tokens: int | None = option(
-        None, "Held-out tokens to measure on.  [default: all]", tokens_type(), metavar="COUNT")
+        None, "Held-out tokens to evaluate on.  [default: all]", tokens_type(), metavar="COUNT")
     skip: tuple[Literal["kl", "recall"], ...] = option(
-        (), "Do not compare predictions with MODEL's (kl), or measure recall from the context (recall).",
+        (), "Leave out KL divergence from MODEL (kl) or recall from the context (recall).",
         metavar="NAME[,...]")
     device: str | None = same_as(TrainOptions, "device")
     max_loss_increase: float = option(
-        0.1, "Recommend the smallest KV cache within so many nats per token above MODEL's.", FROM_ZERO, free=True)
+        0.1, "Recommend the smallest KV cache within N nats per token of MODEL's loss.", FROM_ZERO, free=True)
     overwrite: bool = option(False, "Remove the study at DIR first.", free=True)
     verbose: bool = same_as(TrainOptions, "verbose")
     quiet: bool = same_as(TrainOptions, "quiet")
