@@ -163,24 +163,22 @@ def closed_form(task: Task) -> LayerResult:
     rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.stream.hidden.shape[1])
     rotary = replace(rotary, slow=()) if task.module.kind == "cross" else rotary  # cross-attention has no RoPE
     free_keys, device = symmetry.free_keys(text), float64_device(pair.source.device)
-    moments, values = _measure_source(task, Moments.zeros(heads, 1 if search else groups, device), rotary, w_o)
+    moments = _measure_source(task, Moments.zeros(heads, 1 if search else groups, device), rotary, w_o)
     if search:
         order = find_order(moments.cpu(), w_o.double(), groups, rotary, free_keys)
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
     if order:
         w_o = w_o[query_order(order, heads.query)]
     keys = moments.shared_keys(rotary) if free_keys else []
-    attended = _attended_values(task, head_maps(heads, groups, keys, [], order), values)
+    attended = _attended_values(task, head_maps(heads, groups, keys, [], order))
     w_o = w_o.to(device).double()
     shared_values = moments.shared_values(attended.unflatten(0, (groups, -1)), w_o)
     return _refit(task, head_maps(heads, groups, keys, shared_values, order), w_o.flatten(0, 1))
 
 
-def _measure_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> tuple[Moments, list[Tensor]]:
-    """Moments of the source's heads on the converted model's hidden states, and the values (B, Hk, T, e) of each batch
-    of the sample.
-    """
-    roots, values = output_roots(w_o), []
+def _measure_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> Moments:
+    """Moments of the source's heads on the converted model's hidden states."""
+    roots = output_roots(w_o)
     for rows in task.sample():
         capture = task.layer.capture_blocks(task.stream, rows, "heads")
         q, k, v = capture.heads
@@ -191,18 +189,18 @@ def _measure_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -
         significance = significance_of(q, k, v, capture.mask, scaling, roots, options.get("position_bias"), causal)
         visible = visible_keys(capture.mask, k) * weights.any(1, keepdim=True)
         moments.add(unturned(q, rotary), unturned(k, rotary), v, significance * weights[:, None], visible)
-        values.append(v)
-    return moments.averaged(), values
+    return moments.averaged()
 
 
-def _attended_values(task: Task, maps: HeadMaps, values: list[Tensor]) -> Tensor:
+def _attended_values(task: Task, maps: HeadMaps) -> Tensor:
     """Second moments (H, m e, m e) of the attention-weighted stacked values of each query head."""
     heads, groups = task.pair.heads(task.module)
     width = heads.kv // groups * heads.value_dim
     device = float64_device(task.pair.source.device)
     moments = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
     merged = task.converted_layer(maps)
-    for rows, v in zip(task.sample(), values, strict=True):
+    for rows in task.sample():
+        v = task.layer.capture_blocks(task.stream, rows, "heads").heads[2]  # again, since all of them take memory
         capture = merged.capture_blocks(task.stream, rows, "heads")
         q, k, _ = capture.heads
         stacked = stack_groups(v if maps.order is None else v[:, maps.order], groups).transpose(0, 1)  # (B, G, T, m e)
