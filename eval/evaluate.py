@@ -14,8 +14,7 @@ import transformers
 from gqa.checkpoint.console import Watcher, print_device
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.provenance import request, versions
-from gqa.corpus.likelihood import ChunkedHead
-from gqa.corpus.statistics import Floats, kl_statistics, paired_ratio
+from gqa.corpus.likelihood import ChunkedHead, Floats, kl_statistics, paired_ratio
 from gqa.eval import recall
 from gqa.eval.decode import decode_contexts, time_decoding
 from gqa.eval.options import EvaluateOptions

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import RefusedError, plural
+from gqa.corpus.likelihood import Floats
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import check_text_options, parse_source
-from gqa.corpus.statistics import Floats
 from gqa.corpus.tokens import check_ids
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.scoring import Window, rolling_windows

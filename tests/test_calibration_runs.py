@@ -31,8 +31,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.check import TOKENS
-from gqa.convert.merge.find_maps import describe, with_maps
+from gqa.convert.merge.find_maps import TOKENS, describe, with_maps
 from gqa.convert.merge.options import CalibrationText
 
 
@@ -123,7 +122,7 @@ def test_what_is_said_of_the_quality(small: Path, tmp_path: Path, monkeypatch: p
         assert f"quality     not measured; this command does: gqa-eval {small} {out} --recall\n" in convert(*words).out
         assert "quality" not in json.loads((out / "gqa_conversion.json").read_text())
     scores = {"ratio": math.nan, "perplexity": {"base": 2.0, "converted": math.inf}}
-    monkeypatch.setattr("gqa.convert.merge.check.Check.result", lambda check: scores)
+    monkeypatch.setattr("gqa.convert.merge.find_maps.Check.result", lambda check: scores)
     done = convert(*text, "--json")
     for written in (done.out, (out / "gqa_conversion.json").read_text()):
         assert json.loads(written, parse_constant=pytest.fail)["quality"]["ratio"] is None

@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gqa.corpus.likelihood
-from gqa.corpus.likelihood import ChunkedHead, kl_divergence
-from gqa.corpus.statistics import kl_statistics, paired_ratio
+from gqa.corpus.likelihood import ChunkedHead, kl_divergence, kl_statistics, paired_ratio
 from gqa.eval.scoring import rolling_windows, score
 from gqa.eval.text import make_text, perplexity, text_windows
 
