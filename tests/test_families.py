@@ -33,6 +33,7 @@ from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
 from gqa.convert.heads.family import QUERY_ROLES, Family, Role, Rule, Separate, Symmetry
 from gqa.convert.heads.modules import Change
 from gqa.convert.methods import Merging
+from gqa.convert.recast.targets import RECASTINGS
 
 TOLERANCE = 2e-5
 CONTROL = 100  # a wrong head order must be this many times worse than the tolerance
@@ -240,6 +241,8 @@ def test_no_model_type_is_in_two_tables() -> None:
     assert len(stated) == len(set(stated))
     assert not set(stated) & set(REFUSED)
     assert not set(NESTED) & set(REFUSED)
+    assert not {entry.source for entry in RECASTINGS} & {*stated, *REFUSED}
+    assert {entry.target for entry in RECASTINGS} <= {*stated}
     for family in FAMILIES:  # each type has a symmetry or says why not
         assert all(family.symmetries.values())
         assert family.symmetries.keys() >= family.not_layerwise.keys()
