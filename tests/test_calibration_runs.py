@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -19,20 +18,19 @@ import pytest
 import torch
 import transformers
 from evaluations import with_tokenizer
-from scrambled import Ids, equal, find_maps, on_ids
+from scrambled import Ids, find_maps, on_ids
 from test_calibration import SHORT, plan_of
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from training import Runs, difference
 
 from gqa.checkpoint.console import SILENT
-from gqa.checkpoint.errors import CorruptError, RefusedError
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.find_maps import TOKENS, describe, with_maps
-from gqa.convert.merge.options import CalibrationText
+from gqa.convert.merge.find_maps import TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -41,42 +39,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("method", ["calibrated", "refined"])
-def test_goes_on_where_it_was_interrupted(source: Path, tmp_path: Path, method: str) -> None:
-    """Bit for bit what a run without interruption gives, and another seed does not; other options are refused until
-    --overwrite.
-    """
-    plan, options, out = plan_of(source, method), on_ids(refinement=SHORT), tmp_path / "parts"
-    whole = find_maps(plan, tmp_path / "whole", options)
-    with pytest.raises(KeyboardInterrupt):
-        find_maps(plan, out, options, checkpoints.Recorder(stop_after=1))
-    with pytest.raises(RefusedError, match=r"another run \(ridge: 0\.03 -> 0\.5\); finish that with its options"):
-        find_maps(plan, out, replace(options, ridge=0.5))
-    assert equal(find_maps(plan, out, options, recorder := checkpoints.Recorder()), whole)
-    assert len(recorder.losses) == 1, "the first layer was not done again"
-    for other in (replace(options, ridge=0.5), replace(options, text=Ids(seed=1))):
-        with pytest.raises(KeyboardInterrupt):
-            find_maps(plan, out, options, checkpoints.Recorder(stop_after=1))
-        assert not equal(find_maps(plan, out, other, overwrite=True), whole)
-    assert not list(tmp_path.iterdir())
-
-
-def test_layers_of_another_model_are_refused(source: Path, tmp_path: Path) -> None:
-    """Though no attention tensor differs; contents decide, not the times of files."""
-    model, out = Path(shutil.copytree(source, tmp_path / "m")), tmp_path / "out"
-    for layer in range(2):  # one in each run
-        with pytest.raises(KeyboardInterrupt):
-            find_maps(plan_of(model), out, on_ids(), checkpoints.Recorder(stop_after=1))
-        assert (tmp_path / f".out.gqa-work/{layer:05d}.safetensors").is_file()
-        for file in model.iterdir():
-            os.utime(file, ns=(1, 1))
-    checkpoints.edit_tensors(model, lambda t: {n: t[n].flip(0) if ".mlp." in n else t[n] for n in t})
-    with pytest.raises(RefusedError, match=r"holds layers of another run \(model: \w+ -> \w+\); finish"):
-        find_maps(plan_of(model), out, on_ids())
-
-
-@pytest.mark.parametrize("method", ["calibrated", "refined"])
 def test_quality_is_that_of_the_written_model_beside_its_base_model(source: Path, tmp_path: Path, method: str) -> None:
-    """On text that nothing is fitted to, as whole models have it; a run that continues has the same, of all layers."""
+    """On text that nothing is fitted to, as whole models have it."""
     options, out = on_ids(refinement=SHORT, check=True), tmp_path / "out"
     done = convert_checkpoint(source, 2, out, method=method, calibration=options)
     quality, ids = done.record["quality"], options.text.split(read_checkpoint(source), "cpu", SILENT, TOKENS)[1]
@@ -93,11 +57,6 @@ def test_quality_is_that_of_the_written_model_beside_its_base_model(source: Path
     perplexity = quality["perplexity"]
     assert quality["ratio"] == pytest.approx(perplexity["converted"] / perplexity["base"])
     assert quality["ratio_low"] < quality["ratio"] < quality["ratio_high"]
-    with pytest.raises(KeyboardInterrupt):
-        find_maps(plan_of(source, method), out, options, checkpoints.Recorder(stop_after=1))
-    with with_maps(plan_of(source, method), out, options, recorder := checkpoints.Recorder()) as maps:
-        assert (maps.quality, maps.errors) == (quality, done.record["layer_errors"])
-    assert recorder.notes == ["continues   after layer 1 of 2, where a run was stopped"]
 
 
 def test_what_is_said_of_the_quality(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +76,9 @@ def test_what_is_said_of_the_quality(small: Path, tmp_path: Path, monkeypatch: p
     done = convert("--data", tmp_path / "text.txt", "--json", *text)
     assert "on held-out blocks of text.txt\n" in done.err
     assert "warning: this model is damaged: use --method refined or train it\n" in done.err
-    assert json.loads(done.out)["quality"] == json.loads((out / "gqa_conversion.json").read_text())["quality"]
+    record = json.loads((out / "gqa_conversion.json").read_text())
+    assert json.loads(done.out)["quality"] == record["quality"]
+    assert record["maps"]["text"]["sources"] == ["text.txt"], "no directory of this machine"
     for words in (("--no-check", *text), ("--method", "aligned")):
         assert f"quality     not measured; this command does: gqa-eval {small} {out} --recall\n" in convert(*words).out
         assert "quality" not in json.loads((out / "gqa_conversion.json").read_text())
@@ -138,6 +99,7 @@ def test_a_model_that_fills_gaps_is_not_measured(tmp_path: Path) -> None:
     out, text = tmp_path / "out", ("--tokens", 256, "--context", 16, "--data", tmp_path / "text.txt")
     done = checkpoints.run(model, "-g", 2, "-o", out, *text)
     assert "quality     not measured: the model has no head that predicts tokens\n" in done.out
+    assert not {"next", "gqa-uptrain"} & {*done.out.split()}
     assert "Quality is not measured." in (out / "README.md").read_text()
 
 
@@ -149,12 +111,14 @@ Calibrator.run = lambda self, layer, *rest: os.kill(os.getpid(), {}) if layer el
 
 
 def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, runs: Runs) -> None:
-    """The result is the same as of a run without interruption, and nothing else is left."""
-    text, out = tmp_path / "text.txt", tmp_path / "out"
+    """The result is the same as of a run without interruption, and nothing else is left. Other options are refused, and
+    another model, though no attention tensor differs; contents decide, not the times of files.
+    """
+    model, text, out = Path(shutil.copytree(small, tmp_path / "model")), tmp_path / "text.txt", tmp_path / "out"
     text.write_text("words " * 999)
 
     def words(output: Path) -> tuple[Any, ...]:
-        return (small, "-g", 2, "--method", "refined", "--refine-steps", 2, "--data", text, "-q", "-o", output,
+        return (model, "-g", 2, "--method", "refined", "--refine-steps", 2, "--data", text, "-o", output,
                 "--context", 16, "--tokens", 256)  # fmt: skip
 
     stopped = runs.run(*words(out), program="convert", before=_STOPPED.format(int(signal.SIGKILL)))
@@ -162,43 +126,18 @@ def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, r
     assert not out.exists()
     other = checkpoints.run(*words(out), "--tokens", 512)
     assert "holds layers of another run (tokens: 256 -> 512); finish that with its options, or" in other.err
-    assert len(list((tmp_path / ".out.gqa-work").glob("0*.safetensors"))) == 1
+    checkpoints.edit_tensors(model, lambda t: {n: t[n].flip(0) if ".mlp." in n else t[n] for n in t})
+    assert re.search(r"holds layers of another run \(model: \w+ -> \w+\); finish", checkpoints.run(*words(out)).err)
+    shutil.copytree(small, model, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    records = []
     for place in (out, tmp_path / "whole"):
         done = checkpoints.run(*words(place))
-        assert (done.code, done.err) == (0, "")
+        assert (done.code, "continues   after layer 1 of 2, where" in done.out + done.err) == (0, place == out), done
+        record = json.loads((place / "gqa_conversion.json").read_text())
+        records.append([record["quality"], record["layer_errors"]])
+    assert records[0] == records[1]
     assert difference(out, tmp_path / "whole") == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt", "whole"]
-
-
-@pytest.mark.parametrize("error", [OSError("failure"), CorruptError("failure"), MemoryError("failure")])
-def test_maps_are_kept_until_something_was_made_of_them(source: Path, tmp_path: Path, error: Exception) -> None:
-    """A conversion that fails while it writes is not calibrated again, and says its own reason."""
-    plan, out, options = plan_of(source), tmp_path / "out", on_ids()
-    with pytest.raises(type(error), match="failure"), with_maps(plan, out, options):
-        raise error
-    with with_maps(plan, out, options, recorder := checkpoints.Recorder()) as found:
-        assert found.names
-    assert recorder.losses == []
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_result_says_how_its_maps_were_made(source: Path, tmp_path: Path) -> None:
-    """No directory of this machine is in it."""
-    out = convert_checkpoint(source, 2, tmp_path / "out", method="calibrated", calibration=on_ids()).out
-    maps = json.loads((out / "gqa_conversion.json").read_text())["maps"]
-    assert {"method", "groups", "model", "name", "text", "content", "ridge", "versions"} <= maps.keys()
-    (file := tmp_path / "text.txt").write_text("some text")
-    options = on_ids(text=CalibrationText((str(file), "self")))
-    description = describe(plan_conversion(source, 2, method="calibrated"), options)
-    assert description["text"]["sources"] == ["text.txt", "self"]
-    contents = []
-    for name in ("one", "other"):
-        (heldout := tmp_path / name / "heldout.txt").parent.mkdir()
-        heldout.write_text(name)
-        text = replace(options.text, heldout=str(heldout))
-        contents.append(describe(plan_conversion(source, 2, method="calibrated"), on_ids(text=text))["content"])
-    assert contents[0] != contents[1], "layers calibrated without one held-out text would serve another"
-    assert "(method calibrated)" in (out / "README.md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "text.txt", "whole"]
 
 
 NEEDY = ["embedding_gemma2_text", "gemma3n_text", "gemma4_text", "qwen4_exp_text", "zamba", "zamba2"]
@@ -315,11 +254,20 @@ def test_damaged_state_is_named(small: Path, tmp_path: Path) -> None:
     assert checkpoints.run(*words, "--overwrite").code == 0
 
 
-def test_maps_of_weights_do_not_stay_behind(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa.convert.api.write", fails(KeyboardInterrupt()))
-    done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", "procrustes")
-    assert (done.code, list(tmp_path.iterdir())) == (130, [])
-    assert "the same command continues after the last finished layer" in done.err
+def test_maps_of_text_are_kept_until_something_is_made_of_them(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversion that is stopped while it writes is not calibrated again; maps of weights do not stay behind."""
+    text, left = ("--tokens", 256, "--context", 16), [".out.gqa-work"]
+    for method, names in ((("procrustes",), []), (("calibrated", *text), left)):
+        with monkeypatch.context() as patch:
+            patch.setattr("gqa.convert.api.write", fails(KeyboardInterrupt()))
+            done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", *method)
+        assert (done.code, [path.name for path in tmp_path.iterdir()]) == (130, names)
+        assert "the same command continues after the last finished layer" in done.err
+    done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text)
+    assert "continues   after layer 2 of 2, where a run was stopped" in done.out + done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def fails(error: BaseException) -> Callable[..., None]:

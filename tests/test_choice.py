@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import MERGED, check_refused, edit_tensors, llama, run, weights
+from checkpoints import check_refused, edit_tensors, llama, run, weights
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 
@@ -102,14 +102,6 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     done = run(*words, model, "-o", model)
     assert done.code == 0
     assert done.err.startswith(f"warning: the output {model} is the model itself")
-
-
-def test_nothing_is_advised_for_a_model_that_predicts_no_tokens(tmp_path: Path) -> None:
-    """It can be neither trained nor evaluated as a language model; the control with its head is above."""
-    tensors = {name: tensor for name, tensor in weights().items() if not name.startswith("lm_head")}
-    said = run(*MERGED, llama(tmp_path / "m", tensors=tensors, architectures=["LlamaModel"])).out
-    assert "quality     not measured: the model has no head that predicts tokens\n" in said
-    assert not {"next", "gqa-uptrain"} & {*said.split()}
 
 
 def test_the_default_uses_text_and_no_other_method_is_known(tmp_path: Path) -> None:

@@ -46,14 +46,15 @@ def merged(tensors: Tensors, kv: int, groups: int) -> Tensors:
     return made
 
 
-def check_result(out: Path, expected: Tensors, rounded: tuple[str, ...] = ("k_proj", "v_proj")) -> None:
-    """Names, dtypes, shapes and every byte; keys and values to a rounding error."""
+def check_result(out: Path, expected: Tensors) -> None:
+    """Names, dtypes, shapes and every byte; keys and values in float32 and float64 to a rounding error."""
     actual = load(out)
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (actual[name].dtype, actual[name].shape) == (tensor.dtype, tensor.shape), name
-        if any(part in name for part in rounded):
-            torch.testing.assert_close(actual[name], tensor, atol=0.0, rtol=2 * torch.finfo(tensor.dtype).eps)
+        if "k_proj" in name or "v_proj" in name:
+            rounding = 0.0 if tensor.itemsize == 2 else 2 * torch.finfo(tensor.dtype).eps
+            torch.testing.assert_close(actual[name], tensor, atol=0.0, rtol=rounding)
         else:
             assert tensor_bytes(actual[name]) == tensor_bytes(tensor), name
 
@@ -71,9 +72,10 @@ def convert(model: Path, *words: object, groups: int = 2) -> Path:
 
 @pytest.mark.parametrize(("dtype", "shards"), [*zip(DTYPES, (1, 3, 1, 3), strict=True)])
 def test_every_dtype(dtype: str, shards: int, tmp_path: Path) -> None:
+    """In 16 bits rounding the sum of four heads after each of them would show."""
     model = llama(tmp_path / "m", shards=shards, dtype=dtype)
-    out = convert(model)
-    check_result(out, merged(weights(4, dtype), 4, 2))
+    out = convert(model, groups=1)
+    check_result(out, merged(weights(4, dtype), 4, 1))
     assert len(list(out.glob("*.safetensors"))) == shards
     assert (out / INDEX).exists() == (shards > 1)
 

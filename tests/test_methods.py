@@ -20,7 +20,7 @@ from gqa.convert import methods
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.heads.family import Rotary
 from gqa.convert.merge.linear_algebra import procrustes_key, procrustes_value
-from gqa.convert.merge.moments import Group, Moments, best_partition, find_order
+from gqa.convert.merge.moments import Group, best_partition
 from gqa.convert.methods import METHODS, HeadMaps
 from gqa.convert.plan import searches
 
@@ -52,9 +52,6 @@ def test_mean_and_first(source: Path, tmp_path: Path, groups: int) -> None:
         expected = grouped(before[name].double(), groups).mean(1).flatten(0, 1)
         assert torch.allclose(mean[name].double(), expected, atol=1e-6, rtol=0)
         assert torch.equal(first[name], grouped(before[name], groups)[:, 0].flatten(0, 1))
-    untouched = [n for n in before if "k_proj" not in n and "v_proj" not in n]
-    assert len(untouched) > 10
-    assert all(torch.equal(before[n], mean[n]) for n in untouched)
 
 
 def test_random_is_drawn_once_per_seed_and_tensor(source: Path, tmp_path: Path) -> None:
@@ -67,29 +64,6 @@ def test_random_is_drawn_once_per_seed_and_tensor(source: Path, tmp_path: Path) 
     draws = torch.cat([one[n].flatten() for n in one if "k_proj.weight" in n or "v_proj.weight" in n])
     assert abs(float(draws.std()) / 0.02 - 1) < 0.1
     assert abs(float(draws.mean())) < 0.002
-
-
-def stored_as(dtype: torch.dtype, place: Path) -> Path:
-    """A model with all tensors cast."""
-    source = write_checkpoint(build(TINY["llama"], 4), place)
-    checkpoints.edit_tensors(source, lambda tensors: {name: tensors[name].to(dtype) for name in tensors})
-    return source
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_pooling_rounds_once(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Averages of stored numbers are exact in float32 (float64) up to one rounding to the stored dtype."""
-    source = stored_as(dtype, tmp_path / "source")
-    before = all_tensors(source)[K]
-    after = converted(source, 1, tmp_path)[K]
-    exact = grouped(before.double(), 1).mean(1).flatten(0, 1)
-    assert after.dtype == dtype
-    if dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(after, exact.to(dtype))
-        rounded_often = (sum(grouped(before, 1)[:, a] for a in range(4)) / 4).flatten(0, 1)
-        assert not torch.equal(rounded_often, after), "the control: rounding at every step shows"
-    else:
-        assert torch.allclose(after.double(), exact, atol=1e-7 if dtype == torch.float32 else 1e-15, rtol=0)
 
 
 def test_a_method_is_one_entry(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -123,26 +97,11 @@ def test_the_best_of_all_partitions(heads: int, groups: int) -> None:
     assert sum(map(cost, best)) == pytest.approx(min(sum(map(cost, groups)) for groups in cuts))
 
 
-def random_moments(heads: int, dim: int) -> Moments:
-    generator = torch.Generator().manual_seed(3)
-    sizes = ((1, heads * dim), (heads, dim), (1, heads * dim))
-    roots = [torch.randn(n, size, size, generator=generator, dtype=torch.float64) for n, size in sizes]
-    keys, queries, values = (root @ root.mT for root in roots)
-    return Moments(keys, keys.new_zeros(1, heads * dim), queries, values)
-
-
-def test_units_of_keys_and_values_do_not_matter() -> None:
-    made, w_o = random_moments(8, 4), torch.randn(8, 4, 4, generator=torch.Generator().manual_seed(4)).double()
-    others = [made, replace(made, keys=1e6 * made.keys), replace(made, values=1e6 * made.values)]
-    one, *more = (find_order(moments, w_o, 4, Rotary(4), free_keys=True) for moments in others)
-    assert one is not None
-    assert more == [one, one]
-
-
 @pytest.mark.parametrize("rotated", [0, 4, 8])
 def test_an_aligned_mean_has_the_mean_energy(rotated: int) -> None:
     """Of three heads that are not alike."""
-    moments = random_moments(3, 8).keys[0]
+    root = torch.randn(24, 24, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    moments = root @ root.mT
     for maps in (procrustes_key(moments, Rotary(rotated), 3), procrustes_value(moments, 3, 1)):
         assert float((maps.merge @ moments @ maps.merge.mT).trace()) == pytest.approx(float(moments.trace()) / 3)
 
