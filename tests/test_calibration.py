@@ -120,13 +120,6 @@ def test_every_module_of_an_encoder_decoder_is_refined(tmp_path: Path, trained: 
     assert padded == pytest.approx(before, rel=1e-3)
 
 
-def linear(read: int, rows: int, blocks: int = 32) -> tuple[torch.nn.Linear, Tensor, dict[str, Tensor]]:
-    """A module, (blocks, 5, read) that it is given, and its parameters."""
-    torch.manual_seed(0)
-    module, hidden = torch.nn.Linear(read, rows), torch.randn(blocks, 5, read)
-    return module, hidden, {name: parameter.detach() for name, parameter in module.named_parameters()}
-
-
 def refined(
     module: torch.nn.Linear, hidden: Tensor, start: dict[str, Tensor], targets: Tensor, counts: Tensor | None = None,
     **how: Any,
@@ -142,7 +135,9 @@ def test_refinement_looks_where_errors_count() -> None:
     """Targets that are wrong at one position: nothing is learnt from them where it counts nothing. A learning rate that
     breaks everything leaves the start.
     """
-    module, hidden, start = linear(4, 4)
+    torch.manual_seed(0)
+    module, hidden = torch.nn.Linear(4, 4), torch.randn(32, 5, 4)
+    start = {name: parameter.detach() for name, parameter in module.named_parameters()}
     targets, counts = module(hidden).detach(), torch.ones(32, 5)
     targets[:, 0] += 100.0
     counts[:, 0] = 0.0

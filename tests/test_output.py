@@ -264,21 +264,9 @@ def test_a_card_is_rendered_and_loads_the_model(
     assert bool(re.search(r"perplexity x\d.*, recall .* on self-generated text", text)) == (kind == "measured")
     if kind == "by layer":
         data = write_corpus(Path("text.jsonl"), 4)
-        training = (
-            "--teacher",
-            sources / name,
-            "--steps",
-            1,
-            "--batch-size",
-            1,
-            "--context",
-            16,
-            "-o",
-            "trained",
-            "-q",
-        )
+        training = f"out --data {data} --teacher {sources / name} --steps 1 --batch-size 1 --context 16 -o trained -q"
         with fresh_accelerator():
-            assert checkpoints.run("out", "--data", data, *training, program="gqa-uptrain").code == 0
+            assert checkpoints.run(*training.split(), program="gqa-uptrain").code == 0
         check_card(Path("trained"), loader, needs_code, tables=1)
 
 
@@ -295,12 +283,8 @@ def test_metadata_of_a_card(source: Path, tmp_path: Path, metadata: str, tags: l
     text = (tmp_path / "out/README.md").read_text()
     assert text.endswith(f"{SOURCE_CARD}\n\n" + (card if tags is None else "# Mine\n"))
     if tags is not None:
-        assert ModelCard(text).data.to_dict()["tags"] == [
-            *tags,
-            "gqa-convert",
-            "grouped-query-attention",
-            "gqa",
-        ]
+        ours = ["gqa-convert", "grouped-query-attention", "gqa"]
+        assert ModelCard(text).data.to_dict()["tags"] == [*tags, *ours]
 
 
 def test_the_record_has_the_arguments_of_the_command(source: Path, tmp_path: Path) -> None:

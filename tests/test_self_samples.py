@@ -18,7 +18,7 @@ from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.options import CalibrationText
-from gqa.convert.merge.self_samples import Draw, GrowingLayer, SampledBlocks, attend_one, sampled_blocks, samples
+from gqa.convert.merge.self_samples import Draw, SampledBlocks, attend_one, sampled_blocks, samples
 from gqa.corpus.sources import SelfText, is_self, parse_self
 from gqa.eval.recall import SAMPLES, self_samples
 from gqa.eval.subjects import Subject
@@ -235,26 +235,10 @@ def test_samples_are_as_surprising_as_the_model_expects(
     assert (abs(deviations) < 3) is (temperature == 1), deviations
 
 
-def test_sampling_does_not_copy_what_it_has(teacher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers have spare capacity; transformers' own cache, as other models get, samples the same."""
-    layers = list[GrowingLayer]()
-
-    class Counted(GrowingLayer):
-        def __init__(self) -> None:
-            super().__init__()
-            layers.append(self)
-
-    monkeypatch.setattr(module, "GrowingLayer", Counted)
+def test_the_cache_of_transformers_gives_the_same_samples(teacher, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = samples(teacher, 40, seeds=[1], batch=3)
-    assert [layer.get_seq_length() for layer in layers] == [39] * teacher.config.num_hidden_layers
     monkeypatch.setattr(module, "_cache", lambda model: {})
     assert torch.equal(ours, samples(teacher, 40, seeds=[1], batch=3))
-    assert len(layers) == teacher.config.num_hidden_layers
-
-
-def test_what_cannot_be_sampled_from() -> None:
-    with pytest.raises(RefusedError, match=r"Model has no head that predicts tokens; give text instead of self"):
-        samples(load(SOURCE).base_model, 4, seeds=[0], batch=1)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])
