@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import json
 import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from checkpoints import Result, check_refused, edit_json, run
 from embedded import SOURCE, converted, copy_source, texts
 from tiny_models import TINY, build
+from training import scratch
 from transformers import EncoderDecoderCache, PreTrainedModel
 
 from gqa.checkpoint.loading import cache_name
@@ -28,8 +27,7 @@ def model_directory() -> Path:
     The embedded checkpoint and its conversions say that they have 512 positions, half of what they have: windows are
     as long as that where nothing else is asked for.
     """
-    directory = Path(tempfile.mkdtemp(prefix="gqa-eval-tests-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = scratch()
     for path in (copy_source(directory, SOURCE.name), converted(directory, 4), converted(directory, 2)):
         edit_json(path / "config.json", lambda config: config.update(max_position_embeddings=512))
     rows = [{"text": text, "other": text[:40]} for text in texts(4, 1500)]

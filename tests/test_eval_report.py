@@ -1,4 +1,4 @@
-"""What `gqa-eval` leaves behind: its JSON and its report, with verdicts and tables."""
+"""What `gqa-eval` leaves behind: its JSON, its report with verdicts and tables; what a study recommends and draws."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from unittest.mock import Mock
 import pytest
 from checkpoints import Result, run
 from evaluations import evaluate_models, few_questions, model_directory, refused, results, words
+from matplotlib.figure import Figure
 
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.page import Table, format_number, write_page
 from gqa.eval.report import as_json, open_report, verdicts
+from gqa.eval.study.options import Cell
+from gqa.eval.study.plots import draw_study
+from gqa.eval.study.report import recommend
 
 MODEL_KEYS = {
     "name", "path", "revision", "model_type", "parameters", "weight_bytes", "provenance", "training", "heads",
@@ -200,3 +204,66 @@ def test_a_table_is_aligned_and_continues_below(monkeypatch: pytest.MonkeyPatch)
     assert [line.split()[0] for line in lines] == ["T", *(["model", *names] * 2)]
     assert [cell for line in lines[2::3] for cell in line.split()[1:]] == list("123456789")
     assert last.endswith("note")
+
+
+# -------------------------------------------------------------------------------------------- the report of a study
+
+
+def row(method: str, groups: int, alpha: float, loss: float | None, **more: Any) -> dict[str, Any]:
+    """A measured row of a base model of 2 nats and 4 KV heads of 100 bytes."""
+    columns = {"loss": loss, "loss_increase": loss and loss - 2, "perplexity_ratio": 1.5, "error": None}
+    columns |= {"kv_bytes_per_token": 100 * groups, "train_tokens": int(1000 * alpha)}
+    return Cell(method, groups, alpha)._asdict() | columns | more
+
+
+BASE = row("none", 4, 0.0, 2.0)
+ROWS = [
+    BASE, row("none", 4, 0.1, 1.9), row("mean", 1, 0.0, 5.0), row("mean", 1, 0.1, 2.35), row("refined", 1, 0.1, 2.2),
+    row("mean", 2, 0.1, 2.15), row("first", 2, 0.0, 2.095), row("refined", 2, 0.0, 2.09), row("refined", 2, 0.1, 2.04),
+]  # fmt: skip
+FAILED = [row("refined", 1, 0.0, 0.0, error="it did not work"), row("random", 1, 0.0, None)]
+# Rows, the bound, what is chosen, and what is said.
+RECOMMENDED: dict[str, tuple[list[dict[str, Any]], float, Cell | None, list[str]]] = {
+    "less training before less loss": (ROWS, 0.1, Cell("refined", 2, 0.0), [
+        "recommended refined, 2 of 4 KV heads, untrained: +0.0900 nats per token (perplexity x1.5), 200 bytes of KV "
+        "cache a token (50%)",
+        "why         3 of 7 combinations are within 0.1 nats per token above the base model",
+        "smaller     refined, 1 of 4 KV heads, alpha 0.1: +0.2000 nats",
+        "better      refined, 2 of 4 KV heads, alpha 0.1: +0.0400 nats",
+    ]),
+    "a smaller cache before less training": (ROWS, 0.25, Cell("refined", 1, 0.1), ["why         5 of 7"]),
+    "nothing is within": (ROWS, 0.01, None, [
+        "recommended nothing: of 7 combinations none is within 0.01 nats",
+        "closest     refined, 2 of 4 KV heads, alpha 0.1: +0.0400 nats", "--max-loss-increase",
+    ]),
+    "the base model's own cache is no saving": (ROWS[:2], 0.5, None, ["nothing: no KV cache smaller"]),
+    "a cell that failed or whose loss is infinite": ([*ROWS, *FAILED], 9, Cell("mean", 1, 0.0), ["why         7 of 7"]),
+    "recall": ([BASE, row("mean", 1, 0.0, 2.0, recall_text=0.87)], 0.1, Cell("mean", 1, 0.0), ["87.0% of second"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECOMMENDED)
+def test_the_smallest_cache_within_the_bound_is_recommended(name: str) -> None:
+    rows, bound, cell, says = RECOMMENDED[name]
+    chosen, text = recommend(rows, bound)
+    assert (chosen and Cell.of(chosen)) == cell
+    assert [words for words in says if words not in text] == []
+
+
+def test_pictures_are_drawn_where_there_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their legends name what is drawn in any panel: "first" is in the second alone. Beside a cell that loses three
+    nats, losses that differ by a twentieth are drawn apart, and what is better than the base model is not cut off.
+    """
+    figures = list[Figure]()
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: figures.append(self))
+    for table, names in ((ROWS, ["tradeoff", "alphas"]), (ROWS[:3], ["tradeoff"]), ([BASE], [])):
+        assert [name for name, _ in draw_study(table, tmp_path)] == names
+    drawn, control = {"mean", "first", "refined"}, "base model, trained further"
+    legends = [{text.get_text() for text in figure.legends[0].get_texts()} for figure in figures]
+    assert legends == [{*drawn, "base model"}, {*drawn, control}, {"mean", "base model"}]
+    axis = figures[1].axes[0]
+    points = axis.transData.transform([(0, loss) for loss in (3.0, 0.09, 0.04, 0.0, -0.1)])
+    heights = axis.transAxes.inverted().transform(points)[:, 1]
+    assert (heights[:-1] > heights[1:] + 0.04).all()
+    assert heights[0] < 1
+    assert heights[-1] > 0

@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 BLOCK = 64  # tokens, the positions of tiny models
 
 
+def scratch() -> Path:
+    """A directory that is removed when this process ends."""
+    directory = Path(tempfile.mkdtemp(prefix="gqa-tests-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
 def tiny_checkpoint(
     directory: Path, name: str | Tiny = "llama", kv_heads: int = 2, dtype: str = "float32", **options: Any
 ) -> Path:
@@ -212,8 +219,7 @@ class Runs(Forks):
 @cache
 def material() -> Path:
     """A directory of tiny models and `data.jsonl`, for all tests of this process."""
-    made = Path(tempfile.mkdtemp(prefix="gqa-runs-"))
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    made = scratch()
     tiny_checkpoint(made / "model")
     tiny_checkpoint(made / "dropout", attention_dropout=0.2)
     tiny_checkpoint(made / "teacher", kv_heads=4)
@@ -235,8 +241,7 @@ def pair_material() -> Path:
 
     from gqa.convert.api import convert_checkpoint
 
-    place = Path(tempfile.mkdtemp(prefix="gqa-pairs-"))
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    place = scratch()
     for name, added in (("t5", {"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]}),
                         ("bart", {"mask_token": "<mask>"}), ("marian", {})):  # fmt: skip
         base = tiny_checkpoint(place / f"{name}-base", f"gqa_{name}", 4, pad_token_id=0, dropout=0.0, dropout_rate=0.0)
