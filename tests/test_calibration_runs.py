@@ -30,7 +30,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.find_maps import TOKENS
+from gqa.convert.merge.find_maps import CHECKED
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_quality_is_that_of_the_written_model_beside_its_base_model(source: Path
     """On text that nothing is fitted to, as whole models have it."""
     options, out = on_ids(refinement=SHORT, check=True), tmp_path / "out"
     done = convert_checkpoint(source, 2, out, method=method, calibration=options)
-    quality, ids = done.record["quality"], options.text.split(read_checkpoint(source), "cpu", SILENT, TOKENS)[1]
+    quality, ids = done.record["quality"], options.text.split(read_checkpoint(source), "cpu", SILENT, CHECKED)[1]
     assert quality["tokens"] == 15 * len(ids) == 15 * 512
     copies = torch.cat([ids[:16, :8], ids[:16, :8]], 1)
     for name, directory in (("base", source), ("converted", out)):

@@ -23,8 +23,9 @@ from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import plan_conversion
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.merge.budget import FITTED, MEASURED, _text
+from gqa.convert.merge import budget
 from gqa.convert.merge.calibrate import Calibrator
+from gqa.convert.merge.find_maps import CHECKED
 from gqa.convert.merge.options import CalibrationText, MapsOptions
 from gqa.corpus.pairs import PairEncoder, corrupt_spans
 from gqa.corpus.sources import parse_source
@@ -129,30 +130,28 @@ def test_a_share_that_is_less_than_a_block(tmp_path: Path) -> None:
         CalibrationText((written(tmp_path, 50), "self"), LENGTH, LENGTH).shares()
 
 
-def measuring(length: int, *sources: str) -> tuple[Tensor, Tensor]:
-    text = CalibrationText(sources, 3 * (FITTED + MEASURED), length, repeats=False)
-    return _text(read_checkpoint(SOURCE), MapsOptions(text=text, device="cpu"), SILENT)
-
-
-def test_layers_are_measured_on_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in proportion, also text that the model writes, whose own count does not lift the bound on all of it."""
-    counts = list[int]()
-
-    def write(load: object, device: str, checkpoint: object, length: int, count: int, *how: Any, **more: Any) -> Any:
-        counts.append(count * length)
-        return [{"input_ids": np.full(length, -1)}] * count
-
-    monkeypatch.setattr("gqa.convert.merge.self_samples.sampled_blocks", write)
-    source = written(tmp_path, 2000)
-    fitted, measured = measuring(256, "self:184320", source)
-    assert (len(fitted), len(measured)) == (FITTED // 256, MEASURED // 256)
-    assert [int((blocks[:, 0] < 0).sum()) for blocks in (fitted, measured)] == [48, 12]
-    alone = [measuring(256, spec) for spec in ("self:1M", source)]
-    assert [(len(fitted), len(measured)) for fitted, measured in alone] == [(64, 16)] * 2
-    assert counts == [60 * 256, 80 * 256]
-    assert [len(blocks) for blocks in measuring(FITTED + MEASURED, source)] == [1, 1]
-    with pytest.raises(RefusedError, match=r"has one block of 20480 tokens; .* smaller blocks"):
-        measuring(FITTED + MEASURED, written(tmp_path, 600))
+def test_layers_are_measured_on_text_that_the_verdict_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither fitted to nor measured on what the result is compared on later; four fifths, of each source its share."""
+    monkeypatch.setattr(budget, "TOKENS", 20 * LENGTH)
+    calls = list[tuple[Tensor, Tensor]]()
+    monkeypatch.setattr(budget, "losses_alone", lambda plan, *parts: calls.append(parts[:2]) or [0.0] * 6)
+    source = str(tmp_path / "text.txt")
+    Path(source).write_text(" ".join(map(str, range(3000))))
+    for sources, count in (((source, "self:plain"), 40), ((source,), 200), ((source,), 3)):
+        text = CalibrationText(sources, count * LENGTH, LENGTH, repeats=False)
+        options = MapsOptions(text=text, device="cpu", check=True)
+        budget.heads_within(read_checkpoint(SOURCE), 0.5, options)
+        fitted, measured = calls[-1]
+        scored = text.split(read_checkpoint(SOURCE), "cpu", SILENT, CHECKED)[1]
+        rows = [{tuple(row) for row in part.tolist()} for part in (fitted, measured, scored)]
+        assert (len(fitted), len(measured)) == ((16, 4) if count > 3 else (2, 1))
+        assert len(scored) > 0
+        assert len(rows[0] | rows[1] | rows[2]) == sum(map(len, rows))
+    parts = budget.divide(torch.arange(40)[:, None].expand(-1, LENGTH))
+    assert [int((part[:, 0] < 20).sum()) for part in parts] == [8, 2]
+    options = MapsOptions(text=CalibrationText((source,), 4096, 4096), device="cpu")
+    with pytest.raises(RefusedError, match=r"text.txt: one block of 4096 tokens; .* a smaller --context"):
+        budget.heads_within(read_checkpoint(SOURCE), 0.5, options)
 
 
 # ------------------------------------------------------------------------------------------ pairs, for encoder-decoders

@@ -20,35 +20,23 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import ModelConfig, read_config, valid_groups
 from gqa.convert.merge.calibrate import Calibrator
+from gqa.convert.merge.find_maps import CHECKED
 from gqa.convert.merge.layerwise import Stream
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods import DEFAULT
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.targets import as_it_is
 
-FITTED, MEASURED = 16_384, 4_096  # at most: tokens to fit a layer to, and tokens to compare distributions on
+TOKENS = 20_480  # of calibration text at most: layers are fitted to four fifths of them and measured on the rest
 
 Losses = Sequence[Mapping[int, float]]  # by layer: number of KV heads -> KL divergence in nats per token
 
 
-def _text(checkpoint: Checkpoint, options: MapsOptions, watcher: Watcher) -> tuple[Tensor, Tensor]:
-    """(N, T) blocks to fit layers to, and (M, T) others to measure them on: half of the text if it is short. Both take
-    the same share of each source. Raises RefusedError.
-    """
-    shares, length = options.text.shares(), options.text.length
-    whole, fitted, measured = sum(tokens for _, tokens in shares), list[Tensor](), list[Tensor]()
-    for number, (_, tokens) in enumerate(shares):
-        rows = max(2, -(-(min(whole, FITTED) + MEASURED) * tokens // whole // length))
-        blocks, _ = options.text.blocks_of(number, rows * length, checkpoint, options.device, watcher)
-        last = max(1, min(MEASURED * tokens // whole // length, len(blocks) // 2))
-        fitted.append(blocks[:-last])
-        measured.append(blocks[-last:])
-    if not sum(map(len, fitted)):
-        raise RefusedError(
-            f"{options.text.sources[0]} has one block of {length} tokens; --kv-budget fits layers to one block and "
-            "measures them on another: give more text, or smaller blocks"
-        )
-    return torch.cat(fitted), torch.cat(measured)
+def divide(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks (N, T) -> (F, T) to fit layers to, and (M, T) to measure them on, both spread evenly over the text."""
+    count = min(len(blocks), max(2, TOKENS // blocks.shape[1]))
+    picks = np.linspace(0, len(blocks) - 1, count).astype(int)
+    return blocks[np.delete(picks, slice(1, None, 5))], blocks[picks[1::5]]
 
 
 def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
@@ -105,7 +93,14 @@ def heads_within(
     """
     config = read_config(as_it_is(checkpoint).config, checkpoint.name)
     heads, layers, counts = config.main.kv, config.layers, _counts(config, ranks)
-    fitted, measured = _text(checkpoint, options, watcher)
+    # Without the blocks on which the result is compared with the base model.
+    blocks, _ = options.text.split(checkpoint, options.device, watcher, CHECKED if options.check else 0)
+    if len(blocks) < 2:
+        raise RefusedError(
+            f"{', '.join(options.text.sources)}: one block of {options.text.length} tokens; --kv-budget fits layers to "
+            "one and measures them on another: give more text, or a smaller --context"
+        )
+    fitted, measured = divide(blocks)
     losses: list[dict[int, float]] = [{heads: 0.0} for _ in range(layers)]
     for groups in (count for count in counts if count < heads):
         alone = make_plan(checkpoint, groups, DEFAULT)

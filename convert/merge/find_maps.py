@@ -35,7 +35,7 @@ from gqa.convert.methods import MAPS, HeadMaps, StoredMaps
 from gqa.convert.plan import Plan, searches
 from gqa.corpus.likelihood import nats, paired_ratio
 
-TOKENS = 8192  # of the comparison with the base model, at most
+CHECKED = 8192  # tokens of the comparison with the base model, at most
 _COPIES = 16  # blocks whose beginnings are read twice, for recall
 _SHORTEST = 16  # tokens of a block that shows recall
 
@@ -85,7 +85,7 @@ def _look_at_weights(plan: Plan, layers: FinishedLayers, options: MapsOptions, w
 
 def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher) -> dict[str, Any] | None:
     """Layer after layer, from the first that is not finished on. Quality of the result on held-out text, if any."""
-    most = TOKENS if options.check else 0
+    most = CHECKED if options.check else 0
     inputs, others = options.text.inputs(plan.checkpoint, options.device, watcher, most)
     state = layers.state()
     calibrator = Calibrator(plan, inputs, options, state)

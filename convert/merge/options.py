@@ -105,20 +105,6 @@ class CalibrationText:
         sources, without repeats, which are none of the others: of what the model writes the last, at most an eighth; of
         other text what is left. Raises RefusedError and CorpusError.
         """
-        import torch
-
-        shares, parts = self.shares(), []
-        whole = sum(tokens for _, tokens in shares)
-        for number, (_, tokens) in enumerate(shares):
-            rows = heldout * tokens // whole // self.length
-            parts.append(self.blocks_of(number, tokens, checkpoint, device, watcher, rows))
-        blocks, others = map(torch.cat, zip(*parts, strict=True))
-        return blocks, others
-
-    def blocks_of(
-        self, number: int, tokens: int, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """The same of the source of that number, of `tokens` whatever its share is; `heldout` is a number of blocks."""
         import numpy as np
         import torch
 
@@ -127,22 +113,24 @@ class CalibrationText:
 
         if self.target_field:
             raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it out")
-        source, trusted = self.sources[number], self.trust_remote_code
-        if not is_self(source):
-            text, repeats = self._parse(source), self.repeats
-            both = read_blocks(checkpoint, text, tokens, self.length, self.seed, repeats, trusted, heldout)
-            return torch.from_numpy(both[0]), torch.from_numpy(both[1])
-        load = partial(load_model, str(checkpoint.directory), device=device, trust_remote_code=trusted)
-        plain, seed = parse_self(source).plain or not self.repeats, self._seed(number)
-        count = -(-tokens // self.length)
-        written = sampled_blocks(
-            load, device, checkpoint, self.length, count, seed, plain, watcher, trust_remote_code=trusted
-        )
-        first = count - min(heldout, count // 8)
-        others = replace(written, plain=True) if heldout else written
-        rows = [(written if index < first else others)[index]["input_ids"] for index in range(count)]
-        ids = torch.from_numpy(np.stack(rows))
-        return ids[:first], ids[first:]
+        shares, trusted, length = self.shares(), self.trust_remote_code, self.length
+        load, parts = partial(load_model, str(checkpoint.directory), device=device, trust_remote_code=trusted), []
+        for number, (source, tokens) in enumerate(shares):
+            most = heldout * tokens // self.taken // length
+            if not is_self(source):
+                text = self._parse(source)
+                parts.append(read_blocks(checkpoint, text, tokens, length, self.seed, self.repeats, trusted, most))
+                continue
+            plain, seed, count = parse_self(source).plain or not self.repeats, self._seed(number), -(-tokens // length)
+            written = sampled_blocks(
+                load, device, checkpoint, length, count, seed, plain, watcher, trust_remote_code=trusted
+            )
+            first = count - min(most, count // 8)
+            others = replace(written, plain=True) if most else written
+            rows = np.stack([(written if i < first else others)[i]["input_ids"] for i in range(count)])
+            parts.append((rows[:first], rows[first:]))
+        blocks, rest = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
+        return blocks, rest
 
     def check_sources(self, checkpoint: Checkpoint) -> None:
         """Raise RefusedError or CorpusError for text that cannot be used, as far as its beginning tells."""
