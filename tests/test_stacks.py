@@ -35,7 +35,7 @@ from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.families.table import FAMILIES, NESTED
 from gqa.convert.merge.budget import heads_within
-from gqa.convert.merge.options import Refinement
+from gqa.convert.merge.options import CalibrationText, Refinement
 from gqa.convert.merge.pair import Pair
 
 K, V = "self_attn.k_proj.weight", "self_attn.v_proj.weight"
@@ -245,8 +245,13 @@ def test_budgets_and_sampling_need_a_head(tmp_path: Path) -> None:
     heads, _ = heads_within(read_checkpoint(tmp_path / "a"), 0.5, on_ids(text=Ids(count=8)))
     assert sum(heads) <= 4
     edit_json(tmp_path / "a" / "config.json", lambda config: config.update(architectures=["Qwen3Model"]))
-    with pytest.raises(RefusedError, match="Qwen3Model has no head that predicts tokens; give text instead of self"):
-        heads_within(read_checkpoint(tmp_path / "a"), 0.5, on_ids(text=Ids(count=8)))
+    sampled, head = (
+        CalibrationText(tokens=128, length=16),
+        "has no head that predicts tokens; give text instead of self",
+    )
+    for text, message in ((sampled, head), (Ids(count=8), "gives no logits; give a checkpoint with its head")):
+        with pytest.raises(RefusedError, match=f"Qwen3Model {message}"):
+            heads_within(read_checkpoint(tmp_path / "a"), 0.5, on_ids(text=text))
 
 
 @pytest.mark.usefixtures("alone")
