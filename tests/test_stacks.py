@@ -245,10 +245,7 @@ def test_budgets_and_sampling_need_a_head(tmp_path: Path) -> None:
     heads, _ = heads_within(read_checkpoint(tmp_path / "a"), 0.5, on_ids(text=Ids(count=8)))
     assert sum(heads) <= 4
     edit_json(tmp_path / "a" / "config.json", lambda config: config.update(architectures=["Qwen3Model"]))
-    sampled, head = (
-        CalibrationText(tokens=128, length=16),
-        "has no head that predicts tokens; give text instead of self",
-    )
+    sampled, head = CalibrationText(tokens=128, length=16), "has no head that predicts tokens; give text"
     for text, message in ((sampled, head), (Ids(count=8), "gives no logits; give a checkpoint with its head")):
         with pytest.raises(RefusedError, match=f"Qwen3Model {message}"):
             heads_within(read_checkpoint(tmp_path / "a"), 0.5, on_ids(text=text))
