@@ -80,7 +80,7 @@ demo: install
 	$(BIN)/python examples/demo.py
 
 benchmark: install
-	$(BIN)/python benchmarks/convert.py
+	$(BIN)/python benchmarks/speed.py convert
 
 clean:
 	rm -rf build dist site typings .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -63,18 +63,16 @@ def main() -> None:
     parser.add_argument("published", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
-    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "gqa", "font.size": 11, "text.color": GREY}
+    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "gqa", "font.size": 11}
+    plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
+    colours = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+    plt.rcParams |= dict.fromkeys(colours, GREY)
     figure, panels = plt.subplots(1, 2, figsize=(11, 3.7), width_ratios=(1.15, 1))
     embedded(panels[0], ratios(args.embedded))
     published(panels[1], ratios(args.published))
     for axes in panels:
         axes.minorticks_off()
         axes.axhline(1, color=GREY, linewidth=1, linestyle=":")
-        axes.tick_params(colors=GREY)
-        axes.yaxis.label.set_color(GREY)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(GREY)
     figure.tight_layout()
     figure.savefig(args.output, transparent=True, metadata={"Date": None})
 

@@ -6,8 +6,8 @@
     python benchmarks/gpu.py --out DIR --tiny                   # every part on a CPU, with tiny models
 
 decode: tokens per second of a random bfloat16 model of Llama-2-7B's shape by KV heads, context and batch, as one CUDA
-    graph per step and as transformers runs it. `roofline` is the share of the device's copy bandwidth that the bytes of
-    the weights and of the cache take: 1 is the limit. `largest` is the largest batch whose cache fits.
+    graph per step. `roofline` is the share of the device's copy bandwidth that the bytes of the weights and of the
+    cache take: 1 is the limit. `largest` is the largest batch whose cache fits.
 convert: a model of 1.3 billion parameters with 4 of 16 KV heads by `calibrated` and `refined`, on text that it writes
     itself: seconds and peak memory of each stage (the first samples the text: its tokens per second are the sampler's).
 uptrain: tokens per second of gqa-uptrain on a model of that size, with and without --compile and --checkpointing, with
@@ -16,9 +16,9 @@ uptrain: tokens per second of gqa-uptrain on a model of that size, with and with
 distill: the embedded model with 2 and 1 heads, distilled on 1 to 50 million tokens that it writes itself.
 smollm2: SmolLM2 (a directory, --smollm2) with 1 head, distilled on 20 million: perplexity and recall on each --text.
 
-Each part is a process with a time limit. Each measurement is written to DIR/PART.json at once; what is there is not
-measured again, so the same command continues after a limit or a failure. Models are written to --work.
-Nothing needs a network. gqa need not be installed.
+Each part is a process with a time limit. Each measurement is appended to DIR/PART.jsonl; what is there is not measured
+again, so the same command continues after a limit or a failure. Models are written to --work. Nothing needs a network.
+gqa need not be installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import gc
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import statistics
@@ -38,18 +37,19 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from harness import EMBEDDED, ROOT, SHAPES, Shape, random_llama, run_command, write_random
+from harness import EMBEDDED, ROOT, SHAPES, Measurements, Shape, random_llama, run_command, write_random
 
 LIMITS = {"decode": 110, "convert": 150, "uptrain": 110, "distill": 110, "smollm2": 60}  # seconds, if several parts run
 LEAST = 5.0  # seconds that must be left for another measurement
 CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
+DEVICE, VERSION = "cuda" if CUDA else "cpu", torch.__version__
 FREE = 0.85  # share of the free memory that a cache may take
 
 
@@ -95,54 +95,31 @@ TINY = Scale(
 )  # fmt: skip
 
 
-@dataclass
-class Results:
-    """The measurements of one part by name, in a file that is written after each. `deadline` is by time.monotonic."""
+class Part(Measurements):
+    """The measurements of one part, until `deadline` by time.monotonic. `smollm2`: SmolLM2's checkpoint; `texts`: data
+    to evaluate distilled models on.
+    """
 
-    file: Path
-    work: Path
-    scale: Scale
-    deadline: float = float("inf")
-    smollm2: Path | None = None
-    texts: Sequence[str] = ()
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.file.exists():
-            self.rows = json.loads(self.file.read_text())["rows"]
-
-    def missing(self, *names: str) -> bool:
-        """Whether one of them was not measured, or failed."""
-        return any("error" in self.rows.get(name, {"error": ""}) for name in names)
+    def __init__(
+        self, file: Path, work: Path, scale: Scale, deadline: float = float("inf"), smollm2: Path | None = None,
+        texts: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(file)
+        self.work, self.scale, self.deadline, self.smollm2, self.texts = work, scale, deadline, smollm2, texts
 
     def measure(self, name: str, function: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-        """Store what `function` returns, or why it failed, unless `name` was measured. Raises TimeoutError."""
-        if not self.missing(name):
-            return
-        if time.monotonic() > self.deadline - LEAST:
+        """As `Measurements`, then free the device's memory. Raises TimeoutError if no time is left."""
+        if self.missing(name) and time.monotonic() > self.deadline - LEAST:
             raise TimeoutError(f"no time left for {name}")
-        started = time.monotonic()
-        try:
-            row = function(*arguments)
-        except Exception as error:  # one measurement that fails must not cost the others
-            row = {"error": f"{type(error).__name__}: {error}"[:2000]}
-        self.rows[name] = row | {"took": round(time.monotonic() - started, 2)}
-        self.write(False)
-        print(f"{self.file.stem:8} {name}: {json.dumps(self.rows[name])[:160]}", flush=True)
+        super().measure(name, function, *arguments)
         free_memory()
 
-    def write(self, complete: bool) -> None:
-        """`complete`: all of the part was measured, without an error."""
-        complete = complete and not any("error" in row for row in self.rows.values())
-        device = f"{torch.cuda.get_device_name() if CUDA else 'cpu'}, torch {torch.__version__}"
-        text = json.dumps({"complete": complete, "device": device, "rows": self.rows}, indent=1)
-        temporary = self.file.with_suffix(".tmp")
-        temporary.write_text(text + "\n")
-        temporary.replace(self.file)
-
-
-def is_complete(file: Path) -> bool:
-    return file.exists() and bool(json.loads(file.read_text())["complete"])
+    def run(self, part: Callable[[Part], None]) -> None:
+        """Measure what is missing and, if nothing failed, that the part is complete."""
+        self.measure("device", lambda: {"device": torch.cuda.get_device_name() if CUDA else "cpu", "torch": VERSION})
+        part(self)
+        if not self.missing(*self.rows):
+            self.measure("complete", dict)
 
 
 def free_memory() -> None:
@@ -151,48 +128,37 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-# ------------------------------------------------------------------------------------------------- commands
-
-
-class Stages(io.StringIO):
-    """Stands for a terminal's stderr: which progress bars a command showed, for how long, with how much memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: dict[str, float] = {}
-        self.peaks: dict[str, int] = {}
-        self._name, self._since = "start", time.monotonic()
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        found = re.search(r"^\s*([^:\r\n|]+?):? +\d+%\|?", text) or re.search(r"\r([^:\r\n|]+):", text)
-        training = re.match(r"step \d+/", text)  # a status line of gqa-uptrain
-        self.next("training" if training else found[1] if found else self._name)
-        return super().write(text)
-
-    def next(self, name: str) -> None:
-        now = time.monotonic()
-        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
-        if CUDA:
-            self.peaks[self._name] = max(self.peaks.get(self._name, 0), torch.cuda.max_memory_allocated())
-            torch.cuda.reset_peak_memory_stats()
-        self._name, self._since = name, now
-
-
 def command(module: str, *words: str) -> dict[str, Any]:
-    """Run the command gqa-MODULE in this process. Returns seconds and peak bytes by stage, and its JSON as `record`."""
-    stages, output = Stages(), io.StringIO()
+    """Run the command gqa-MODULE in this process. Returns seconds and peak bytes of each stage whose progress it shows,
+    and its JSON as `record`.
+    """
+    from gqa.checkpoint.console import Watcher
+
+    seconds, peaks, show = dict[str, float](), dict[str, int](), Watcher.stage
+    stage, since = "start", time.monotonic()
+
+    def next_stage(watcher: Watcher | None, name: str, *rest: Any) -> None:
+        nonlocal stage, since
+        seconds[stage] = round(seconds.get(stage, 0.0) + time.monotonic() - since, 2)
+        if CUDA:
+            peaks[stage] = max(peaks.get(stage, 0), torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+        stage, since = name, time.monotonic()
+        if watcher:
+            show(watcher, name, *rest)
+
+    errors, output = io.StringIO(), io.StringIO()
+    Watcher.stage = next_stage  # type: ignore[method-assign,assignment]
     try:
-        with contextlib.redirect_stderr(stages), contextlib.redirect_stdout(output):
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
             run_command(module, *words, "--json")
-    except (RuntimeError, TimeoutError) as error:
-        raise RuntimeError(f"{error} after {stages.seconds}: {stages.getvalue()[-1500:]}") from error
-    stages.next("end")
-    seconds = {name: round(value, 2) for name, value in stages.seconds.items()}
-    record = json.loads(output.getvalue().splitlines()[-1])
-    return {"seconds": seconds, "peak_bytes": stages.peaks, "record": record}
+    except RuntimeError as error:
+        next_stage(None, "end")
+        raise RuntimeError(f"{error} after {seconds}: {errors.getvalue()[-1500:]}") from error
+    finally:
+        Watcher.stage = show  # type: ignore[method-assign]
+    next_stage(None, "end")
+    return {"seconds": seconds, "peak_bytes": peaks, "record": json.loads(output.getvalue().splitlines()[-1])}
 
 
 # ------------------------------------------------------------------------------------------------- decode
@@ -279,54 +245,37 @@ def decode_point(model: Any, batch: int | None, context: int, scale: Scale, copi
     config = model.config
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * context * model.dtype.itemsize
     cache *= config.hidden_size // config.num_attention_heads
-    free = torch.cuda.mem_get_info()[0] if CUDA else cache * scale.largest
-    fit = min(scale.largest, int(FREE * free) // cache) if batch is None else batch
-    for rows in (fit, fit * 9 // 10, fit * 3 // 4):  # what a step itself takes is known only when it has run
-        if 0 < rows * cache <= FREE * free:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                return timed(model, rows, context, scale.steps, copied)
+    fit = int(FREE * (torch.cuda.mem_get_info()[0] if CUDA else cache * scale.largest)) // cache
+    largest = min(scale.largest, fit)
+    # What a step itself takes is known only when it has run.
+    for rows in [batch] if batch else [largest, largest * 9 // 10, largest * 3 // 4]:
+        if 0 < rows <= fit:
+            with contextlib.suppress(torch.OutOfMemoryError), torch.inference_mode():
+                decoder = Decoder(model, rows, context)
+                seconds = seconds_of(decoder.graph() if CUDA else decoder.step, scale.steps)
+                speed = {"tokens_per_second": rows / seconds, "roofline": decoder.bytes / seconds / copied}
+                return {"fits": True, "batch": rows, "bytes": decoder.bytes, **speed}
             free_memory()
-        if batch is not None:
-            break
     return {"batch": batch, "fits": False}
 
 
-def timed(model: Any, batch: int, context: int, steps: int, copied: float) -> dict[str, Any]:
-    """One row of `decode_point`, by a CUDA graph, if there are some, and by transformers' own calls."""
-    with torch.inference_mode():
-        decoder = Decoder(model, batch, context)
-        row = {"fits": True, "batch": batch, "bytes": decoder.bytes}
-        for kind in ("graph", "eager") if CUDA else ("eager",):
-            try:
-                seconds = seconds_of(decoder.graph() if kind == "graph" else decoder.step, steps)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:  # what cannot be captured can still be run
-                row[f"{kind}_error"] = str(error)[:300]
-                continue
-            row |= {f"{kind}_tokens_per_second": batch / seconds, f"{kind}_roofline": decoder.bytes / seconds / copied}
-    return row
-
-
-def decode(results: Results) -> None:
+def decode(part: Part) -> None:
     from transformers.utils import is_flash_attn_2_available
 
-    scale = results.scale
-    results.measure("bandwidth", bandwidth, scale.copy_bytes)
-    copied = float(results.rows["bandwidth"]["bytes_per_second"])
+    scale = part.scale
+    part.measure("bandwidth", bandwidth, scale.copy_bytes)
+    copied = float(part.rows["bandwidth"]["bytes_per_second"])
     attentions = ["sdpa", *(["flash_attention_2"] if CUDA and is_flash_attn_2_available() else [])]
-    for attention in attentions:
-        for heads in scale.kv_heads:
-            names = {
-                f"{attention} {heads} heads {context} context {batch or 'largest'} batch": (batch, context)
-                for context in scale.contexts for batch in scale.batches
-            }  # fmt: skip
-            if not results.missing(*names):
-                continue
+    for attention, heads in product(attentions, scale.kv_heads):
+        names = {
+            f"{attention} {heads} heads {context} context {batch or 'largest'} batch": (batch, context)
+            for context, batch in product(scale.contexts, scale.batches)
+        }
+        if part.missing(*names):
             shape = scale.shape._replace(kv_heads=heads, positions=max(scale.contexts))
             model = random_llama(shape, "bfloat16", DEVICE, attn_implementation=attention).eval()
             for name, (batch, context) in names.items():
-                results.measure(name, decode_point, model, batch, context, scale, copied)
+                part.measure(name, decode_point, model, batch, context, scale, copied)
             del model
             free_memory()
 
@@ -334,113 +283,98 @@ def decode(results: Results) -> None:
 # ------------------------------------------------------------------------------------------------- convert, train
 
 
-def random_model(results: Results, name: str, shape: Shape, dtype: str) -> str:
+def random_model(part: Part, name: str, shape: Shape, dtype: str) -> str:
     """A random checkpoint in the working directory, written once."""
-    directory = results.work / name
-    if not (directory / "complete").exists():
-        write_random(directory, shape, dtype, DEVICE)
-        (directory / "complete").touch()
-    return str(directory)
+    directory = part.work / name
+    written = (directory / "tokenizer.json").exists()  # the last file
+    return str(directory) if written else write_random(directory, shape, dtype, DEVICE)
 
 
-def convert(results: Results) -> None:
-    scale, more = results.scale, {"calibrated": (), "refined": results.scale.refine}
-    if not results.missing(*more):
-        return
-    model = random_model(results, "large", scale.converted, "bfloat16")
+def convert(part: Part) -> None:
+    scale = part.scale
 
-    def run(method: str) -> dict[str, Any]:
-        words = ["--groups", str(scale.convert_heads), "--method", method, *scale.convert, *more[method]]
-        row = command("convert", model, *words, "-o", str(results.work / f"large-{method}"), "--overwrite")
+    def run(method: str, *more: str) -> dict[str, Any]:
+        words = [random_model(part, "large", scale.converted, "bfloat16"), "--groups", str(scale.convert_heads)]
+        words += ["--method", method, *scale.convert, *more, "-o", str(part.work / f"large-{method}"), "--overwrite"]
+        row = command("convert", *words)
         return {name: row[name] for name in ("seconds", "peak_bytes")}
 
-    for method in more:
-        results.measure(method, run, method)
+    part.measure("calibrated", run, "calibrated")
+    part.measure("refined", run, "refined", *scale.refine)
 
 
-def metrics(state: Path) -> dict[str, Any]:
-    """The last record of a run: its speed and memory."""
-    return dict(json.loads((state / "metrics.jsonl").read_text().splitlines()[-1]))
+def metrics(out: Path) -> dict[str, Any]:
+    """The last record of the run that wrote `out`: its speed and memory."""
+    lines = (out.with_name(f"{out.name}-state") / "metrics.jsonl").read_text().splitlines()
+    return dict(json.loads(lines[-1]))
 
 
-def trained(results: Results, model: str, launcher: Sequence[str], more: Sequence[str]) -> dict[str, Any]:
-    """gqa-uptrain on the library's own text, in this process or by a launcher."""
-    out = results.work / "trained"
-    words = [model, "--data", "stdlib:train", "--teacher", "none", "--train", "all", *results.scale.train, *more]
-    words += ["-o", str(out), "--keep-state", "--overwrite"]
-    state = out.with_name(f"{out.name}-state")
-    shutil.rmtree(state, ignore_errors=True)
-    if not launcher:
-        command("uptrain", *words)
-        return metrics(state)
-    words = [sys.executable, "-m", *launcher, "-m", "gqa.uptrain", *words]
-    environment = os.environ | {"NCCL_DEBUG": "VERSION"}
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-1500:])
-    return metrics(state) | {"nccl": "NCCL version" in done.stdout + done.stderr}
-
-
-def uptrain(results: Results) -> None:
-    shape = results.scale.trained
-    model = random_model(results, "trained-from", shape._replace(kv_heads=max(1, shape.heads // 4)), "float32")
+def uptrain(part: Part) -> None:
+    shape = part.scale.trained
+    model = random_model(part, "trained-from", shape._replace(kv_heads=max(1, shape.heads // 4)), "float32")
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     fsdp2 = ["accelerate.commands.launch", "--config_file", str(ROOT / "examples" / "accelerate" / "fsdp2.yaml")]
     fsdp2 += [*([] if CUDA else ["--mixed_precision", "no"]), "--num_processes", "1", "--main_process_port", "0"]
-    runs: dict[str, tuple[list[str], list[str]]] = {
-        "plain": ([], []), "checkpointing": ([], ["--checkpointing"]),
-        "one rank": (torchrun, []), "one rank fsdp2": (fsdp2, []),
-    }  # fmt: skip
-    if results.scale.compile:
-        runs |= {f"compile {name}": ([], ["--compile", *runs[name][1]]) for name in ("plain", "checkpointing")}
-    results.measure("matrix product", product_rate, results.scale.product)
+    checkpointing, compiled = ["--checkpointing"], ["--compile"]
+    runs = {"plain": [], "checkpointing": checkpointing, "one rank": [], "one rank fsdp2": []}
+    if part.scale.compile:
+        runs |= {"compile plain": compiled, "compile checkpointing": compiled + checkpointing}
+    launchers = {"one rank": torchrun, "one rank fsdp2": fsdp2}
+    part.measure("matrix product", product_rate, part.scale.product)
     parameters = random_llama(shape, "bfloat16", "meta").num_parameters()
-    needed = 6 * parameters / float(results.rows["matrix product"]["flops_per_second"])
+    needed = 6 * parameters / float(part.rows["matrix product"]["flops_per_second"])
 
-    def run(launcher: Sequence[str], more: Sequence[str]) -> dict[str, Any]:
-        row = trained(results, model, launcher, more)
+    def run(name: str) -> dict[str, Any]:
+        """gqa-uptrain on the library's own text, in this process or by a launcher."""
+        out = part.work / "trained"
+        words = [model, "--data", "stdlib:train", "--teacher", "none", "--train", "all", *part.scale.train, *runs[name]]
+        words += ["-o", str(out), "--keep-state", "--overwrite"]
+        shutil.rmtree(out.with_name(f"{out.name}-state"), ignore_errors=True)
+        if name in launchers:
+            words = [sys.executable, "-m", *launchers[name], "-m", "gqa.uptrain", *words]
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(done.stderr[-1500:])
+        else:
+            command("uptrain", *words)
+        row = metrics(out)
         return row | {"mfu": needed * row["tokens_per_second"]}
 
-    for name, words in runs.items():
-        results.measure(name, run, *words)
+    for name in runs:
+        part.measure(name, run, name)
 
 
-def distilled(
-    results: Results, base: Path, heads: int, tokens: int, texts: Sequence[str], *more: str
-) -> dict[str, Any]:
+def distilled(part: Part, base: Path, heads: int, tokens: int, texts: Sequence[str], *more: str) -> dict[str, Any]:
     """A converted model distilled on so much of its base model's own text, and how both predict `texts`."""
-    start, out = results.work / f"{base.name}-{heads}", results.work / f"{base.name}-{heads}-{tokens}"
+    start, out = part.work / f"{base.name}-{heads}", part.work / f"{base.name}-{heads}-{tokens}"
     if not (start / "config.json").exists():
-        command("convert", str(base), "--groups", str(heads), *results.scale.method, "-o", str(start), "--overwrite")
-    words = ["--data", f"self:{tokens}", "--tokens", str(tokens), *results.scale.distil, "--teacher", str(base)]
+        command("convert", str(base), "--groups", str(heads), *part.scale.method, "-o", str(start), "--overwrite")
+    words = ["--data", f"self:{tokens}", "--tokens", str(tokens), *part.scale.distil, "--teacher", str(base)]
     words += ["--overwrite"] if out.exists() else []  # a run that was stopped continues
     run = command("uptrain", str(start), *words, "-o", str(out), "--keep-state")
     row = {"tokens": tokens, "losses": run["record"]["losses"], "seconds": run["seconds"]}
-    last = metrics(out.with_name(f"{out.name}-state"))
-    row |= {name: last[name] for name in ("tokens_per_second", "memory_bytes") if name in last}
+    row |= {name: value for name, value in metrics(out).items() if name in ("tokens_per_second", "memory_bytes")}
     for text in texts:
-        words = [str(base), str(start), str(out), "--data", text, "--kl", *results.scale.evaluate, *more]
+        words = [str(base), str(start), str(out), "--data", text, "--kl", *part.scale.evaluate, *more]
         models = command("eval", *words)["record"]["models"]
         row[Path(text).name] = [{key: model.get(key) for key in ("name", "quality", "recall")} for model in models]
     return row
 
 
-def distill(results: Results) -> None:
-    for tokens in results.scale.tokens:
-        for heads in results.scale.heads:
-            results.measure(
-                f"{heads} heads {tokens} tokens", distilled, results, EMBEDDED, heads, tokens, results.texts[:1]
-            )
+def distill(part: Part) -> None:
+    for tokens in part.scale.tokens:
+        for heads in part.scale.heads:
+            part.measure(f"{heads} heads {tokens} tokens", distilled, part, EMBEDDED, heads, tokens, part.texts[:1])
 
 
-def smollm2(results: Results) -> None:
-    if not results.smollm2:
+def smollm2(part: Part) -> None:
+    if not part.smollm2:
         raise click.UsageError("the part smollm2 needs --smollm2")
-    tokens = results.scale.smollm2_tokens
-    results.measure("1 head", distilled, results, results.smollm2, 1, tokens, results.texts, *results.scale.recall)
+    tokens = part.scale.smollm2_tokens
+    part.measure("1 head", distilled, part, part.smollm2, 1, tokens, part.texts, *part.scale.recall)
 
 
-PARTS: dict[str, Callable[[Results], None]] = {
+PARTS: dict[str, Callable[[Part], None]] = {
     "decode": decode, "convert": convert, "uptrain": uptrain, "distill": distill, "smollm2": smollm2,
 }  # fmt: skip
 
@@ -462,11 +396,6 @@ def importable() -> Iterator[str]:
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: gqa\nVersion: {version}\n")
         yield scratch
-
-
-def stop(number: int, frame: object) -> None:
-    """The limit of a part: what is under way is recorded as failed, with the progress that it showed last."""
-    raise TimeoutError("stopped at the time limit")
 
 
 def run_part(name: str, seconds: float, environment: dict[str, str]) -> None:
@@ -500,22 +429,19 @@ def main(
     for directory in (out, work):
         directory.mkdir(parents=True, exist_ok=True)
     if alone:
-        signal.signal(signal.SIGTERM, stop)
-        scale = TINY if tiny else Scale()
-        results = Results(out / f"{alone}.json", work, scale, deadline, smollm2, texts)
         with contextlib.suppress(TimeoutError):
-            PARTS[alone](results)
-            results.write(True)
+            scale = TINY if tiny else Scale()
+            Part(out / f"{alone}.jsonl", work, scale, deadline, smollm2, texts).run(PARTS[alone])
         return
     with importable() as path:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([path, *os.environ.get("PYTHONPATH", "").split()])}
         environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "TOKENIZERS_PARALLELISM": "false"}
         for name in parts or [name for name in PARTS if name != "smollm2" or smollm2]:
             left = deadline - time.monotonic() - LEAST
-            if is_complete(out / f"{name}.json"):
+            if not Measurements(out / f"{name}.jsonl").missing("complete"):
                 print(f"{name}: complete in {out}", flush=True)
             elif left > LEAST:
-                limit = left if len(parts) == 1 else min(left, LIMITS[name])
+                limit = left if tiny or len(parts) == 1 else min(left, LIMITS[name])
                 run_part(name, limit, environment)
 
 

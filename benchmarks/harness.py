@@ -1,22 +1,18 @@
-"""What the benchmarks share: processes that take turns, their time and memory, random models."""
+"""What the benchmarks share: random models, the commands as functions, measurements in a file."""
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import shutil
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib import import_module
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 EMBEDDED = ROOT / "examples" / "stdlib-mha"
-MIB = 1 << 20
-SAMPLE_SECONDS = 0.003
 
 
 class Shape(NamedTuple):
@@ -57,7 +53,7 @@ def random_llama(shape: Shape, dtype: str = "float32", device: str = "cpu", **op
 
 def write_random(directory: Path, shape: Shape, dtype: str = "float32", device: str = "cpu") -> str:
     """Write a random Llama with the embedded tokenizer, whose ids it can all predict. Returns the directory."""
-    random_llama(shape, dtype, device).save_pretrained(directory)
+    random_llama(shape, dtype, device).save_pretrained(directory, max_shard_size="1GB")
     for file in EMBEDDED.glob("*token*"):
         shutil.copyfile(file, directory / file.name)
     return str(directory)
@@ -75,76 +71,30 @@ def run_command(module: str, *words: str) -> None:
         sys.argv = arguments
 
 
-class Run(NamedTuple):
-    """Seconds of a run, what it returned, and the peak of its anonymous memory above what it held when it was ready."""
-
-    seconds: float
-    value: Any
-    memory_bytes: int
-
-
-def run_alone(prepare: Callable[..., Callable[[], Any]], *arguments: Any, before: Callable[[], None]) -> Run:
-    """Time what `prepare(*arguments)` returns, in a process of its own that has imported and loaded what it needs.
-
-    `before` is called here when it is ready. Its memory is read from here, where its own work cannot hold the reader
-    up; pages of files, which vanish when somebody needs memory, do not count.
+class Measurements:
+    """Measurements by name, appended to a file of JSON lines one by one: a program that was stopped continues with
+    those that are missing. Those that failed have an `error` and are measured again.
     """
-    context = multiprocessing.get_context("spawn")
-    pipe, child_end = context.Pipe()
-    process = context.Process(target=_serve, args=(child_end, prepare, *arguments), daemon=True)
-    process.start()
-    child_end.close()
-    pipe.recv()
-    before()
-    start = peak = anonymous_bytes(process.pid)
-    pipe.send(None)
-    while not pipe.poll(SAMPLE_SECONDS):
-        peak = max(peak, anonymous_bytes(process.pid))
-    seconds, value = pipe.recv()
-    process.join()
-    return Run(seconds, value, peak - start)
 
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        lines = file.read_text().splitlines() if file.exists() else []
+        self.rows: dict[str, dict[str, Any]] = {row.pop("name"): row for row in map(json.loads, lines)}
 
-def _serve(pipe: Connection, prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> None:
-    run = prepare(*arguments)
-    pipe.send(None)
-    pipe.recv()
-    started = time.perf_counter()
-    value = run()
-    pipe.send((time.perf_counter() - started, value))
+    def missing(self, *names: str) -> bool:
+        """Whether one of them was not measured, or failed."""
+        return any("error" in self.rows.get(name, {"error": ""}) for name in names)
 
-
-def anonymous_bytes(process: int | None) -> int:
-    """0 where the system does not say."""
-    try:
-        text = Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("RssAnon")), 0)
-
-
-def rounds(
-    contestants: Mapping[str, tuple[Any, ...]], count: int, before: Callable[[], None] = lambda: None,
-    after: Callable[[str], None] = lambda name: None,
-) -> dict[str, list[Run]]:  # fmt: skip
-    """Run all in turns, in another order in each round, so that other work on the machine hits all alike."""
-    runs: dict[str, list[Run]] = {name: [] for name in contestants}
-    for number in range(count):
-        first = number % len(contestants)
-        for name in [*contestants][first:] + [*contestants][:first]:
-            runs[name].append(run_alone(*contestants[name], before=before))
-            after(name)
-            print(f"  round {number + 1}  {name:24}{runs[name][-1].seconds:8.2f} s", flush=True)
-    return runs
-
-
-def report(runs: Mapping[str, Sequence[Run]], baseline: str, tokens: int | None = None) -> None:
-    """Print a row for each: times, the median over rounds of the time by the baseline's, and memory."""
-    print(f"\n{'':24}{'median':>10}{'min - max':>18}{f'of {baseline}':>24}{'memory':>12}")
-    for name, entries in runs.items():
-        seconds = [run.seconds for run in entries]
-        ratio = statistics.median(a.seconds / b.seconds for a, b in zip(entries, runs[baseline], strict=True))
-        memory = max(run.memory_bytes for run in entries)
-        speed = f"{tokens / statistics.median(seconds):10,.0f} tokens/s" if tokens else ""
-        print(f"{name:24}{statistics.median(seconds):8.2f} s{min(seconds):8.2f} - {max(seconds):5.2f} s{ratio:24.3f}"
-              f"{memory / MIB:8,.0f} MiB{speed}")  # fmt: skip
+    def measure(self, name: str, function: Callable[..., dict[str, Any]], *arguments: Any) -> None:
+        """Add what `function` returns, or why it failed, and the seconds it `took`, unless `name` was measured."""
+        if not self.missing(name):
+            return
+        started = time.monotonic()
+        try:
+            row = function(*arguments)
+        except Exception as error:  # one measurement that fails must not cost the others
+            row = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        self.rows[name] = row | {"took": round(time.monotonic() - started, 2)}
+        with self.file.open("a") as stream:
+            stream.write(json.dumps({"name": name, **self.rows[name]}) + "\n")
+        print(f"{self.file.stem:8} {name}: {json.dumps(self.rows[name])[:160]}", flush=True)

@@ -79,7 +79,7 @@ OTHERS = {
 }  # fmt: skip
 PYTHON_ELSEWHERE = {
     "llmcompressor": "is not installed", "trl": "is not installed", "BitsAndBytesConfig": "needs a GPU's library",
-    "yield": "is part of a function",
+    "yield": "is part of a function", "general_model": "needs a published model",
 }  # fmt: skip
 
 

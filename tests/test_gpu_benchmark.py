@@ -20,16 +20,20 @@ def test_every_part(tmp_path: Path) -> None:
     """The command, which finds gqa itself; the same again has nothing left to do."""
     (text := tmp_path / "text.txt").write_text("\n".join(texts(3)))
     words = [sys.executable, ROOT / "benchmarks/gpu.py", "--tiny", "--out", tmp_path, "--work", tmp_path / "work"]
-    words += ["--smollm2", SOURCE, "--text", text]
+    words += ["--smollm2", SOURCE, "--text", text, "--minutes", "60"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
     for again in (False, True):
         done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.count(f"complete in {tmp_path}\n") == (5 if again else 0), done.stdout + done.stderr
-    rows = {path.stem: json.loads(path.read_text())["rows"] for path in tmp_path.glob("*.json")}
+    lines = {path.stem: map(json.loads, path.read_text().splitlines()) for path in tmp_path.glob("*.jsonl")}
+    rows = {part: {row.pop("name"): row for row in of_part} for part, of_part in lines.items()}
+    for of_part in rows.values():
+        assert [*of_part][:: len(of_part) - 1] == ["device", "complete"]
+        del of_part["device"], of_part["complete"]
     decode = rows["decode"]
     assert decode["sdpa 2 heads 32 context 1 batch"]["bytes"] < decode["sdpa 8 heads 32 context 1 batch"]["bytes"]
     assert decode["sdpa 8 heads 32 context largest batch"]["batch"] == 3  # of 4 that are free
-    assert all(row["eager_tokens_per_second"] > 0 for name, row in decode.items() if name != "bandwidth")
+    assert all(row["tokens_per_second"] > 0 for name, row in decode.items() if name != "bandwidth")
     assert [*rows["convert"]] == ["calibrated", "refined"]
     assert len(rows["convert"]["calibrated"]["seconds"]) > 2  # stages
     assert [*rows["uptrain"]] == ["matrix product", "plain", "checkpointing", "one rank", "one rank fsdp2"]
@@ -47,18 +51,25 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pyt
     def fail() -> dict[str, Any]:
         raise ValueError("no")
 
-    file, calls = tmp_path / "part.json", list[str]()
-    first = gpu.Results(file, tmp_path, gpu.TINY)
-    first.measure("a", lambda: {"value": 1})
-    first.measure("b", fail)
-    first.write(True)
-    assert "no" in first.rows["b"]["error"]
-    assert not gpu.is_complete(file)
+    file, calls = tmp_path / "part.jsonl", list[str]()
+
+    def part(deadline: float = float("inf")) -> Any:
+        return gpu.Part(file, tmp_path, gpu.TINY, deadline)
+
+    def first(part: Any) -> None:
+        part.measure("a", lambda: {"value": 1})
+        part.measure("b", fail)
+
+    def second(part: Any) -> None:
+        for name in ("a", "b"):
+            part.measure(name, lambda: calls.append("called") or {"value": 2})
+
+    part().run(first)
+    assert "no" in part().rows["b"]["error"]
+    assert part().missing("complete")
     with pytest.raises(TimeoutError):
-        gpu.Results(file, tmp_path, gpu.TINY, deadline=0.0).measure("b", fail)
-    second = gpu.Results(file, tmp_path, gpu.TINY)
-    for name in ("a", "b"):
-        second.measure(name, lambda: calls.append("called") or {"value": 2})
-    second.write(True)
-    assert (calls, second.rows["a"]["value"], second.rows["b"]["value"]) == (["called"], 1, 2)
-    assert gpu.is_complete(file)
+        part(deadline=0.0).run(first)
+    part().run(second)
+    rows = part().rows
+    assert (calls, rows["a"]["value"], rows["b"]["value"]) == (["called"], 1, 2)
+    assert not part().missing("complete")

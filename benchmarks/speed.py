@@ -1,0 +1,364 @@
+"""Time and memory of gqa's commands beside what one would use instead, measured in turns.
+
+    python benchmarks/speed.py convert      # beside `cp -r` and a script with transformers: a checkpoint of 4.5 GB
+    python benchmarks/speed.py evaluate     # beside a bare forward pass and lm-evaluation-harness
+    python benchmarks/speed.py evaluate --model examples/stdlib-mha --size 160
+    python benchmarks/speed.py uptrain      # beside transformers' Trainer and a bare PyTorch loop
+
+Every run is a process of its own. Its clock starts when it has imported and loaded what it needs. Memory is above what
+the process held then.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from harness import EMBEDDED, SHAPES, run_command, write_random
+
+MIB = 1 << 20
+SAMPLE_SECONDS = 0.003
+THREADS = 2
+CONTEXT, BATCH = 512, 8  # of scored windows and of training
+RATE, WARM_UP = 1e-4, 2  # of training: learning rate, steps that are not timed
+HEADS = 8  # of the converted checkpoint
+
+# Prepares up to its first `yield`, then does what is timed; may then yield a value.
+Contestant = Callable[..., Iterator[Any]]
+
+
+class Run(NamedTuple):
+    """Seconds of a run, what it returned, and the peak of its anonymous memory above what it held when it was ready."""
+
+    seconds: float
+    value: Any
+    memory_bytes: int
+
+
+def run_alone(contestant: Contestant, arguments: Sequence[Any], before: Callable[[], None]) -> Run:
+    """Run a contestant in a process of its own. `before` is called here when it is ready.
+
+    Its memory is read from here, where its own work cannot hold the reader up; pages of files, which vanish when
+    somebody needs memory, do not count.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipe, child_end = context.Pipe()
+    process = context.Process(target=_serve, args=(child_end, contestant, arguments), daemon=True)
+    process.start()
+    child_end.close()
+    pipe.recv()
+    before()
+    start = peak = anonymous_bytes(process.pid)
+    pipe.send(None)
+    while not pipe.poll(SAMPLE_SECONDS):
+        peak = max(peak, anonymous_bytes(process.pid))
+    seconds, value = pipe.recv()
+    process.join()
+    return Run(seconds, value, peak - start)
+
+
+def _serve(pipe: Connection, contestant: Contestant, arguments: Sequence[Any]) -> None:
+    run = contestant(*arguments)
+    next(run)
+    pipe.send(None)
+    pipe.recv()
+    started = time.perf_counter()
+    value = next(run, None)
+    pipe.send((time.perf_counter() - started, value))
+
+
+def anonymous_bytes(process: int | None) -> int:
+    """0 where the system does not say."""
+    try:
+        text = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("RssAnon")), 0)
+
+
+def rounds(
+    contestants: Mapping[str, Contestant], count: int, arguments: Sequence[Any],
+    before: Callable[[], None] = lambda: None, after: Callable[[str], None] = lambda name: None,
+) -> dict[str, list[Run]]:  # fmt: skip
+    """Run all in turns, in another order in each round, so that other work on the machine hits all alike."""
+    runs: dict[str, list[Run]] = {name: [] for name in contestants}
+    for number in range(count):
+        first = number % len(contestants)
+        for name in [*contestants][first:] + [*contestants][:first]:
+            runs[name].append(run_alone(contestants[name], arguments, before))
+            after(name)
+            print(f"  round {number + 1}  {name:24}{runs[name][-1].seconds:8.2f} s", flush=True)
+    return runs
+
+
+def report(runs: Mapping[str, Sequence[Run]], baseline: str, tokens: int | None = None) -> None:
+    """Print a row for each: times, the median over rounds of the time by the baseline's, and memory."""
+    print(f"\n{'':24}{'median':>10}{'min - max':>18}{f'of {baseline}':>24}{'memory':>12}")
+    for name, entries in runs.items():
+        seconds = [run.seconds for run in entries]
+        ratio = statistics.median(a.seconds / b.seconds for a, b in zip(entries, runs[baseline], strict=True))
+        memory = max(run.memory_bytes for run in entries)
+        speed = f"{tokens / statistics.median(seconds):10,.0f} tokens/s" if tokens else ""
+        print(f"{name:24}{statistics.median(seconds):8.2f} s{min(seconds):8.2f} - {max(seconds):5.2f} s{ratio:24.3f}"
+              f"{memory / MIB:8,.0f} MiB{speed}")  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- convert
+
+
+def copy_files(source: Path, out: Path) -> Iterator[Any]:
+    yield
+    subprocess.run(["cp", "-r", source, out], check=True)
+    os.sync()
+
+
+def convert_by_mean(source: Path, out: Path) -> Iterator[Any]:
+    words = "--method", "mean", "--quiet", "--overwrite", "--groups"
+    run_command("convert", str(EMBEDDED), *words, "2", "-o", str(out.with_name("small")))  # imports what it needs
+    yield
+    run_command("convert", str(source), *words, str(HEADS), "-o", str(out))
+
+
+def convert_script(source: Path, out: Path) -> Iterator[Any]:
+    """What one writes without a converter: load, average the heads, save."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
+
+    yield
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            heads = linear.weight.detach().float().unflatten(0, (HEADS, -1, layer.self_attn.head_dim))
+            linear.weight = torch.nn.Parameter(heads.mean(1).flatten(0, 1).to(torch.bfloat16), requires_grad=False)
+    model.config.num_key_value_heads = HEADS
+    model.save_pretrained(out, max_shard_size="1GB")
+    os.sync()
+
+
+def check_equal(*directories: Path) -> None:
+    """Raise AssertionError unless all tensors of two results have the same bits."""
+    from safetensors.torch import load_file
+
+    left, right = (
+        {k: v for file in one.glob("*.safetensors") for k, v in load_file(file).items()} for one in directories
+    )
+    assert left.keys() == right.keys()
+    assert all(tensor.equal(right[name]) for name, tensor in left.items())
+
+
+def convert(model: str | None, layers: int, repeats: int, scratch: Path) -> None:
+    """Until the output is on disk; the source is in the page cache, the last output is deleted before."""
+    source, out = Path(model or scratch / "source"), scratch / "out"
+    if not model:
+        write_random(source, SHAPES["llama-7b"]._replace(layers=layers), "bfloat16")
+
+    def read_source() -> None:
+        shutil.rmtree(out, ignore_errors=True)
+        os.sync()
+        for path in source.iterdir():
+            path.read_bytes()
+
+    def store_first(name: str) -> None:
+        if not out.with_name(name).exists():
+            out.rename(out.with_name(name))
+
+    contestants = {"cp -r": copy_files, "gqa-convert": convert_by_mean, "transformers": convert_script}
+    report(rounds(contestants, repeats, (source, out), read_source, store_first), "cp -r")
+    check_equal(out.with_name("gqa-convert"), out.with_name("transformers"))
+    print("both results are bit-identical")
+
+
+# ------------------------------------------------------------------------------------------------- evaluate
+
+
+def load_text(name: str, count: int) -> tuple[Any, Any, str, Any]:
+    """The model, its tokenizer, a text, and the text's windows."""
+    os.environ["TQDM_DISABLE"] = "1"  # lm_eval has a bar for every batch
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from gqa.corpus.stdlib import stdlib_texts
+    from gqa.eval.text import make_text, text_windows
+
+    torch.set_num_threads(THREADS)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    ids = tokenizer("\n\n".join(stdlib_texts("heldout")), add_special_tokens=False, verbose=False)["input_ids"]
+    text = tokenizer.decode(ids[: count * CONTEXT])
+    return model, tokenizer, text, make_text(text_windows([text], tokenizer, CONTEXT), "rolling", CONTEXT).windows
+
+
+def bare_forward(name: str, count: int) -> Iterator[Any]:
+    import torch
+
+    model, _, _, windows = load_text(name, count)
+    yield
+    with torch.inference_mode():
+        for start in range(0, len(windows), BATCH):
+            batch = windows[start : start + BATCH]
+            longest = max(len(window.ids) for window in batch)
+            rows = [[*window.ids, *[0] * longest][: longest - 1] for window in batch]
+            model(input_ids=torch.tensor(rows), use_cache=False)
+
+
+def score_windows(name: str, count: int) -> Iterator[Any]:
+    from gqa.corpus.likelihood import ChunkedHead
+    from gqa.eval.scoring import score
+
+    model, _, _, windows = load_text(name, count)
+    head = ChunkedHead(model)
+    yield
+    yield float(score(head, windows, batch_size=BATCH)["nats"].sum(dtype="float64"))
+
+
+def lm_eval(name: str, count: int) -> Iterator[Any]:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokenizer, text, _ = load_text(name, count)
+    evaluator = HFLM(pretrained=model, tokenizer=tokenizer, max_length=CONTEXT, batch_size=BATCH)
+    request = Instance("loglikelihood_rolling", {}, (text,), 0)
+    yield
+    yield -sum(evaluator.loglikelihood_rolling([request], disable_tqdm=True))
+
+
+def evaluate(model: str | None, windows: int, repeats: int, scratch: Path) -> None:
+    """In float32; the bare forward pass drops its logits: no evaluator that uses that forward can be faster."""
+    model = model or write_random(scratch, SHAPES["135m"])
+    contestants = {"gqa-eval": score_windows, "bare forward": bare_forward, "lm_eval": lm_eval}
+    runs = rounds(contestants, repeats, (model, windows))
+    report(runs, "gqa-eval", windows * CONTEXT)
+    print(f"nats agree to {abs(runs['gqa-eval'][0].value / runs['lm_eval'][0].value - 1):.1e}")
+
+
+# ------------------------------------------------------------------------------------------------- uptrain
+
+
+def prepare_training(model: str, steps: int, scratch: Path) -> Any:
+    """What gqa-uptrain prepares; the others take model and blocks from it."""
+    import torch
+    from transformers.utils import logging
+
+    from gqa.uptrain.options import TrainOptions
+    from gqa.uptrain.setup import prepare
+
+    logging.set_verbosity_error()
+    setup = prepare(TrainOptions(
+        model=model, output=Path(tempfile.mkdtemp(dir=scratch)) / "out", data=("stdlib:train",), context=CONTEXT,
+        batch_size=BATCH, precision="bfloat16", steps=WARM_UP + steps, learning_rate=RATE, schedule="constant",
+        train="all", teacher="none", device="cpu",
+    ))  # fmt: skip
+    torch.set_num_threads(THREADS)  # after accelerate, which sets its own
+    return replace(setup, dataloader=replace(setup.dataloader, heldout=[]))
+
+
+def bare_loop(*arguments: Any) -> Iterator[Any]:
+    """Forward with all logits, cross-entropy, backward, the optimiser's step: no clipping, no log, no schedule."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    setup, ticks = prepare_training(*arguments), []
+    model = setup.model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    yield
+    for (micro,) in setup.dataloader.batches(0, 0, 1, setup.micro_batch):
+        ids = micro["input_ids"]
+        with setup.accelerator.autocast():
+            logits = model(input_ids=ids, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ticks.append((time.perf_counter(), float(loss.detach())))
+    yield ticks
+
+
+def uptrain_loop(*arguments: Any) -> Iterator[Any]:
+    from gqa.uptrain import loop
+    from gqa.uptrain.run import uptrain
+
+    setup, ticks, step = prepare_training(*arguments), [], loop.train_step
+
+    def timed_step(*arguments: Any) -> Any:
+        sums, norm = step(*arguments)
+        ticks.append((time.perf_counter(), float(sums[1] / sums[0])))
+        return sums, norm
+
+    loop.train_step = timed_step
+    yield
+    uptrain(setup)
+    yield ticks
+
+
+def trainer(model: str, steps: int, scratch: Path) -> Iterator[Any]:
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    setup, ticks = prepare_training(model, steps, scratch), []
+
+    class Timed(Trainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs).detach()
+            ticks.append((time.perf_counter(), float(loss)))
+            return loss
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        ids = torch.stack([torch.from_numpy(row["input_ids"]) for row in rows])
+        return {"input_ids": ids, "labels": ids}
+
+    arguments = TrainingArguments(
+        output_dir=str(scratch), per_device_train_batch_size=setup.micro_batch, max_steps=setup.dataloader.steps,
+        learning_rate=RATE, lr_scheduler_type="constant", adam_beta2=0.95, weight_decay=0.1, optim="adamw_torch_fused",
+        bf16=True, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
+        logging_strategy="no", train_sampling_strategy="sequential",
+    )  # fmt: skip
+    training = Timed(model=setup.model, args=arguments, train_dataset=setup.dataloader.blocks, data_collator=collate)
+    yield
+    training.train()
+    yield ticks
+
+
+def uptrain(model: str | None, steps: int, repeats: int, scratch: Path) -> None:
+    """In bfloat16, on the same blocks with AdamW (fused). Contestants yield the time and the loss of each step: seconds
+    are of one step, without the first ones and without saving.
+    """
+    if model is None:
+        model = f"{scratch}/model"
+        run_command("convert", str(EMBEDDED), "--groups", "2", "--method", "mean", "-o", model, "--quiet")
+    contestants = {"gqa-uptrain": uptrain_loop, "Trainer": trainer, "bare loop": bare_loop}
+    runs = rounds(contestants, repeats, (model, steps, scratch))
+    of_steps = {
+        name: [run._replace(seconds=(run.value[-1][0] - run.value[WARM_UP - 1][0]) / steps) for run in entries]
+        for name, entries in runs.items()
+    }
+    report(of_steps, "gqa-uptrain", BATCH * CONTEXT)
+    print("losses of the first step", "  ".join(f"{entries[0].value[0][1]:.6f}" for entries in runs.values()))
+
+
+PARTS = {"convert": (convert, 10), "evaluate": (evaluate, 64), "uptrain": (uptrain, 8)}
+
+
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.argument("part", type=click.Choice([*PARTS]))
+@click.option("--model", type=click.Path(exists=True), help="A checkpoint.  [default: random, or the embedded one]")
+@click.option("--size", type=int, help="Layers (convert), windows (evaluate) or steps (uptrain).")
+@click.option("--repeats", default=5)
+def main(part: str, model: str | None, size: int | None, repeats: int) -> None:
+    function, default = PARTS[part]
+    with tempfile.TemporaryDirectory(prefix=".gqa-benchmark-", dir=Path.cwd()) as scratch:  # /tmp may be memory
+        function(model, size or default, repeats, Path(scratch))
+
+
+if __name__ == "__main__":
+    main()
