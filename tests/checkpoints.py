@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import io
 import json
-import math
 import os
 import re
 import signal
@@ -204,13 +203,11 @@ class Result:
 
 
 class Recorder(Watcher):
-    """Records [units, units done] of each stage, errors of layers, warnings and notes; stops after some layers."""
+    """Records [units, units done] of each stage, and warnings."""
 
-    def __init__(self, stop_after: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__(quiet=True)
-        self.stages, self.losses = list[list[int]](), list[float]()
-        self.warnings, self.notes = list[str](), list[str]()
-        self._stop_after = stop_after
+        self.stages, self.warnings = list[list[int]](), list[str]()
 
     def stage(self, name: str, total: int, unit: str = "token", done: int = 0) -> None:
         self.stages.append([total, done])
@@ -218,17 +215,8 @@ class Recorder(Watcher):
     def update(self, count: int = 1, note: str = "") -> None:
         self.stages[-1][1] += count
 
-    def layer(self, error: float | None) -> None:
-        super().layer(error)
-        self.losses.append(math.nan if error is None else error)
-        if len(self.losses) == self._stop_after:
-            raise KeyboardInterrupt
-
     def warn(self, text: str) -> None:
         self.warnings.append(text)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def call(program: str, words: Iterable[object]) -> None:

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import ModelConfig, read_config
@@ -194,11 +193,9 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / (expected.max() - expected.min()))
 
 
-def find_maps(
-    plan: Plan, out: Path, options: MapsOptions, watcher: Watcher = SILENT, overwrite: bool = False
-) -> dict[str, Tensor]:
+def find_maps(plan: Plan, out: Path, options: MapsOptions) -> dict[str, Tensor]:
     """The maps that a conversion to `out` finds, by the names that they are stored under."""
-    with with_maps(plan, out, options, watcher, overwrite=overwrite) as maps:
+    with with_maps(plan, out, options) as maps:
         return {name: maps.tensor(name) for name in maps.names}
 
 

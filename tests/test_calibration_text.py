@@ -16,7 +16,6 @@ from torch import Tensor
 from training import PAIRS
 
 import gqa.convert.merge.options as module
-import gqa.convert.merge.text_pairs as pairs_module
 from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_tokenizer
@@ -219,25 +218,14 @@ def test_plain_text_makes_pairs(pair_models: Path, name: str, mark: str) -> None
 
 
 @pytest.mark.parametrize("name", ["t5", "marian"])
-def test_the_decoder_writes(pair_models: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same each time, with random numbers of their own for sources, targets, and what stands twice; a target ends
-    where the decoder ends it.
-    """
-    drawn, sample = list[int](), pairs_module.samples
-
-    def recorded(*args: Any, seeds: list[int], **options: Any) -> Tensor:
-        drawn.extend(seeds)
-        return sample(*args, seeds=seeds, **options)
-
-    monkeypatch.setattr(pairs_module, "samples", recorded)
+def test_the_decoder_writes(pair_models: Path, name: str) -> None:
+    """The same each time, other texts where it stands twice; a target ends where the decoder ends it."""
     once = pair_inputs(pair_models, name, "self", 4)
     text = CalibrationText(("self", "self"), 24 * 8, 24)
     twice, _ = text.inputs(read_checkpoint(pair_models / name), "cpu", SILENT)
-    assert drawn[:2] == drawn[2:4]
-    assert len(set(drawn)) == 4
     assert rows_of(twice)[:4] == rows_of(once)
     assert rows_of(twice, "decoder_")[:4] == rows_of(once, "decoder_")
-    assert len({tuple(row) for row in rows_of(once)}) == 4
+    assert len({tuple(row) for row in rows_of(twice)}) == 8
     assert all(END not in row[:-1] for row in rows_of(once))
     assert all(END not in row for row in rows_of(once, "decoder_"))
 

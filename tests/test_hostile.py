@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from checkpoints import (
     write_raw,
     write_safetensors,
 )  # fmt: skip
-from torch.nested import nested_tensor
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 Break = Callable[[Path], object]
@@ -112,15 +110,6 @@ def pickled(state: object, zipped: bool = True) -> Break:
     return both(remove(SINGLE), lambda m: torch.save(state, m / path, _use_new_zipfile_serialization=zipped))
 
 
-def setting(name: str, key: str, value: object) -> Callable[[dict[str, Any]], None]:
-    return lambda made: made[name].__setitem__(key, value)
-
-
-def cast(made: Tensors, names: tuple[str, ...], to: torch.dtype) -> None:
-    for name in names:
-        made[name] = made[name].to(to)
-
-
 def widen(made: Tensors) -> Tensors:
     """Projections to heads of twice the dimension, and back."""
     dims = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
@@ -138,14 +127,10 @@ REFUSED_TYPES = {
 
 # What the format's own library does not take; test_fuzz.py compares many more files with it.
 UNSOUND: dict[str, Break] = {
-    "empty file": text(SINGLE, b""),
     "a length just below the limit in a small file must not allocate it": raw(b"{}", length=99_999_999),
-    "a header of 2^63 bytes": raw(b"{}", length=2**63),
     "header nested deeply": raw(b"[" * 200_000),
     "garbage that would take 600 MB of Python's": raw(b"[" + b"[]," * 6_000_000 + b"1]"),
-    "bytes at the end": header(lambda h: None, lambda data: data + b"12345678"),
     "truncated": header(lambda h: None, lambda data: data[:-100]),
-    "offsets out of range": header(setting("lm_head.weight", "data_offsets", [0, 2**62])),
     "shape overflows": raw(b'{"a":{"dtype":"F32","shape":[4611686018427387904,8,0],"data_offsets":[0,0]}}'),
 }
 
@@ -155,7 +140,6 @@ CASES: Cases = {
     # config.json
     "no config": (remove("config.json"), ("no config.json", "give a checkpoint")),
     "config is not JSON": (text("config.json", b"{"), ("config.json is not JSON", AGAIN)),
-    "config is nested deeply": (text("config.json", b"[" * 100_000), ("config.json is not JSON", AGAIN)),
     "config has half a surrogate pair": (text("config.json", b'{"model_type":"llama","a":"\\ud800"}'),
          ("config.json is not JSON in UTF-8",)),
     "config is a list": (text("config.json", b"[1]"), ("config.json holds a JSON list, not an object",)),
@@ -170,7 +154,6 @@ CASES: Cases = {
        for model_type, key, count in (
            ("llama", "num_hidden_layers", 10**12), ("llama", "num_attention_heads", 2**63),
            ("llama", "num_labels", 10**12), ("bart", "encoder_layers", 10**12), ("dbrx", "n_heads", 2**63))},
-    "no layers": (settings(num_hidden_layers=0), ("config",)),
     "another head_dim": (tensors(widen),
          ("k_proj.weight [32, 32] has 32 rows where the config asks for 16 (4 key heads x 4)",)),
     # which weights
@@ -184,7 +167,6 @@ CASES: Cases = {
          ("k_proj.q", "quantised", "dequantise")),
     "MLX": (tensors(lambda t: t | MLX),
          (K0, "U32", "quantised or packed", "dequantise")),
-    "K in 8 bits": (tensors(partial(cast, names=(K0, V0), to=torch.float8_e4m3fn)), (K0, "quantised or packed")),
     # links and pipes
     "a side file's link leaves the directory": (both(text("../secret", b"mine"), link("tokenizer.model", "../secret")),
          ("tokenizer.model", "link that leaves")),
@@ -206,7 +188,6 @@ CASES: Cases = {
     # not safetensors
     "not only tensors in .bin": (pickled({"model": weights(), "step": 3}), ("other than named dense te",)),
     "a sparse tensor in .bin": (pickled(weights() | {"x": torch.eye(2).to_sparse()}), ("named dense", "'x'")),
-    "a nested tensor in .bin": (pickled(weights() | {"x": nested_tensor([torch.ones(1)])}), ("named dense", "'x'")),
     "the old .bin format": (pickled(weights(), zipped=False), ("can be mapped (mmap can only", "as safetensors first")),
 }  # fmt: skip
 # The same of one with two shards and an index.
@@ -214,11 +195,9 @@ SHARDED: Cases = {
     "index without weight_map": (index(lambda made: made.__delitem__("weight_map")), (INDEX, "weight_map")),
     "missing shard": (remove(SECOND), ("has no file", SECOND, AGAIN)),
     "index climbs": (file_of(K0, f"../m/{FIRST}"), ("'../m/", "same directory")),
-    "index names a number": (file_of(K0, 7), ("is in 7", "same directory")),
     "index with an endless name": (file_of(K0, "m" * 100_000 + ".safetensors"), ("has no file mmm",)),
     "a link leaves the directory": (both(rename(SECOND, "../elsewhere"), link(SECOND, "../elsewhere")),
          (SECOND, "link that leaves", "elsewhere")),
-    "a link to itself": (both(remove(SECOND), link(SECOND, SECOND)), (SECOND,)),
     "index names a tensor that its shard lacks": (file_of("model.x", FIRST), ("model.x", FIRST, "it is in no file")),
     "index names the wrong shard": (file_of(K0, FIRST), (K0, "it is in")),
     "index forgets a tensor": (index(lambda made: made["weight_map"].__delitem__(K0)), (K0, "is in no file, but")),
