@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import MERGED, check_refused, contents, leftovers, llama, run, snapshot, weights
-from processes import Running
+from checkpoints import MERGED, Tensors, check_refused, contents, leftovers, llama, run, snapshot, weights
 from safetensors.torch import save_file
 from test_edges import save_bin
 from torch import Tensor
@@ -95,12 +94,6 @@ def test_killed_at_every_change_of_a_name(runs: Runs, tmp_path: Path, overwrite:
     assert moments == [first, *(["absent"] if overwrite else []), "new"]
 
 
-def stop(running: Running, seconds: float, number: int) -> int:
-    time.sleep(seconds)
-    os.kill(running.pid, number)  # if it is done it is a zombie still: the server waits only now
-    return running.wait()
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted(runs: Runs, big: Path, tmp_path: Path, number: int, code: int) -> None:
     """Soon over, nothing left, and one line where somebody sits at the terminal."""
@@ -112,7 +105,8 @@ def test_interrupted(runs: Runs, big: Path, tmp_path: Path, number: int, code: i
         assert time.monotonic() < deadline
         time.sleep(0.001)
     start = time.monotonic()
-    assert stop(running, 0.05, number) in (code, 0), running.said()
+    os.kill(running.pid, number)  # if it is done it is a zombie still: the server waits only now
+    assert running.wait() in (code, 0), running.said()
     assert time.monotonic() - start < 5
     if not out.exists():
         assert sorted(tmp_path.iterdir()) == []
@@ -198,26 +192,6 @@ def test_error_anywhere(tmp_path: Path, monkeypatch: Any, where: str, number: in
     assert run(*MERGED, "--overwrite", "-o", out, model).code == 0
 
 
-def test_error_in_one_job_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first error is the one that is told; shards that wait are not begun, those under way end."""
-    begun: set[str] = set()
-
-    def copy(source: Any, target: Any, offset: int, count: int, progress: Any) -> None:
-        begun.add(target.name)
-        if "00001" in target.name:
-            raise OSError(errno.EIO, "the disk is on fire")
-        for _ in range(1000):
-            progress(0)  # raises when another job has failed
-            time.sleep(0.01)
-        pytest.fail("nobody told this job to stop")
-
-    monkeypatch.setattr(rewrite, "copy_range", copy)
-    with pytest.raises(OSError, match="on fire"):
-        convert_checkpoint(llama(tmp_path / "m", shards=6), 2, tmp_path / "out", method="mean")
-    assert len(begun) < 6
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
 def test_failed_second_rename_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the new one cannot be put in place, the old one is."""
     model, out = small(tmp_path / "m"), tmp_path / "out"
@@ -296,9 +270,6 @@ def test_tensors_that_are_written_wrong_are_noticed(
     with pytest.raises(OutputError, match=says):
         convert_checkpoint(source, 2, tmp_path / "out", method="mean")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-Tensors = dict[str, Tensor]
 
 
 def drop(pattern: str) -> Callable[[Tensors], Tensors]:

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +141,6 @@ def test_generation(source: Path, merged: Path) -> None:
 def test_heads_that_do_not_divide(name: str) -> None:
     with pytest.raises(ValueError, match="num_key_value_heads 3 does not divide the 4 attention heads"):
         build(OURS[name], 3)
-
-
-def test_compiled() -> None:
-    """torch.compile takes the whole model, also where attention is eager, and computes the same."""
-    one_layer = {"num_layers": 1, "num_decoder_layers": 1}
-    tiny = replace(OURS["t5"], options={**OURS["t5"].options, **one_layer})
-    model, given = build(tiny, 2, attention="eager"), inputs(tiny)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        assert error(compiled(**given, use_cache=False).logits, logits(tiny, model, given)) < TOLERANCE
 
 
 # ----------------------------------------------------------- files, and what transformers and our commands do with them

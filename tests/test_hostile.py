@@ -110,15 +110,6 @@ def pickled(state: object, zipped: bool = True) -> Break:
     return both(remove(SINGLE), lambda m: torch.save(state, m / path, _use_new_zipfile_serialization=zipped))
 
 
-def widen(made: Tensors) -> Tensors:
-    """Projections to heads of twice the dimension, and back."""
-    dims = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
-    return {
-        name: next((torch.cat([tensor, tensor], dim) for part, dim in dims.items() if part in name), tensor)
-        for name, tensor in made.items()
-    }
-
-
 AGAIN, BIN, LFS = "download it again", "pytorch_model.bin", b"version https://git-lfs.github.com/spec/v1\n"
 MLX = {K0: torch.ones(16, 4, dtype=torch.uint32)} | {K0.replace("weight", part): ONE for part in ("scales", "biases")}
 REFUSED_TYPES = {
@@ -154,8 +145,6 @@ CASES: Cases = {
        for model_type, key, count in (
            ("llama", "num_hidden_layers", 10**12), ("llama", "num_attention_heads", 2**63),
            ("llama", "num_labels", 10**12), ("bart", "encoder_layers", 10**12), ("dbrx", "n_heads", 2**63))},
-    "another head_dim": (tensors(widen),
-         ("k_proj.weight [32, 32] has 32 rows where the config asks for 16 (4 key heads x 4)",)),
     # which weights
     "no weights": (remove(SINGLE), ("no weights at all", "give a checkpoint")),
     "weights of another name": (settings(transformers_weights="mine.safetensors"),

@@ -141,10 +141,8 @@ def test_refusals(name: str, method: str, reason: str, tmp_path: Path) -> None:
     ("name", "heads", "groups", "method", "searched"),
     [
         ("llama", 8, 2, "aligned", True),
-        ("llama", 12, 6, "refined", True),
         ("llama", 12, 2, "refined", False),  # 924 groups of six heads
         ("llama", 14, 7, "aligned", False),  # 91 pairs, and 135,135 ways to divide into pairs
-        ("llama", 32, 8, "calibrated", False),
         ("llama", 8, 1, "calibrated", False),  # all share
         ("llama", 8, 2, "mean", False),
         ("falcon+rw", 4, 1, "procrustes", False),  # ALiBi: a head's place is its slope

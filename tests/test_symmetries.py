@@ -150,7 +150,7 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     check_gains(tiny, model, plan)
     if example := name in EXAMPLES:
         assert relative(merged_logits(tiny, by(plan, "mean")), expected) > CONTROL
-        assert relative(merged_logits(tiny, plan, aligned(plan)), expected) < RECOVERED
+        assert relative(merged_logits(tiny, plan, dict(from_weights(plan, False))), expected) < RECOVERED
     plan = by(plan, "calibrated")
     if why := UNSERVED.get(name.partition("+")[0]):
         with pytest.raises(RefusedError, match=f"cannot be run layer by layer: {why}; use method mean"):
@@ -174,10 +174,6 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     symmetry = plan.config.symmetry
     if kv == 2 and isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text):
         check_places(tiny, directory, expected, example)
-
-
-def aligned(plan: Plan, search: bool = False) -> dict[str, HeadMaps]:
-    return dict(from_weights(plan, search))
 
 
 def calibrated(given: dict[str, Tensor], plan: Plan, **options: Any) -> tuple[Calibrator, dict[str, HeadMaps]]:
@@ -219,11 +215,11 @@ def check_places(tiny: Tiny, directory: Path, expected: Tensor, example: bool) -
     if not example:
         return
     plan = by(plan_conversion(directory, 2, method="procrustes"), "aligned")
-    found = aligned(plan, search=True)
+    found = dict(from_weights(plan, True))
     assert relative(merged_logits(tiny, plan, found), expected) < RECOVERED
     assert any(maps.order for maps in found.values())
     if tiny.name in SEVERAL:
-        assert relative(merged_logits(tiny, plan, aligned(plan)), expected) > CONTROL
+        assert relative(merged_logits(tiny, plan, dict(from_weights(plan, False))), expected) > CONTROL
         maps = calibrated(text_of(tiny), by(plan, "calibrated"), grouping="search")[1]
         assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
 
@@ -239,23 +235,6 @@ def test_queries_and_keys_are_turned_back(kind: str, tmp_path: Path) -> None:
     for length in lengths:
         pair = Pair(plan_conversion(directory, 1, method="calibrated"), on_ids(batch=1))
         check_slow_pairs(pair, kind, length)
-
-
-@pytest.mark.parametrize(
-    ("base", "longest", "partial", "expected"),
-    [
-        (1e4, 4096, 1.0, 14),  # Llama-2: pair 50 of 64 turns by 3.07 over 4,096 tokens, pair 49 by 3.55
-        (1e5, 8192, 1.0, 20),
-        (1e4, 4096, 0.5, 7),
-        (1e4, None, 1.0, 0),
-        (None, 4096, 1.0, 0),
-    ],
-)
-def test_which_pairs_are_slow(base: float | None, longest: int | None, partial: float, expected: int) -> None:
-    rope = {"rope_theta": base, "rope_type": "default", "partial_rotary_factor": partial}
-    config = SimpleNamespace(model_type="llama", rope_parameters=rope, max_position_embeddings=longest)
-    rotary = Symmetry().rotary(config, 0, 128)
-    assert (len(rotary.slow), len(slow_dims(rotary))) == (expected, 2 * expected)
 
 
 @pytest.mark.parametrize(
