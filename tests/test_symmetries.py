@@ -237,6 +237,13 @@ def test_queries_and_keys_are_turned_back(kind: str, tmp_path: Path) -> None:
         check_slow_pairs(pair, kind, length)
 
 
+def test_llama_2_has_14_slow_pairs() -> None:
+    """Pair 50 of 64 turns by 3.07 over 4,096 tokens, pair 49 by 3.55."""
+    rope = {"rope_theta": 1e4, "rope_type": "default"}
+    config = SimpleNamespace(model_type="llama", rope_parameters=rope, max_position_embeddings=4096)
+    assert len(Symmetry().rotary(config, 0, 128).slow) == 14
+
+
 @pytest.mark.parametrize(
     ("name", "pairing"), [("llama", "interleaved"), ("cohere", "half"), ("glm4_moe", "interleaved")]
 )
