@@ -18,7 +18,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import OutputDirectory, require_space, write_text
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.options import ConvertOptions
-from gqa.convert.plan import Plan, make_plan, searches
+from gqa.convert.plan import Plan, make_plan
 from gqa.convert.rewrite import write
 from gqa.convert.summary import model_card, provenance, quality_warnings
 
@@ -61,7 +61,6 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
 
 def _plan(checkpoint: Checkpoint, groups: int | tuple[int, ...], options: ConvertOptions) -> Plan:
     plan = make_plan(checkpoint, groups, options.method, options.seed, options.dtype)
-    searches(plan, options.grouping)  # raises RefusedError
     if plan.needs_maps and plan.merging.how.reads_text:
         options.maps().text.check_sources(checkpoint)
     return plan

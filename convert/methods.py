@@ -219,7 +219,7 @@ _METHODS = (
 )
 METHODS = {method.name: method for method in _METHODS}
 DEFAULT = "calibrated"  # with --kv-budget also the method that measures layers
-GROUPINGS = ("auto", "contiguous", "search")
+GROUPINGS = ("auto", "contiguous")
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ class ConvertOptions(Options):
         None, "Encoder-decoders: the column of targets; --field names that of sources.  "
         "[default: mask spans of plain text]", metavar="NAME", methods="reads_text")
     grouping: str = option(
-        "auto", "Which heads to merge: contiguous ones, or the groups with the least loss (search). auto: search if "
-        "there are few heads (8, or 12 in pairs).", click.Choice(GROUPINGS), methods="aligns")
+        "auto", "Which heads to merge. auto: the groups with the least loss, if there are few heads (8, or 12 in "
+        "pairs); else contiguous ones.", click.Choice(GROUPINGS), methods="aligns")
     refine_steps: int = option(Refinement.steps, "Training steps per layer.", COUNT, methods="refines")
     precision: Literal["float32", "bfloat16", "float16"] = option(
         "float32", "Dtype in which layers run; 16 bits are less accurate.", methods="reads_text")

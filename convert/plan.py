@@ -35,8 +35,9 @@ from gqa.convert.methods import METHODS, Merging, Method
 from gqa.convert.recast.targets import RECAST_TYPES, recast
 
 _LISTED = 3  # names listed in a message
-_MOST_GROUPS = 100  # that heads can form, of a size: what one of them loses takes milliseconds
-_MOST_PARTITIONS = 20_000  # of all heads into groups
+_MOST_GROUPS = (
+    90  # that heads can form, of a size: what one of them loses takes milliseconds; 14 in pairs form too many
+)
 _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
 
 
@@ -204,33 +205,14 @@ def _rules_beside(config: ModelConfig, method: Method) -> tuple[Rule, ...]:
 
 
 def searches(plan: Plan, grouping: str) -> bool:
-    """Whether the groups that lose least are searched for; `auto` does where few can be formed (of 8 heads, of 12 in
-    pairs). Raises RefusedError for `search` where heads cannot change places or there are too many ways.
+    """Whether the groups that lose least are searched for: by default where heads can change places and few groups can
+    be formed (of 8 heads, of 12 in pairs).
     """
     heads, symmetry = plan.config.main.kv, plan.config.symmetry
-    merged = [count for count in {*([plan.groups] if isinstance(plan.groups, int) else plan.groups)} if count < heads]
-    if grouping == "contiguous" or not merged:
-        return False
-    partitions, why = max(_partitions(heads, count) for count in merged), ""
-    if not plan.merging.how.aligns:
-        why = f"--method {plan.merging.method} merges neighbours"
-    elif not (isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)):
-        why = f"the attention of {plan.config.text.model_type} ties something to the places of heads"
-    elif partitions > _MOST_PARTITIONS:
-        why = f"{heads} heads form {partitions:,} partitions, more than {_MOST_PARTITIONS:,}"
-    if grouping == "auto":
-        return not why and 1 < max(math.comb(heads, heads // count) for count in merged) <= _MOST_GROUPS
-    if why:
-        raise RefusedError(
-            f"--grouping search is not possible for {plan.checkpoint.name}: {why}; use --grouping contiguous"
-        )
-    return True
-
-
-def _partitions(heads: int, groups: int) -> int:
-    """In how many ways heads can be divided into so many groups of equal size."""
-    ways: int = math.factorial(heads) // (math.factorial(heads // groups) ** groups * math.factorial(groups))
-    return ways
+    groups = [plan.groups] if isinstance(plan.groups, int) else plan.groups
+    ways = max((math.comb(heads, heads // count) for count in groups if count < heads), default=0)
+    regroups = isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)
+    return grouping == "auto" and plan.merging.how.aligns and regroups and 1 < ways <= _MOST_GROUPS
 
 
 def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:

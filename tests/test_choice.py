@@ -107,7 +107,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
 def test_the_default_uses_text_and_no_other_method_is_known(tmp_path: Path) -> None:
     assert ConvertOptions("m", kv_heads=2).method == "calibrated"
     model = llama(tmp_path / "m")
-    assert run("--groups", 2, "--grouping", "search", "--tokens", "1k", "--dry-run", model).code == 0
+    assert run("--groups", 2, "--grouping", "contiguous", "--tokens", "1k", "--dry-run", model).code == 0
     said = run("--groups", 2, "--method", "mean", "--data", "text", "--dry-run", model).err
     assert "--data is not used by --method mean; it goes with --method calibrated, refined" in said
     with pytest.raises(RefusedError, match="method: 'auto' is not one of 'mean', 'first'"):

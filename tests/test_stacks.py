@@ -228,7 +228,7 @@ def test_maps_are_those_of_other_names(name: str, head: str, method: str, tmp_pa
         if head.endswith("Classification"):
             edit_tensors(tmp_path / "b", lambda tensors: {f"model.{key}": tensors[key] for key in tensors})
             edit_tensors(tmp_path / "b", lambda tensors: tensors | {"score.weight": torch.ones(2, 32)})
-    options = on_ids(refinement=Refinement(steps=2, batch=8, autocast=False), grouping="search")
+    options = on_ids(refinement=Refinement(steps=2, batch=8, autocast=False))
     maps = [find_maps(plan_conversion(tmp_path / side, 2, method=method), tmp_path / "out", options) for side in "ab"]
     assert maps[0]
     numbers = [sorted(of.items(), key=lambda item: item[0].removeprefix("model.")) for of in maps]

@@ -220,7 +220,7 @@ def check_places(tiny: Tiny, directory: Path, expected: Tensor, example: bool) -
     assert any(maps.order for maps in found.values())
     if tiny.name in SEVERAL:
         assert relative(merged_logits(tiny, plan, dict(from_weights(plan, False))), expected) > CONTROL
-        maps = calibrated(text_of(tiny), by(plan, "calibrated"), grouping="search")[1]
+        maps = calibrated(text_of(tiny), by(plan, "calibrated"))[1]
         assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
 
 

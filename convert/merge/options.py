@@ -265,7 +265,7 @@ class MapsOptions:
     ridge: Strength of the refit of W_O, relative to the mean energy of a head's outputs.
     batch: Blocks that go through a layer at a time, at most: fewer where they are more than AT_ONCE tokens.
     check: Compare both models on text that nothing is fitted to.
-    grouping: `contiguous`; `search` for the groups that lose least; `auto` for that among few heads.
+    grouping: `contiguous`; `auto` for the groups that lose least among few heads.
     """
 
     text: CalibrationText = field(default_factory=CalibrationText)
