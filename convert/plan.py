@@ -35,9 +35,7 @@ from gqa.convert.methods import METHODS, Merging, Method
 from gqa.convert.recast.targets import RECAST_TYPES, recast
 
 _LISTED = 3  # names listed in a message
-_MOST_GROUPS = (
-    90  # that heads can form, of a size: what one of them loses takes milliseconds; 14 in pairs form too many
-)
+_MOST_GROUPS = 90  # that heads can form, of a size: all partitions into them are tried (135,135 of 14 in pairs)
 _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
 
 

@@ -279,8 +279,7 @@ def test_refused_before_anything_is_measured(
     (tmp_path / "out").mkdir()
     (tmp_path / "out/config.json").write_text("{}")
     check_refused(run(uneven, "--kv-budget", "0.5", "-o", tmp_path / "out"), "--overwrite")
-    for words in (("--method", "mean", "--grouping", "contiguous"), ("--target-field", "x")):
-        assert words[-2] in refusal(uneven, "--kv-budget", "0.5", *words)
+    assert "--target-field" in refusal(uneven, "--kv-budget", "0.5", "--target-field", "x")
 
 
 def test_the_page_lists_them() -> None:

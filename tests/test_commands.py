@@ -148,7 +148,8 @@ USED_BY = {  # by hand, once: the declarations beside the options must say the s
     "data": ("notes.txt", "text"), "tokens": ("64", "text"), "context": ("64", "text"), "field": ("body", "text"),
     "separator": ("\n", "text"),
     "target_field": ("body", "text"), "precision": ("bfloat16", "text"), "trust_remote_code": (None, "text"),
-    "grouping": ("contiguous", "maps"), "device": ("cpu", "maps"), "seed": ("3", "draws"), "refine_steps": ("7", "refined"),
+    "grouping": ("contiguous", "maps"), "device": ("cpu", "maps"), "seed": ("3", "draws"),
+    "refine_steps": ("7", "refined"),
 }  # fmt: skip
 USES = {
     "mean": (), "random": ("draws",), "aligned": ("maps",), "calibrated": ("text", "maps", "draws"),
