@@ -238,21 +238,20 @@ def finite(value: Any, infinity: Callable[[float], Any] = lambda number: None) -
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """A side file: its bytes and its executable bit, durable; links are followed, times are not kept."""
+    """A side file: its bytes, durable; links are followed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb") as read, target.open("wb", buffering=0) as write:
         copy_range(read, write, 0, source.stat().st_size)
         os.fsync(write.fileno())
-    if source.stat().st_mode & 0o100:
-        mode = target.stat().st_mode
-        target.chmod(mode | (mode & 0o444) >> 2)  # whoever may read it
 
 
 def copy_range(source: BinaryIO, target: BinaryIO, offset: int, count: int, progress: Progress = no_progress) -> None:
     """Append `count` bytes of `source` from `offset` to `target`, in the kernel where the system can."""
     end = offset + count
     while offset < end:
-        moved = _copy_in_kernel(source, target, offset, min(CHUNK, end - offset))
+        moved = 0
+        with suppress(AttributeError, OSError):  # what is wrong, if it is not the system, shows when bytes are read
+            moved = os.copy_file_range(source.fileno(), target.fileno(), min(CHUNK, end - offset), offset_src=offset)
         if not moved:
             source.seek(offset)
             data = source.read(min(CHUNK, end - offset, 8 << 20))
@@ -263,14 +262,6 @@ def copy_range(source: BinaryIO, target: BinaryIO, offset: int, count: int, prog
         offset += moved
         drop_written(target)
         progress(moved)
-
-
-def _copy_in_kernel(source: BinaryIO, target: BinaryIO, offset: int, count: int) -> int:
-    """Bytes moved; 0 where this system, kernel or file system cannot: what else is wrong shows when they are read."""
-    try:
-        return os.copy_file_range(source.fileno(), target.fileno(), count, offset_src=offset)
-    except (AttributeError, OSError):
-        return 0
 
 
 def drop_written(stream: BinaryIO) -> None:

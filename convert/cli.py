@@ -50,15 +50,13 @@ def command(options: ConvertOptions) -> None:
     """
     from gqa.checkpoint.loading import quiet_transformers
     from gqa.convert.api import prepare
-    from gqa.convert.summary import allotment_text, plan_record
+    from gqa.convert.summary import plan_record
 
     with quiet_transformers():  # what matters of its hints is in our errors
         if options.kv_budget:
             console.print_device(options.maps().device, options.quiet)
         with Watcher(options.quiet) as bar:
             plan = prepare(options, bar)
-        if plan.losses:
-            _say(allotment_text(plan), options)
         _warn(plan.warnings if options.dry_run else ())
         if options.is_set("method") and plan.method not in METHODS:
             _say(f"note        --method is not used: none of the {plan.config.main.kv} heads are merged", options)

@@ -98,13 +98,6 @@ def errors_text(plan: Plan) -> str:
     return "\n            ".join([title, *(row.rstrip() for row in rows)]) if cells else ""
 
 
-def allotment_text(plan: Plan) -> str:
-    """What the layers lose with their KV heads, by the measurement that chose these."""
-    heads = plan.groups if isinstance(plan.groups, tuple) else [plan.groups] * len(plan.losses)
-    alone = sum(layer[count] for count, layer in zip(heads, plan.losses, strict=True))
-    return f"loss        {alone:.3f} nats per token in sum, each layer merged alone; together they lose more"
-
-
 def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
     """The plan as one JSON-ready object; the plan's text and the provenance are made from it."""
     main, before, after = plan.config.main, plan.cache_before, plan.cache_after
