@@ -134,12 +134,8 @@ class KVHeads(click.ParamType[int | tuple[int, ...]]):
     name = "kv heads"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-        words = re.findall(r"[^\s,]+", text)
-        if not words or not all(word.isdecimal() and 0 < int(word[:7]) < 10**6 for word in words):
-            allowed = "give one from 1 on, or one for each layer with commas"
-            self.fail(f"{value!r} is no number of heads; {allowed}", param, ctx)
-        return int(words[0]) if text.strip() == words[0] else tuple(map(int, words))
+        counts = Several(COUNT).convert(value, param, ctx)
+        return counts if len(counts) > 1 else counts[0]
 
 
 def option(

@@ -257,7 +257,7 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     [
         (("--groups", "1,2"), "--groups names 2 layers, model has 4"),
         (("--groups", "1,3,1,1"), "--groups 3 is not possible for the 4 key/value heads"),
-        (("--groups", "1,x,1,1"), "'1,x,1,1' is no number of heads"),
+        (("--groups", "1,x,1,1"), "'x' is not a whole number from 1"),
         (("--groups", "1", "--kv-budget", "0.5"), "one of them"),
         ((), "give --groups G, or --kv-budget SHARE"),
         (("--kv-budget", "0.2", "--method", "mean", "--tokens", "512"), "the least is 0.25"),  # measuring takes them

@@ -37,7 +37,7 @@ NOTHING = ("./nothing", "/nothing/there", "a/b/c", "two words", "../m\n", "a\x1b
 WRONG_USAGE = {
     "--groups 3 m": "4 key/value heads and 8 query heads of m; choose 1, 2, 4 or 8",
     "--groups 16 m": "choose 1, 2, 4 or 8",
-    **{f"--groups {word} m": f"'{word}' is no number of heads" for word in ("0", "-2", "two", "2.0", "1,,x")},
+    **{f"--groups {word} m": f"'{word[-3:]}' is not a whole number" for word in ("0", "-2", "two", "2.0", "1,two")},
     "-g2 m a b": "unexpected extra argument",
     "-g2 m --revision main": "--revision is for hub ids",
     "m": "give --groups G, or --kv-budget SHARE",
