@@ -37,7 +37,8 @@ def estimate(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, i
     seconds = operations / speed + plan.total_bytes / _BYTES_A_SECOND
     if method.reads_text:
         written = sum(tokens for source, tokens in options.text.shares() if is_self(source))
-        batches = math.ceil(written / SAMPLED / options.text.length) if options.device == "cpu" else bool(written)
+        cached = written * plan.cache_before.bytes_per_token
+        batches = math.ceil(cached / SAMPLED_BYTES) if options.device == "cpu" else bool(written)
         seconds += batches * options.text.length * plan.config.layers * _STEP_SECONDS
         seconds += _SAMPLING * 2 * written * plan.checkpoint.parameters / speed
     return seconds, memory
@@ -92,6 +93,6 @@ def _cost(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]
         numbers += _REFINE_COPIES * sizes[0]
     memory = 4 * numbers
     if any(map(is_self, text.sources)):  # the whole model in 16 bits
-        kv_cache = min(SAMPLED_BYTES, SAMPLED * text.length * plan.cache_before.bytes_per_token)
+        kv_cache = min(SAMPLED_BYTES, text.taken * plan.cache_before.bytes_per_token)
         memory = max(memory, 2 * checkpoint.parameters + kv_cache + SAMPLED * embeddings // width * DRAWN)
     return operations, writing + memory

@@ -38,6 +38,7 @@ from gqa.corpus.tokens import MIX, Block, Ints, first_token, with_repeats
 SAMPLED = 64  # largest batch of sequences sampled with one seed
 SAMPLED_BYTES = 1 << 30  # largest KV cache of such a batch
 _ROOM = 64  # tokens
+_PIECE = 64  # entries of the vocabulary
 DRAWN = 24  # bytes per logit while a token is drawn
 _MOST = 16384  # sequences at a time: attention kernels index them with 16 bits
 
@@ -104,7 +105,7 @@ def sampled_blocks(
         model = load(dtype=str(dtype).removeprefix("torch."), **spread)
         devices = {parameter.device for parameter in model.parameters()}
         # free_memory is None for parts of the model in host memory or on disk.
-        least = len(devices) * min(free_memory(place) or 0 for place in devices)
+        least = len(devices) * min(free_memory(place) or SAMPLED_BYTES for place in devices)
         several = max(1, at_once(source, size, dtype, least) // batch)
         for first in range(0, len(numbers), several):
             seeds = [derive_seed(seed, number) for number in numbers[first : first + several]]
@@ -216,7 +217,7 @@ def samples(
 
 class Draw:
     """A logits processor that samples a token per row at temperature 1 by inverting the cumulative distribution. It
-    needs one random number per row; torch.multinomial needs one per vocabulary entry, a third of a step's time.
+    needs two random numbers per row; torch.multinomial needs one per vocabulary entry, a third of a step's time.
     """
 
     def __init__(self, *generators: torch.Generator, progress: Callable[[int], object] = lambda tokens: None) -> None:
@@ -225,14 +226,23 @@ class Draw:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(B, V) logits -> the same shape, 0 for the token that is drawn and -inf for all others."""
-        precise = torch.float32 if scores.device.type == "mps" else torch.float64
-        cdf = scores.float().softmax(-1).cumsum(-1, dtype=precise)
-        rows_per_seed = len(scores) // len(self._generators)
-        drawn = torch.cat([torch.rand(rows_per_seed, 1, generator=one, dtype=precise) for one in self._generators])
-        drawn = drawn.to(scores.device)
-        tokens = torch.searchsorted(cdf, drawn * cdf[:, -1:], right=True).clamp_max(scores.shape[1] - 1)
+        weights = scores.float().softmax(-1)
+        # First a piece of the vocabulary, then a token in it, so that few numbers are summed in float64.
+        pieces = pad(weights, (0, -weights.shape[1] % _PIECE)).unflatten(1, (-1, _PIECE))
+        piece = self._draw(pieces.sum(-1))
+        token = self._draw(pieces.take_along_dim(piece[..., None], 1).squeeze(1))
+        tokens = (piece * _PIECE + token).clamp_max(scores.shape[1] - 1)
         self._progress(len(scores))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+
+    def _draw(self, weights: Tensor) -> Tensor:
+        """(B, n) weights -> (B, 1): the entry that is drawn in each row."""
+        precise = torch.float32 if weights.device.type == "mps" else torch.float64
+        cdf = weights.cumsum(-1, dtype=precise)
+        rows_per_seed = len(weights) // len(self._generators)
+        drawn = torch.cat([torch.rand(rows_per_seed, 1, generator=one, dtype=precise) for one in self._generators])
+        drawn = drawn.to(weights.device)
+        return torch.searchsorted(cdf, drawn * cdf[:, -1:], right=True).clamp_max(weights.shape[1] - 1)
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
