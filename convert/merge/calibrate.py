@@ -71,14 +71,17 @@ class Calibrator:
         fitted = without_heldout(weights, pair.options.refinement) if refines else weights
         drift = streams.source.hidden - streams.converted.hidden
         targets = torch.zeros_like(drift) if scale is None else drift.div_(scale)
-        results, converted = list[LayerResult](), dict[str, Tensor]()
+        results, converted, head_outputs = list[LayerResult](), dict[str, Tensor](), None
         for module in modules:
             source = pair.with_attention(module, pair.original(layer) if converted else source)
             last = module == modules[-1]
             self._add_output(source, targets, last)
             if converted:
                 source = pair.with_attention(module, pair.original(layer, converted))
-            task = Task(pair, module, source, streams.converted, targets, fitted, converted)
+            heads, _ = pair.heads(module)
+            if last and pair.symmetry and not refines and heads.query * heads.value_dim == targets.shape[2]:
+                head_outputs = targets  # nothing else needs their memory
+            task = Task(pair, module, source, streams.converted, targets, fitted, converted, head_outputs)
             result = closed_form(task) if pair.symmetry else LayerResult(module, pair.mean(module), float("nan"))
             if refines:
                 result = self._refine(result, replace(task, position_weights=weights))
@@ -90,7 +93,8 @@ class Calibrator:
                 if scale is None:
                     targets.zero_()
         merged = pair.merged(layer, modules[-1], converted)
-        for stream in (streams.converted, *converted_streams):
+        merged.pass_through(streams.converted, head_outputs)
+        for stream in converted_streams:
             merged.pass_through(stream)
         pair.source.release(layer)
         pair.target.release(layer)
@@ -102,7 +106,7 @@ class Calibrator:
         """
         source, index = self.streams.source, layers[0].index
         scale = float(getattr(self.pair.plan.config.text, "residual_multiplier", None) or 1.0)
-        rows = source.batches()[0]
+        rows = source.batches()[0][:1]
         hidden, arguments = source.hidden[rows].to(self.pair.source.device), source.arguments(rows)[index]
         generator = torch.Generator().manual_seed(0)
         base, extra = (torch.randn(hidden.shape, generator=generator).to(hidden) * hidden.std() for _ in range(2))

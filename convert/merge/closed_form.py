@@ -124,6 +124,7 @@ class Task:
     targets: (N, T, D) attention output after which the hidden states are the source's again.
     position_weights: (N, T) weight of an error at each position, from the function of that name.
     converted: Converted tensors of the layer's modules before this one.
+    head_outputs: (N, T, H e) to fill with what W_O is multiplied with; may be `targets`, which are read before.
     """
 
     pair: Pair
@@ -133,6 +134,7 @@ class Task:
     targets: Tensor
     position_weights: Tensor
     converted: Mapping[str, Tensor] = field(default_factory=dict)
+    head_outputs: Tensor | None = None
 
     def converted_layer(self, maps: HeadMaps) -> Layer:
         """The converted model's layer with these maps applied to the module."""
@@ -222,6 +224,8 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
         root = task.position_weights[capture.rows].flatten().sqrt()[:, None].to(device)
         target = task.targets[capture.rows].flatten(0, 1).to(device, torch.float32)
         target = (target if bias is None else target - bias) * root
+        if task.head_outputs is not None:
+            task.head_outputs[capture.rows] = capture.head_outputs.cpu()
         rows = capture.head_outputs.flatten(0, 1) * root
         energy += as_float64(target.square().sum(1)).sum()
         add_products(gram, rows)

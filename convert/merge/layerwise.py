@@ -137,10 +137,26 @@ class Layer:
         args, kwargs = send(arguments, self.device)
         return first_tensor(self.module(hidden.to(self.device), *args, **kwargs))
 
-    def pass_through(self, stream: Stream) -> None:
-        """Replace the hidden states by the layer's output."""
+    def pass_through(self, stream: Stream, head_outputs: Tensor | None = None) -> None:
+        """Replace the hidden states by the layer's output. `head_outputs` (N, T, H e) are what W_O is multiplied with,
+        if that is known: attention then runs for the first batch only, to see that it returns W_O's output.
+        """
+        attention, alone = self.attention, None
+
+        def project(*args: Any, **kwargs: Any) -> Any:
+            nonlocal alone
+            output = self.projection(head_outputs[rows].to(self.device)), None
+            if alone is None:
+                returned = forward(*args, **kwargs)
+                alone = isinstance(returned, tuple) and returned[1:] == (None,) and torch.equal(returned[0], output[0])
+            return output if alone else forward(*args, **kwargs)
+
+        if head_outputs is not None:
+            forward, attention.forward = attention.forward, project
         for rows in stream.batches():
             stream.hidden[rows] = self.run(stream.hidden[rows], stream.arguments(rows)[self.index]).to(stream.hidden)
+        if head_outputs is not None:
+            del attention.forward
 
     def capture(self, stream: Stream, *parts: Part) -> Iterator[Capture]:
         """Capture parts of one batch after another. Raises LayerwiseError where the layer does not compute them."""
