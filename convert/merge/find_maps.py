@@ -153,7 +153,7 @@ class Check:
         ids, first = self._texts[name], self._first[name]
         hidden, losses, hits = getattr(self.streams[name], model).hidden, [], []
         for row, block in enumerate(ids):  # logits of one block at a time
-            logits, targets = self._pair.source.logits(hidden[row : row + 1])[0, first - 1 : -1], block[first:]
+            logits, targets = self._pair.source.logits(hidden[row : row + 1, first - 1 : -1])[0], block[first:]
             losses.append(nats(logits, targets.to(logits.device)).cpu())
             hits.append(logits.argmax(-1).cpu() == targets)
         return torch.stack(losses).double().numpy(), torch.stack(hits).numpy()

@@ -142,17 +142,18 @@ class Layer:
         if that is known: attention then runs for the first batch only, to see that it returns W_O's output.
         """
         attention, alone = self.attention, None
-
-        def project(*args: Any, **kwargs: Any) -> Any:
-            nonlocal alone
-            output = self.projection(head_outputs[rows].to(self.device)), None
-            if alone is None:
-                returned = forward(*args, **kwargs)
-                alone = isinstance(returned, tuple) and returned[1:] == (None,) and torch.equal(returned[0], output[0])
-            return output if alone else forward(*args, **kwargs)
-
         if head_outputs is not None:
-            forward, attention.forward = attention.forward, project
+            forward = attention.forward
+
+            def project(*args: Any, **kwargs: Any) -> Any:
+                nonlocal alone
+                output = self.projection(head_outputs[rows].to(self.device)), None
+                if alone is None:
+                    first = forward(*args, **kwargs)
+                    alone = isinstance(first, tuple) and first[1:] == (None,) and torch.equal(first[0], output[0])
+                return output if alone else forward(*args, **kwargs)
+
+            attention.forward = project
         for rows in stream.batches():
             stream.hidden[rows] = self.run(stream.hidden[rows], stream.arguments(rows)[self.index]).to(stream.hidden)
         if head_outputs is not None:
