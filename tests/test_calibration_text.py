@@ -12,6 +12,7 @@ import torch
 from checkpoints import Recorder, check_refused, run
 from documents import Counted
 from embedded import SOURCE, bring_class, bring_tokenizer, copy_source, tokenizer
+from test_calibration import pairs
 from torch import Tensor
 from training import PAIRS
 
@@ -122,11 +123,6 @@ def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
         f"{source}: {len(pieces)} of the 99 {asked}",
         f"{source}, self:plain: {len(pieces) + 99} of the 198 {asked}",
     ]
-
-
-def test_a_share_that_is_less_than_a_block(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"many.jsonl gives less than a block of 16 tokens; give more calibration"):
-        CalibrationText((written(tmp_path, 50), "self"), LENGTH, LENGTH).shares()
 
 
 def test_layers_are_measured_on_text_that_the_verdict_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,12 +261,10 @@ def test_refused_pairs(pair_models: Path, tmp_path: Path, name: str, words: str,
 def test_padding_in_some_batches_only(pair_models: Path, name: str) -> None:
     """Whichever batch comes first, the text is the same."""
     plan = plan_conversion(pair_models / name, 1, method="calibrated")
-    generator, ids, errors = torch.Generator().manual_seed(0), {}, []
-    for prefix, length in (("", 12), ("decoder_", 8)):
-        ids[f"{prefix}input_ids"] = torch.randint(5, 100, (16, length), generator=generator)
-        mask = ids[f"{prefix}attention_mask"] = torch.ones(16, length, dtype=torch.long)
-        mask[8:, length // 2 :] = 0
-    for pair_inputs in (ids, {key: part.flip(0) for key, part in ids.items()}):
+    given, errors = pairs(100), []
+    for mask in (given["attention_mask"], given["decoder_attention_mask"]):
+        mask[16:, mask.shape[1] // 2 :] = 0
+    for pair_inputs in (given, {key: part.flip(0) for key, part in given.items()}):
         calibrator = Calibrator(plan, pair_inputs, MapsOptions(batch=8, device="cpu"))
         errors.append([result.error for layer in range(calibrator.layers) for result in calibrator.run(layer)])
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)

@@ -196,8 +196,7 @@ def test_specs() -> None:
         "self:plain:1k": (1000, True),
     }  # fmt: skip
     assert {spec: parse_self(spec) for spec in expected} == {key: SelfText(*value) for key, value in expected.items()}
-    assert is_self("self:1M")
-    assert not is_self("selfish.txt")
+    assert [is_self(spec) for spec in ("self:1M", "selfish.txt")] == [True, False]
     for spec in ("self:", "self:0", "self:many", "self:1M:2", "self:1M:plain"):
         with pytest.raises(CorpusError, match="like self:1M"):
             parse_self(spec)

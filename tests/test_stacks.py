@@ -5,7 +5,6 @@ transformers loads.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json, edit_tensors
+from checkpoints import edit_json, edit_tensors, write_hollow
 from safetensors.torch import save_file
 from scrambled import Ids, equal, find_maps, on_ids
 from test_families import all_tensors, write_checkpoint
@@ -27,7 +26,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.timm_wrapper import modeling_timm_wrapper
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.files import byte_size, format_header
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.names import saved_tensors
 from gqa.checkpoint.read import read_checkpoint
@@ -89,10 +87,7 @@ def test_a_larger_model_becomes_what_its_class_stores_with_fewer_heads(model_typ
     model, stored = hollow(tiny, 4)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
-    header = format_header({name: ("F32", shape) for name, shape in stored.items()})
-    (tmp_path / "model.safetensors").write_bytes(header)
-    total = sum(byte_size("F32", shape) for shape in stored.values())
-    os.truncate(tmp_path / "model.safetensors", len(header) + total)
+    write_hollow(tmp_path, stored, "F32")
     plan = plan_conversion(tmp_path, 2, method="mean")
     assert plan.warnings == ()
     fewer = hollow(tiny, 2)[1]
