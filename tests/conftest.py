@@ -97,6 +97,16 @@ def runs() -> Runs:
 
 
 @pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with biases and 4 KV heads, which no test may change."""
+    from tiny_models import TINY, build
+
+    directory = tmp_path_factory.mktemp("source") / "model"
+    build(TINY["llama+bias"], 4).save_pretrained(directory, max_shard_size=20_000)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def place() -> Path:
     """Tiny models (`model`, `teacher` ...) and `data.jsonl` to train on."""
     from training import material

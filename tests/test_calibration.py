@@ -22,11 +22,6 @@ from gqa.convert.merge.options import Refinement
 SHORT = Refinement(steps=8, batch=8, learning_rate=0.02, heldout=0.25)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(build(TINY["llama+bias"], 4), tmp_path_factory.mktemp("source"))
-
-
 def plan_of(source: Path, method: str = "calibrated", groups: int = 2) -> Plan:
     return plan_conversion(source, groups, method=method)
 

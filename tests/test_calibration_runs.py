@@ -32,11 +32,6 @@ from gqa.convert.api import convert_checkpoint
 from gqa.convert.merge.find_maps import CHECKED
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(build(TINY["llama+bias"], 4), tmp_path_factory.mktemp("source"))
-
-
 @pytest.mark.parametrize("method", ["calibrated", "refined"])
 def test_quality_is_that_of_the_written_model_beside_its_base_model(source: Path, tmp_path: Path, method: str) -> None:
     """On text that nothing is fitted to, as whole models have it."""

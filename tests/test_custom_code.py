@@ -52,22 +52,33 @@ def _no_native_targets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of one model type of transformers."""
-    model = build(THEIRS[request.param], QUERY_HEADS)
-    return write_checkpoint(model, tmp_path_factory.mktemp(request.param) / "model")
+def all_converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every source with two key/value heads; GPT-2 with a tokenizer."""
+    made = {}
+    for name, tiny in THEIRS.items():
+        place = tmp_path_factory.mktemp(name)
+        directory = write_checkpoint(build(tiny, QUERY_HEADS), place / "source")
+        if name == "gpt2":
+            write_tokenizer(directory)
+        made[name] = convert_checkpoint(directory, 2, place / "out", method="mean").out
+    return made
 
 
-@pytest.fixture(scope="module")
-def merged(source: Path) -> Path:
-    """Its conversion to two heads."""
-    return convert_checkpoint(source, 2, source.with_name("two"), method="mean").out
+@pytest.fixture
+def merged(request: pytest.FixtureRequest, all_converted: dict[str, Path]) -> Path:
+    """The conversion of one model type of transformers to two heads."""
+    return all_converted[request.param]
 
 
-families = pytest.mark.parametrize("source", THEIRS, indirect=True, ids=str)
+@pytest.fixture
+def source(merged: Path) -> Path:
+    return merged.with_name("source")
+
+
+families = pytest.mark.parametrize("merged", THEIRS, indirect=True, ids=str)
 # Without those whose code is another one's with other names.
 ORIGINALS = [name for name in THEIRS if name not in COPIES]
-originals = pytest.mark.parametrize("source", ORIGINALS, indirect=True, ids=str)
+originals = pytest.mark.parametrize("merged", ORIGINALS, indirect=True, ids=str)
 
 
 def tiny_of(directory: Path) -> Tiny:
@@ -160,19 +171,6 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "vocab.json").write_text(json.dumps(vocabulary))
     (directory / "merges.txt").write_text("#version: 0.2\n")
     (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
-
-
-@pytest.fixture(scope="module")
-def all_converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every source with two key/value heads; GPT-2 with a tokenizer."""
-    made = {}
-    for name, tiny in THEIRS.items():
-        place = tmp_path_factory.mktemp(name)
-        directory = write_checkpoint(build(tiny, QUERY_HEADS), place / "source")
-        if name == "gpt2":
-            write_tokenizer(directory)
-        made[name] = convert_checkpoint(directory, 2, place / "out", method="mean").out
-    return made
 
 
 def test_every_file_has_a_tiny_model() -> None:

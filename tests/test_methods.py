@@ -27,11 +27,6 @@ K = "model.layers.0.self_attn.k_proj.weight"
 V_BIAS = "model.layers.1.self_attn.v_proj.bias"
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(build(TINY["llama+bias"], 4), tmp_path_factory.mktemp("source") / "model")
-
-
 def converted(source: Path, groups: int, place: Path, method: str = "mean", **options: Any) -> dict[str, Tensor]:
     """The tensors of a conversion."""
     return all_tensors(convert_checkpoint(source, groups, place / "out", method=method, overwrite=True, **options).out)

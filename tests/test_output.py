@@ -175,11 +175,6 @@ def test_one_real_process(model: Path, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- the record and the card
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(build(TINY["llama"], 4), tmp_path_factory.mktemp("provenance") / "model")
-
-
 def convert_quietly(*words: object) -> dict[str, Tensor]:
     done = checkpoints.run(*words, "-q", "--overwrite")
     assert done.code == 0, done.err
