@@ -95,7 +95,7 @@ def read_header(path: Path, file: str) -> list[TensorSpec]:
                 position = end
     except (SafetensorError, OSError, KeyError) as error:  # KeyError: unknown dtype
         raise CorruptError(
-            f"{file} is truncated or no safetensors file: {explain(error)}; download it again (if it is a Git LFS "
+            f"{file} is truncated or not a safetensors file: {explain(error)}; download it again (if it is a Git LFS "
             "pointer, with git lfs pull)"
         ) from error
     return specs

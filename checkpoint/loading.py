@@ -89,7 +89,7 @@ def load_model(
         return model.to(device).eval()
     weakref.finalize(model, shutil.rmtree, options["offload_folder"], ignore_errors=True)
     if model.device.type == "meta":  # inputs go where the embedding is
-        raise RefusedError(f"the embedding of {name} fits into no memory of this machine")
+        raise RefusedError(f"the embedding of {name} does not fit into the memory of this machine")
     return model.eval()
 
 
@@ -288,7 +288,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, inst
     except Exception as error:  # whatever a library raises about files that it cannot read
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise RefusedError(
-                f"the tokenizer of {checkpoint.name} is code that it brings; look at it, and give "
+                f"the tokenizer of {checkpoint.name} is Python code in the checkpoint; review it, then give "
                 f"--trust-remote-code to run it{advice}"
             ) from error
         raise RefusedError(
@@ -312,7 +312,7 @@ def find_device(name: str | None) -> str:
     try:
         torch.zeros(1, device=name).item()
     except Exception as error:  # each backend has its own
-        raise RefusedError(f"device {name} cannot be used: {explain(error)}; {default_device()} can") from error
+        raise RefusedError(f"device {name} cannot be used: {explain(error)}; use {default_device()}") from error
     return name
 
 

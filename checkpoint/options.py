@@ -106,7 +106,7 @@ class Text(click.ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not isinstance(text, str) or not (text if self._blank else text.strip()) or "\0" in text:
-            self.fail(f"{value!r} is no name", param, ctx)
+            self.fail(f"{value!r} is not a name", param, ctx)
         return self._kind(text)
 
 
@@ -124,7 +124,7 @@ class Several(click.ParamType[tuple[Any, ...]]):
         else:
             values = value if isinstance(value, list | tuple) else [value]
         if not values:
-            self.fail(f"{value!r} names nothing; give one or more, separated by commas", param, ctx)
+            self.fail(f"{value!r} is empty; give one or more values, separated by commas", param, ctx)
         return tuple(self.kind.convert(one, param, ctx) for one in values)
 
 
@@ -235,7 +235,7 @@ class Options:
             if needs and self.is_set(one.name) and not any(getattr(self, name) for name in needs):
                 names = [field_of(type(self), name).metadata["argument"].strip("[]") or flag(name) for name in needs]
                 give = "both" if len(names) == 1 else "one of them"
-                raise RefusedError(f"{flag(one.name)} means nothing without {' or '.join(names)}: give {give} or none")
+                raise RefusedError(f"{flag(one.name)} has no effect without {' or '.join(names)}: give {give} or none")
 
     def binding(self) -> dict[str, Any]:
         """What a continued run must have in common with the one before, JSON-ready."""

@@ -100,7 +100,7 @@ class Checkpoint:
             stream.seek(spec.begin)
             done = stream.readinto(raw.data)
         if done != spec.nbytes:
-            raise CorruptError(f"{spec.file} became shorter while it was read: {spec.name} is not all there")
+            raise CorruptError(f"{spec.file} became shorter while it was read: {spec.name} is incomplete")
         if not raw.nbytes:
             return torch.empty(spec.shape, dtype=getattr(torch, TORCH_DTYPES[spec.dtype]))
         return torch.from_numpy(raw).view(getattr(torch, TORCH_DTYPES[spec.dtype])).reshape(spec.shape)
@@ -192,7 +192,7 @@ def read_checkpoint(
     For weights that are not in the directory: `present` names all files, and `read_table` reads headers by file.
     """
     if not directory.is_dir():
-        raise RefusedError(f"{directory} is no directory; give the one that holds config.json")
+        raise RefusedError(f"{directory} is not a directory; give the one that contains config.json")
     present = present or {p.name for p in directory.iterdir()}
     if "config.json" not in present:
         raise RefusedError(f"{directory} has no config.json; {ADVICE}")
@@ -267,7 +267,7 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # the restricted unpickler raises any kind on a broken or hostile file
         unpickling = isinstance(error, pickle.UnpicklingError)
-        why = "it asks for more than tensors, which is never run" if unpickling else explain(error)
+        why = "it contains code, which is never run" if unpickling else explain(error)
         raise CorruptError(
             f"{file} is not a file of plain tensors that can be mapped ({why}); download it again, or save the "
             "checkpoint as safetensors first"
@@ -294,8 +294,8 @@ def _side_files(directory: Path, rewritten: AbstractSet[str | None]) -> tuple[tu
     paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*")}
     if links := [name for name, path in paths.items() if path.is_symlink() and path.is_dir()]:
         raise RefusedError(
-            f"{links[0]} in {directory} is a link to a directory, and none is followed; put the directory itself in "
-            "its place, or remove it"
+            f"{links[0]} in {directory} is a link to a directory, which is not followed; replace it by the directory "
+            "itself, or remove it"
         )
     names = [name for name, path in paths.items() if name not in rewritten and not path.is_dir()]
     side, left_out = side_files(names)

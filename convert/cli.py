@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 _LONG = 15 * 60  # seconds
 _QUICK = (
-    "--method aligned reads the weights alone and takes minutes, but loses more: of SmolLM2-135M with 1 of 3 KV heads "
-    "recall falls from 95 to 16 % (calibrated: 92 %)"
+    "--method aligned reads only the weights and takes minutes, but loses more: with 1 of 3 KV heads, SmolLM2-135M's "
+    "recall falls from 95% to 16% (calibrated: 92%)"
 )
 _METHODS = "\n".join(f"  {name:12}{how.needs}; {how.cost}: {how.result}" for name, how in METHODS.items())
 _EPILOG = f"""\b
-Methods, with input (text: --data, or self-generated), time and algorithm:
+Methods (text: --data, or self-generated), with input, time and algorithm:
 {_METHODS}
 \b
 Examples:
@@ -67,7 +67,7 @@ def command(options: ConvertOptions) -> None:
 
 
 def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
-    """Convert and print what came of it; what the record has of it, JSON-ready."""
+    """Convert, print the result, and return its part of the record, JSON-ready."""
     from gqa.convert.api import convert
     from gqa.convert.summary import errors_text, plan_text, size
 
@@ -89,12 +89,12 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
 
 
 def _say_cost(plan: Plan, options: ConvertOptions) -> None:
-    """Print what a method that looks at the model will take, and which method takes less where that is long."""
+    """Print the estimated time of a method that reads the model and, if it is long, the name of a faster method."""
     from gqa.convert.estimate import duration, estimate
 
     maps = options.maps()
     seconds, memory = estimate(plan, plan.merging.how, maps)
-    text = f"time        about {duration(seconds)} on {maps.device}"
+    text = f"estimate    about {duration(seconds)} on {maps.device}"
     if seconds > _LONG and plan.merging.how.reads_text and METHODS["aligned"] in plan.available_methods():
         text += f"; {_QUICK}"
     _say(text, options)
@@ -109,8 +109,8 @@ def _memory_warnings(plan: Plan, device: str, memory: int) -> list[str]:
     total = total_memory(device)
     if total is None or memory <= total:
         return []
-    advice = "; with --data the model writes no text, which takes less" if plan.merging.how.reads_text else ""
-    return [f"--method {plan.method} takes about {size(memory)} of memory, {device} has {size(total)}{advice}"]
+    advice = "; --data takes less, because nothing is sampled" if plan.merging.how.reads_text else ""
+    return [f"--method {plan.method} takes about {size(memory)} of memory; {device} has {size(total)}{advice}"]
 
 
 def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
@@ -153,11 +153,11 @@ def _say_next(result: Conversion, options: ConvertOptions) -> None:
         return
     text = ("--data", "TEXT", "--target-field", "NAME") if config.is_encoder_decoder else ("--recall",)
     evaluation = shlex.join(["gqa-eval", options.model, str(result.out), *text])
-    _say(f"quality     {quality_text(plan) or f'not measured; this command does: {evaluation}'}", options)
+    _say(f"quality     {quality_text(plan) or f'not measured; to measure it: {evaluation}'}", options)
     *_, best = plan.available_methods()
-    advice = f"--method {best.name} ({best.cost}): {best.result}"
+    advice = f"for better quality use --method {best.name}: {best.result} ({best.cost})"
     if best.name == plan.method:
-        advice = f"distil from the base model: {shlex.join(['gqa-uptrain', str(result.out)])}"
+        advice = f"for better quality distil from the base model: {shlex.join(['gqa-uptrain', str(result.out)])}"
     _say(f"next        {advice}", options)
 
 
@@ -174,5 +174,5 @@ def _warn(warnings: Sequence[str]) -> None:
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
     console.run(
-        command, "gqa-convert", "nothing half-written is left; the same command continues after the last finished layer"
+        command, "gqa-convert", "no partial result is left; the same command continues after the last finished layer"
     )

@@ -66,7 +66,7 @@ class ConvertOptions(Options):
     revision: str | None = option(None, "Branch, tag or commit of a hub id.", metavar="NAME")
     trust_remote_code: bool = option(False, "Run the checkpoint's modelling code (dangerous).", methods="reads_text")
     check: bool = option(
-        True, "Compare the result with MODEL on other text (methods that read text).")
+        True, "Measure perplexity and recall against MODEL on other text.")
     dry_run: bool = option(False, "Print the plan and write nothing; fetches only headers of a hub id.")
     json: bool = option(False, "One JSON object on stdout, everything else on stderr.")
     overwrite: bool = option(False, "Replace the checkpoint at DIR once the new one is complete.")
@@ -97,9 +97,9 @@ class ConvertOptions(Options):
         """Raises RefusedError where options do not go together, or the method does not use one."""
         self.check_needs()
         if (self.kv_heads is None) == (self.kv_budget is None):
-            raise RefusedError("give --groups G, or --kv-budget SHARE for a share of the KV cache; one of them")
+            raise RefusedError("the number of KV heads is not clear; give either --groups G or --kv-budget SHARE")
         if self.kv_budget and self.dry_run:
-            raise RefusedError("--kv-budget measures the layers of a model, --dry-run runs none; leave one of them out")
+            raise RefusedError("--kv-budget runs the model's layers, --dry-run runs nothing; leave one of them out")
         refuse_unused(self, (self.method, DEFAULT) if self.kv_budget else (self.method,), f"--method {self.method}")
 
 
@@ -110,4 +110,4 @@ def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:
         uses = field.metadata["methods"]
         if uses and options.is_set(name) and not any(getattr(method, uses) for method in known):
             users = ", ".join(other for other, method in METHODS.items() if getattr(method, uses))
-            raise RefusedError(f"{flag(name)} is not used by {where}; it goes with --method {users}")
+            raise RefusedError(f"{flag(name)} is not used by {where}; it is for --method {users}")

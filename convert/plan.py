@@ -183,7 +183,7 @@ def obstacle(method: Method, checkpoint: Checkpoint, config: ModelConfig, module
     if method.aligns and not method.refines and isinstance(symmetry, str):
         return f"--method {method.name} cannot align the heads of {name}: {symmetry}"
     if method.guesses and not can_guess_inputs(checkpoint, config, modules):
-        return f"--method {method.name} is for layers of attention and one MLP, and {name} has others"
+        return f"--method {method.name} needs layers of attention and one MLP; {name} has other layers"
     return ""
 
 
@@ -267,7 +267,7 @@ def _warnings(checkpoint: Checkpoint) -> Iterable[str]:
     elif "auto_map" in checkpoint.config:
         yield "config.json names remote code (auto_map): it is copied, not run; check that it reads the KV-head count"
     if checkpoint.left_out:
-        yield f"left out, as they are of the old weights: {', '.join(checkpoint.left_out)}"
+        yield f"not copied, because they belong to the old weights: {', '.join(checkpoint.left_out)}"
 
 
 def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint: Checkpoint) -> Iterator[str]:
@@ -283,7 +283,7 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
     config = transformers_config(without_quantisation(raw))
     cls = model_class(config)
     if not issubclass(cls, transformers.PreTrainedModel):
-        yield f"not checked that transformers loads the result: it has no class of {raw['model_type']} with a head"
+        yield f"could not check that the result loads: transformers has no class of {raw['model_type']} with a head"
         return
     packed = {name.rpartition(".")[0] for name in checkpoint.packed}
     tensors = {
@@ -301,7 +301,7 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
                 attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
     except ImportError as error:  # a part of the model needs a library that is not installed
-        yield f"not checked that transformers loads the result: {explain(error)}"
+        yield f"could not check that the result loads: {explain(error)}"
         return
     except Exception as error:  # whatever a class raises on nonsense is the config's fault
         raise CorruptError(
@@ -313,9 +313,9 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
         named = checkpoint.classes[-1].architecture in (cls.__name__, None)
         if (named and "auto_map" not in raw) or cls.__module__.startswith("gqa."):
             raise RefusedError(f"{checkpoint.name}: {problem}")
-        yield f"transformers' {cls.__name__} does not load the result, other classes were not tried: {problem}"
+        yield f"transformers' {cls.__name__} does not load the result (other classes were not tried): {problem}"
     elif unexpected:
-        yield f"transformers' {cls.__name__} does not read what is copied as {listing(unexpected, _LISTED)}"
+        yield f"transformers' {cls.__name__} does not read these copied tensors: {listing(unexpected, _LISTED)}"
 
 
 def _problem(
@@ -326,14 +326,14 @@ def _problem(
         key, stored, expected = min(mismatched, key=lambda one: one[0])
         more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
         return (
-            f"{key} is stored as {list(stored)}, by config.json it is {list(expected)}{more}; correct config.json, or "
+            f"{key} is stored as {list(stored)}, config.json implies {list(expected)}{more}; correct config.json, or "
             "give the checkpoint that it belongs to"
         )
     if missing:
         rest = f" (but {listing(unexpected, _LISTED)})" if unexpected else ""
         return (
             f"{listing(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} not stored{rest}, and {class_name} "
-            "would initialise what is missing at random; correct config.json, or give a checkpoint of the whole model "
+            "would initialise them at random; correct config.json, or give a checkpoint of the whole model "
             "with the names of transformers"
         )
     return None

@@ -152,7 +152,7 @@ def verify(plan: Plan, work: Path) -> None:
         for layer in range(config.layers):
             actual, expected = config.heads(layer).kv, target_heads(plan.config, layer, plan.groups).kv
             if actual != expected:
-                raise OutputError(f"layer {layer} of the result has {actual} KV heads, {expected} were asked for")
+                raise OutputError(f"layer {layer} of the result has {actual} KV heads instead of {expected}")
         for module in attention_modules(written, config):
             module_changes(module, config, plan.groups)  # shapes are held against the config
     except RefusedError as error:
@@ -178,7 +178,7 @@ def verify_shard(plan: Plan, path: Path, shard: Shard) -> None:
             if tensor.change and not all_finite(written.read(spec)):
                 raise OutputError(f"the result does not verify: {spec.name} has NaN or Inf though its source has none")
             if tensor.copied and not _is_copy(plan.checkpoint, tensor.source, copy, spec):
-                raise OutputError(f"the result does not verify: {spec.name} is not as it was in the source")
+                raise OutputError(f"the result does not verify: {spec.name} differs from the source")
 
 
 def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: TensorSpec) -> bool:

@@ -58,18 +58,18 @@ def kv_line(plan: Plan) -> str:
 
 
 def ratio_text(ratio: Mapping[str, float]) -> str:
-    """`1.24 (95 %: 1.22-1.26)`: two decimals below 10, whole numbers from 100."""
+    """`1.24 (95% interval 1.22-1.26)`: two decimals below 10, whole numbers from 100."""
     value, *bounds = (
         f"{ratio[name]:,.{2 if ratio[name] < 10 else 1 if ratio[name] < 100 else 0}f}"
         for name in ("ratio", "ratio_low", "ratio_high")
         if name in ratio
     )
-    return f"{value} (95 %: {'-'.join(bounds)})" if bounds else value
+    return f"{value} (95% interval {'-'.join(bounds)})" if bounds else value
 
 
 def quality_text(plan: Plan) -> str:
-    """The measured quality of the result: `perplexity x1.24 (95 %: 1.22-1.26), recall 79 of 80 %, on self-generated
-    text`; empty if it was not measured.
+    """The measured quality of the result: `perplexity x1.24 (95% interval 1.22-1.26), recall 79% (base model 80%), on
+    self-generated text`; empty if it was not measured.
     """
     maps = plan.merging.maps
     if maps is None or maps.quality is None:
@@ -77,7 +77,7 @@ def quality_text(plan: Plan) -> str:
     quality, sources = maps.quality, maps.description["text"]["sources"]
     parts = [f"perplexity x{ratio_text(quality)}"]
     if recall := quality.get("recall"):
-        parts.append(f"recall {100 * recall['converted']:.0f} of {100 * recall['base']:.0f} %")
+        parts.append(f"recall {recall['converted']:.0%} (base model {recall['base']:.0%})")
     text = "self-generated text" if all(map(is_self, sources)) else f"held-out blocks of {', '.join(sources)}"
     return ", ".join([*parts, f"on {text}"])
 
@@ -94,7 +94,7 @@ def errors_text(plan: Plan) -> str:
     errors = plan.merging.maps.errors if plan.merging.maps else ()
     cells = ["-" if error is None else f"{error:.2g}" for error in errors]
     rows = [" ".join(f"{cell:6}" for cell in cells[start : start + 10]) for start in range(0, len(cells), 10)]
-    title = "layers      squared error of attention's output in each layer, relative to the base model's:"
+    title = "layers      relative squared error of the attention output, layer by layer:"
     return "\n            ".join([title, *(row.rstrip() for row in rows)]) if cells else ""
 
 
@@ -227,11 +227,11 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
         "none": f"with its original {main.kv} key/value heads: no heads are merged",
         "repeat": f"with {after_heads} instead of {main.kv} key/value heads, by repeating each: the same logits",
     }.get(plan.method) or (
-        f"with {after_heads} instead of {main.kv} key/value heads, {plan.merging.how.result} (method {plan.method})"
+        f"with {after_heads} instead of {main.kv} key/value heads, {plan.merging.how.result} (`--method {plan.method}`)"
     )
     parts = [
         f"# {name}",
-        f"`{base or plan.checkpoint.name}` {summary} ({main.query} query heads; gqa-convert {version()}).",
+        f"`{base or plan.checkpoint.name}` {summary}; {main.query} query heads. Made by gqa-convert {version()}.",
         loading_code(model_class(transformers_config(plan.new_config)), name, plan.checkpoint.side_files),
         "\n".join(f"| {' | '.join(cells)} |" for cells in rows),
     ]
@@ -245,13 +245,11 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     options = {"kv_heads": plan.groups, "method": plan.method}
     if plan.fewest < main.kv:
         quality = quality_text(plan)
-        advice = (
-            "Quality is not measured. Merging heads costs quality until the model is trained: evaluate it before use."
-        )
-        measured = f"Compared with the base model: {quality} (recall: tokens of a repeated passage predicted right)."
+        advice = "Quality was not measured. Merging heads costs quality: evaluate the model, and train it, before use."
+        measured = f"Compared with the base model: {quality} (recall: share of a repeated passage predicted right)."
         parts.append(measured if quality else advice)
         uses = {option: one.metadata["methods"] for option, one in ConvertOptions.__dataclass_fields__.items()}
         used = [option for option, use in uses.items() if use and getattr(plan.merging.how, use)]
         options |= {option: request["options"][option] for option in used}
-    parts += [request_text("gqa-convert", request["argv"], options), f"More in `{PROVENANCE}`."]
+    parts += [request_text("gqa-convert", request["argv"], options), f"All options and versions are in `{PROVENANCE}`."]
     return format_card(fields, *parts, original=original)

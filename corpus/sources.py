@@ -65,8 +65,8 @@ def parse_self(spec: str) -> SelfText:
     tokens = read_amount(match[2]) if match and match[2] else None
     if not match or (match[2] and not tokens):
         raise CorpusError(
-            f"{spec} is not understood; give self, or the tokens that the model is to write, like self:1M, or "
-            "self:plain, like self:plain:1M, for text of which nothing is repeated"
+            f"{spec} is not a source of text; give self, self:1M for a number of tokens, or self:plain (self:plain:1M) "
+            "for text without repeats"
         )
     return SelfText(tokens, bool(match[1]))
 
@@ -142,7 +142,7 @@ class Source:
             for column, value in zip(self.columns, row, strict=True):
                 if not isinstance(value, str | None):
                     kind = type(value).__name__
-                    raise CorpusError(f"{self.spec}: field {column!r} is no text but {kind}; name a field of text")
+                    raise CorpusError(f"{self.spec}: field {column!r} has type {kind}; name a column of text")
             parts = [row] if self.separator is None else [(text.strip("\n"),) for text in row[0].split(self.separator)]
             rows += [part for part in parts if all(value and value.strip() for value in part)]
         if self.takes is not None:
@@ -187,7 +187,7 @@ def parse_source(
     if not spec.strip():
         raise CorpusError(_NO_DATA)
     if target_field == field:
-        raise CorpusError(f"--field and --target-field of {spec} are the same text; name two columns")
+        raise CorpusError(f"--field and --target-field of {spec} are the same column; name two")
     columns = (field, target_field) if target_field else (field,)
     separator = separator and separator.replace("\\n", "\n")  # typed in a shell
     if spec == "stdlib" or spec.startswith("stdlib:"):
@@ -209,7 +209,7 @@ def parse_source(
         plain, source = False, Source(spec, load, columns)
     else:
         raise CorpusError(
-            f"there is no file or directory {spec}, and it is no data set name (org/name[:config[:split]])"
+            f"there is no file or directory {spec}, and it is not a data set name (org/name[:config[:split]])"
         )
     if plain and target_field:
         raise CorpusError(f"{spec} is plain text and has no field {target_field!r}")
@@ -223,9 +223,9 @@ def check_text_options(specs: Iterable[str], field: str, separator: str | None) 
     sources = [parse_source(spec, field=field, separator=separator) for spec in specs if not is_self(spec)]
     names = listing(source.spec for source in sources) or "self-generated text"
     if field != "text" and all(source.columns == ("text",) for source in sources):
-        raise CorpusError(f"--field {field} is a column of tables and data sets; {names} has none: leave it out")
+        raise CorpusError(f"--field {field} is a column of tables and data sets; {names} has no columns: leave it out")
     if separator is not None and not any(source.separator is not None for source in sources):
-        raise CorpusError(f"--separator cuts text files into documents; {names} is none: leave it out")
+        raise CorpusError(f"--separator splits text files into documents; {names} is not a text file: leave it out")
 
 
 def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
@@ -317,7 +317,7 @@ def file_error(error: BaseException, file: Path) -> CorpusError:
     if isinstance(error, UnicodeDecodeError):
         return CorpusError(f"{file} is not UTF-8: {explain(error)}; convert it, for instance with iconv")
     if isinstance(error, KeyError):
-        return CorpusError(f"{file} lacks a field that is named: {explain(error)}")
+        return CorpusError(f"{file} lacks a column that was named: {explain(error)}")
     return CorpusError(f"{file} cannot be read: {explain(error)}")
 
 

@@ -37,7 +37,7 @@ def quantise_cache(model: PreTrainedModel, bits: int, layers: int, name: str) ->
     """
     plain, calls = attention_name(model), 0
     if plain not in PLAIN:
-        raise RefusedError(f"--cache-bits goes with sdpa and eager attention, {name} has {plain}; give one of them")
+        raise RefusedError(f"--cache-bits needs sdpa or eager attention, {name} has {plain}; leave it out")
     attend, mask = PLAIN[plain]
 
     def attend_quantised(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:

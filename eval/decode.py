@@ -116,7 +116,7 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **encoder_inpu
         options["logits_to_keep"] = 1
     output = model(**encoder_inputs, **options, use_cache=True)
     if output.get(name) is None:
-        raise RefusedError(f"--decode is for models that return a key/value cache, and {model.name_or_path} does not")
+        raise RefusedError(f"--decode needs a model that returns a key/value cache; {model.name_or_path} does not")
     return output.logits[:, -1:].argmax(-1), output[name]
 
 

@@ -76,6 +76,6 @@ class EvaluateOptions(Options):
             raise RefusedError("nothing to measure: give text with --data, or --recall, --decode or --memory")
         replace(self, recall=self.measures_recall).check_needs()
         if self.cache_bits and self.decode:
-            raise RefusedError("--cache-bits is about quality and bytes: leave it out, or --decode")
+            raise RefusedError("--cache-bits and --decode exclude each other; leave one of them out")
         if self.kl and not (len(self.models) > 1 or self.cache_bits):
-            raise RefusedError("--kl compares checkpoints: give at least two")
+            raise RefusedError("--kl compares checkpoints; give at least two")

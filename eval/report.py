@@ -98,7 +98,7 @@ _QUALITY: list[Column] = [
     ("KV heads", lambda m: str(m["heads"]["kv"])),
     ("perplexity", lambda m: format_number(m["quality"]["token_perplexity"])),
     ("x baseline", lambda m: f"{m['against_baseline']['ratio']:.4g}"),
-    ("95 % interval", lambda m: "{ratio_low:.4g} - {ratio_high:.4g}".format_map(m["against_baseline"])),
+    ("95% interval", lambda m: "{ratio_low:.4g} - {ratio_high:.4g}".format_map(m["against_baseline"])),
     ("bits/byte", lambda m: f"{m['quality']['bits_per_byte']:.4f}"),
 ]
 _DISTRIBUTIONS: list[Column] = [
@@ -141,10 +141,10 @@ def _recall(models: list[Record], settings: Record) -> Table:
     columns.append(("greedy", lambda m: f"{m['greedy']['tokens']:.1f}"))
     baseline, longest = models[0]["name"], models[0]["greedy"]["longest"]
     note = (
-        f"share of right predictions of tokens that the context determines, within {settings['context']:,} tokens. "
-        f"text, samples, random: the second copy of a passage from the text, from samples of {baseline}, of random "
-        "tokens; values: of keys in a list; passkeys: words hidden in text. greedy: average number of tokens, of "
-        f"{longest:.0f}, before greedy decoding differs from {baseline}'s (rounding alone can cause that)"
+        f"share of tokens predicted right where the context determines them, in windows of {settings['context']:,}. "
+        f"text, samples, random: second copies of passages of the text, of samples of {baseline}, of random tokens; "
+        f"values: looked up by key in a list; passkeys: words hidden in text. greedy: tokens, of {longest:.0f}, before "
+        f"greedy decoding differs from that of {baseline} (rounding alone can cause a difference)"
     )
     records = [model | recall_by_kind(model) for model in models if "recall" in model]
     return table("Recall from the context", columns, records, note)
@@ -154,8 +154,8 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
     remarks = [remark for model in models if (remark := model.get("kv_cache", {}).get("remark"))]
     if memory:
         remarks.append(
-            f"in {memory['bytes'] / 1e9:.4g} GB fit weights and KV cache (activations are not counted) of a batch of "
-            f"sequences of {memory['context']:,} tokens"
+            f"batch: sequences of {memory['context']:,} tokens that fit into {memory['bytes'] / 1e9:.4g} GB with the "
+            "weights (activations not counted)"
         )
     context = next((m["kv_cache"]["context"] for m in models if "kv_cache" in m), 0)
     columns: list[Column] = [

@@ -134,7 +134,7 @@ def open_subjects(
     for subject in subjects if cache_bits else ():
         if not subject.cache or subject.cache.cross:
             raise RefusedError(
-                f"--cache-bits is for decoders with key/value heads, and {subject.name} is none; leave it out"
+                f"--cache-bits is for decoders with key/value heads, and {subject.name} is not one; leave it out"
             )
     return subjects + [
         replace(subject, name=f"{subject.name} (int{bits})", cache_bits=bits)

@@ -43,7 +43,7 @@ def check_target_field(subject: Subject, target_field: str | None) -> None:
         raise RefusedError(
             f"--target-field is for encoder-decoders, {subject.name} is not one"
             if target_field
-            else f"{subject.name} is an encoder-decoder: name the text to predict with --target-field"
+            else f"{subject.name} is an encoder-decoder: name the column to predict with --target-field"
         )
 
 

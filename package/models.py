@@ -65,9 +65,9 @@ def options_of_call(
         else:
             settings = kind(**{name: path_of(model) for name, model in models.items()}, **options)
         if tokenizer is not None and not copies:
-            raise RefusedError("tokenizer is for models in memory, and no model is; leave it out")
+            raise RefusedError("tokenizer is for loaded models, and the model is a path; leave it out")
         if getattr(settings, "dry_run", False):
-            raise RefusedError("dry_run is for the commands; leave it out")
+            raise RefusedError("dry_run is for the command line; leave it out")
         with parameters_in_errors(kind):
             yield settings, directory
     finally:
@@ -86,7 +86,7 @@ def _name(model: Any) -> str:
     if not isinstance(model, PreTrainedModel):
         raise RefusedError(
             f"the model is a {type(model).__name__}; give a directory, a hub id or a PreTrainedModel of transformers "
-            "(of an adapter of peft what merge_and_unload returns)"
+            "(for a peft adapter, the result of merge_and_unload)"
         )
     name = Path(str(model.name_or_path or "")).name
     return name if name.strip(".") else type(model).__name__

@@ -246,7 +246,7 @@ def run(*words: object, program: str = "gqa-convert") -> Result:
 def check_refused(result: Result, *says: str, code: int = 2, program: str = "gqa-convert", advice: str = "; ") -> str:
     """One line for people that says what was given and what to do, and no traceback; it is returned."""
     assert result.code == code, result
-    assert re.fullmatch(r"(time        about .*\n)?", result.out), result
+    assert re.fullmatch(r"(estimate    about .*\n)?", result.out), result
     assert "Traceback" not in result.err
     assert result.err.startswith(f"{program}: ")
     assert result.err.count("\n") == 1

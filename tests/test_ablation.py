@@ -181,7 +181,7 @@ def test_cells_of_an_encoder_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     check_cells(found[:4], "--field", "source", "--target-field", "target", data=pairs[1])
     page = " ".join(Path("study/report.html").read_text().split())
     assert "sources and targets have at most 64 tokens" in page
-    assert "recall is not measured: --recall is for decoders, and t5 is an encoder-decoder" in page
+    assert "recall was not measured: --recall is for decoders, and t5 is an encoder-decoder" in page
 
 
 def test_recall_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_a_stopped_study_continues_to_identical_rows(
     *before, torn = text.splitlines()
     assert torn.startswith('{"method": "first", "gro')
     assert "recommended mean, 1 of 4" in gqa_ablate("-o", out, "--max-loss-increase", 100).out
-    assert "recommended nothing: of" in gqa_ablate("-o", out, "--max-loss-increase", 0).out
+    assert "recommended nothing: none of" in gqa_ablate("-o", out, "--max-loss-increase", 0).out
     assert (out / "results.jsonl").read_text() == text
 
     monkeypatch.setattr(ablation, "uptrain", trainings)
@@ -287,7 +287,7 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch
         patch.setattr(ablation, "convert_checkpoint", failing)
         patch.setattr(ablation, "uptrain", diverging)
         result = ablate(out)
-    assert (result.code, result.err.count("\n"), "4 of 7 cells failed" in result.err) == (1, 1, True)
+    assert (result.code, result.err.count("\n"), "4 of 7 combinations failed" in result.err) == (1, 1, True)
     assert methods == ["mean", "first"]  # once for all cells
     errors = [row["error"] for row in rows(out)]
     assert errors == [None, *["RuntimeError: the disk is on fire"] * 3, None, None, "loss was not finite"]
@@ -318,7 +318,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "more groups than heads": ({"model": "bitnet", "groups": "1,4"}, ["--groups 4 is more than the 2 key/value heads"]),
     "alpha of less than a step": ({"alphas": "0.0001"}, ["alpha 0.0001 is", "less than one block"]),
     "no data": ({"data": None}, ["no data is named", "--data"]),
-    "no text but samples": ({"data": "self:1M"}, ["--data self is no text"]),
+    "no text but samples": ({"data": "self:1M"}, ["--data self has no documents to hold out"]),
     "nothing held out": ({"heldout": None}, ["there is no held-out text", "--heldout-fraction"]),
     "two held-out texts": ({"heldout_fraction": 0.1, "alphas": "0"}, ["--heldout-fraction both name held-out text"]),
     "no head": ({"model": "headless"}, ["headless is a LlamaModel, which does not predict"]),
@@ -348,7 +348,7 @@ def test_a_directory_with_something_else(tmp_path: Path) -> None:
         refused(tmp_path / "rows", "holds no rows of a study", overwrite=overwrite)
     check_refused(gqa_ablate("-o", tmp_path / "rows"), "holds no rows of a study")
     check_refused(gqa_ablate("-o", tmp_path / "none"), "has no measured study")
-    check_refused(gqa_ablate("-o", tmp_path, "--groups", 2), "--groups means nothing without MODEL")
+    check_refused(gqa_ablate("-o", tmp_path, "--groups", 2), "--groups has no effect without MODEL")
 
 
 def test_overwrite_starts_over(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_the_page_of_a_study(tmp_path: Path) -> None:
     assert write_study_report(out, 0.1)[-1] == ["report.html", "alphas.svg", "tradeoff.svg", "results.jsonl"]
     html = (out / "report.html").read_text()
     assert unescape(html).count(shlex.join(["gqa-ablate", *environment["argv"]])) == 1
-    assert "recall is not measured: recall needs a context of at least 128 tokens" in html
+    assert "recall was not measured: recall needs a context of at least 128 tokens" in html
     positions = [html.index(text) for text in ("Recommended: ", "data:image", "Study of model", "Made with")]
     assert positions == sorted(positions)
     assert html.count("data:image/svg+xml;base64,") == 2

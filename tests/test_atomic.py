@@ -28,7 +28,7 @@ from gqa.convert import rewrite
 from gqa.convert.api import convert_checkpoint, plan_conversion
 
 INTERRUPTED = (
-    "gqa-convert: interrupted; nothing half-written is left; the same command continues after the last finished layer"
+    "gqa-convert: interrupted; no partial result is left; the same command continues after the last finished layer"
 )
 
 
@@ -224,9 +224,9 @@ def test_source_that_became_shorter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("offset", "says"),
     [
-        (-(1 << 20), "z.weight is not as it was in the source"),  # at the start, in the middle, at the end
-        (-(1 << 19) - 1, "z.weight is not as it was in the source"),
-        (-1, "z.weight is not as it was in the source"),
+        (-(1 << 20), "z.weight differs from the source"),  # at the start, in the middle, at the end
+        (-(1 << 19) - 1, "z.weight differs from the source"),
+        (-1, "z.weight differs from the source"),
         (12, "the result does not verify"),  # in the header
         (-(1 << 18), None),  # between two sampled blocks of a tensor of 1 MiB
     ],
@@ -254,7 +254,7 @@ def test_a_damaged_copy_is_noticed(
 @pytest.mark.parametrize(
     ("stored", "wrong", "says"),
     [
-        ("bin", lambda tensor: tensor + 1, "is not as it was in the source"),
+        ("bin", lambda tensor: tensor + 1, "differs from the source"),
         ("safetensors", lambda tensor: tensor * float("nan"), "NaN or Inf though its source has none"),
     ],
 )
@@ -286,7 +286,7 @@ UNLOADABLE: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] 
         lambda tensors: {f"student.{name}": tensor for name, tensor in tensors.items()}, {},
         r"are not stored \(but student\.",
     ),
-    "a pruned MLP": (narrow("mlp.up_proj", 8, 32), {}, r"as \[8, 32\], by config.json it is \[16, 32\] \(and 1 m"),
+    "a pruned MLP": (narrow("mlp.up_proj", 8, 32), {}, r"as \[8, 32\], config.json implies \[16, 32\] \(and 1 m"),
     "more layers in the config": (dict, {"num_hidden_layers": 3}, "layers.2.*are not stored, and LlamaForCausalLM"),
     "an untied head": (drop("lm_head"), {}, "lm_head.weight is not stored, and LlamaForCausalLM would initialise"),
     "a model type of another model": (dict, QWEN3, "q_norm"),
@@ -320,5 +320,5 @@ def test_what_names_no_class_is_as_if_nothing_were_named(odd: object, tmp_path: 
 def test_classes_of_others_are_not_tried(tmp_path: Path, settings: dict[str, Any], name: str) -> None:
     """Code of a checkpoint is not run: what was not checked is a warning."""
     plan = plan_conversion(llama(tmp_path / "m", tensors=drop("lm_head")(weights()), **settings), 2, method="mean")
-    says = f"{name}ForCausalLM does not load the result, other classes were not tried"
+    says = f"{name}ForCausalLM does not load the result (other classes were not tried)"
     assert any(says in warning for warning in plan.warnings), plan.warnings

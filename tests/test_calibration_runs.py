@@ -61,10 +61,11 @@ def test_what_is_said_of_the_quality(small: Path, tmp_path: Path, monkeypatch: p
         return checkpoints.run(small, "-g", 2, "-o", out, "--overwrite", *words)
 
     done = convert(*text)
-    (line,) = re.findall(r"^quality     (perplexity x[\d.]+ \(95 %: .*\), recall \d+ of \d+ %, on .*)$", done.out, re.M)
+    quality = r"perplexity x[\d.]+ \(95% interval .*\), recall \d+% \(base model \d+%\), on .*"
+    (line,) = re.findall(rf"^quality     ({quality})$", done.out, re.M)
     assert line.endswith("on self-generated text")
     assert line in (out / "README.md").read_text()
-    assert re.search(r"^layers      squared error .*:\n            [\d.e-]+ +[\d.e-]+$", done.out, re.M)
+    assert re.search(r"^layers      relative squared error .*:\n            [\d.e-]+ +[\d.e-]+$", done.out, re.M)
     (tmp_path / "text.txt").write_text("words and others " * 999)
     monkeypatch.setattr("gqa.convert.summary._DAMAGED", 0.5)
     done = convert("--data", tmp_path / "text.txt", "--json", *text)
@@ -74,7 +75,7 @@ def test_what_is_said_of_the_quality(small: Path, tmp_path: Path, monkeypatch: p
     assert json.loads(done.out)["quality"] == record["quality"]
     assert record["maps"]["text"]["sources"] == ["text.txt"], "no directory of this machine"
     for words in (("--no-check", *text), ("--method", "aligned")):
-        assert f"quality     not measured; this command does: gqa-eval {small} {out} --recall\n" in convert(*words).out
+        assert f"quality     not measured; to measure it: gqa-eval {small} {out} --recall\n" in convert(*words).out
         assert "quality" not in json.loads((out / "gqa_conversion.json").read_text())
     scores = {"ratio": math.nan, "perplexity": {"base": 2.0, "converted": math.inf}}
     monkeypatch.setattr("gqa.convert.merge.find_maps.Check.result", lambda check: scores)
@@ -94,7 +95,7 @@ def test_a_model_that_fills_gaps_is_not_measured(tmp_path: Path) -> None:
     done = checkpoints.run(model, "-g", 2, "-o", out, *text)
     assert "quality     not measured: the model has no head that predicts tokens\n" in done.out
     assert not {"next", "gqa-uptrain"} & {*done.out.split()}
-    assert "Quality is not measured." in (out / "README.md").read_text()
+    assert "Quality was not measured." in (out / "README.md").read_text()
 
 
 _STOPPED = """
@@ -225,7 +226,7 @@ def test_one_line_for_what_cannot_be_calibrated(
     for method in methods:
         done = checkpoints.run(model, "-o", tmp_path / "out", "-g", 2, "--method", *method)
         assert done.code == 2, done.err
-        assert re.fullmatch(r"(time        about .*\n)?", done.out)
+        assert re.fullmatch(r"(estimate    about .*\n)?", done.out)
         assert re.fullmatch(f"gqa-convert: {expected}\n", done.err), done.err
         assert checkpoints.snapshot(tmp_path) == before
 

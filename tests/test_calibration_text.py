@@ -96,7 +96,7 @@ def test_a_tokenizer_that_is_code_is_run_only_where_that_is_asked_for(tmp_path: 
     bring_tokenizer(model := copy_source(tmp_path))
     words = (model, "--groups", 2, "--method", "calibrated", "--data", written(tmp_path, 9), "--tokens", "64")
     words = (*words, "--context", "16", "-o", tmp_path / "out")
-    assert "code that it brings; look at it, and give --trust-remote-code" in check_refused(run(*words), advice="")
+    assert "code in the checkpoint; review it, then give --trust-remote-code" in check_refused(run(*words), advice="")
     assert run(*words, "--trust-remote-code").code == 0
 
 
@@ -118,10 +118,10 @@ def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
         text = CalibrationText(sources, count * LENGTH, LENGTH, repeats=False)
         found = text.inputs(read_checkpoint(SOURCE), "cpu", recorder)[0]["input_ids"]
         assert len(found) == (len(pieces) + 99 if len(sources) > 1 else min(count, len(pieces)))
-    asked = f"blocks of {LENGTH} tokens that are asked for; give more text"
+    asked = f"blocks of {LENGTH} tokens; give more text"
     assert recorder.warnings == [
-        f"{source}: {len(pieces)} of the 99 {asked}",
-        f"{source}, self:plain: {len(pieces) + 99} of the 198 {asked}",
+        f"{source}: only {len(pieces)} of 99 {asked}",
+        f"{source}, self:plain: only {len(pieces) + 99} of 198 {asked}",
     ]
 
 
@@ -240,9 +240,9 @@ def test_the_command(pair_models: Path, tmp_path: Path) -> None:
 REFUSED_PAIRS = [
     ("marian", "--data text.jsonl --context 24", "neither sentinels nor a mask token, so plain text makes no pairs"),
     ("t5", "--data pairs.jsonl --field said --target-field nothing", "has no field 'nothing'; it has 'meant'"),
-    ("t5", "--data pairs.jsonl --field said --target-field said", "are the same text; name two columns"),
+    ("t5", "--data pairs.jsonl --field said --target-field said", "are the same column; name two"),
     ("bart", "--data text.jsonl --context 65", "bart-base has 64 positions, --context is 65; give at most 64"),
-    ("t5", "--target-field meant", "--target-field is a column of data, and self has none; name data too, or leave"),
+    ("t5", "--target-field meant", "--target-field is a column of --data; self has no columns: name data, or leave"),
     ("t5", "--data text.jsonl --data text.jsonl --context 24", "text.jsonl 2 times; name every file and data set once"),
     ("llama", "--data pairs.jsonl --field said --target-field meant", "--target-field is for encoder-decoders"),
 ]

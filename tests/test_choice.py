@@ -44,7 +44,7 @@ def test_a_method_that_a_model_does_not_allow_is_refused_with_those_that_it_does
     else:
         assert plan_conversion(model, 2).method == "calibrated"
     if "aligned" not in allowed:
-        says = says or "is for layers of attention and one MLP, and m"
+        says = says or "needs layers of attention and one MLP; m"
         refused = run("-g", 2, "--method", "aligned", model)
         check_refused(refused, says if "align" in says else "", "; use --method mean")
     assert plan_conversion(model, 4).method == "none", "nothing is refused where nothing is merged"
@@ -56,7 +56,7 @@ def test_aligned_is_refused_where_one_layer_is_unlike_the_others(tmp_path: Path)
     assert plan_conversion(model, 2, method="aligned").method == "aligned"
     for name, tensor in (("mlp.experts", torch.zeros(4, 32)), ("other_layernorm", torch.ones(32))):
         edit_tensors(model, lambda _, name=name, more=tensor: weights() | {f"model.layers.1.{name}.weight": more})
-        with pytest.raises(RefusedError, match="is for layers of attention and one MLP"):
+        with pytest.raises(RefusedError, match="needs layers of attention and one MLP"):
             plan_conversion(model, 2, method="aligned")
 
 
@@ -65,22 +65,20 @@ def test_what_a_run_takes_is_said_before_it_starts(tmp_path: Path, monkeypatch: 
     model = llama(tmp_path / "m", shards=1)
     words = ("-g", 2, "--method", "procrustes", "-o", tmp_path / "out", "--overwrite", model)
     done = run(*words)
-    assert done.out.startswith("time        about 5 s on cpu\nmodel  ")
+    assert done.out.startswith("estimate    about 5 s on cpu\nmodel  ")
     assert done.err == ""
     monkeypatch.setattr(loading, "total_memory", lambda device: 1 << 20)
-    warning = r"warning: --method procrustes takes about \d+\.\d MiB of memory, cpu has 1.0 MiB\n"
+    warning = r"warning: --method procrustes takes about \d+\.\d MiB of memory; cpu has 1.0 MiB\n"
     for more in ((), ("--dry-run",), ("-q",), ("-q", "--dry-run")):
         assert re.fullmatch(warning, run(*words, *more).err)
     monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 1e4)
     monkeypatch.setattr(api, "convert", lambda *arguments: sys.exit(3))  # after what is printed first
     done = run("-g", 2, model)
     assert (done.code, done.out.count("\n")) == (3, 1)
-    assert re.match(
-        r"time        about \d+ hours on cpu; --method aligned reads the weights alone and takes ", done.out
-    )
-    assert "; with --data the model writes no text, which takes less\n" in done.err
+    assert re.match(r"estimate    about \d+ hours on cpu; --method aligned reads only the weights and takes ", done.out)
+    assert "; --data takes less, because nothing is sampled\n" in done.err
     done = run("-g", 2, tiny("mixtral", tmp_path / "experts"))
-    assert re.fullmatch(r"time        about \d+ hours on cpu\n", done.out)
+    assert re.fullmatch(r"estimate    about \d+ hours on cpu\n", done.out)
 
 
 def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
@@ -109,7 +107,7 @@ def test_the_default_uses_text_and_no_other_method_is_known(tmp_path: Path) -> N
     model = llama(tmp_path / "m")
     assert run("--groups", 2, "--grouping", "contiguous", "--tokens", "1k", "--dry-run", model).code == 0
     said = run("--groups", 2, "--method", "mean", "--data", "text", "--dry-run", model).err
-    assert "--data is not used by --method mean; it goes with --method calibrated, refined" in said
+    assert "--data is not used by --method mean; it is for --method calibrated, refined" in said
     with pytest.raises(RefusedError, match="method: 'auto' is not one of 'mean', 'first'"):
         plan_conversion(model, 2, method="auto")
 

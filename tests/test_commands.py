@@ -96,13 +96,13 @@ def test_numbers_are_those_that_are_written() -> None:
     ("gqa-convert", "--metod mean", "No such option '--metod'. (Did you mean one of: '--method'"),
     ("gqa-convert", "--kv-heads 2", "No such option '--kv-heads'"),
     ("gqa-convert", "--method refind", "'refind' is not one of 'mean'"),
-    ("gqa-convert", "--data ,", "names nothing; give one or more"),
+    ("gqa-convert", "--data ,", "is empty; give one or more values"),
     ("gqa-convert", "--context 1", "'1' is not a number of tokens from 2 to 1000T"),
     ("gqa-convert", "--tokens 5GB", "'5GB' is not a number of tokens from 1 to 1000T; give one like 65536, 64k"),
     ("gqa-convert", "--precision int8", "'int8' is not one of 'float32', 'bfloat16', 'float16'"),
     ("gqa-convert", "--method random --seed -1", "'-1' is not a whole number from 0 to 2147483647"),
     ("gqa-ablate", "--data text --methods mean,aligned --refine-steps 2",
-     "--refine-steps is not used by --methods mean,aligned; it goes with --method refined"),
+     "--refine-steps is not used by --methods mean,aligned; it is for --method refined"),
 ])  # fmt: skip
 def test_what_is_misspelt_or_makes_no_sense(program: str, words: str, message: str) -> None:
     done = run(*PROGRAMS[program][2], *words.split(), program=program)
@@ -168,15 +168,15 @@ def test_an_option_is_refused_by_the_methods_that_do_not_use_it(method: str, tmp
         if kind in USES[method]:
             assert "there is no directory" in message, (name, message)
         else:
-            assert f"gqa-convert: {flag} is not used by --method {method}; it goes with --method " in message
+            assert f"gqa-convert: {flag} is not used by --method {method}; it is for --method " in message
             assert {*message.strip().split("--method ")[-1].split(", ")} <= METHODS.keys()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_budget": 0.5}, "give kv_heads=G, or kv_budget=SHARE for a share of the KV cache; one of them"),
-        ({"method": "mean", "data": "notes.txt"}, "data is not used by method mean; it goes with method calibrated,"),
+        ({"kv_budget": 0.5}, "give either kv_heads=G or kv_budget=SHARE"),
+        ({"method": "mean", "data": "notes.txt"}, "data is not used by method mean; it is for method calibrated,"),
     ],
 )
 def test_a_plan_refuses_the_same_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_single_file_goes_before_an_index(tmp_path: Path) -> None:
     """As in transformers; the shards beside it are not what it loads."""
     model = llama(tmp_path / "m", shards=2, seed=1)
     llama(model, shards=1, seed=2)
-    assert "warning: left out" in run(*MERGED, "-o", tmp_path / "out", model).err
+    assert "warning: not copied" in run(*MERGED, "-o", tmp_path / "out", model).err
     check_result(tmp_path / "out", merged(weights(seed=2), 4, 2))
 
 
@@ -221,7 +221,7 @@ def test_side_files_travel_unchanged_and_unread(tmp_path: Path) -> None:
     result = run(*MERGED, "-o", out, model)
     assert result.code == 0, result
     assert all(line.startswith("warning: ") for line in result.err.splitlines())  # nothing of huggingface_hub
-    (warning,) = (line for line in result.err.splitlines() if line.startswith("warning: left out"))
+    (warning,) = (line for line in result.err.splitlines() if line.startswith("warning: not copied"))
     assert set(warning.partition("weights: ")[2].split(", ")) == set(OLD_MODEL)
     assert "auto_map" in result.err
     assert not [name for name in set(sys.modules) - modules if "mine" in name]

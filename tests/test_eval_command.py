@@ -70,7 +70,7 @@ def test_one_model_and_the_options_of_its_text() -> None:
 def test_memory() -> None:
     """What fits of 512 tokens: 6 layers of 32 numbers a key or a value, in 2 bytes each."""
     result = run(*words("SRC G2 --memory 80GB --json"), program="gqa-eval")
-    assert "in 80 GB fit weights and KV cache (act" in result.err
+    assert "fit into 80 GB with the weights (act" in result.err
     for model, heads in zip(json.loads(result.out)["models"], (8, 2), strict=True):
         free, token = 80 * 10**9 - model["weight_bytes"], 2 * 6 * heads * 32 * 2
         assert model["kv_cache"]["fits"] == {"batch": free // (512 * token)}
@@ -156,28 +156,28 @@ def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest
     ("line", "message"),
     [
         ("SRC G2", "nothing to measure: give text with --data, or --recall, --decode or --memory"),
-        ("SRC G2 --kl --memory 1GB", "--kl means nothing without --data"),
-        ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps means nothing without --decode"),
-        ("SRC --data TEXT --kl", "--kl compares checkpoints: give at least two"),
+        ("SRC G2 --kl --memory 1GB", "--kl has no effect without --data"),
+        ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps has no effect without --decode"),
+        ("SRC --data TEXT --kl", "--kl compares checkpoints; give at least two"),
         ("SRC --data PLACE/short.txt", "the text has 4 tokens, less than one window of 512"),
         ("SRC --data TEXT --field nothere", "has no field 'nothere'; it has 'other', 'text'"),
         ("SRC --data PLACE/nothere.txt", "there is no file or directory"),
         ("SRC --data TEXT --revision main", "--revision is for hub ids"),
-        ("SRC --decode --context 64", "--context means nothing without --data or --recall or --memory: give one"),
-        ("SRC --memory 1GB --device cpu", "--device means nothing without --data or --recall or --decode"),
+        ("SRC --decode --context 64", "--context has no effect without --data or --recall or --memory: give one"),
+        ("SRC --memory 1GB --device cpu", "--device has no effect without --data or --recall or --decode"),
         ("SRC --decode --decode-contexts 500", "500 tokens and 32 steps are more than the 512 positions of stdlib-mha"),
         ("SRC --data TEXT --device nonsense", "device nonsense cannot be used"),
         ("SRC --data TEXT --device cuda:99", "device cuda:99 cannot be used: "),  # nowhere, whatever GPUs there are
-        ("T5 --data TEXT", "t5gemma is an encoder-decoder: name the text to predict with --target-field"),
+        ("T5 --data TEXT", "t5gemma is an encoder-decoder: name the column to predict with --target-field"),
         ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is not one"),
-        ("T5 --data TEXT --target-field text", "are the same text; name two columns"),
+        ("T5 --data TEXT --target-field text", "are the same column; name two"),
         ("T5 --data PLACE/text.txt --target-field other", "text.txt is plain text and has no field 'other'"),
-        ("SRC --data PLACE/text.txt --field body", "text.txt has none: leave it out"),
-        ("SRC --data TEXT --separator x", "--separator cuts text files into documents; "),
+        ("SRC --data PLACE/text.txt --field body", "text.txt has no columns: leave it out"),
+        ("SRC --data TEXT --separator x", "--separator splits text files into documents; "),
         ("T5 --recall", "--recall is for decoders, and t5gemma is an encoder-decoder"),
         ("T5 --data TEXT --target-field none", "has no field 'none'; it has 'other', 'text'"),
         ("T5 --data TEXT --target-field other --cache-bits 4", "--cache-bits is for decoders with key/value heads"),
-        ("SRC --data TEXT --cache-bits 4 --decode", "--cache-bits is about quality and bytes"),
+        ("SRC --data TEXT --cache-bits 4 --decode", "--cache-bits and --decode exclude each other"),
         ("SRC --data TEXT --cache-bits 1", "'1' is not a whole number from 2 to 8"),
         ("SRC --data TEXT --context 600", "--context 600 is more than the 512 positions"),
         ("T5 SRC --data TEXT --target-field other", "different kinds of models (one is an encoder-decoder)"),

@@ -166,7 +166,7 @@ def recall(*shares: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("before", "after", "verdict"),
     [
-        ({}, FEWER | RATIO, "2 of 8 KV heads: KV cache 4x smaller, perplexity x1.09 (95 %: 1.08-1.10)"),
+        ({}, FEWER | RATIO, "2 of 8 KV heads: KV cache 4x smaller, perplexity x1.09 (95% interval 1.08-1.10)"),
         (
             recall(0.9, 0.8), FEWER | recall(0.5, 0.1),
             "2 of 8 KV heads: KV cache 4x smaller, recall 88% -> 40% (random tokens 45% -> 25%)",
@@ -225,20 +225,20 @@ FAILED = [row("refined", 1, 0.0, 0.0, error="it did not work"), row("random", 1,
 # Rows, the bound, what is chosen, and what is said.
 RECOMMENDED: dict[str, tuple[list[dict[str, Any]], float, Cell | None, list[str]]] = {
     "less training before less loss": (ROWS, 0.1, Cell("refined", 2, 0.0), [
-        "recommended refined, 2 of 4 KV heads, untrained: +0.0900 nats per token (perplexity x1.5), 200 bytes of KV "
-        "cache a token (50%)",
-        "why         3 of 7 combinations are within 0.1 nats per token above the base model",
+        "recommended refined, 2 of 4 KV heads, untrained: +0.0900 nats per token (perplexity x1.5), KV cache 200 "
+        "bytes per token (50%)",
+        "why         3 of 7 combinations are within 0.1 nats per token of the base model",
         "smaller     refined, 1 of 4 KV heads, alpha 0.1: +0.2000 nats",
         "better      refined, 2 of 4 KV heads, alpha 0.1: +0.0400 nats",
     ]),
     "a smaller cache before less training": (ROWS, 0.25, Cell("refined", 1, 0.1), ["why         5 of 7"]),
     "nothing is within": (ROWS, 0.01, None, [
-        "recommended nothing: of 7 combinations none is within 0.01 nats",
+        "recommended nothing: none of 7 combinations is within 0.01 nats",
         "closest     refined, 2 of 4 KV heads, alpha 0.1: +0.0400 nats", "--max-loss-increase",
     ]),
     "the base model's own cache is no saving": (ROWS[:2], 0.5, None, ["nothing: no KV cache smaller"]),
     "a cell that failed or whose loss is infinite": ([*ROWS, *FAILED], 9, Cell("mean", 1, 0.0), ["why         7 of 7"]),
-    "recall": ([BASE, row("mean", 1, 0.0, 2.0, recall_text=0.87)], 0.1, Cell("mean", 1, 0.0), ["87.0% of second"]),
+    "recall": ([BASE, row("mean", 1, 0.0, 2.0, recall_text=0.87)], 0.1, Cell("mean", 1, 0.0), ["recall 87.0%"]),
 }  # fmt: skip
 
 

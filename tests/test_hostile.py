@@ -163,7 +163,7 @@ CASES: Cases = {
     "a side directory's link leaves the directory": (link("runs", ".."), ("runs in", "is a link to a directory")),
     "a side file is a pipe": (lambda m: os.mkfifo(m / "pipe"), ("pipe", "not a regular file")),
     # the header
-    **{name: (breaks, (SINGLE, "is truncated or no safetensors file: ", AGAIN)) for name, breaks in UNSOUND.items()},
+    **{name: (breaks, (SINGLE, "is truncated or not a safetensors file: ", AGAIN)) for name, breaks in UNSOUND.items()},
     "a Git LFS pointer": (text(SINGLE, LFS), ("git lfs pull",)),
     "no tensors": (header(lambda h: {}, lambda data: b""), ("hold no tensors", "download")),
     # tensors against the config and each other

@@ -189,9 +189,9 @@ def shard(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
 BROKEN: dict[str, tuple[Callable[[Path], object], bool, str]] = {
     "no weights": (lambda source: (source / INDEX).rename(source / "x.gguf"), False,
                    f"has neither {SINGLE} nor pytorch_model.bin (nor their index) but {SHARDS[0]}, "),
-    "truncated": (shard(lambda data: data[:-9]), True, "is truncated or no safetensors file: "),
+    "truncated": (shard(lambda data: data[:-9]), True, "is truncated or not a safetensors file: "),
     "header too long": (shard(lambda data: b"\xff" * 7 + b"\x7f" + data[8:]), True,
-                        "is truncated or no safetensors file: "),
+                        "is truncated or not a safetensors file: "),
 }  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def test_broken_repository(tmp_path: Path, hub: Hub, machine: Machine, case: str
     [
         (["a/b/c"], "there is no directory a/b/c, and huggingface_hub says: Repo id must be in the form"),
         (["lab/bad--name"], "Cannot have -- or .. in repo_id: 'lab/bad--name'"),
-        (["--revision", "", NAME], "Invalid value for '--revision': '' is no name"),
+        (["--revision", "", NAME], "Invalid value for '--revision': '' is not a name"),
         (["lab/here"], "lab/here has no config.json"),
         (["--revision", "main", "lab/here"], "--revision is for hub ids; lab/here is a local path"),
     ],

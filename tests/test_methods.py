@@ -70,7 +70,7 @@ def test_a_method_is_one_entry(source: Path, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setitem(METHODS, "first", methods.Method("first", "nothing", "seconds", "the last of each group", last))
     tensors = converted(source, 2, tmp_path, "first")
     assert torch.equal(tensors[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
-    assert "the last of each group (method first)" in (tmp_path / "out" / "README.md").read_text()
+    assert "the last of each group (`--method first`)" in (tmp_path / "out" / "README.md").read_text()
 
 
 # ---------------------------------------------------------------------------------------------------- which heads share

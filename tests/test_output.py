@@ -40,11 +40,11 @@ WRONG_USAGE = {
     **{f"--groups {word} m": f"'{word[-3:]}' is not a whole number" for word in ("0", "-2", "two", "2.0", "1,two")},
     "-g2 m a b": "unexpected extra argument",
     "-g2 m --revision main": "--revision is for hub ids",
-    "m": "give --groups G, or --kv-budget SHARE",
+    "m": "give either --groups G or --kv-budget SHARE",
     "-g2": "Missing argument 'MODEL'",
-    "-g2 m/config.json": "config.json is no directory; give the one",
+    "-g2 m/config.json": "config.json is not a directory; give the one",
     "-g2 empty": "empty has no config.json; give a checkpoint",
-    "-g2 ./broken": "broken is no directory; give the one",
+    "-g2 ./broken": "broken is not a directory; give the one",
     **{f"-g2 {shlex.quote(nothing)}": "there is no directory" for nothing in NOTHING},
 }
 
@@ -255,7 +255,7 @@ def test_a_card_is_rendered_and_loads_the_model(
     assert done.code == 0, done.err
     check_card(Path("out"), loader, needs_code, tables=1)
     text = Path("out/README.md").read_text()
-    assert ("Quality is not measured" in text) == ("mean" in words)
+    assert ("Quality was not measured" in text) == ("mean" in words)
     assert bool(re.search(r"perplexity x\d.*, recall .* on self-generated text", text)) == (kind == "measured")
     if kind == "by layer":
         data = write_corpus(Path("text.jsonl"), 4)

@@ -76,7 +76,7 @@ def test_a_model_in_memory_is_converted_and_unchanged(
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     directory, model = result.path, result.load()
-    with pytest.raises(gqa.RefusedError, match=r"^device cuda:99 cannot be used: .*; \w+ can$"):
+    with pytest.raises(gqa.RefusedError, match=r"^device cuda:99 cannot be used: .*; use \w+$"):
         result.load(device="cuda:99")
     assert model.config.num_key_value_heads == 2
     assert [path.name for path in directory.parent.iterdir()] == ["teacher-gqa2-mean"]  # the saved model is removed
@@ -150,17 +150,17 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     "groups": (lambda at, m: gqa.convert_model(m, kv_heads=3), "kv_heads=3 is not possible for the 4 key/value"),
     "no model": (lambda at, m: gqa.convert_model({}, kv_heads=2), "the model is a dict; give a directory, a hub id or"),  # type: ignore[arg-type]
     "adapter": (lambda at, m: gqa.convert_model(adapted(m), kv_heads=2), "q_proj.base_layer.weight"),
-    "tokenizer": (lambda at, m: gqa.convert_model(at, kv_heads=2, tokenizer=1), "tokenizer is for models in memory"),
+    "tokenizer": (lambda at, m: gqa.convert_model(at, kv_heads=2, tokenizer=1), "tokenizer is for loaded models"),
     "inside": (lambda at, m: gqa.convert_model(at, kv_heads=2, output=at / "x"), "; give another with output"),
     "exists": (lambda at, m: gqa.convert_model(m, kv_heads=2, output=at), "or replace it with overwrite=True"),
     "no place": (lambda at, m: gqa.convert_model(at, kv_heads=2, output="/proc/x"), "directory with output"),
     "fraction": (lambda at, m: gqa.uptrain_model(at, data="x", steps=2.5), "steps: 2.5 is not a whole number"),
     "two lengths": (lambda at, m: gqa.uptrain_model(at, data="x", steps=2, alpha=0.5), "by alpha and steps; give one"),
-    "dry run": (lambda at, m: gqa.convert_model(at, kv_heads=2, dry_run=True), "dry_run is for the commands"),
+    "dry run": (lambda at, m: gqa.convert_model(at, kv_heads=2, dry_run=True), "dry_run is for the command line"),
     "no base model": (lambda at, m: gqa.ablate(gqa.AblateOptions(output="s")), "no model is named"),
     "study": (
         lambda at, m: gqa.ablate(at, data="x", output="s", methods=["mean"], refine_steps=3),
-        "refine_steps is not used by methods mean; it goes with method refined",
+        "refine_steps is not used by methods mean; it is for method refined",
     ),
 }  # fmt: skip
 

@@ -90,7 +90,7 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
         "one",
         "data": "the directory data holds several splits (test, train); give the files of one, like 'data/**/*train*'",
         "stdlib:test": "there is no stdlib:test; allowed are stdlib:train and stdlib:heldout",
-        "a b": "there is no file or directory a b, and it is no data set name (org/name[:config[:split]])",
+        "a b": "there is no file or directory a b, and it is not a data set name (org/name[:config[:split]])",
         " ": "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train",
     }
     for spec in ("none.txt", "~nouser/a.jsonl", "../none/", "x" * 300 + ".txt", "notes", "deep/empty", "*.csv"):
@@ -113,9 +113,9 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "deep.jsonl": (b'{"text":' + b"[" * 100_000, UNREADABLE),
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', UNREADABLE),
     "number.jsonl": (b'{"text": 4}\n{"text": null}\n{"text": 5}\n',
-                     ": field 'text' is no text but int; name a field of text"),
+                     ": field 'text' has type int; name a column of text"),
     "missing.jsonl": (b'{"title": "a", "b\\n": 1}\n', " has no field 'text'; it has 'b\\n', 'title'"),
-    "missing.csv": (b"title,body\na,b\n", " lacks a field that is named: 'Field \"text\" does not exist in schema'"),
+    "missing.csv": (b"title,body\na,b\n", " lacks a column that was named: 'Field \"text\" does not exist in schema'"),
     "long.csv": (b"id,text\n1,a\n2,b,c\n", UNREADABLE),
     "not.gz.txt.gz": (b"plain", UNREADABLE),
     "cut.txt.gz": (gzip.compress(b"a" * 1000)[:-12], UNREADABLE),
@@ -148,7 +148,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         writer.write_table(pa.table({"text": bad_text}))
     wanted = {name: name + said for name, (_, said) in BROKEN.items()} | {
         "cut.parquet": "cut.parquet cannot be read: ",
-        "ints.parquet": "ints.parquet: field 'text' is no text but int; name a field of text",
+        "ints.parquet": "ints.parquet: field 'text' has type int; name a column of text",
         "cut.arrow": "cut.arrow cannot be read: ",
         "bytes.arrow": "bytes.arrow cannot be read: ",
         "many": "many/2.jsonl cannot be read: ",
@@ -157,10 +157,10 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("specs", "options", "message"), [
-    (["a.txt"], {"field": "body"}, "--field body is a column of tables and data sets; a.txt has none: leave it out"),
-    (["self", "stdlib:train"], {"field": "body"}, "--field body is a column .*; stdlib:train has none"),
-    (["self"], {"separator": "x"}, "--separator cuts text files .*; self-generated text is none: leave it out"),
-    (["a.jsonl", "stdlib:heldout"], {"separator": "x"}, "--separator .*; a.jsonl, stdlib:heldout is none"),
+    (["a.txt"], {"field": "body"}, "--field body is a column of tables and data sets; a.txt has no columns"),
+    (["self", "stdlib:train"], {"field": "body"}, "--field body is a column .*; stdlib:train has no columns"),
+    (["self"], {"separator": "x"}, "--separator splits text files .*; self-generated text is not a text file"),
+    (["a.jsonl", "stdlib:heldout"], {"separator": "x"}, "--separator .*; a.jsonl, stdlib:heldout is not a text file"),
     (["a.txt", "a.jsonl"], {"field": "body", "separator": "x"}, ""),
     (["org/name"], {"field": "body"}, ""),
 ])  # fmt: skip

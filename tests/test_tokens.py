@@ -156,7 +156,7 @@ def test_what_fails_is_not_kept(
     path = tmp_path / "a.jsonl"
     lines(path, {"text": 4}, {"text": 5})
     for _ in range(2):
-        with pytest.raises(CorpusError, match=r"a\.jsonl: field 'text' is no text but int; name a field of text"):
+        with pytest.raises(CorpusError, match=r"a\.jsonl: field 'text' has type int; name a column of text"):
             tokenise([read(path)], tokenizer)
     assert not list((tmp_path / "cache").rglob("*.arrow"))
     assert len(tokenised(path, ["a", "b"], tokenizer)) == 2

@@ -55,11 +55,11 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     lines = done.said.splitlines()
     trained = 2 * 2 * 16 * 32  # layers, K and V, rows, width
     assert re.search(rf": {trained:,} of [\d,]+ parameters train \(kv\)$", lines[0])
-    assert lines[3] == "steps       4 of 8 blocks = 512 tokens, 2,048 tokens in all"
-    starts = ["model", "teacher", "data", "steps", "rate", "held out", "held out", "written"]
+    assert lines[3] == "steps       4 of 8 blocks (512 tokens), 2,048 tokens in all"
+    starts = ["model", "teacher", "data", "steps", "optimizer", "held out", "held out", "written"]
     assert [line[:10].rstrip() for line in lines] == starts
     assert lines[1] == f"teacher     {place / 'teacher'}"
-    assert lines[-1] == f"written     {out}: loads with plain transformers, verified"
+    assert lines[-1] == f"written     {out}: loads with transformers as it is, verified"
     status = done.err.splitlines()[-1]
     steps = metrics(out / "gqa_uptraining.jsonl")
     assert re.fullmatch(
@@ -114,7 +114,7 @@ def bad_data(place: Path, root: Path) -> Refusals:
         ({"heldout": place / "data.jsonl"}, "all documents are held out"),
         ({"heldout": small}, "the held-out text has less than one block of 64 tokens"),
         ({"heldout_fraction": 1e-6}, "--heldout-fraction 1e-06 holds out no document; give more"),
-        ({"separator": "x"}, "--separator cuts text files into documents; "),
+        ({"separator": "x"}, "--separator splits text files into documents; "),
         ({"field": "body", "data": "stdlib:train"}, "--field body is a column of tables and data sets; "),
         ({"heldout_fraction": 1.0}, "all documents are held out"),
     ]
@@ -140,7 +140,7 @@ def bad_models(place: Path, root: Path) -> Refusals:
         ({"teacher": narrow}, "the teacher narrow has another vocabulary (512 tokens) than the model (4,104); give"),
         ({"teacher": other}, "the teacher other has another vocabulary (4,104 tokens)"),
         ({"model": spoilt}, "spoilt or its teacher has weights that are NaN or infinite"),
-        ({"teacher": spoilt, "data": short}, "its loss is no number; give intact checkpoints"),
+        ({"teacher": spoilt, "data": short}, "its loss is not finite; give intact checkpoints"),
         ({"model": headless}, "headless is a Qwen3VLTextModel, which does not predict the next token of a text"),
         ({"model": bare}, "bare has no tokenizer; copy its base model's tokenizer files into"),
         ({"output": packed}, "packed exists; choose another directory with -o"),

@@ -215,8 +215,8 @@ def test_records_and_cards_of_a_chain(place: Path, tmp_path: Path) -> None:
     assert (record["model"], record["teacher"], record["data"]) == ("converted", "source", ["data.jsonl"])
     assert str(tmp_path) not in json.dumps(record)
     text, losses = (first / "README.md").read_text(), record["losses"]
-    assert f"# first\n\n`converted` trained further, taught by `source`: {record['tokens']:,} tokens (alpha" in text
-    assert f"held-out loss {losses['heldout_before']:.4f} before, {losses['heldout_after']:.4f} after" in text
+    assert f"`converted` trained further with `source` as its teacher, on {record['tokens']:,} tokens (alpha" in text
+    assert f"held-out loss {losses['heldout_before']:.4f} -> {losses['heldout_after']:.4f} nats" in text
     assert text.index("# first") < text.index("# converted") < text.index("# Source\n\nBy me.")
     assert "license: mit" in text
     assert "- gqa-uptrain" in text
@@ -235,13 +235,13 @@ def test_models_that_cannot_be_trained_so(tmp_path: Path) -> None:
     model = load_model(str(source))
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(7, 32))
     model.extra = torch.nn.Linear(2, 2)
-    with pytest.raises(RefusedError, match=r"would store extra\.bias, extra\.weight, lm_head\.weight otherwise than"):
+    with pytest.raises(RefusedError, match=r"would store extra\.bias, extra\.weight, lm_head\.weight differently from"):
         check_exportable(model, read_checkpoint(source))
     gpt2 = tiny_checkpoint(tmp_path / "gpt2", "gqa_gpt2")
     with pytest.raises(RefusedError, match="GQAGPT2LMHeadModel has no other linear layers to adapt; use"):
         prepare(options_for(gpt2, tmp_path / "out", train="lora"))
     molmo2 = read_checkpoint(write_checkpoint(build(TINY["molmo2"], 2), tmp_path / "molmo2"))
-    with pytest.raises(RefusedError, match="cannot be picked out; use --train all"):
+    with pytest.raises(RefusedError, match="cannot train alone; use --train all"):
         attention_parameters(load_model(str(molmo2.directory)), molmo2)
 
 

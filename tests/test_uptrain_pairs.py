@@ -161,12 +161,12 @@ def test_alpha_is_a_prefix_of_the_pairs(pair_models: Path, tmp_path: Path) -> No
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("marian", {}, "has neither sentinels nor a mask token, so plain text makes no pairs: give pairs with --field and"),
     ("t5", PAIRS | {"target_field": "nothing"}, "has no field 'nothing'; it has 'meant'"),
-    ("t5", PAIRS | {"target_field": "said"}, "are the same text; name two columns"),
-    ("t5", PAIRS | {"streaming": True}, "--target-field is a column of data that is stored; drop --streaming"),
+    ("t5", PAIRS | {"target_field": "said"}, "are the same column; name two"),
+    ("t5", PAIRS | {"streaming": True}, "--target-field is a column of stored data; leave out --streaming"),
     (
         "t5",
         {"data": "self", "target_field": "meant"},
-        "is a column of data that is stored; drop --streaming and --data",
+        "is a column of stored data; leave out --streaming and --data",
     ),
     ("t5", {"repeats": True}, "repeats are for decoders, t5 is an encoder-decoder"),
     ("bart", {"context": 65}, "--context 65 is more than the 64 positions of bart"),

@@ -184,9 +184,9 @@ def test_processes_and_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "a configuration of DeepSpeed is not for gqa-uptrain; use examples/acc"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "a configuration of FSDP1 is not for gqa-uptrain; use examples/accelerate"),
-        ({"before": "shard()"}, "--optimizer adafactor does not go with FSDP2, which divides weights; use adamw"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "gqa-uptrain does not run with DeepSpeed; use examples/acc"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "gqa-uptrain does not run with FSDP1; use examples/accelerate"),
+        ({"before": "shard()"}, "--optimizer adafactor does not work with FSDP2, which shards weights; use adamw"),
     ],
 )
 def test_launchers_that_are_refused(how: dict[str, Any], says: str, runs: Runs, tmp_path: Path) -> None:

@@ -55,4 +55,4 @@ def command(options: TrainOptions) -> None:
 
 def main() -> None:
     """Entry point; `gqa.checkpoint.console.run` documents the exit codes."""
-    run(command, "gqa-uptrain", "nothing half-written is left")
+    run(command, "gqa-uptrain", "no partial result is left")

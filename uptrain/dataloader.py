@@ -116,9 +116,9 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
     data_tokens = int(lengths.sum())
     n_blocks = count_blocks(options, data_tokens)
     order = reading_order(text, lengths, n_blocks * size, options.seed)
-    summary = f"{plural(n_blocks, 'block')} of {size:,}: {n_blocks * size:,} of {data_tokens:,} tokens"
+    summary = f"{n_blocks * size:,} of {data_tokens:,} tokens, in {plural(n_blocks, 'block')} of {size:,}"
     if (epochs := n_blocks * size / data_tokens) > 1:
-        summary += f", which are read {epochs:.2f} times, each time in another order"
+        summary += f", read {epochs:.2f} times, each time in another order"
     steps = count_steps(n_blocks, options)
     return Dataloader(options, Blocks(text, order, size, n_blocks, lengths), steps, text.fingerprint, summary, blocks)
 
@@ -154,12 +154,12 @@ def open_sampled(options: TrainOptions, tokenizer: Any, write: Write, longest: i
     n_blocks = count_blocks(options if options.lengths else replace(options, tokens=data_tokens), data_tokens)
     if n_blocks * options.block > data_tokens:
         raise RefusedError(
-            f"{n_blocks * options.block:,} tokens of training are more than --data {options.data[0]}; ask for more"
+            f"training takes {n_blocks * options.block:,} tokens, more than --data {options.data[0]}; raise that number"
         )
     steps, (_, heldout) = count_steps(n_blocks, options), open_heldout(options, tokenizer)
     count, first = steps * options.blocks_per_step, 0 if heldout else count_heldout(options)
     blocks = write(options.block, first + count)
-    summary = f"{plural(count, 'block')} of {options.block:,} that {Path(options.teacher).absolute().name} writes"
+    summary = f"{plural(count, 'block')} of {options.block:,} tokens from {Path(options.teacher).absolute().name}"
     heldout = heldout or [blocks[number] for number in range(first)]
     return Dataloader(options, blocks, steps, blocks.fingerprint, summary, heldout, first)
 
@@ -174,7 +174,7 @@ def open_pairs(
     sampled = any(map(is_self, options.data))
     if options.target_field:
         if options.streaming or sampled:
-            raise RefusedError("--target-field is a column of data that is stored; drop --streaming and --data self")
+            raise RefusedError("--target-field is a column of stored data; leave out --streaming and --data self")
         return _open_table(options, encoder, options.context or longest, ranks)
 
     def corrupt(block: Block, seeds: list[int]) -> Block:

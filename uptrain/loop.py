@@ -182,9 +182,9 @@ def _evaluate(setup: Setup, model: Any, progress: TrainingProgress, best: Weight
 
 
 def _not_finite(setup: Setup) -> RefusedError:
-    """The error of a model whose loss is no number before training."""
+    """The error of a model whose loss is not finite before training."""
     return RefusedError(
-        f"{setup.checkpoint.name} or its teacher has weights that are NaN or infinite: its loss is no number; give "
+        f"{setup.checkpoint.name} or its teacher has weights that are NaN or infinite: its loss is not finite; give "
         "intact checkpoints"
     )
 

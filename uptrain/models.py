@@ -80,12 +80,12 @@ def find_base(checkpoint: Checkpoint, source: dict[str, Any]) -> tuple[Checkpoin
     candidates += [directory.with_name(name)] if Path(name).name == name else []
     local = next((str(path.resolve()) for path in candidates if path.is_dir()), None)
     if local is None and "path" in source:  # it was local at the conversion
-        return None, f"the base model {name} is not where it was; --teacher says where it is now"
+        return None, f"the base model {name} was moved or deleted; name it with --teacher"
     try:
         base = open_model(local or name, None if local else source.get("revision"))
     except (RefusedError, OSError) as error:
         return None, f"the base model {name} cannot be read: {explain(error)}"
-    return base, f"{local or name}{_at_commit(base)}, the base model; --teacher none is without"
+    return base, f"{local or name}{_at_commit(base)}, the base model (--teacher none: train on text alone)"
 
 
 def _at_commit(teacher: Checkpoint) -> str:
@@ -160,8 +160,8 @@ def attention_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> tupl
     parameters, trainable = parameter_names(model), {name for name, _ in model.named_parameters()}
     if missing := [name for name in projections if name not in parameters]:
         raise RefusedError(
-            f"{type(model).__name__} has no parameter that is {listing(missing)} alone, so keys and values cannot be "
-            "picked out; use --train all"
+            f"{type(model).__name__} stores {listing(missing)} inside a larger parameter, so keys and values cannot "
+            "train alone; use --train all"
         )
     attention = {parameters[name] for name in inside if parameters.get(name) in trainable}
     return attention, {parameters[name] for name in projections} & trainable
@@ -214,7 +214,7 @@ def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
     wrong = [name for name, shape in stored.items() if known.get(name) != shape and (name in known or name not in tied)]
     if wrong or not known.keys() & stored.keys():
         raise RefusedError(
-            f"{type(model).__name__} would store {listing(wrong or stored)} otherwise than {source.name} does; load it "
+            f"{type(model).__name__} would store {listing(wrong or stored)} differently from {source.name}; load it "
             "with transformers, save it again and train that"
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
+from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing, plural
 from gqa.checkpoint.files import TensorSpec, new_shard, shard_names, write_index
 from gqa.checkpoint.loading import on_main, out_of_memory
 from gqa.checkpoint.names import saved_tensors
@@ -53,7 +53,7 @@ def uptrain(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, 
             if not out_of_memory(error):
                 if not setup.options.compile:
                     raise
-                raise RefusedError(f"training with --compile failed ({explain(error, 200)}); do without") from error
+                raise RefusedError(f"training with --compile failed ({explain(error, 200)}); leave it out") from error
             raise RefusedError(
                 f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
                 f"{setup.micro_batch}) or --context (now {setup.options.block:,}), or give --checkpointing, "
@@ -107,7 +107,7 @@ def _write_weights(model: PreTrainedModel, weights: dict[str, Tensor], source: C
 def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
     cast = stored_as(tensor.detach().cpu(), spec.dtype)
     if cast.is_floating_point() and not bool(cast.isfinite().all()) and bool(tensor.isfinite().all()):
-        raise OutputError(f"{spec.name} has become too large for {spec.dtype}, in which {spec.file} stores it")
+        raise OutputError(f"{spec.name} has become too large for {spec.dtype}, its dtype in {spec.file}")
     return cast
 
 
@@ -118,7 +118,7 @@ def _verify(work: Path, source: Checkpoint) -> None:
         {name: (spec.dtype, spec.shape) for name, spec in tensors.items()} for tensors in (source.tensors, written)
     )
     if wrong := {name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)}:
-        raise OutputError(f"the result does not verify: {listing(wrong)} not as in {source.name}")
+        raise OutputError(f"the result does not verify: {listing(wrong)} differ from {source.name}")
 
 
 def plan_text(setup: Setup) -> str:
@@ -130,13 +130,13 @@ def plan_text(setup: Setup) -> str:
         f"train ({options.train})",
         f"teacher     {setup.teacher_text}" if options.distills else f"no teacher  {setup.teacher_text}",
         f"data        {', '.join(options.data)}: {data.summary}",
-        f"steps       {data.steps:,} of {options.batch_size} blocks = {data.tokens_per_step:,} tokens, "
+        f"steps       {data.steps:,} of {plural(options.blocks_per_step, 'block')} ({data.tokens_per_step:,} tokens), "
         f"{data.steps * data.tokens_per_step:,} tokens in all",
-        f"rate        {options.learning_rate:g} {options.optimizer}, {options.schedule}, "
-        f"{warmup_steps(options.warmup, options.schedule, data.steps)} steps of warm-up",
-        f"held out    {data.tokens(len(data.heldout)):,} tokens; the state that does best on them is written"
+        f"optimizer   {options.optimizer}, learning rate {options.learning_rate:g}, {options.schedule}, "
+        f"{warmup_steps(options.warmup, options.schedule, data.steps)} warm-up steps",
+        f"held out    {data.tokens(len(data.heldout)):,} tokens; the weights with the lowest loss on them are written"
         if data.heldout
-        else "held out    nothing of a stream or of short data: the last state is written (see --heldout)",
+        else "held out    nothing (a stream or short data): the last weights are written; see --heldout",
     ]
     if setup.start:
         lines.append(f"continues   after step {setup.start.record['step']:,}, saved in {setup.states.directory}")
@@ -148,15 +148,13 @@ def result_text(setup: Setup, progress: TrainingProgress) -> str:
     lines, before, after = [], progress.heldout_before, progress.heldout_after
     if before and after:
         name, unit = ("distillation", "nats from the teacher") if setup.options.distills else ("nats", "nats per token")
-        lines.append(
-            f"held out    {before[name]:.4f} {unit} before, {after[name]:.4f} after {progress.best_step} steps"
-        )
+        lines.append(f"held out    {before[name]:.4f} -> {after[name]:.4f} {unit} (best: step {progress.best_step:,})")
         if not progress.best_step:
             lines.append(
-                f"unchanged   no step did better: the weights are those of {setup.checkpoint.name}. Try a lower "
+                f"unchanged   no step lowered the loss: the weights are those of {setup.checkpoint.name}. Try a lower "
                 f"--learning-rate (now {setup.options.learning_rate:g}), or more tokens"
             )
-    loads = "trust_remote_code=True" if "auto_map" in setup.checkpoint.config else "plain transformers"
+    loads = "trust_remote_code=True" if "auto_map" in setup.checkpoint.config else "transformers as it is"
     return "\n".join([*lines, f"written     {setup.options.output}: loads with {loads}, verified"])
 
 
@@ -205,14 +203,14 @@ def card(source: Checkpoint, name: str, loading: str, record: dict[str, Any]) ->
     losses, heldout = record["losses"], ""
     if losses["heldout_before"] is not None:
         before, after = (f"{losses[f'heldout_{time}']:.4f}" for time in ("before", "after"))
-        heldout = f"; held-out loss {before} before, {after} after (nats per token)"
-        heldout += "" if losses["best_step"] else ", as no step made it better: these weights are unchanged"
-    teacher = f", taught by `{record['teacher']}`" if record["teacher"] else ""
+        heldout = f"; held-out loss {before} -> {after} nats per token"
+        heldout += "" if losses["best_step"] else " (no step lowered it: the weights are unchanged)"
+    teacher = f" with `{record['teacher']}` as its teacher" if record["teacher"] else ""
     share = f" (alpha {record['alpha']:g})" if record["alpha"] else ""
     description = (
-        f"`{record['model']}` trained further{teacher}: {record['tokens']:,} tokens{share} of "
-        f"{', '.join(record['data'])} in {record['steps']:,} steps{heldout} (gqa-uptrain {record['version']}; more in "
-        f"`{UPTRAINING}`)."
+        f"`{record['model']}` trained further{teacher}, on {record['tokens']:,} tokens{share} of "
+        f"`{', '.join(record['data'])}` in {record['steps']:,} steps{heldout}. Made by gqa-uptrain "
+        f"{record['version']}; all options are in `{UPTRAINING}`."
     )
     free = {option for option, one in TrainOptions.__dataclass_fields__.items() if one.metadata["free"]}
     options = {option: value for option, value in record["options"].items() if option not in free}

@@ -110,7 +110,7 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
     older = parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") == "1"
     if older or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         other = "FSDP1" if older else "DeepSpeed"
-        raise RefusedError(f"a configuration of {other} is not for gqa-uptrain; use examples/accelerate/fsdp2.yaml")
+        raise RefusedError(f"gqa-uptrain does not run with {other}; use examples/accelerate/fsdp2.yaml")
     processes = ranks().num_processes
     if options.device and processes > 1:
         raise RefusedError(f"--device {options.device} is for one process; a launcher gives each of several its own")
@@ -130,11 +130,9 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
     if device:
         accelerator.state.device = torch.device(device)  # of this run; the state of the process stays
     if accelerator.mixed_precision not in _PRECISION:
-        raise RefusedError(
-            f"the launcher sets {accelerator.mixed_precision}; train in bfloat16 or float32, --precision"
-        )
+        raise RefusedError(f"the launcher sets {accelerator.mixed_precision}; give --precision bfloat16 or float32")
     if accelerator.is_fsdp2 and options.optimizer == "adafactor":  # transformers' own keeps its state in whole tensors
-        raise RefusedError("--optimizer adafactor does not go with FSDP2, which divides weights; use adamw")
+        raise RefusedError("--optimizer adafactor does not work with FSDP2, which shards weights; use adamw")
     if accelerator.is_fsdp2:
         # With it transformers loads every model on the first process alone, also those that are never sharded.
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)

@@ -77,7 +77,7 @@ class CalibrationText:
         count += 0 if others is None else len(others)
         if count + len(self.sources) <= most:  # of several sources each is rounded
             kind = "pairs" if config.is_encoder_decoder else "blocks"
-            requested = f"{count:,} of the {most:,} {kind} of {self.length} tokens that are asked for"
+            requested = f"only {count:,} of {most:,} {kind} of {self.length} tokens"
             watcher.warn(f"{', '.join(self.sources)}: {requested}; give more text")
         return inputs, others
 
@@ -85,7 +85,7 @@ class CalibrationText:
         from gqa.convert.merge.text_pairs import PairMaker
 
         if self.target_field and all(map(is_self, self.sources)):
-            raise RefusedError("--target-field is a column of data, and self has none; name data too, or leave it out")
+            raise RefusedError("--target-field is a column of --data; self has no columns: name data, or leave it out")
         trusted = self.trust_remote_code
         maker, pairs = PairMaker(checkpoint, device, self.length, self.seed, watcher, trusted), []
         for number, (source, tokens) in enumerate(self.shares()):
@@ -187,7 +187,7 @@ class CalibrationText:
         if short := [source for source, tokens in shares if tokens < self.length]:
             raise RefusedError(
                 f"{short[0]} gives less than a block of {self.length} tokens; give more calibration tokens (--tokens; "
-                "of gqa-ablate --calibration-tokens)"
+                "in gqa-ablate --calibration-tokens)"
             )
         return shares
 

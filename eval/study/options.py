@@ -131,11 +131,11 @@ class AblateOptions(Options):
         """Raise RefusedError for options that conflict or that no method uses."""
         for name in vars(self) if not self.model else ():
             if self.is_set(name) and name not in ("output", "max_loss_increase", "verbose", "quiet"):
-                raise RefusedError(f"{flag(name)} means nothing without MODEL: give both or none")
+                raise RefusedError(f"{flag(name)} has no effect without MODEL: give both or none")
         if self.model and not self.data:
             raise RefusedError("no data is named: give text to train and calibrate on with --data, like stdlib:train")
         if any(map(is_self, self.data)):
-            raise RefusedError("--data self is no text that can be held out; name text")
+            raise RefusedError("--data self has no documents to hold out; name text")
         refuse_unused(self, self.methods, f"--methods {','.join(self.methods)}")
 
     def identity(self, checkpoint: Checkpoint, name: str) -> dict[str, Any]:

@@ -35,11 +35,11 @@ def draw_study(rows: Sequence[Row], directory: Path) -> list[tuple[str, str]]:
     with mpl.rc_context(_STYLE):
         if len(merged):
             _save(_draw_tradeoff(frame.iloc[0], merged), directory / "tradeoff.svg")
-            caption = "Loss against the KV cache (figure 3 of the GQA paper), each method as it is trained best"
+            caption = "Loss against KV cache size, each method with its best training (as figure 3 of the GQA paper)"
             pictures.append(("tradeoff", caption))
         if merged["alpha"].nunique() > 1:
             _save(_draw_alphas(frame, merged), directory / "alphas.svg")
-            pictures.append(("alphas", "Loss by length of training (figures 4 and 5)"))
+            pictures.append(("alphas", "Loss against length of training (as figures 4 and 5)"))
     return pictures
 
 
@@ -69,9 +69,9 @@ def _draw_alphas(frame: Any, merged: Any) -> Figure:
             axis.plot(control["alpha"], control["loss"], "k:", label="base model, trained further")
         # Alphas are chosen in ratios, and 0 is one of them.
         axis.set_xscale("function", functions=(lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: x * abs(x)))
-        axis.set_xticks(alphas, [f"{100 * alpha:g} %" for alpha in alphas])
+        axis.set_xticks(alphas, [f"{100 * alpha:g}%" for alpha in alphas])
         axis.set_xlim(-alphas[-1] / 300, alphas[-1] * 1.2)
-        axis.set(title=f"{count} KV heads" if count > 1 else "1 KV head", xlabel="of the text trained on (alpha)")
+        axis.set(title=f"{count} KV heads" if count > 1 else "1 KV head", xlabel="share of the text trained on (alpha)")
         _scale_losses(axis, frame["loss"])
     return figure
 

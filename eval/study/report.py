@@ -33,7 +33,7 @@ _COLUMNS: list[Column] = [
     ("train tokens", lambda r: f"{r['train_tokens']:,}"),
     ("nats/token", lambda r: f"{r['loss']:.4f}"),
     ("above base", lambda r: f"{r['loss_increase']:+.4f}"),
-    ("95 % of the ratio", lambda r: f"{r['perplexity_ratio_low']:.4g} - {r['perplexity_ratio_high']:.4g}"),
+    ("95% of the ratio", lambda r: f"{r['perplexity_ratio_low']:.4g} - {r['perplexity_ratio_high']:.4g}"),
     ("perplexity", lambda r: format_number(r["perplexity"])),
     ("bits/byte", lambda r: f"{r['bits_per_byte']:.4f}"),
     ("KL", lambda r: f"{r['kl']:.4f}"),
@@ -67,14 +67,14 @@ def recommend(rows: Sequence[Row], max_loss_increase: float) -> tuple[Row | None
     base = rows[0]
     smaller = [row for row in measured(rows) if cache_bytes(row) < cache_bytes(base)]
     within = [row for row in smaller if row["loss_increase"] <= max_loss_increase]
-    limit = f"within {max_loss_increase:g} nats per token above the base model"
+    limit = f"within {max_loss_increase:g} nats per token of the base model"
     if not smaller:
         return None, "recommended nothing: no KV cache smaller than the base model's was measured"
     if not within:
         return None, (
-            f"recommended nothing: of {len(smaller)} combinations none is {limit}\n"
+            f"recommended nothing: none of {len(smaller)} combinations is {limit}\n"
             f"closest     {_describe(min(smaller, key=loss), base)}\n"
-            "advice      allow more with --max-loss-increase, or add longer training or methods to the study"
+            "advice      raise --max-loss-increase, or add longer training or other methods to the study"
         )
     row = min(within, key=lambda row: (cache_bytes(row), row["train_tokens"], loss(row)))
     text = f"recommended {_describe(row, base)}\nwhy         {len(within)} of {len(smaller)} combinations are {limit}"
@@ -88,8 +88,8 @@ def _describe(row: Row, base: Row) -> str:
     """A row, its quality and its cache, in words."""
     trained = f"alpha {row['alpha']:g}" if row["alpha"] else "untrained"
     loses = f"{row['loss_increase']:+.4f} nats per token (perplexity x{row['perplexity_ratio']:.3g})"
-    recall = f", {row['recall_text']:.1%} of second copies right" if "recall_text" in row else ""
-    cache = f"{size(cache_bytes(row))} of KV cache a token ({cache_bytes(row) / cache_bytes(base):.0%})"
+    recall = f", recall {row['recall_text']:.1%}" if "recall_text" in row else ""
+    cache = f"KV cache {size(cache_bytes(row))} per token ({cache_bytes(row) / cache_bytes(base):.0%})"
     return f"{row['method']}, {row['groups']} of {base['groups']} KV heads, {trained}: {loses}{recall}, {cache}"
 
 
@@ -97,7 +97,7 @@ def short_table(rows: Sequence[Row]) -> Table:
     """Losses by method and number of heads, with a column for each alpha, for the terminal."""
     note = "nats per token on held-out text"
     if failed := sum(bool(row["error"]) for row in rows):
-        note += f"; {failed} of {len(rows)} cells failed, as the report says"
+        note += f"; {failed} of {len(rows)} combinations failed (see the report)"
     records: dict[Any, Row] = {}
     for row in measured(rows):
         records.setdefault((row["groups"], row["method"]), row | {"at": {}})["at"][row["alpha"]] = loss(row)
@@ -108,13 +108,13 @@ def short_table(rows: Sequence[Row]) -> Table:
 
 
 def _cells(rows: Sequence[Row]) -> Table:
-    """One line a cell."""
+    """A line for each cell."""
     note = f"base model: {loss(rows[0]):.4f} nats per token; {describe_text(rows[0]['text'])}, held out"
     if any(row.get("kl") is not None for row in rows):
-        note += "; KL from the base model in nats; accepted: share of tokens drafted for the base model"
+        note += "; KL from the base model in nats; accepted: share of drafted tokens that the base model accepts"
     if refused := rows[0].get("recall_refused"):
-        note += f"; recall is not measured: {refused}"
-    return table("Cells", _COLUMNS, rows, note)
+        note += f"; recall was not measured: {refused}"
+    return table("All combinations", _COLUMNS, rows, note)
 
 
 def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[Row], str, list[str]]:
@@ -133,7 +133,7 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
     with errors, TemporaryDirectory(prefix=".report-", dir=directory) as scratch:
         aside = Path(scratch)
         pictures: list[tuple[str, str]] = []
-        remark = "no pictures, for which matplotlib is missing: pip install 'gqa[report]'"
+        remark = "No pictures: they need matplotlib (pip install 'gqa[report]')."
         if find_spec("matplotlib"):
             from gqa.eval.study.plots import draw_study
 
@@ -145,7 +145,7 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
             aside,
             title=f"{rows[0]['options']['model']}: methods, groups and training",
             verdicts=[f"{line[:12].strip().capitalize()}: {line[12:]}" for line in recommendation.splitlines()],
-            lead=f"{len(rows)} cells.",
+            lead=f"{len(rows)} combinations.",
             pictures=pictures,
             tables=[short_table(rows), _cells(rows)],
             commands=[one_line(run, 4000) for run in dict.fromkeys(runs)],
