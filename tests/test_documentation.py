@@ -189,13 +189,13 @@ def test_commands_of_the_pages_run(small_world: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_python_of_the_pages_runs(page: Path, small_world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one session a page, twice for the README. Blocks with libraries that are not here are left out."""
+    """As one session a page, twice for the README and api.md. Blocks with libraries that are not here are left out."""
     monkeypatch.setattr(sys, "argv", ["", "gqa.convert.cli", "--version"])
     tokenizer = AutoTokenizer.from_pretrained("SRC")
     names: dict[str, Any] = {"HeadMaps": HeadMaps, "Method": Method, "AutoModelForCausalLM": AutoModelForCausalLM}
     names["prompt"] = tokenizer("def f", return_tensors="pt", return_token_type_ids=False)
     with fresh_accelerator():
-        for line, code in blocks(page, "python") * (1 + (page.name == "README.md")):
+        for line, code in blocks(page, "python") * (1 + (page.stem in ("README", "api"))):
             if not any(word in code for word in PYTHON_ELSEWHERE):
                 exec(compile("\n" * (line - 1) + code.replace("tokens=20_000", "tokens=2_000"), page, "exec"), names)
     sys.setprofile(None)
