@@ -65,12 +65,11 @@ class Scale:
     steps: int = 10
     copy_bytes: int = 1 << 32
     product: int = 8192
-    converted: Shape = SHAPES["1.3b"]
+    large: Shape = SHAPES["1.3b"]  # converted and trained
     convert_heads: int = 4
     convert: tuple[str, ...] = ("--tokens", "65536")
     refine: tuple[str, ...] = ()
     compile: bool = True
-    trained: Shape = SHAPES["1.3b"]
     train: tuple[str, ...] = (
         "--steps", "12", "--batch-size", "8", "--micro-batch", "4", "--context", "2048", "--precision", "bfloat16",
     )  # fmt: skip
@@ -86,9 +85,8 @@ class Scale:
 _LITTLE = ("--method", "calibrated", "--tokens", "512", "--context", "32")
 TINY = Scale(
     shape=Shape(64, 128, 2, 8, 8, 4096), kv_heads=(8, 2), contexts=(32,), batches=(1, None), largest=4, steps=2,
-    copy_bytes=1 << 20, product=64, converted=Shape(64, 128, 2, 8, 8, 4096), convert_heads=2,
+    copy_bytes=1 << 20, product=64, large=Shape(64, 128, 2, 8, 8, 4096), convert_heads=2,
     convert=("--tokens", "512", "--context", "32"), refine=("--refine-steps", "4"), compile=False,
-    trained=Shape(64, 128, 2, 8, 8, 4096),
     train=("--steps", "4", "--batch-size", "2", "--micro-batch", "1", "--context", "32", "--heldout-tokens", "128"),
     tokens=(256, 512), distil=("--context", "32", "--batch-size", "2", "--heldout-tokens", "512"),
     heads=(1,), method=_LITTLE, smollm2_tokens=256, evaluate=("--tokens", "500", "--context", "64"), recall=(),
@@ -124,8 +122,7 @@ class Part(Measurements):
 
 def free_memory() -> None:
     gc.collect()
-    if CUDA:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def command(module: str, *words: str) -> dict[str, Any]:
@@ -153,15 +150,11 @@ def command(module: str, *words: str) -> dict[str, Any]:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
             run_command(module, *words, "--json")
     except RuntimeError as error:
-        next_stage(None, "end")
-        raise RuntimeError(f"{error} after {seconds}: {errors.getvalue()[-1500:]}") from error
+        raise RuntimeError(f"{error} in {stage}, after {seconds}: {errors.getvalue()[-1500:]}") from error
     finally:
+        next_stage(None, "end")
         Watcher.stage = show  # type: ignore[method-assign]
-    next_stage(None, "end")
     return {"seconds": seconds, "peak_bytes": peaks, "record": json.loads(output.getvalue().splitlines()[-1])}
-
-
-# ------------------------------------------------------------------------------------------------- decode
 
 
 def bandwidth(size: int) -> dict[str, Any]:
@@ -280,9 +273,6 @@ def decode(part: Part) -> None:
             free_memory()
 
 
-# ------------------------------------------------------------------------------------------------- convert, train
-
-
 def random_model(part: Part, name: str, shape: Shape, dtype: str) -> str:
     """A random checkpoint in the working directory, written once."""
     directory = part.work / name
@@ -294,7 +284,7 @@ def convert(part: Part) -> None:
     scale = part.scale
 
     def run(method: str, *more: str) -> dict[str, Any]:
-        words = [random_model(part, "large", scale.converted, "bfloat16"), "--groups", str(scale.convert_heads)]
+        words = [random_model(part, "large", scale.large, "bfloat16"), "--groups", str(scale.convert_heads)]
         words += ["--method", method, *scale.convert, *more, "-o", str(part.work / f"large-{method}"), "--overwrite"]
         row = command("convert", *words)
         return {name: row[name] for name in ("seconds", "peak_bytes")}
@@ -310,7 +300,7 @@ def metrics(out: Path) -> dict[str, Any]:
 
 
 def uptrain(part: Part) -> None:
-    shape = part.scale.trained
+    shape = part.scale.large
     model = random_model(part, "trained-from", shape._replace(kv_heads=max(1, shape.heads // 4)), "float32")
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     fsdp2 = ["accelerate.commands.launch", "--config_file", str(ROOT / "examples" / "accelerate" / "fsdp2.yaml")]
@@ -377,9 +367,6 @@ def smollm2(part: Part) -> None:
 PARTS: dict[str, Callable[[Part], None]] = {
     "decode": decode, "convert": convert, "uptrain": uptrain, "distill": distill, "smollm2": smollm2,
 }  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------- command
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""benchmarks/gpu.py: every part runs with tiny models on a CPU, and a run that was stopped continues."""
+"""benchmarks/gpu.py: every part runs with tiny models on a CPU, and a run that was stopped continues. The questions and
+peers of benchmarks/trust.py.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from embedded import SOURCE, texts
 
 ROOT = Path(__file__).parents[1]
@@ -73,3 +76,38 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pyt
     rows = part().rows
     assert (calls, rows["a"]["value"], rows["b"]["value"]) == (["called"], 1, 2)
     assert not part().missing("complete")
+
+
+def test_answers_of_closed_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/trust.py: the expected answer is right, in code so is another one that returns the same; a wrong line,
+    an error, and what needs more than a few builtins are not.
+    """
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import trust  # type: ignore[import-not-found]
+
+    questions = {kind: expected for kind, _, expected in trust.questions()}
+    assert [trust.is_right(questions[kind], questions[kind]) for kind in ("copy", "look-up", "sum")] == [True] * 3
+    assert not trust.is_right("0", questions["sum"])
+    function = trust.FUNCTIONS[0]
+    answers = (function[2], "sum([b, a])", "a - b", "a +", "open('x') or a + b")
+    assert [trust.is_right(code, function) for code in answers] == [True, True, False, False, False]
+
+
+def test_peers_keep_whole_heads_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head with the larger output is the one that is left; attention that changes nothing is removed first."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import trust
+    from harness import Shape, random_llama  # type: ignore[import-not-found]
+
+    model, ids = random_llama(Shape(32, 64, 2, 4, 4, 64)), torch.arange(20)[None]
+    first, second = (layer.self_attn for layer in model.model.layers)
+    with torch.no_grad():
+        first.v_proj.weight[8:16] *= 100.0  # of the second head
+        second.o_proj.weight *= 1e-3
+    keys, output = first.k_proj.weight[8:16].clone(), first.o_proj.weight.clone()
+    trust.remove_attention(model, 2, ids)
+    assert (second.o_proj.weight == 0).all()
+    assert first.o_proj.weight.equal(output)
+    trust.keep_strongest(model, 2, ids)
+    assert first.k_proj.weight[:8].equal(keys)
+    assert (first.v_proj.weight.shape, model.config.num_key_value_heads) == ((16, 32), 2)

@@ -1,0 +1,255 @@
+"""Methods, quantised caches and what others do, at the same bytes of KV cache: one table for each model.
+
+    python benchmarks/trust.py --out trust                                   # the embedded model
+    python benchmarks/trust.py --out trust --model SmolLM2-135M-Instruct --text stories.txt --text wikitext2-test.txt
+
+Rows: fewer heads by `mean`, `first`, `energy` (the head of each group with the largest attention output on samples of
+the model: PruneKVHeads of NVIDIA's ModelOpt) and each --method; a cache of 8, 4 or 2 bits; the last --method with 8 or
+4 bits; and `no attention`: the attention that changes hidden states least is removed until the bytes are as few.
+
+Columns: bytes of the cache; perplexity ratio on each --text; KL divergence on the first; recall of text and of random
+tokens; tokens until a greedy text leaves the base model's; exact answers to closed questions, as transformers'
+generate() writes them; time of a decode step at batch 8.
+
+Each row is appended to DIR/MODEL.jsonl: the same command continues. The table is printed, and written to DIR/MODEL.md.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from harness import EMBEDDED, Measurements
+
+import gqa
+from gqa.checkpoint.loading import load_model
+from gqa.convert.merge.self_samples import samples
+from gqa.eval.decode import time_decoding
+from gqa.eval.evaluate import Comparison
+from gqa.eval.options import EvaluateOptions
+from gqa.eval.recall import greedy_texts
+from gqa.eval.subjects import open_subjects
+from gqa.eval.text import prefix_token, read_text
+
+BITS = 8, 4, 2
+COUNT, LONGEST = 24, 24  # questions of a kind; tokens of an answer
+NAMES = "name value path index count line text node size start end file mode type data item list head tail".split()  # noqa: SIM905
+FUNCTIONS = [  # signature, what it returns, how, and arguments
+    ("add(a, b)", "the sum of a and b", "a + b", [2, 5]), ("is_even(n)", "whether n is even", "n % 2 == 0", [6]),
+    ("last(items)", "the last item", "items[-1]", [[1, 2, 7]]), ("first(items)", "the first item", "items[0]", ["xy"]),
+    ("square(x)", "the square of x", "x * x", [7]), ("upper(text)", "text in upper case", "text.upper()", ["ab"]),
+    ("size(items)", "the length of items", "len(items)", [[3, 4]]), ("double(x)", "twice x", "2 * x", [9]),
+    ("total(numbers)", "the sum of numbers", "sum(numbers)", [[1, 5]]), ("negate(x)", "minus x", "-x", [3]),
+    ("larger(a, b)", "the larger of a and b", "max(a, b)", [4, 8]), ("strip(s)", "s stripped", "s.strip()", [" a "]),
+    ("contains(items, item)", "whether item is in items", "item in items", [[1, 2], 2]),
+    ("join(words)", "the words, joined by spaces", "' '.join(words)", [["a", "b"]]),
+]  # fmt: skip
+CHECK = """import builtins, json, sys
+names = {name: getattr(builtins, name) for name in "abs len max min sum sorted reversed str list".split()}
+arguments, expressions, values = json.loads(sys.argv[1])
+one, other = (eval(f"lambda {arguments}: {code}", {"__builtins__": names})(*values) for code in expressions)
+sys.exit((type(one), one) != (type(other), other))"""
+
+
+def questions() -> Iterator[tuple[str, str, Any]]:
+    """Kind, prompt, and the first line of the answer; of code all of `FUNCTIONS`."""
+    draw = random.Random(0)
+    for _ in range(COUNT):
+        words = [draw.sample(NAMES, 4) for _ in range(8)]
+        *lines, last = (f"    self.{a} = {b}.{c}({d})" for a, b, c, d in words)
+        start, _, answer = last.partition(" = ")
+        yield "copy", "\n".join(["", *lines, last, "", *lines, f"{start} ="]), answer
+        values = dict(zip(draw.sample(NAMES, 6), draw.sample(range(10, 100), 6), strict=True))
+        one, two, name = draw.sample([*values], 3)
+        lines = [*(f"{key} = {value}" for key, value in values.items()), f"print({one})  # {values[one]}"]
+        yield "look-up", "\n".join([*lines, f"print({two})  # {values[two]}", f"print({name})  #"]), str(values[name])
+        *sums, (a, b) = (draw.choices(range(1, 10), k=2) for _ in range(5))
+        yield "sum", "\n".join([*(f"{c} + {d} = {c + d}" for c, d in sums), f"{a} + {b} ="]), str(a + b)
+    for function in FUNCTIONS:
+        example = 'def increment(x):\n    """Return x plus one."""\n    return x + 1\n\n\n'
+        yield "code", f'{example}def {function[0]}:\n    """Return {function[1]}."""\n    return', function
+
+
+def is_right(answer: str, expected: Any) -> bool:
+    """Whether the answer is `expected`; of code, returns the same in a process with a few builtins."""
+    if isinstance(expected, str):
+        return answer == expected
+    signature, _, code, values = expected
+    arguments = signature.partition("(")[2].rstrip(")")
+    words = [sys.executable, "-I", "-c", CHECK, json.dumps([arguments, [answer, code], values])]
+    try:
+        return subprocess.run(words, capture_output=True, timeout=10).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def exact_answers(model: Any, tokenizer: Any) -> dict[str, float]:
+    """Share of right answers by kind."""
+    by_kind, shares = defaultdict[str, list[tuple[str, Any]]](list), dict[str, float]()
+    for kind, *question in questions():
+        by_kind[kind].append(tuple(question))
+    for kind, pairs in by_kind.items():
+        prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt, _ in pairs]
+        texts = greedy_texts(model, [[prefix_token(tokenizer), *ids] for ids in prompts], LONGEST)
+        answers = [tokenizer.decode(text.ids[-text.scored :], skip_special_tokens=True) for text in texts]
+        lines = [answer.lstrip(" ").partition("\n")[0].rstrip() for answer in answers]
+        shares[kind] = statistics.mean(is_right(line, pair[1]) for line, pair in zip(lines, pairs, strict=True))
+    return shares
+
+
+@torch.no_grad()
+def keep_strongest(model: Any, groups: int, ids: torch.Tensor) -> None:
+    """Keep the head of each group of neighbours whose part of the attention output is largest on `ids`."""
+    heads, sizes = model.config.num_key_value_heads, list[torch.Tensor]()
+
+    def measure(output: Any, inputs: Any) -> None:
+        parts = zip(inputs[0].chunk(heads, -1), output.weight.chunk(heads, 1), strict=True)
+        sizes.append(torch.stack([(values @ weight.T).norm(dim=-1).mean() for values, weight in parts]))
+
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(measure)
+    model(input_ids=ids, use_cache=False)
+    for layer, size in zip(model.model.layers, sizes, strict=True):
+        best = size.view(groups, -1).argmax(1) + torch.arange(groups) * (heads // groups)
+        for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            for name, tensor in [*linear.named_parameters()]:
+                setattr(linear, name, torch.nn.Parameter(tensor.unflatten(0, (heads, -1))[best].flatten(0, 1)))
+    model.config.num_key_value_heads = groups
+
+
+@torch.no_grad()
+def remove_attention(model: Any, groups: int, ids: torch.Tensor) -> None:
+    """Silence attention where the hidden states before and after it are most similar on `ids`, in as many layers as a
+    cache of `groups` heads in every layer saves.
+    """
+    streams: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda module, inputs: streams.append(inputs[0]))
+        layer.self_attn.register_forward_hook(lambda module, inputs, outputs: streams.append(outputs[0]))
+    model(input_ids=ids, use_cache=False)
+    similar = [torch.cosine_similarity(h, h + o, -1).mean() for h, o in zip(streams[::2], streams[1::2], strict=True)]
+    left = len(similar) * groups // model.config.num_key_value_heads
+    for number in torch.stack(similar).argsort()[left:].tolist():
+        model.model.layers[number].self_attn.o_proj.weight.zero_()
+
+
+PEERS = {"energy": keep_strongest, "no attention": remove_attention}
+
+
+class Trial:
+    """A base model, and what its rows are compared with: its predictions, its recall, its greedy texts."""
+
+    def __init__(self, work: Path, model: str, texts: Sequence[str], methods: Sequence[str], **options: Any) -> None:
+        self.work, self.methods, self.base = work, methods, open_subjects([model])[0]
+        self.options = EvaluateOptions((model,), kl=True, quiet=True, decode_batches=(8,), decode_steps=16, **options)
+        self.comparisons, self.records = list[Comparison](), list[dict[str, Any]]()  # by text; of the base model
+        for text in texts:
+            chosen, context = replace(self.options, data=text), options["context"]
+            comparison = Comparison(self.base, read_text([self.base], chosen, context), chosen)
+            if not self.comparisons:
+                comparison.prepare_recall(context)
+            self.records.append(comparison.measure(self.base, {}, alone=True))
+            self.comparisons.append(comparison)
+
+    def rows(self) -> Iterator[tuple[str, str, int, int | None]]:
+        """Name, method, KV heads and bits of each row."""
+        heads = self.base.config.num_key_value_heads
+        yield "base model", "", heads, None
+        yield from ((f"int{bits}", "", heads, bits) for bits in BITS)
+        for groups in (groups for groups in range(heads - 1, 0, -1) if heads % groups == 0):
+            for method in ("mean", "first", *PEERS, *self.methods):
+                yield f"{groups} heads, {method}", method, groups, None
+            yield from ((f"{groups} heads, {method}, int{bits}", method, groups, bits) for bits in BITS[:2])
+
+    def checkpoint(self, method: str, groups: int) -> str:
+        """The converted checkpoint, written once."""
+        out = self.work / f"{self.base.name}-{groups}-{method.replace(' ', '-')}"
+        if not method:
+            return self.base.path
+        if method in PEERS and not out.exists():
+            model = load_model(self.base.path)
+            PEERS[method](model, groups, samples(model, 256, seeds=[7], batch=16))
+            model.save_pretrained(out)
+            self.base.tokenizer.save_pretrained(out)
+        elif not out.exists():
+            gqa.convert_model(self.base.path, kv_heads=groups, method=method, output=out, quiet=True)
+        return str(out)
+
+    def measure(self, method: str, groups: int, bits: int | None) -> dict[str, Any]:
+        """One row."""
+        subject, records = replace(open_subjects([self.checkpoint(method, groups)])[0], cache_bits=bits), self.records
+        if method or bits:
+            records = [comparison.measure(subject, {}) for comparison in self.comparisons]
+        share = subject.cache.bytes_per_token / self.base.cache.bytes_per_token
+        if method == "no attention":
+            layers, heads = self.base.config.num_hidden_layers, self.base.config.num_key_value_heads
+            share = layers * groups // heads / layers
+        recall = defaultdict[str, list[float]](list)
+        for part in records[0]["recall"]:
+            recall[part["kind"]].append(part["accuracy"])
+        row = {
+            "bytes": share,
+            "perplexity": [record["quality"]["token_perplexity"] for record in records],
+            "kl": records[0]["against_baseline"]["kl"]["mean"] if method or bits else 0.0,
+            "recall": {kind: statistics.mean(shares) for kind, shares in recall.items()},
+            "greedy": records[0]["greedy"]["tokens"],
+            "exact": exact_answers(subject.load(self.options.precision), self.base.tokenizer),
+        }
+        if method == self.methods[-1] and not bits:
+            timed: list[dict[str, Any]] = [{}, {}]
+            time_decoding([self.base, subject], timed, self.options, (self.options.context,))
+            base, fewer = (record["decode"]["points"][0]["seconds_per_token"] for record in timed)
+            row["decode"] = fewer / base
+        return row
+
+
+def table(rows: dict[str, dict[str, Any]], texts: Sequence[str]) -> str:
+    """Markdown, the largest cache first."""
+    base = rows["base model"]
+    titles = "KL", "recall, text", "random", "greedy", *base["exact"], "decode"
+    lines = [["", "KV cache", *(Path(text).stem for text in texts), *titles], ["---"] * (len(texts) + len(titles) + 2)]
+    for name, row in sorted(rows.items(), key=lambda item: -item[1]["bytes"]):
+        ratios = [value / of_base for value, of_base in zip(row["perplexity"], base["perplexity"], strict=True)]
+        recall = [f"{row['recall'][kind]:.0%}" for kind in ("text", "random")]
+        words = [name, f"{row['bytes']:.2f}", *(f"x{ratio:.3g}" for ratio in ratios), f"{row['kl']:.2f}", *recall]
+        words += [f"{row['greedy']:.0f}", *(f"{share:.0%}" for share in row["exact"].values())]
+        lines.append([*words, f"x{row['decode']:.2f}" if "decode" in row else ""])
+    return "\n".join(f"| {' | '.join(words)} |".replace("%", " %") for words in lines)
+
+
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="For rows, tables and conversions.")
+@click.option("--model", type=click.Path(exists=True), default=str(EMBEDDED), show_default=False)
+@click.option("--text", "texts", multiple=True, help="Several times.  [default: stdlib:heldout, click's code]")
+@click.option("--method", "methods", multiple=True, default=("calibrated", "refined"), help="Several times.")
+@click.option("--tokens", default=20_000, help="Of each text.")
+@click.option("--context", default=512)
+@click.option("--precision", default="float32")
+@click.option("--only", default="", help="Measure rows whose names contain this, and the base model.")
+def main(out: Path, model: str, texts: tuple[str, ...], only: str, **options: Any) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    if not texts:
+        texts = "stdlib:heldout", str(out / "click.txt")
+        (out / "click.txt").write_text("\n".join(file.read_text() for file in Path(click.__file__).parent.glob("*.py")))
+    trial = Trial(out, model, texts, **options)
+    rows = Measurements(out / f"{trial.base.name}.jsonl")
+    for name, *parts in trial.rows():
+        if only in name or name == "base model":
+            rows.measure(name, trial.measure, *parts)
+    text = table({name: row for name, row in rows.rows.items() if "error" not in row}, texts)
+    (out / f"{trial.base.name}.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
