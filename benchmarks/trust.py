@@ -168,8 +168,8 @@ class Trial:
         yield from ((f"int{bits}", "", heads, bits) for bits in BITS)
         for groups in (groups for groups in range(heads - 1, 0, -1) if heads % groups == 0):
             for method in ("mean", "first", *PEERS, *self.methods):
-                yield f"{groups} heads, {method}", method, groups, None
-            yield from ((f"{groups} heads, {method}, int{bits}", method, groups, bits) for bits in BITS[:2])
+                yield f"{method}, {groups} of {heads}", method, groups, None
+            yield from ((f"{method}, {groups} of {heads}, int{bits}", method, groups, bits) for bits in BITS[:2])
 
     def checkpoint(self, method: str, groups: int) -> str:
         """The converted checkpoint, written once."""
