@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -29,15 +29,6 @@ CAST_CHUNK = 4 << 20  # numbers cast at a time
 BLOCK = 1 << 16  # bytes of a sampled block
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What the threads of one run share."""
-
-    plan: Plan
-    work: Path
-    progress: Progress
-
-
 class _CancelledError(Exception):
     """Another thread failed or the user interrupted."""
 
@@ -56,12 +47,12 @@ def write(plan: Plan, work: Path, progress: Progress = no_progress) -> None:
             raise _CancelledError
         progress(count)
 
-    job, threads = _Job(plan, work, advance), torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(DEFAULT_JOBS) as pool:
             try:
-                list(pool.map(partial(_write_shard, job), plan.shards))
+                list(pool.map(partial(_write_shard, plan, work, advance), plan.shards))
             except BaseException:
                 stop.set()
                 raise
@@ -71,36 +62,38 @@ def write(plan: Plan, work: Path, progress: Progress = no_progress) -> None:
         torch.set_num_threads(threads)
 
 
-def _write_shard(job: _Job, shard: Shard) -> None:
+def _write_shard(plan: Plan, work: Path, progress: Progress, shard: Shard) -> None:
     """Write and verify one output file: header, then tensors in order."""
     import numpy as np
 
-    job.progress(0)
-    checkpoint = job.plan.checkpoint
+    progress(0)
+    checkpoint = plan.checkpoint
     # Memory to read into, the same for all tensors: fresh pages for every tensor cost as much as reading it.
     largest = max((tensor.source.nbytes for tensor in shard.tensors if tensor.change), default=0)
     buffer = np.empty(max(largest, 8 * CAST_CHUNK), np.uint8)
-    with new_shard(job.work / shard.file, shard.tensors) as target:
+    with new_shard(work / shard.file, shard.tensors) as target:
         for tensor in shard.tensors:
             source = tensor.source
             if tensor.copied and checkpoint.has_range(source):
                 with checkpoint.path(source.file).open("rb") as stream:
-                    copy_range(stream, target, source.begin, source.nbytes, job.progress)
+                    copy_range(stream, target, source.begin, source.nbytes, progress)
             elif tensor.change is None:
-                _cast(job, target, tensor, buffer)
+                _cast(checkpoint, target, tensor, buffer, progress)
             else:
-                write_tensor(target, stored_as(_merge(job, tensor.change, buffer), tensor.dtype), job.progress)
-    verify_shard(job.plan, job.work / shard.file, shard)
+                write_tensor(target, stored_as(_merge(plan, tensor.change, buffer), tensor.dtype), progress)
+    verify_shard(plan, work / shard.file, shard)
 
 
-def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.uint8]) -> None:
+def _cast(
+    checkpoint: Checkpoint, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.uint8], progress: Progress
+) -> None:
     """Write an untouched tensor in another dtype, out of a `.bin` or computed by a view, a bounded piece at a time."""
     source = tensor.source
-    for piece in _pieces(job.plan.checkpoint, source, buffer):
+    for piece in _pieces(checkpoint, source, buffer):
         cast = stored_as(piece, tensor.dtype)
         if cast.dtype != piece.dtype and not all_finite(cast) and not cast.isfinite().equal(piece.isfinite()):
             raise OutputError(f"{source.name} has numbers too large for {tensor.dtype}; give another --dtype")
-        write_tensor(target, cast, job.progress)
+        write_tensor(target, cast, progress)
 
 
 def _pieces(checkpoint: Checkpoint, spec: TensorSpec, buffer: NDArray[np.uint8]) -> Iterator[Tensor]:
@@ -114,7 +107,7 @@ def _pieces(checkpoint: Checkpoint, spec: TensorSpec, buffer: NDArray[np.uint8])
         yield checkpoint.read(replace(spec, shape=((end - start) // size,), begin=start, end=end), buffer)
 
 
-def _merge(job: _Job, change: Change, buffer: NDArray[np.uint8]) -> Tensor:
+def _merge(plan: Plan, change: Change, buffer: NDArray[np.uint8]) -> Tensor:
     """Merge in float32 (float64 for F64) and round once: to the stored dtype, or to that of --dtype.
 
     `HeadMaps` returns heads in the dtype of its inputs. Inputs are cast up first if rounding comes later: with --dtype,
@@ -123,12 +116,12 @@ def _merge(job: _Job, change: Change, buffer: NDArray[np.uint8]) -> Tensor:
     import torch
 
     # The buffer can be reused: results are written before the next tensor is read.
-    tensor = job.plan.checkpoint.read(change.source, buffer)
+    tensor = plan.checkpoint.read(change.source, buffer)
     if not all_finite(tensor):
-        raise CorruptError(f"{change.source.name} of {job.plan.checkpoint.name} has NaN or Inf; its heads are broken")
-    if job.plan.dtype or not change.rule.projection:
+        raise CorruptError(f"{change.source.name} of {plan.checkpoint.name} has NaN or Inf; its heads are broken")
+    if plan.dtype or not change.rule.projection:
         tensor = tensor.to(torch.float64 if change.source.dtype == "F64" else torch.float32)
-    return job.plan.merging.apply(change, tensor)
+    return plan.merging.apply(change, tensor)
 
 
 def _write_side_files(plan: Plan, work: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import click
 
 from gqa.checkpoint.console import run
 from gqa.checkpoint.options import command as command_of
+from gqa.checkpoint.write import finite
 from gqa.eval.options import EvaluateOptions
 
 _EPILOG = """\b
@@ -26,7 +28,7 @@ def command(options: EvaluateOptions) -> None:
     BASELINE and each MODEL are directories or hub ids; every MODEL is compared with BASELINE.
     """
     from gqa.eval.evaluate import measure
-    from gqa.eval.report import as_json, as_text, open_report, write_report
+    from gqa.eval.report import as_text, open_report, write_report
 
     options.refuse_conflicts()
     with open_report(options) as report:
@@ -40,7 +42,7 @@ def command(options: EvaluateOptions) -> None:
     if options.output and not options.quiet:
         click.echo(f"\nwritten to {options.output}: results.json, report.html", err=options.json)
     if options.json:
-        click.echo(as_json(results))
+        click.echo(json.dumps(finite(results, infinity=str), allow_nan=False))
 
 
 def main() -> None:

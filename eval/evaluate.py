@@ -38,7 +38,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     subjects = open_subjects(options.models, options.trust_remote_code, options.revision, options.cache_bits or ())
     context = choose_context(subjects, options.context)
     records = [subject.record(context, options.memory) for subject in subjects]
-    results: Record = {**request(options, argv), **environment(device), "models": records}
+    results: Record = {**request(options, argv), "argv": [*argv], **environment(device), "models": records}
     measures_recall = options.recall or (options.measures_recall and not subjects[0].config.is_encoder_decoder)
     if options.data or options.decode or measures_recall:
         for subject in subjects:

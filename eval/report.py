@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -180,11 +179,6 @@ def _decode(models: list[Record]) -> Table:
     decode = models[0]["decode"]
     note = "median of {repeats} interleaved repeats of {steps} tokens, {attention}, {dtype}"
     return table("Decoding", columns, records, note.format_map(decode | decode["points"][0]))
-
-
-def as_json(results: Record) -> str:
-    """Strict JSON: NaN becomes null, infinity a string."""
-    return json.dumps(finite(results, infinity=str), allow_nan=False)
 
 
 def open_report(options: EvaluateOptions) -> AbstractContextManager[OutputDirectory | None]:

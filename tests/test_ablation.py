@@ -257,7 +257,10 @@ def test_a_stopped_study_continues_to_identical_rows(
     *before, torn = text.splitlines()
     assert torn.startswith('{"method": "first", "gro')
     assert "recommended mean, 1 of 4" in gqa_ablate("-o", out, "--max-loss-increase", 100).out
-    assert "recommended nothing: none of" in gqa_ablate("-o", out, "--max-loss-increase", 0).out
+    results = gqa_ablate("-q", "-o", out, "--max-loss-increase", 0).out
+    assert results.startswith("Study of ")
+    assert "\nrecommended nothing: none of" in results
+    assert "written to" not in results
     assert (out / "results.jsonl").read_text() == text
 
     monkeypatch.setattr(ablation, "uptrain", trainings)

@@ -18,9 +18,10 @@ from checkpoints import Result, run
 from evaluations import evaluate_models, few_questions, model_directory, refused, results, words
 from matplotlib.figure import Figure
 
+from gqa.checkpoint.write import finite
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.page import Table, format_number, write_page
-from gqa.eval.report import as_json, open_report, verdicts
+from gqa.eval.report import open_report, verdicts
 from gqa.eval.study.options import Cell
 from gqa.eval.study.plots import draw_study
 from gqa.eval.study.report import recommend
@@ -91,7 +92,7 @@ def test_report(full: tuple[Result, Path]) -> None:
     assert result.err.endswith(f"\nwritten to {out}: results.json, report.html\n")
     html, record = (out / "report.html").read_text(), json.loads(result.out)
     assert all(link.startswith("data:") for link in re.findall(r'(?:src|href)="([^"]*)"', html))
-    assert escape(shlex.join(["gqa-eval", *record["argv"]])) in html
+    assert escape(shlex.join(["gqa-eval", *map(str, words(FULL)), "--json", "-o", str(out)])) in html
     assert f'<p class="verdict">{escape(verdicts(record)[0])}</p>' in html
     assert f">{record['models'][1]['quality']['token_perplexity']:.5g}</td>" in html
     assert len(re.findall(r'<div class="sample">', html)) == 4
@@ -127,7 +128,10 @@ def test_json_has_the_records_of_conversion_and_training(tmp_path: Path) -> None
 
 def test_json_has_no_nan() -> None:
     values = {"a": [math.nan, math.inf, -math.inf, 1.5], "b": (1, None, "NaN")}
-    assert json.loads(as_json(values)) == {"a": [None, "inf", "-inf", 1.5], "b": [1, None, "NaN"]}
+    assert json.loads(json.dumps(finite(values, infinity=str), allow_nan=False)) == {
+        "a": [None, "inf", "-inf", 1.5],
+        "b": [1, None, "NaN"],
+    }
 
 
 def test_a_report_replaces_only_a_report_and_only_if_asked(tmp_path: Path) -> None:

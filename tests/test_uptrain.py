@@ -106,7 +106,7 @@ def bad_data(place: Path, root: Path) -> Refusals:
     empty.write_bytes(b"")
     alpha = {"steps": None, "alpha": 1}
     return [
-        ({"data": small}, "tokens, less than one block of 64; use smaller blocks"),
+        ({"data": small}, "tokens, less than one block of 64; lower --context"),
         (alpha | {"batch_size": 999}, "less than one batch of 999; give more"),
         (alpha | {"alpha": 1e-4}, "less than one block of 64; give more, or use smaller"),
         ({"data": empty}, "holds no text: it is empty or blank"),

@@ -202,7 +202,7 @@ def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
         with pytest.raises(RefusedError, match="cannot be read"):
             states(out).latest()
         path.write_text(damage)
-    advice = "delete it to continue from the one before, or begin anew with --overwrite"
+    advice = f"delete it to continue from the one before, or delete {out}-state to begin anew"
     assert f"({path.name} lacks {[*record][-1]}); {advice}" in refused(runs, *words)
     shutil.copytree(f"{out}-state", out.with_name("anew-state"))
     runs.finish(*saving(runs, out.with_name("anew"), steps=6, overwrite=True))

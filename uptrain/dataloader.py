@@ -236,7 +236,7 @@ def count_blocks(options: TrainOptions, data_tokens: int) -> int:
     if not data_tokens:
         raise CorpusError("all documents are held out and none is left to train on; hold out other or fewer documents")
     if data_tokens < size:
-        raise CorpusError(f"the data has {data_tokens} tokens, less than one block of {size}; use smaller blocks")
+        raise CorpusError(f"the data has {data_tokens} tokens, less than one block of {size}; lower --context")
     if options.steps is not None:
         return options.steps * options.blocks_per_step
     if alpha is not None:
@@ -245,7 +245,7 @@ def count_blocks(options: TrainOptions, data_tokens: int) -> int:
     assert tokens is not None
     if tokens < size:
         length = f"tokens is {tokens}" if alpha is None else f"alpha {alpha:g} is {tokens} tokens"
-        raise CorpusError(f"{length}, less than one block of {size}; give more, or use smaller blocks")
+        raise CorpusError(f"{length}, less than one block of {size}; give more, or lower --context")
     return tokens // size
 
 

@@ -233,8 +233,8 @@ def _readable(path: Path) -> Iterator[None]:
         if out_of_memory(cause := _cause(error)):
             raise cause from error
         raise RefusedError(
-            f"the state {path} cannot be read ({explain(cause)}); delete it to continue from the one before, or begin "
-            "anew with --overwrite"
+            f"the state {path} cannot be read ({explain(cause)}); delete it to continue from the one before, or delete "
+            f"{path.parent} to begin anew"
         ) from error
 
 

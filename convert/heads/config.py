@@ -319,11 +319,11 @@ class KVCache:
         """Bytes of one more source token; 0 without an encoder."""
         return self.bytes_per_token if self.cross else 0
 
-    def bytes_at(self, tokens: int, source: int | None = None) -> int:
-        """Bytes for a sequence of `tokens`; an encoder-decoder also caches `source` tokens (default: as many)."""
+    def bytes_at(self, tokens: int) -> int:
+        """Bytes for a sequence of `tokens`; an encoder-decoder also caches as many of the source."""
         sizes = ((layer.bytes_per_token(self.bytes_per_number, self.bits), layer.window) for layer in self.layers)
         written = sum(size * min(tokens, window or tokens) for size, window in sizes)
-        return written + self.cross_bytes_per_token * (tokens if source is None else source)
+        return written + self.cross_bytes_per_token * tokens
 
 
 def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache:

@@ -37,10 +37,10 @@ def command(options: AblateOptions) -> None:
         print_device(options.maps.device, options.quiet)
         study.run(sys.argv[1:])
     rows, recommendation, names = write_study_report(options.output, options.max_loss_increase)
+    click.echo(short_table(rows).text())
     if not options.quiet:
-        click.echo(short_table(rows).text())
         click.echo(f"\nwritten to {options.output}: {', '.join(names)}")
-        click.echo(recommendation)
+    click.echo(recommendation)
     failed = sum(bool(row["error"]) for row in rows)
     if options.model and failed:
         message = f"{failed} of {len(rows)} combinations failed (see {options.output}/report.html)"
