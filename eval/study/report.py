@@ -143,7 +143,7 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
         runs = [shlex.join(["gqa-ablate", *one["argv"]]) for one in environments if one["argv"]]
         write_page(
             aside,
-            title=f"{rows[0]['options']['model']}: methods, groups and training",
+            title=f"{rows[0]['options']['model']}: methods, KV heads and training",
             verdicts=[f"{line[:12].strip().capitalize()}: {line[12:]}" for line in recommendation.splitlines()],
             lead=f"{len(rows)} combinations.",
             pictures=pictures,
