@@ -145,7 +145,7 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
             aside,
             title=f"{rows[0]['options']['model']}: methods, KV heads and training",
             verdicts=[f"{line[:12].strip().capitalize()}: {line[12:]}" for line in recommendation.splitlines()],
-            lead=f"{len(rows)} combinations.",
+            lead=f"{len(rows) - 1} combinations and the base model.",
             pictures=pictures,
             tables=[short_table(rows), _cells(rows)],
             commands=[one_line(run, 4000) for run in dict.fromkeys(runs)],
