@@ -12,7 +12,7 @@ from torch import Tensor
 from gqa.checkpoint.loading import as_float64, float64_device
 from gqa.convert.heads.family import Rotary
 from gqa.convert.heads.modules import AttentionModule
-from gqa.convert.merge.layerwise import Layer, Stream
+from gqa.convert.merge.layerwise import Attend, Layer, Stream
 from gqa.convert.merge.linear_algebra import CUT, add_products, pseudo_inverse, ridge, unturned
 from gqa.convert.merge.moments import Moments, find_order, head_maps, heads_of, stack_groups
 from gqa.convert.merge.pair import Pair, check_finite
@@ -22,6 +22,7 @@ from gqa.convert.plan import searches
 _MIN_REMAINDER = 1e-2  # floor of 1 - a: below it v - o is lost in float32 rounding
 SAMPLED = 16_384  # tokens that maps of heads are fitted to: with more they are hardly better, unlike W_O
 SCORES = 1 << 25  # scores of one head computed at a time
+_CAUSAL_PARTS = 4  # of a block's queries: each is multiplied with the keys up to its end alone
 MAX_SCORES = 1 << 28  # of all heads: above it, values are split to a key's width, for which kernels store no scores
 
 
@@ -38,6 +39,8 @@ def significance_of(
     its position, or all keys if not `causal`.
     """
     repeat, rows = q.shape[1] // k.shape[1], max(1, SCORES // (len(q) * k.shape[2]))
+    if mask is None and causal:
+        rows = min(rows, -(-q.shape[2] // _CAUSAL_PARTS))
     significance = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for head in range(q.shape[1]):
         kv_head = head // repeat
@@ -206,12 +209,29 @@ def _attended_values(task: Task, maps: HeadMaps) -> Tensor:
         capture = merged.capture_blocks(task.stream, rows, "heads")
         q, k, _ = capture.heads
         stacked = stack_groups(v if maps.order is None else v[:, maps.order], groups).transpose(0, 1)  # (B, G, T, m e)
-        width_at_once = width if q[..., 0].numel() * k.shape[2] <= MAX_SCORES else heads.value_dim
-        attend = partial(task.pair.target.attend, merged.attention, q, k, mask=capture.mask, **capture.options)
-        seen = torch.cat([attend(v=part) for part in stacked.split(width_at_once, -1)], -1)  # (B, T, H, m e)
+        options, mask = capture.options, capture.mask
+        attend = partial(task.pair.target.attend, merged.attention, **options)
+        plain = mask is None and options.get("is_causal") is None and options.get("position_bias") is None
+        if q[..., 0].numel() * k.shape[2] > MAX_SCORES:
+            parts = [attend(q=q, k=k, v=part, mask=mask) for part in stacked.split(heads.value_dim, -1)]
+            seen = torch.cat(parts, -1)  # (B, T, H, m e)
+        elif plain and getattr(merged.attention, "is_causal", True):
+            seen = _attend_causally(attend, q, k, stacked)
+        else:
+            seen = attend(q=q, k=k, v=stacked, mask=mask)
         seen = seen * task.position_weights[rows].sqrt()[..., None, None].to(seen)
         add_products(moments, seen.flatten(0, 1).transpose(0, 1))
     return moments / task.position_weights[torch.cat(task.sample())].numel()
+
+
+def _attend_causally(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(B, T, H, e), one part of the queries after another, which sees no keys beyond its end."""
+    outputs, length = list[Tensor](), -(-q.shape[2] // _CAUSAL_PARTS)
+    for first in range(0, q.shape[2], length):
+        end = min(first + length, q.shape[2])
+        mask = torch.ones(1, 1, end - first, end, dtype=torch.bool, device=q.device).tril(first)
+        outputs.append(attend(q=q[:, :, first:end], k=k[:, :, :end], v=v[:, :, :end], mask=mask))
+    return torch.cat(outputs, 1)
 
 
 def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:

@@ -21,6 +21,7 @@ from gqa.convert.heads.family import LayerHeads, Rotary
 from gqa.convert.heads.modules import Change
 from gqa.convert.merge.linear_algebra import (
     GroupMaps,
+    add_products,
     complex_moments,
     key_weights,
     pairs,
@@ -83,10 +84,9 @@ class Moments:
         rows = as_float64(keys.flatten(1, 2))  # (G, n, m d)
         self.keys += rows.mT @ rows
         self.key_means += rows.sum(1)
-        rows = as_float64(values.flatten(1, 2))
-        self.values += rows.mT @ rows
-        rows = as_float64((q * significance.sqrt().unsqueeze(-1)).transpose(0, 1).flatten(1, 2))  # (H, n, d)
-        self.queries += (rows.mT @ rows).unflatten(0, (k.shape[1], -1)).sum(1)
+        add_products(self.values, values.flatten(1, 2))
+        queries = (q * significance.sqrt().unsqueeze(-1)).transpose(0, 1)  # (H, B, T, d)
+        add_products(self.queries, queries.unflatten(0, (k.shape[1], -1)).flatten(1, 3))
 
     def cpu(self) -> Moments:
         return Moments(self.keys.cpu(), self.key_means.cpu(), self.queries.cpu(), self.values.cpu())
