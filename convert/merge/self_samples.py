@@ -217,7 +217,7 @@ def samples(
 
 class Draw:
     """A logits processor that samples a token per row at temperature 1 by inverting the cumulative distribution. It
-    needs two random numbers per row; torch.multinomial needs one per vocabulary entry, a third of a step's time.
+    needs one random number per row; torch.multinomial needs one per vocabulary entry, a third of a step's time.
     """
 
     def __init__(self, *generators: torch.Generator, progress: Callable[[int], object] = lambda tokens: None) -> None:
@@ -226,23 +226,28 @@ class Draw:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(B, V) logits -> the same shape, 0 for the token that is drawn and -inf for all others."""
+        precise = torch.float32 if scores.device.type == "mps" else torch.float64
+        rows_per_seed = len(scores) // len(self._generators)
+        drawn = torch.cat([torch.rand(rows_per_seed, 1, generator=one, dtype=precise) for one in self._generators])
         weights = scores.float().softmax(-1)
         # First a piece of the vocabulary, then a token in it, so that few numbers are summed in float64.
         pieces = pad(weights, (0, -weights.shape[1] % _PIECE)).unflatten(1, (-1, _PIECE))
-        piece = self._draw(pieces.sum(-1))
-        token = self._draw(pieces.take_along_dim(piece[..., None], 1).squeeze(1))
+        piece, drawn = _invert(pieces.sum(-1).to(precise), drawn.to(scores.device))
+        token, _ = _invert(pieces.take_along_dim(piece[..., None], 1).squeeze(1).to(precise), drawn)
         tokens = (piece * _PIECE + token).clamp_max(scores.shape[1] - 1)
         self._progress(len(scores))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
-    def _draw(self, weights: Tensor) -> Tensor:
-        """(B, n) weights -> (B, 1): the entry that is drawn in each row."""
-        precise = torch.float32 if weights.device.type == "mps" else torch.float64
-        cdf = weights.cumsum(-1, dtype=precise)
-        rows_per_seed = len(weights) // len(self._generators)
-        drawn = torch.cat([torch.rand(rows_per_seed, 1, generator=one, dtype=precise) for one in self._generators])
-        drawn = drawn.to(weights.device)
-        return torch.searchsorted(cdf, drawn * cdf[:, -1:], right=True).clamp_max(weights.shape[1] - 1)
+
+def _invert(weights: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """The entry (B, 1) of each row of (B, n) weights at which their cumulative sum exceeds the share `drawn` (B, 1) of
+    the whole, and which share of its weight is below.
+    """
+    cdf = weights.cumsum(-1)
+    reached = drawn * cdf[:, -1:]
+    entry = torch.searchsorted(cdf, reached, right=True).clamp_max(weights.shape[1] - 1)
+    above = (cdf.take_along_dim(entry, 1) - reached) / weights.take_along_dim(entry, 1)
+    return entry, (1 - above).clamp_min(0)
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
