@@ -55,7 +55,7 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     lines = done.said.splitlines()
     trained = 2 * 2 * 16 * 32  # layers, K and V, rows, width
     assert re.search(rf": {trained:,} of [\d,]+ parameters train \(kv\)$", lines[0])
-    assert lines[3] == "steps       4 of 8 blocks (512 tokens), 2,048 tokens in all"
+    assert lines[3] == "steps       4, 8 blocks (512 tokens) each; 2,048 tokens in all"
     starts = ["model", "teacher", "data", "steps", "optimizer", "held out", "held out", "written"]
     assert [line[:10].rstrip() for line in lines] == starts
     assert lines[1] == f"teacher     {place / 'teacher'}"
