@@ -130,8 +130,8 @@ def plan_text(setup: Setup) -> str:
         f"train ({options.train})",
         f"teacher     {setup.teacher_text}" if options.distills else f"no teacher  {setup.teacher_text}",
         f"data        {', '.join(options.data)}: {data.summary}",
-        f"steps       {data.steps:,}, {plural(options.blocks_per_step, 'block')} ({data.tokens_per_step:,} tokens) each; "
-        f"{data.steps * data.tokens_per_step:,} tokens in all",
+        f"steps       {data.steps:,}, {plural(options.blocks_per_step, 'block')} ({data.tokens_per_step:,} tokens) "
+        f"each; {data.steps * data.tokens_per_step:,} tokens in all",
         f"optimizer   {options.optimizer}, learning rate {options.learning_rate:g}, {options.schedule}, "
         f"{warmup_steps(options.warmup, options.schedule, data.steps)} warm-up steps",
         f"held out    {data.tokens(len(data.heldout)):,} tokens; the weights with the lowest loss on them are written"
