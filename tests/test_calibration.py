@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.merge.calibrate import Calibrator, refine
 from gqa.convert.merge.closed_form import LayerResult, Task, closed_form
+from gqa.convert.merge.layerwise import Layer
 from gqa.convert.merge.options import Refinement
 
 SHORT = Refinement(steps=8, batch=8, learning_rate=0.02, heldout=0.25)
@@ -37,6 +39,24 @@ def test_batches_do_not_matter(name: str, batch: int, tmp_path: Path) -> None:
     """Sums over batches, the last one smaller, with masks and positions for each size."""
     directory = write_checkpoint(build(TINY[name], 4), tmp_path / "source")
     assert layer_errors(directory) == pytest.approx(layer_errors(directory, batch=batch), rel=1e-4)
+
+
+def test_the_converted_stream_reuses_what_the_refit_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states are the same as where attention is computed again."""
+    directory, run = write_checkpoint(build(TINY["llama"], 4), tmp_path / "source"), Layer.pass_through
+    sdpa, calls, states = torch.nn.functional.scaled_dot_product_attention, list[int](), list[Tensor]()
+    for reuse in (True, False):
+        counted = Mock(wraps=sdpa)
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+        if not reuse:
+            monkeypatch.setattr(Layer, "pass_through", lambda layer, stream, head_outputs=None: run(layer, stream))
+        calibrator = Calibrator(plan_of(directory), Ids().ids(), on_ids(batch=4))
+        for layer in range(calibrator.layers):
+            calibrator.run(layer)
+        calls.append(counted.call_count)
+        states.append(calibrator.state()["converted"])
+    assert calls[0] < calls[1]
+    assert torch.equal(*states)
 
 
 def test_a_drift_is_in_units_of_what_attention_adds(tmp_path: Path) -> None:

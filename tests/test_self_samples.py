@@ -234,6 +234,16 @@ def test_samples_are_as_surprising_as_the_model_expects(
     assert (abs(deviations) < 3) is (temperature == 1), deviations
 
 
+def test_tokens_are_drawn_by_the_cumulative_distribution() -> None:
+    """Of any vocabulary, and none that is banned."""
+    scores = 3 * torch.randn(500, 150, generator=torch.Generator().manual_seed(1))
+    scores[:, 1::2] = -torch.inf
+    shares = torch.rand(500, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    cdf = scores.double().softmax(-1).cumsum(-1)
+    tokens = Draw(torch.Generator().manual_seed(0))(scores[:, :0], scores).argmax(-1)
+    assert torch.equal(tokens, torch.searchsorted(cdf, shares * cdf[:, -1:], right=True)[:, 0])
+
+
 def test_the_cache_of_transformers_gives_the_same_samples(teacher, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = samples(teacher, 40, seeds=[1], batch=3)
     monkeypatch.setattr(module, "_cache", lambda model: {})
