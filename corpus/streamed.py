@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.alpha import Heldout
 from gqa.corpus.sources import Source, row_digest
-from gqa.corpus.tokens import Block, Encoder, pack
+from gqa.corpus.tokens import Block, Encoder, Heldout, pack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,6 +4,10 @@ A document gets BOS before it (if the tokenizer adds one) and EOS after it. Text
 Consecutive documents are cut into blocks without padding, so a block depends on the list of documents and its number,
 not on batches or ranks.
 
+Documents are ordered by a hash of their text and the seed: the same on every machine, for every number of ranks, and
+for any layout of files. Training reads a prefix, so a larger alpha first reads the data of a smaller one. Held-out
+documents are identified by a hash of their text, so no seed, alpha or other source brings them back.
+
 Some blocks get repeated passages, which train recall from the context: the second copy of a passage can be predicted
 from the first, whatever it says. Self-generated text hardly exercises retrieval heads; a model that is calibrated or
 trained on plain text alone has a low perplexity but loses recall.
@@ -15,7 +19,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
@@ -207,6 +211,52 @@ def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
     salts = (f"{seed}:{epoch}:{copy}".encode() for copy in copies)
     keys = [hashlib.sha256(raw[32 * i : 32 * i + 32] + salt).digest()[:8] for i, salt in enumerate(salts)]
     return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """Text that training never reads, in any source and epoch: documents with a digest in `limits` from that number of
+    tokens on.
+    """
+
+    limits: Mapping[bytes, int] = field(default_factory=dict)
+
+    def limit(self, digest: bytes, length: int) -> int:
+        """Tokens to train on, from the start of a document of this digest and length."""
+        return min(self.limits.get(digest, length), length)
+
+    def lengths(self, documents: Documents) -> Ints:
+        """(D,) tokens of each document to train on."""
+        pairs = zip(documents.digests, documents.lengths.tolist(), strict=True)
+        return np.array([self.limit(digest.tobytes(), length) for digest, length in pairs], np.int64)
+
+
+def hold_back(documents: Documents, tokens: int) -> dict[bytes, int]:
+    """The `limits` of a `Heldout` that hold back so many tokens: whole documents in the order of their digests, and the
+    end of the last one.
+    """
+    limits: dict[bytes, int] = {}
+    hashes = np.ascontiguousarray(documents.digests[:, :8]).view(">u8").ravel()
+    for i in np.argsort(hashes, kind="stable"):
+        if tokens <= 0:
+            break
+        digest, length = documents.digests[i].tobytes(), int(documents.lengths[i])
+        if digest not in limits:
+            limits[digest] = max(length - tokens, 0)
+            tokens -= length - limits[digest]
+    return limits
+
+
+def reading_order(documents: Documents, lengths: Ints, tokens: int, seed: int = 0) -> Ints:
+    """(N,) document numbers in training order, enough for so many tokens.
+
+    `lengths`: (D,) tokens of each document to train on. Exhausted documents start again in another order; more tokens
+    only append documents.
+    """
+    numbers = np.flatnonzero(lengths)
+    epochs = range(-(-tokens // int(lengths.sum())))
+    order = np.concatenate([numbers[permutation(documents.digests[numbers], seed, epoch)] for epoch in epochs])
+    return order[: int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1]
 
 
 class Blocks:

@@ -19,10 +19,9 @@ from embedded import SOURCE
 from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.errors import CorpusError
 from gqa.checkpoint.read import read_checkpoint
-from gqa.corpus.alpha import Heldout, hold_back, reading_order
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import parse_source
-from gqa.corpus.tokens import Blocks, Documents, Encoder, pack, permutation, tokenise
+from gqa.corpus.tokens import Blocks, Documents, Encoder, Heldout, hold_back, pack, permutation, reading_order, tokenise
 from gqa.eval.study.options import AblateOptions
 from gqa.uptrain.dataloader import Dataloader, count_blocks, heldout_sources, open_dataloader, open_pairs
 from gqa.uptrain.options import TrainOptions

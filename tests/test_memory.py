@@ -23,9 +23,9 @@ from gqa.checkpoint.loading import cache_name, load_model
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.heads.config import groups_per_head
 from gqa.eval import decode
-from gqa.eval.cache_bits import fake_quantise, quantise_cache
 from gqa.eval.decode import greedy_decode, time_decoding
 from gqa.eval.options import EvaluateOptions
+from gqa.eval.subjects import fake_quantise, quantise_cache
 
 # ---------------------------------------------------------------------------------------------- caches of few bits
 

@@ -22,10 +22,9 @@ from transformers import AutoTokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import Checkpoint
-from gqa.corpus.alpha import Heldout
 from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Blocks, Documents, Encoder, pack, repeat_start, tokenise, with_repeats
+from gqa.corpus.tokens import Blocks, Documents, Encoder, Heldout, pack, repeat_start, tokenise, with_repeats
 from gqa.uptrain.dataloader import Dataloader, open_dataloader
 from gqa.uptrain.options import TrainOptions
 

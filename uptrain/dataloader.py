@@ -26,11 +26,21 @@ from gqa.checkpoint.provenance import file_digests
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_blocks
 from gqa.convert.merge.text_pairs import PairMaker
-from gqa.corpus.alpha import Heldout, hold_back, reading_order
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenise_pairs
 from gqa.corpus.sources import Source, is_self, parse_self, parse_source, parse_sources
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Block, Blocks, Documents, check_ids, pack, tokenise, with_repeats
+from gqa.corpus.tokens import (
+    Block,
+    Blocks,
+    Documents,
+    Heldout,
+    check_ids,
+    hold_back,
+    pack,
+    reading_order,
+    tokenise,
+    with_repeats,
+)
 from gqa.uptrain.options import TrainOptions
 
 MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens of a block; of a source or target with relative positions, as for T5
