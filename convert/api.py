@@ -51,11 +51,11 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
         return _plan(checkpoint, options.kv_heads, options)
     from gqa.convert.merge.budget import heads_within, uneven
 
-    share, ranks, maps = options.kv_budget, options.tensor_parallel, options.maps()
+    share, maps = options.kv_budget, options.maps()
     # Check plan and output before fetching weights and measuring layers.
-    open_output(options, _plan(checkpoint, uneven(checkpoint, share, ranks), options))
+    open_output(options, _plan(checkpoint, uneven(checkpoint, share), options))
     fetch_weights(checkpoint)
-    heads, losses = heads_within(checkpoint, share, maps, ranks, watcher)
+    heads, losses = heads_within(checkpoint, share, maps, watcher)
     return replace(_plan(checkpoint, heads, options), losses=losses)
 
 

@@ -70,9 +70,6 @@ class ConvertOptions(Options):
     dry_run: bool = option(False, "Print the plan and write nothing; fetches only headers of a hub id.")
     json: bool = option(False, "One JSON object on stdout, everything else on stderr.")
     overwrite: bool = option(False, "Replace the checkpoint at DIR once the new one is complete.")
-    tensor_parallel: int = option(
-        1, "Tensor-parallel ranks: the number of heads of each layer is a multiple of N.", COUNT,
-        needs=("kv_budget",))
     verbose: bool = option(False, "List every changed tensor; show tracebacks.", short="-v")
     quiet: bool = option(False, "Print errors and warnings only.", short="-q")
     # For Python callers.

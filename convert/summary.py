@@ -148,7 +148,6 @@ def plan_text(plan: Plan, tensors: bool) -> str:
         + (f" ({saved:,} saved)" if saved >= 0 else f" ({-saved:,} more)"),
         *(one_line("config      {key}: {before} -> {after}".format(**edit), 200) for edit in record["config_edits"]),
         *("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard) for shard in record["shards"]),
-        *([f"note        {plan.cache_after.remark}"] if plan.cache_after.remark else []),
         *([f"note        {_BY_LAYER}"] if isinstance(plan.groups, tuple) else []),
     ]
     if not tensors:

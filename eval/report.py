@@ -150,12 +150,10 @@ def _recall(models: list[Record], settings: Record) -> Table:
 
 
 def _cache(models: list[Record], memory: Record | None) -> Table:
-    remarks = [remark for model in models if (remark := model.get("kv_cache", {}).get("remark"))]
-    if memory:
-        remarks.append(
-            f"batch: sequences of {memory['context']:,} tokens that fit into {memory['bytes'] / 1e9:.4g} GB with the "
-            "weights (activations not counted)"
-        )
+    note = memory and (
+        f"batch: sequences of {memory['context']:,} tokens that fit into {memory['bytes'] / 1e9:.4g} GB with the "
+        "weights (activations not counted)"
+    )
     context = next((m["kv_cache"]["context"] for m in models if "kv_cache" in m), 0)
     columns: list[Column] = [
         _NAME,
@@ -166,7 +164,7 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         (f"KV at {context:,}", lambda m: size(m["kv_cache"]["bytes_at_context"])),
         ("batch", lambda m: f"{m['kv_cache']['fits']['batch']:,}"),
     ]
-    return table("Memory", columns, models, "; ".join(dict.fromkeys(remarks)))
+    return table("Memory", columns, models, note or "")
 
 
 def _decode(models: list[Record]) -> Table:

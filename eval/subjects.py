@@ -107,7 +107,6 @@ class Subject:
                 "cross_bytes_per_token": self.cache.cross_bytes_per_token,
                 "context": context,
                 "bytes_at_context": self.cache.bytes_at(context),
-                "remark": self.cache.remark,
                 "bits": self.cache_bits or 8 * self.cache.bytes_per_number,
             }
             if memory:

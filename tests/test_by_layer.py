@@ -261,7 +261,6 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
         (("--groups", "1", "--kv-budget", "0.5"), "give either --groups G or"),
         ((), "give either --groups G or --kv-budget SHARE"),
         (("--kv-budget", "0.2", "--method", "mean", "--tokens", "512"), "the least is 0.25"),  # measuring takes them
-        (("--kv-budget", "0.5", "--tensor-parallel", "3"), "none is a multiple of 3"),
         (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs nothing"),
     ],
 )

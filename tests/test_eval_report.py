@@ -41,7 +41,7 @@ KEYS = {
     "models/0": MODEL_KEYS,
     "models/1": MODEL_KEYS | {"against_baseline"},
     "models/1/kv_cache": {
-        "bytes_per_token", "cross_bytes_per_token", "context", "bytes_at_context", "remark", "bits", "fits"
+        "bytes_per_token", "cross_bytes_per_token", "context", "bytes_at_context", "bits", "fits"
     },
     "models/1/quality": {
         "nats", "tokens", "token_perplexity", "word_perplexity", "byte_perplexity",

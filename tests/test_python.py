@@ -89,11 +89,11 @@ def test_a_model_in_memory_is_converted_and_unchanged(
     assert (tmp_path / "kept" / "config.json").is_file()
 
 
-def test_a_budget_is_shared_by_ranks(place: Path, tmp_path: Path) -> None:
+def test_a_budget_chooses_heads(place: Path, tmp_path: Path) -> None:
     text: dict[str, Any] = {"data": write_corpus(tmp_path / "text.jsonl", 8), "tokens": 256, "context": 16}
-    options: dict[str, Any] = {"kv_budget": 0.8, "tensor_parallel": 2, "output": tmp_path / "out", "quiet": True}
+    options: dict[str, Any] = {"kv_budget": 0.8, "output": tmp_path / "out", "quiet": True}
     result = gqa.convert_model(place / "teacher", **options, **text)
-    assert [heads % 2 for heads in result.record["options"]["kv_heads"]] == [0, 0]
+    assert len(result.record["options"]["kv_heads"]) == 2
 
 
 def test_a_training_is_that_of_the_command(place: Path, tmp_path: Path, alone: None) -> None:

@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from gqa.checkpoint.custom_code import config_class, listed_as, loads_as_decilm
-from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing, plural
+from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
 from gqa.checkpoint.files import BITS
 from gqa.checkpoint.loading import quiet_transformers
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
@@ -305,7 +305,6 @@ class KVCache:
     layers: tuple[CachedLayer, ...]
     bytes_per_number: int
     context: int | None
-    remark: str | None = None  # set if transformers caches more heads than the model's KV heads
     bits: int | None = None  # per number in a quantised cache, without scales
     cross: bool = False
 
@@ -328,7 +327,7 @@ class KVCache:
 
 def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache:
     """The KV cache of a model in `dtype`; `numbers`: the layers with their own keys and values."""
-    text, main, all_heads = config.text, config.main, config.family.caches_all_heads
+    text = config.text
     block_types = getattr(text, "layers_block_type", None) or []
     if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
         numbers = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
@@ -336,12 +335,9 @@ def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache
     layers = []
     for layer in sorted(layer for layer in numbers if not config.shares_kv(layer)):
         heads = config.heads(layer)
-        cached = heads.query if all_heads else heads.kv
-        layers.append(CachedLayer(cached, heads.key_dim, heads.value_dim, _window(text, layer)))
-    remark = f"transformers caches {main.query} heads a layer, other engines only {plural(main.kv, 'key/value head')}"
+        layers.append(CachedLayer(heads.kv, heads.key_dim, heads.value_dim, _window(text, layer)))
     context = getattr(text, "max_position_embeddings", None)
-    shown = remark if all_heads and main.kv < main.query else None
-    return KVCache(tuple(layers), BITS[dtype] // 8, context, shown, cross=crosses)
+    return KVCache(tuple(layers), BITS[dtype] // 8, context, cross=crosses)
 
 
 def _window(text: Any, layer: int) -> int | None:

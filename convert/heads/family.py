@@ -319,7 +319,6 @@ class Family:
     edits: Of (G, heads, config), what is written instead of `kv_fields`, or None where there cannot be G heads.
     when: Values of config fields that tell it from other families of its model types.
     not_layerwise: Model type -> why models of it cannot be run layer by layer on text, where that is known.
-    caches_all_heads: Whether transformers' cache holds all H heads.
     """
 
     name: str
@@ -335,7 +334,6 @@ class Family:
     edits: Callable[[int, LayerHeads, Any], Edits | None] | None = None
     when: Mapping[str, Any] = field(default_factory=dict)
     not_layerwise: Mapping[str, str] = field(default_factory=dict)
-    caches_all_heads: bool = False
 
     def matches(self, model_type: str, config: Any) -> bool:
         return listed_as(model_type) in self.symmetries and all(

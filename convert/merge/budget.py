@@ -58,41 +58,38 @@ def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
     return tuple(reversed(heads))
 
 
-def uneven(checkpoint: Checkpoint, share: float, ranks: int) -> tuple[int, ...]:
+def uneven(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
     """Uneven heads by layer: all in the first, the fewest in the others. Planning with them tests whether layers may
     differ.
 
     Raises RefusedError if they may not, or if the fewest heads everywhere exceed `share` of the KV cache's bytes.
     """
     config = read_config(as_it_is(checkpoint).config, checkpoint.name)
-    heads, counts = config.main.kv, _counts(config, ranks)
-    if not counts or min(counts) > share * heads + 1e-9:
-        least = f"{min(counts) / heads:.3g}" if counts else f"none is a multiple of {ranks}"
+    heads, counts = config.main.kv, _counts(config)
+    if min(counts) > share * heads + 1e-9:
         raise RefusedError(
             f"--kv-budget {share:g} is not possible for the {heads} key/value heads of {checkpoint.name}; the least "
-            f"is {least}"
+            f"is {min(counts) / heads:.3g}"
         )
     groups = (heads, *[min(counts)] * (config.layers - 1))
     make_plan(checkpoint, groups, DEFAULT)
     return groups
 
 
-def _counts(config: ModelConfig, ranks: int) -> list[int]:
+def _counts(config: ModelConfig) -> list[int]:
     """The numbers of KV heads that a layer may have, at most the base model's."""
-    return [count for count in valid_groups(config) if count <= config.main.kv and count % ranks == 0]
+    return [count for count in valid_groups(config) if count <= config.main.kv]
 
 
 def heads_within(
-    checkpoint: Checkpoint, share: float, options: MapsOptions, ranks: int = 1, watcher: Watcher = SILENT
+    checkpoint: Checkpoint, share: float, options: MapsOptions, watcher: Watcher = SILENT
 ) -> tuple[tuple[int, ...], Losses]:
     """KV heads of each layer within `share` of the KV cache's bytes, and the losses of each layer by number of heads.
-
-    ranks: Tensor-parallel ranks; every number of heads is a multiple of it.
 
     Raises RefusedError if text or model cannot be used.
     """
     config = read_config(as_it_is(checkpoint).config, checkpoint.name)
-    heads, layers, counts = config.main.kv, config.layers, _counts(config, ranks)
+    heads, layers, counts = config.main.kv, config.layers, _counts(config)
     # Without the blocks on which the result is compared with the base model.
     blocks, _ = options.text.split(checkpoint, options.device, watcher, CHECKED if options.check else 0)
     if len(blocks) < 2:

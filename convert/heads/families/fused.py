@@ -64,7 +64,6 @@ FAMILIES: tuple[Family, ...] = (
         not_layerwise=_OWN_ATTENTION,
         kv_fields=("num_kv_heads",),
         heads=lambda config, layer: uniform_heads(config, config.num_kv_heads),
-        caches_all_heads=True,
     ),
     Family(
         "Falcon, old architecture",
