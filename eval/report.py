@@ -150,9 +150,13 @@ def _recall(models: list[Record], settings: Record) -> Table:
 
 
 def _cache(models: list[Record], memory: Record | None) -> Table:
-    note = memory and (
-        f"batch: sequences of {memory['context']:,} tokens that fit into {memory['bytes'] / 1e9:.4g} GB with the "
-        "weights (activations not counted)"
+    note = (
+        ""
+        if memory is None
+        else (
+            f"batch: sequences of {memory['context']:,} tokens that fit into {memory['bytes'] / 1e9:.4g} GB with the "
+            "weights (activations not counted)"
+        )
     )
     context = next((m["kv_cache"]["context"] for m in models if "kv_cache" in m), 0)
     columns: list[Column] = [
@@ -164,7 +168,7 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         (f"KV at {context:,}", lambda m: size(m["kv_cache"]["bytes_at_context"])),
         ("batch", lambda m: f"{m['kv_cache']['fits']['batch']:,}"),
     ]
-    return table("Memory", columns, models, note or "")
+    return table("Memory", columns, models, note)
 
 
 def _decode(models: list[Record]) -> Table:
