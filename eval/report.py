@@ -150,14 +150,12 @@ def _recall(models: list[Record], settings: Record) -> Table:
 
 
 def _cache(models: list[Record], memory: Record | None) -> Table:
-    note = (
-        ""
-        if memory is None
-        else (
+    note = ""
+    if memory:
+        note = (
             f"batch: sequences of {memory['context']:,} tokens that fit into {memory['bytes'] / 1e9:.4g} GB with the "
             "weights (activations not counted)"
         )
-    )
     context = next((m["kv_cache"]["context"] for m in models if "kv_cache" in m), 0)
     columns: list[Column] = [
         _NAME,
