@@ -30,20 +30,21 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    """A stand-in for the Hugging Face hub on this machine."""
-    from hub_server import hub_server
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """A stand-in for the Hugging Face hub, in this process."""
+    from hub_server import Hub, http
 
-    with hub_server() as server:
-        yield server
+    hub = Hub()
+    monkeypatch.setattr(http.HTTPTransport, "handle_request", lambda transport, request: hub.answer(request))
+    return hub
 
 
 @pytest.fixture
-def machine(tmp_path: Path, hub: Hub) -> Machine:
-    """A fresh machine that knows this hub."""
+def machine(tmp_path: Path) -> Machine:
+    """A fresh machine that knows the hub."""
     from hub_server import Machine
 
-    return Machine(tmp_path, hub.endpoint)
+    return Machine(tmp_path)
 
 
 @pytest.fixture

@@ -18,15 +18,14 @@ import click
 import pytest
 import torch
 from checkpoints import Recorder, leftovers, llama, run
-from training import tiny_checkpoint, write_corpus
+from training import tiny_checkpoint
 
 from gqa.checkpoint import console
 from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.hub import quiet
 from gqa.checkpoint.loading import out_of_memory
-from gqa.checkpoint.options import BYTES, Amount, Number, Several, Text, _types, read, read_amount
+from gqa.checkpoint.options import Amount, Number, Several, Text, _types, read
 from gqa.convert import cli as convert_cli
-from gqa.convert.api import plan_conversion
 from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
@@ -69,6 +68,8 @@ def test_messages_name_options_that_are_there() -> None:
 
 @pytest.mark.parametrize(("program", "words", "name", "value"), [
     ("gqa-convert", "--tokens 64k", "tokens", 64_000),
+    ("gqa-convert", "--tokens 1.005m", "tokens", 1_005_000),  # not those of the nearest float
+    ("gqa-eval", "--memory 1.001MB", "memory", 1_001_000),
     ("gqa-convert", "--data a.txt@2,self --data b", "data", ("a.txt@2", "self", "b")),
     ("gqa-convert", "--groups 1,2", "kv_heads", (1, 2)),
     ("gqa-uptrain", "--tokens 1M", "tokens", 10**6),
@@ -85,22 +86,11 @@ def test_values(program: str, words: str, name: str, value: object) -> None:
         assert getattr(read(kind, ctx.params), name) == value
 
 
-def test_numbers_are_those_that_are_written() -> None:
-    """Not those of the nearest float."""
-    counts = {"8.2M": 8_200_000, "1.005m": 1_005_000, "64k": 64_000, "0": None, "x": None, "9" * 400: None}
-    assert {text: read_amount(text) for text in counts} == counts
-    assert BYTES.convert("1.001MB", None, None) == 1_001_000
-
-
 @pytest.mark.parametrize(("program", "words", "message"), [
     ("gqa-convert", "--metod mean", "No such option '--metod'. (Did you mean one of: '--method'"),
     ("gqa-convert", "--kv-heads 2", "No such option '--kv-heads'"),
-    ("gqa-convert", "--method refind", "'refind' is not one of 'mean'"),
     ("gqa-convert", "--data ,", "is empty; give one or more values"),
-    ("gqa-convert", "--context 1", "'1' is not a number of tokens from 2 to 1000T"),
     ("gqa-convert", "--tokens 5GB", "'5GB' is not a number of tokens from 1 to 1000T; give one like 65536, 64k"),
-    ("gqa-convert", "--precision int8", "'int8' is not one of 'float32', 'bfloat16', 'float16'"),
-    ("gqa-convert", "--method random --seed -1", "'-1' is not a whole number from 0 to 2147483647"),
     ("gqa-ablate", "--data text --methods mean,aligned --refine-steps 2",
      "--refine-steps is not used by --methods mean,aligned; it is for --method refined"),
 ])  # fmt: skip
@@ -144,44 +134,22 @@ def test_python_refuses_the_same_values(program: str) -> None:
 
 # ------------------------------------------------------------------------------------------- options of methods
 
-USED_BY = {  # by hand, once: the declarations beside the options must say the same
-    "data": ("notes.txt", "text"), "tokens": ("64", "text"), "context": ("64", "text"), "field": ("body", "text"),
-    "separator": ("\n", "text"),
-    "target_field": ("body", "text"), "precision": ("bfloat16", "text"), "trust_remote_code": (None, "text"),
-    "grouping": ("contiguous", "maps"), "device": ("cpu", "maps"), "seed": ("3", "draws"),
-    "refine_steps": ("7", "refined"),
-}  # fmt: skip
-USES = {
-    "mean": (), "random": ("draws",), "aligned": ("maps",), "calibrated": ("text", "maps", "draws"),
-    "refined": ("text", "maps", "draws", "refined"),
-}  # fmt: skip
 
-
-@pytest.mark.parametrize("method", USES)
-def test_an_option_is_refused_by_the_methods_that_do_not_use_it(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("words", "used"), [
+    ("mean --tokens 64", False), ("mean --grouping contiguous", False), ("mean --device cpu", False),
+    ("mean --seed 3", False), ("random --seed 3", True), ("aligned --grouping contiguous", True),
+    ("aligned --data notes.txt", False), ("calibrated --data notes.txt --field body --separator x", True),
+    ("calibrated --refine-steps 7", False), ("refined --refine-steps 7 --context 64 --precision bfloat16", True),
+])  # fmt: skip
+def test_an_option_is_refused_by_the_methods_that_do_not_use_it(words: str, used: bool, tmp_path: Path) -> None:
     """One that is used gets as far as the model, which is not there."""
-    fields = ConvertOptions.__dataclass_fields__.values()
-    assert {one.name for one in fields if one.metadata["methods"] and not one.metadata["expert"]} == USED_BY.keys()
-    for name, (value, kind) in USED_BY.items():
-        flag = "--" + name.replace("_", "-")
-        message = run("--groups", 2, "--method", method, flag, *filter(None, [value]), tmp_path / "nothing").err
-        if kind in USES[method]:
-            assert "there is no directory" in message, (name, message)
-        else:
-            assert f"gqa-convert: {flag} is not used by --method {method}; it is for --method " in message
-            assert {*message.strip().split("--method ")[-1].split(", ")} <= METHODS.keys()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kv_budget": 0.5}, "give either kv_heads=G or kv_budget=SHARE"),
-        ({"method": "mean", "data": "notes.txt"}, "data is not used by method mean; it is for method calibrated,"),
-    ],
-)
-def test_a_plan_refuses_the_same_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=message):
-        plan_conversion(tmp_path / "nothing", 2, **options)
+    method, option, *_ = words.split()
+    message = run("-g", 2, "--method", *words.split(), tmp_path / "nothing").err
+    if used:
+        assert "there is no directory" in message
+    else:
+        assert f"gqa-convert: {option} is not used by --method {method}; it is for --method " in message
+        assert {*message.strip().split("--method ")[-1].split(", ")} <= METHODS.keys()
 
 
 @pytest.mark.parametrize(("groups", "name"), [(2, "m-gqa2-first"), (1, "m-mqa-first"), (8, "m-gqa8"), (4, "m-gqa4")])
@@ -224,22 +192,6 @@ def test_help_and_version(program: str, monkeypatch: pytest.MonkeyPatch) -> None
 # ------------------------------------------------------------------------------------------------ what they print
 
 
-def test_lines_of_a_conversion_and_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The advice once, progress, no blanks at the end of a line."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(console, "_LOG_SECONDS", 0.0)
-    tiny_checkpoint(Path("model"), kv_heads=4, num_hidden_layers=12)
-    text = ("--data", write_corpus(Path("text.jsonl")), "--context", 64)
-    made = run("model", "-g", 2, "--method", "calibrated", *text, "--tokens", 512, "-v", "-o", "two")
-    words = ("--tokens", 1024, "--batch-size", 4, "--teacher", "model", "-o", "out")
-    trained = run("two", *text, *words, program="gqa-uptrain")
-    assert made.out.count("\nnext ") == 1
-    assert ", held-out " in trained.err.splitlines()[-1]
-    for done in (made, trained):
-        assert done.code == 0, done
-        assert [line for line in done.out.splitlines() if line.rstrip() != line] == []
-
-
 class Terminal(io.StringIO):
     """stderr that says a person looks at it."""
 
@@ -250,6 +202,9 @@ class Terminal(io.StringIO):
 def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remaining time comes first on a narrow terminal; a log gets a line now and then."""
     monkeypatch.setattr(sys, "stderr", Terminal())
+    console.print_device("cpu", quiet=False)
+    console.print_device("cpu", quiet=True)
+    assert sys.stderr.getvalue() == "device      cpu\n"
     with console.Watcher() as watcher:
         watcher.stage("calibrating", 200, "layer")
         watcher.update(100, "error 0.0123, and words " * 5)
@@ -269,15 +224,6 @@ def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     line = r"calibrating: {} of 30 layers, 00:00 elapsed, about 00:00 left, error 0.25\n"
     lines = line.format(2) + line.format(3) + r"base writes: 10.0k of 20.0k tokens, 00:00 elapsed, about 00:00 left\n"
     assert re.fullmatch(lines, text.getvalue())
-
-
-def test_a_command_says_where_it_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """To people only."""
-    for interactive in (True, False):
-        monkeypatch.setattr(console, "is_interactive", lambda interactive=interactive: interactive)
-        for is_quiet in (True, False):
-            console.print_device("cpu", is_quiet)
-    assert capsys.readouterr().err == "device      cpu\n"
 
 
 @pytest.mark.parametrize("method", ["refined", "aligned"])

@@ -148,6 +148,7 @@ def adapted(model: Any) -> Any:
 
 REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     "groups": (lambda at, m: gqa.convert_model(m, kv_heads=3), "kv_heads=3 is not possible for the 4 key/value"),
+    "two numbers": (lambda at, m: gqa.convert_model(at, kv_heads=2, kv_budget=0.5), "kv_heads=G or kv_budget=SHARE"),
     "no model": (lambda at, m: gqa.convert_model({}, kv_heads=2), "the model is a dict; give a directory, a hub id or"),  # type: ignore[arg-type]
     "adapter": (lambda at, m: gqa.convert_model(adapted(m), kv_heads=2), "q_proj.base_layer.weight"),
     "tokenizer": (lambda at, m: gqa.convert_model(at, kv_heads=2, tokenizer=1), "tokenizer is for loaded models"),
@@ -158,10 +159,8 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     "two lengths": (lambda at, m: gqa.uptrain_model(at, data="x", steps=2, alpha=0.5), "by alpha and steps; give one"),
     "dry run": (lambda at, m: gqa.convert_model(at, kv_heads=2, dry_run=True), "dry_run is for the command line"),
     "no base model": (lambda at, m: gqa.ablate(gqa.AblateOptions(output="s")), "no model is named"),
-    "study": (
-        lambda at, m: gqa.ablate(at, data="x", output="s", methods=["mean"], refine_steps=3),
-        "refine_steps is not used by methods mean; it is for method refined",
-    ),
+    "method": (lambda at, m: gqa.convert_model(at, kv_heads=2, method="mean", data="x"), "data is not used by method"),
+    "study": (lambda at, m: gqa.ablate(at, data="x", output="s", methods=["mean"], refine_steps=3), "by methods mean;"),
 }  # fmt: skip
 
 

@@ -251,7 +251,7 @@ def test_hub(
     """Nothing but what is raised is said."""
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.endpoint)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    hub.repo("lab/data", data_set(tmp_path / "data"), token="hf_secret")
+    hub.repo("lab/data", data_set(tmp_path / "data"))
     hub.repo("lab/gated", data_set(tmp_path / "gated"), gated=True)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/train.parquet").write_bytes(b"PAR1 and no more")
@@ -270,12 +270,12 @@ def test_hub(
         ("lab/data:a:x", {}, cannot + "Unknown split \"x\". Should be one of ['train', 'test']" + choose),
         ("lab/data:a:x", {"streaming": True}, cannot + "Bad split: x. Available splits: ['train', 'test']" + choose),
         ("lab/data:a", {"field": "body"}, "lab/data:a has no field 'body'; it has 'n', 'text'"),
-        ("lab/none", {}, no_file + "none, and huggingface_hub says: 404 Client Error. Repository Not Found for url: "),
+        ("lab/none", {}, no_file + "none, and huggingface_hub says: 401 Client Error. Repository Not Found for url: "),
         ("lab/gated", {}, "the data set lab/gated cannot be loaded: Dataset 'lab/gated' is a gated"),
         ("lab/broken", {}, "the data set lab/broken cannot be loaded: Parquet magic bytes not found in "
          "footer. Either the file is corrupted or this is not a parquet file"),
     ]  # fmt: skip
-    with machine.entered(HF_TOKEN="hf_secret"):
+    with machine.entered():
         for spec, options, answer in said:
             assert read(spec, options).startswith(answer)
 

@@ -53,6 +53,7 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     done = command(out, tokens="2.5K", train="kv", teacher=place / "teacher", heldout_fraction=0.2, quiet=False)
     assert done.code == 0, done.err
     lines = done.said.splitlines()
+    assert not re.search(r"[ \t]$", done.out, re.MULTILINE)
     trained = 2 * 2 * 16 * 32  # layers, K and V, rows, width
     assert re.search(rf": {trained:,} of [\d,]+ parameters train \(kv\)$", lines[0])
     assert lines[3] == "steps       4, 8 blocks (512 tokens) each; 2,048 tokens in all"
