@@ -50,10 +50,14 @@ test-scale: install
 test-serving: $(SERVING)/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests $(SERVING)/bin/python -m serving
 
-$(SERVING)/.installed: pyproject.toml constraints.txt tests/serving/requirements.txt
+$(SERVING)/.installed: pyproject.toml constraints.txt tests/serving/requirements.txt tests/serving/converter.txt
 	$(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(SERVING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/serving/requirements.txt -e .
+	$(SERVING)/bin/pip download --quiet --disable-pip-version-check --no-deps --no-build-isolation --require-hashes \
+		--no-binary :all: --dest $(SERVING) -r tests/serving/converter.txt
+	tar -xzf $(SERVING)/llama_cpp_python-*.tar.gz -C $(SERVING) --strip-components 2 --wildcards \
+		"*/vendor/llama.cpp/convert_hf_to_gguf.py" "*/vendor/llama.cpp/conversion" "*/vendor/llama.cpp/gguf-py"
 	@touch $@
 
 # The oracles with the lowest versions that pyproject.toml allows.

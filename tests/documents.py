@@ -66,18 +66,20 @@ def documents_of(tokens: list[list[int]]) -> Documents:
 
 
 class Counted:
-    """The encoder, counting the documents that are tokenised."""
+    """The texts that are tokenised from now on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.documents = 0
+        self.texts = list[str]()
         tokens = Encoder.tokens
 
         def counting(encoder: Encoder, texts: list[str]) -> list[list[int]]:
-            self.documents += len(texts)
+            self.texts += texts
             return tokens(encoder, texts)
 
         monkeypatch.setattr(Encoder, "tokens", counting)
 
     def taken(self) -> int:
-        count, self.documents = self.documents, 0
+        """How many there were since the last time."""
+        count = len(self.texts)
+        self.texts.clear()
         return count

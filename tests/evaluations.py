@@ -97,11 +97,6 @@ def evaluate_models(line: str, *more: object) -> Result:
     return result
 
 
-def flat_output(line: str, *more: object) -> str:
-    """What `gqa-eval LINE` prints, wherever its lines end."""
-    return " ".join(evaluate_models(line, *more).out.split())
-
-
 def results(line: str, *more: object) -> dict[str, Any]:
     """The one JSON object that --json puts on stdout, which is all that is there."""
     result = run(*words(line), *more, "--json", "-q", program="gqa-eval")

@@ -35,23 +35,19 @@ KEYS = {
         "schema", "argv", "created", "versions", "device", "threads", "ranks", "options", "models", "text", "memory",
         "recall",
     },
-    "versions": {"python", "gqa", "torch", "transformers", "accelerate", "datasets", "numpy"},
     "text": {"data", "protocol", "context", "tokens", "documents", "bytes", "words", "windows", "cut"},
-    "memory": {"bytes", "context"},
     "models/0": MODEL_KEYS,
     "models/1": MODEL_KEYS | {"against_baseline"},
     "models/1/kv_cache": {
         "bytes_per_token", "cross_bytes_per_token", "context", "bytes_at_context", "bits", "fits"
     },
     "models/1/quality": {
-        "nats", "tokens", "token_perplexity", "word_perplexity", "byte_perplexity",
-        "bits_per_byte", "nats_per_token",
+        "nats", "tokens", "token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "nats_per_token",
     },
     "models/1/against_baseline": {
         "log_ratio", "ratio", "log_ratio_error", "ratio_low", "ratio_high", "kl", "same_top", "same_top_error",
         "acceptance", "acceptance_error",
     },
-    "models/1/decode": {"steps", "repeats", "points"},
 }  # fmt: skip
 FULL = (
     "SRC G2 --data TEXT --context 128 --kl --decode --decode-batches 1 --decode-contexts 4,8 --decode-steps 2 "

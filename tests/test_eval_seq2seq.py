@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from embedded import SOURCE
-from evaluations import flat_output, results, with_tokenizer
+from evaluations import evaluate_models, results, with_tokenizer
 from tiny_models import TINY, build
 from transformers import AutoTokenizer
 
@@ -74,7 +74,7 @@ def test_pairs_that_are_longer_than_the_context(place: Path) -> None:
     cut = results(line(place, "t5"), "--context", 10)
     assert 0 < cut["text"]["cut"] < len(ROWS)
     assert cut["models"][0]["quality"]["bits_per_byte"] is None
-    shown = flat_output(line(place, "t5", "t5"), "--context", 10, "--kl", "-v")
+    shown = " ".join(evaluate_models(line(place, "t5", "t5"), "--context", 10, "--kl", "-v").out.split())
     assert f"sources and targets have at most 10 tokens, to which {cut['text']['cut']} were cut" in shown
 
 

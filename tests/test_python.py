@@ -207,8 +207,7 @@ def test_a_notebook_shows_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     from gqa.checkpoint.console import is_interactive
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    assert not is_interactive()
     for config, shown in (({"IPKernelApp": {}}, True), ({"TerminalIPythonApp": {}}, False)):
-        shell = SimpleNamespace(config=config)
-        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
+        shell = SimpleNamespace(get_ipython=lambda config=config: SimpleNamespace(config=config))
+        monkeypatch.setitem(sys.modules, "IPython", shell)
         assert is_interactive() == shown

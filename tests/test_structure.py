@@ -10,11 +10,6 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from datasets import Dataset
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
 from gqa.convert.recast.targets import RECASTINGS
@@ -101,18 +96,6 @@ def test_one_file_touches_private_names_of_libraries(path: Path) -> None:
     beside_weights = {"_attn_implementation"} if path.parent.name == "modelling" else set()
     assert 0 < len(PRIVATE) <= 15
     assert path == COMPAT or private_names(path) <= beside_weights
-
-
-@pytest.mark.parametrize("name", sorted(PRIVATE))
-def test_private_names_are_there(name: str, tmp_path: Path) -> None:
-    """In the libraries that are installed; some only while transformers loads a model, or after."""
-    config = LlamaConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=8)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    owners = [
-        LlamaForCausalLM.from_pretrained(tmp_path), config, AttentionInterface, AttentionMaskInterface, torch.utils,
-        Accelerator(cpu=True), AcceleratorState, GradientState, Dataset.from_dict({"text": ["a"]}),
-    ]  # fmt: skip
-    assert any(hasattr(owner, name) for owner in owners)
 
 
 HEADER = "| how heads are stored | model types | note |\n|---|---|---|\n"

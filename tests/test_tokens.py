@@ -246,20 +246,6 @@ def stream(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> O
     return opened
 
 
-@pytest.fixture
-def files_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The file of each document that is tokenised."""
-    numbers: list[int] = []
-    tokens = Encoder.tokens
-
-    def recorded(encoder: Encoder, texts: list[str]) -> list[list[int]]:
-        numbers.extend(int(text.split()[0]) for text in texts)
-        return tokens(encoder, texts)
-
-    monkeypatch.setattr(Encoder, "tokens", recorded)
-    return numbers
-
-
 def steps(loader: Dataloader, begin: int, end: int, rank: int = 0, ranks: int = 1) -> np.ndarray:
     """(steps, blocks, 64) of one process."""
     batches = replace(loader, steps=end).batches(begin, rank, ranks, 1)
@@ -272,25 +258,29 @@ def shared(loaders: list[Dataloader], begin: int, end: int) -> np.ndarray:
     return np.stack(parts, 2).reshape(end - begin, -1, 64)
 
 
-def test_each_process_reads_its_own_files(stream: Open, files_read: list[int]) -> None:
+def test_each_process_reads_its_own_files(stream: Open, counted: Counted) -> None:
     ranks, loader = 4, stream(repeats=True)
+
+    def files_read() -> set[int]:
+        files = {int(text.split()[0]) for text in counted.texts}
+        return files if counted.taken() else set()
+
     alone = steps(loader, 0, STEPS)
-    assert len(np.unique(alone.reshape(-1, 64), axis=0)) == STEPS * BATCH  # nothing is files_read twice
+    assert len(np.unique(alone.reshape(-1, 64), axis=0)) == STEPS * BATCH  # nothing is read twice
     for rank in range(ranks):
         loader = stream(repeats=True)
-        files_read.clear()
+        counted.taken()
         assert np.array_equal(steps(loader, 0, STEPS, rank, ranks), alone[:, rank::ranks])
-        assert {file % ranks for file in files_read} == {rank}
-        assert len(set(files_read)) >= 8 // ranks
-    one_lane = stream(batch_size=1, steps=STEPS * BATCH)
-    files_read.clear()
-    steps(one_lane, 0, STEPS * BATCH)
-    assert {file % ranks for file in files_read} == {*range(ranks)}  # the control: one file after the other
+        files = files_read()
+        assert {file % ranks for file in files} == {rank}
+        assert len(files) >= 8 // ranks
+    steps(stream(batch_size=1, steps=STEPS * BATCH), 0, STEPS * BATCH)
+    assert {file % ranks for file in files_read()} == {*range(ranks)}  # the control: one file after the other
 
 
 STREAMS: dict[str, dict[str, Any]] = {
     "one lane": {"data": ("one",)},
-    "files_read twice": {"steps": 3 * STEPS, "repeats": True},
+    "read twice": {"steps": 3 * STEPS, "repeats": True},
     "long documents": {"data": ("long",)},
 }
 
@@ -321,7 +311,7 @@ def test_a_state_is_read_on_from(stream: Open, counted: Counted, name: str) -> N
 
 
 def test_what_a_stream_depends_on(stream: Open) -> None:
-    """Its files, of which another number is another run's, and the lanes in which they are files_read."""
+    """Its files, of which another number is another run's, and the lanes in which they are read."""
     before = stream()
     assert before.summary == "a stream of many (16 files, 4 at a time)"
     write_files(Path("more"), 1, 1)
@@ -335,7 +325,7 @@ def test_what_a_stream_depends_on(stream: Open) -> None:
 
 
 def test_the_stream_is_packed_as_blocks_are(tokenizer: Any, tmp_path: Path, counted: Counted) -> None:
-    """Document after document, and then again from the first; no more is tokenised than is files_read."""
+    """Document after document, and then again from the first; no more is tokenised than is read."""
     texts, path = texts_of(300), tmp_path / "a.jsonl"
     text = tokenised(path, texts, tokenizer)
     stored = Blocks(text, np.tile(np.arange(len(texts)), 3), 64)

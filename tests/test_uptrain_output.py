@@ -254,11 +254,7 @@ def test_numbers_that_cannot_be_stored(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(OutputError, match=r"model\.norm\.weight has become too large for F16"):
         _write_weights(model, weights, source, tmp_path / "out")
-    weights = {"a.base_layer.weight": torch.ones(3, 2), "a.base_layer.bias": torch.ones(3), "b.weight": torch.ones(1)}
-    weights |= {"a.lora_A.default.weight": torch.ones(4, 2), "a.lora_B.default.weight": torch.ones(3, 4)}
-    plain = merge_adapters(weights)
-    assert plain.keys() == {"a.weight", "a.bias", "b.weight"}
-    assert torch.equal(plain["a.weight"], torch.full((3, 2), 1.0 + 32 / 4 * 4))
-    weights["a.lora_B.default.weight"][0, 0] = torch.inf
+    weights = {"a.base_layer.weight": torch.ones(3, 2), "a.lora_A.default.weight": torch.ones(4, 2)}
+    weights |= {"a.lora_B.default.weight": torch.full((3, 4), torch.inf)}
     with pytest.raises(OutputError, match="the adapter of a is not finite"):
         merge_adapters(weights)

@@ -132,46 +132,29 @@ def test_all_processes_read_what_the_teacher_writes(runs: Runs, tmp_path: Path) 
 
 # ----------------------------------------------------------------------------------------- configurations of accelerate
 
-ROOT = Path(__file__).parents[1]
-CONFIGS = sorted((ROOT / "examples" / "accelerate").glob("*.yaml"))
-BY_NAME = {path.stem: path for path in CONFIGS}
+BY_NAME = {path.stem: path for path in (Path(__file__).parents[1] / "examples" / "accelerate").glob("*.yaml")}
 
 
-def arguments(name: str, *more: str) -> argparse.Namespace:
+def launched(path: Path) -> argparse.Namespace:
     """What `accelerate launch` makes of a file."""
-    given = launch_command_parser().parse_args(
-        ["--config_file", str(BY_NAME[name]), *more, "-m", "gqa.uptrain", "MODEL"]
-    )
-    found: argparse.Namespace = _validate_launch_command(given)[0]
-    return found
+    words = ["--config_file", str(path), "-m", "gqa.uptrain", "MODEL"]
+    arguments: argparse.Namespace = _validate_launch_command(launch_command_parser().parse_args(words))[0]
+    return arguments
 
 
-def test_every_key_is_accelerates_own(tmp_path: Path) -> None:
-    """accelerate itself refuses unknown keys at the top and ignores those of its sections."""
-    assert set(BY_NAME) == {"one-gpu", "ddp", "fsdp2", "two-nodes", "fsdp2-two-nodes"}
+def test_configurations_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key is accelerate's own, which refuses unknown ones at the top and ignores those of its sections; what it
+    starts, and what such a process makes of its environment.
+    """
     known = {action.dest for action in launch_command_parser()._actions}
-    for path in CONFIGS:
-        config = load_config_from_file(str(path))
-        assert config.mixed_precision == "bf16"
-        assert {*config.fsdp_config} <= known, path
-        assert config.num_processes % config.num_machines == 0
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(BY_NAME["ddp"].read_text() + "num_proceses: 8\n")
-    with pytest.raises(ValueError, match="num_proceses"):
-        load_config_from_file(str(wrong))
-
-
-def test_processes_and_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What accelerate starts, and what such a process makes of its environment."""
-    one = arguments("one-gpu")
-    assert (one.num_processes, one.multi_gpu, one.use_fsdp) == (1, False, False)
-    for name, nodes in (("ddp", 1), ("fsdp2", 1), ("two-nodes", 2), ("fsdp2-two-nodes", 2)):
-        launched = arguments(name)
-        assert launched.multi_gpu != launched.use_fsdp
-        environment = prepare_multi_gpu_env(launched)
-        assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
-        assert (launched.num_machines, launched.nproc_per_node) == (nodes, "8")
-        if launched.use_fsdp:
+    for name, nodes in (("one-gpu", 1), ("ddp", 1), ("fsdp2", 1), ("two-nodes", 2), ("fsdp2-two-nodes", 2)):
+        config, options = load_config_from_file(str(BY_NAME[name])), launched(BY_NAME[name])
+        assert {*config.fsdp_config} <= known, name
+        processes = 1 if name == "one-gpu" else 8 * nodes
+        assert (config.mixed_precision, options.num_machines, config.num_processes) == ("bf16", nodes, processes)
+        assert (options.multi_gpu, options.use_fsdp) == (name in ("ddp", "two-nodes"), name.startswith("fsdp2"))
+        environment = prepare_multi_gpu_env(options) if processes > 1 else {}
+        if options.use_fsdp:
             for variable in environment:
                 if variable.startswith(("FSDP_", "ACCELERATE_")):
                     monkeypatch.setenv(variable, environment[variable])
@@ -179,6 +162,10 @@ def test_processes_and_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (fsdp.fsdp_version, fsdp.reshard_after_forward, fsdp.activation_checkpointing) == (2, True, False)
             assert fsdp.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
             assert fsdp.state_dict_type.name == "SHARDED_STATE_DICT"
+    assert len(BY_NAME) == 5
+    (tmp_path / "wrong.yaml").write_text(BY_NAME["ddp"].read_text() + "num_proceses: 8\n")
+    with pytest.raises(ValueError, match="num_proceses"):
+        load_config_from_file(str(tmp_path / "wrong.yaml"))
 
 
 @pytest.mark.parametrize(

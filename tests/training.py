@@ -167,16 +167,15 @@ class Runs(Forks):
     """The cache of tokens is below `directory` too."""
 
     def __init__(self, directory: Path) -> None:
-        warm = (
-            "import os; os.fsync = lambda handle: None; import datasets.io.generator, gqa.uptrain.cli, gqa.uptrain.run"
-        )
-        more = "import os, peft, processes, training; os.fsync = lambda handle: None"
-        classes = "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
-        converted = f"training.warm({str(directory)!r})"
-        super().__init__(
-            directory, f"{warm}; {more}; {classes}; {converted}; processes.serve(training.command)",
-            HF_DATASETS_CACHE=str(directory / "cache"), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
-        )  # fmt: skip
+        code = f"""
+import os; os.fsync = lambda handle: None
+import datasets.io.generator, gqa.uptrain.cli, gqa.uptrain.run, peft, processes, training
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+training.warm({str(directory)!r})
+processes.serve(training.command)
+"""
+        cache = str(directory / "cache")
+        super().__init__(directory, code, HF_DATASETS_CACHE=cache, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
     def run(
         self, *words: object, ranks: int = 1, before: str = "", program: str = "uptrain", **environment: str

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from gqa.convert.api import convert_checkpoint
-from serving.clients import ENGINES, STEPS, TOP, Answer, gguf_converter, quiet, transformers
+from serving.clients import ENGINES, STEPS, TOP, Answer, quiet, transformers
 from serving.models import EMBEDDED, HEADS, swap_heads, write_random
 
 PROMPT = 'import os\n\n\ndef read_lines(path):\n    """Return all lines of the file'
@@ -127,7 +127,6 @@ def check_case(model: str, groups: int | str, expected: dict[str, Expected], pro
 
 def main() -> None:
     torch.set_num_threads(1)
-    gguf_converter()
     failures, prompt = 0, AutoTokenizer.from_pretrained(EMBEDDED)(PROMPT)["input_ids"]
     for model, groups, expected in CASES:
         with tempfile.TemporaryDirectory() as work:

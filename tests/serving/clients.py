@@ -12,10 +12,7 @@ import json
 import logging
 import os
 import runpy
-import subprocess
 import sys
-import tarfile
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,15 +20,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-from real_model import cache_directory
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STEPS = 32
 TOP = 10
-# llama.cpp's converter to GGUF is in this source distribution; PyPI's `gguf` has only a reader and a writer.
-CONVERTER = "llama-cpp-python==0.3.36"
-SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 SCRIPT = "convert_hf_to_gguf.py"
 
 
@@ -91,7 +84,7 @@ def llama_cpp(checkpoint: Path, work: Path, prompt: list[int]) -> Answer:
     import xllamacpp
 
     work.mkdir()
-    directory, file = gguf_converter(), work / "model.gguf"
+    directory, file = Path(sys.prefix) / "llama.cpp", work / "model.gguf"
     with mock.patch.object(sys, "path", [os.fspath(directory), os.fspath(directory / "gguf-py"), *sys.path]):
         base = importlib.import_module("conversion.base")
         with mock.patch.object(base.TextModel, "get_vocab_base_pre", return_value="default"):
@@ -123,27 +116,6 @@ ENGINES = {
     "CTranslate2": Engine(ctranslate2, 1e-5), "onnxruntime-genai": Engine(onnxruntime, 2e-5),
     "llama.cpp": Engine(llama_cpp, 1e-4),
 }  # fmt: skip
-
-
-def gguf_converter() -> Path:
-    """The directory with llama.cpp's converter; pip fetches it once (77 MB) and checks its SHA-256."""
-    package, _, number = CONVERTER.partition("==")
-    directory = cache_directory() / f"gguf-converter-{number}"
-    if not directory.is_dir():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".gguf-converter-") as scratch:
-            requirement = Path(scratch) / "requirement.txt"
-            requirement.write_text(f"{CONVERTER} --hash=sha256:{SHA256}\n")
-            options = ["--no-deps", "--no-binary", package, "--no-build-isolation", "--require-hashes", "--quiet"]
-            options += ["--dest", scratch, "--requirement", os.fspath(requirement)]
-            subprocess.run([sys.executable, "-m", "pip", "download", *options], check=True)
-            with tarfile.open(next(Path(scratch).glob("*.tar.gz"))) as archive:
-                for member in archive:
-                    _, _, name = member.name.partition("/vendor/llama.cpp/")
-                    if member.isfile() and name.startswith((SCRIPT, "conversion/", "gguf-py/", "LICENSE")):
-                        archive.extract(member.replace(name=name), Path(scratch) / "converter", filter="data")
-            (Path(scratch) / "converter").rename(directory)  # it appears complete or not at all
-    return directory
 
 
 def run_main(program: str | Path, *words: object) -> None:
