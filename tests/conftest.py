@@ -115,6 +115,14 @@ def place() -> Path:
     return material()
 
 
+@pytest.fixture(scope="session")
+def pair_models() -> Path:
+    """Encoder-decoders with 2 KV heads (`t5`, `bart`, `marian`), their base models, and pairs of text."""
+    from training import pair_material
+
+    return pair_material()
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cache of its own, and no memory of the accelerator of the test before."""

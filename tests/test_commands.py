@@ -16,14 +16,12 @@ from typing import Any
 
 import click
 import pytest
-import torch
 from checkpoints import Recorder, leftovers, llama, run
 from training import tiny_checkpoint
 
 from gqa.checkpoint import console
 from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.hub import quiet
-from gqa.checkpoint.loading import out_of_memory
 from gqa.checkpoint.options import Amount, Number, Several, Text, _types, read
 from gqa.convert import cli as convert_cli
 from gqa.convert.methods import METHODS
@@ -283,17 +281,3 @@ def test_every_error_has_a_traceback_with_its_cause_on_request(
     *shown, last = capsys.readouterr().err.splitlines()
     assert (leaving.value.code, last.startswith(line)) == (code, True), last
     assert ("the cause" in "".join(shown)) == ("v" in words)
-
-
-def test_what_running_out_of_memory_looks_like(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch has a class for a GPU's memory alone; the machine's is known by words. A command says it in one line."""
-    monkeypatch.setattr("sys.argv", ["gqa-test"])
-    with pytest.raises(SystemExit, match=r"^1$"):
-        console.run(click.Command("test", callback=lambda: torch.empty(1 << 46)), "gqa-test", "nothing was written")
-    assert capsys.readouterr().err.startswith("gqa-test: out of memory: ")
-    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert out_of_memory(MemoryError())
-    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not out_of_memory(ValueError("out of memory"))

@@ -17,7 +17,6 @@ from gqa.checkpoint import write as writer
 from gqa.checkpoint.console import Watcher
 from gqa.convert import rewrite
 from gqa.convert.api import convert, convert_checkpoint, prepare
-from gqa.convert.methods import HeadMaps
 from gqa.convert.options import ConvertOptions
 
 MIB = 1 << 20
@@ -111,14 +110,3 @@ def test_jobs_change_nothing_but_the_time(tmp_path: Path, dtype: str | None, mon
     assert outputs[0] == outputs[1]
     assert torch.get_num_threads() == 3, "the caller's threads are given back"
     torch.set_num_threads(threads)
-
-
-def test_an_unused_head_does_not_reach_the_group() -> None:
-    """Weight zero is absence, also where another group uses the head at that place, and also for NaN and Inf."""
-    weights = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
-    heads = torch.randn(4, 3, 5).to(torch.bfloat16)
-    heads[1] = torch.inf
-    merged = HeadMaps(weights, weights).merge("key", heads)
-    assert torch.equal(merged[0], heads[0])
-    assert torch.equal(merged[1], ((heads[2].float() + heads[3].float()) / 2).to(torch.bfloat16))
-    assert torch.equal(HeadMaps(weights * 0, weights).merge("key", heads), torch.zeros(2, 3, 5, dtype=torch.bfloat16))

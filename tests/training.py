@@ -156,13 +156,6 @@ def command(job: dict[str, Any]) -> None:
         call(f"gqa-{job['program']}", words)
 
 
-def warm(directory: str) -> None:
-    """A conversion, after which another imports nothing."""
-    from gqa.convert.api import convert_checkpoint
-
-    convert_checkpoint(Path(directory, "model"), 1, Path(directory, "warm"), method="mean")
-
-
 class Runs(Forks):
     """The cache of tokens is below `directory` too."""
 
@@ -171,7 +164,8 @@ class Runs(Forks):
 import os; os.fsync = lambda handle: None
 import datasets.io.generator, gqa.uptrain.cli, gqa.uptrain.run, peft, processes, training
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-training.warm({str(directory)!r})
+from gqa.convert.api import convert_checkpoint
+convert_checkpoint({str(directory / "model")!r}, 1, {str(directory / "warm")!r}, method="mean")  # imports the rest
 processes.serve(training.command)
 """
         cache = str(directory / "cache")
