@@ -117,7 +117,7 @@ def refusals(place: Path, root: Path) -> Refusals:
     return [
         ({"data": small}, "tokens, less than one block of 64; lower --context"),
         (alpha | {"batch_size": 999}, "less than one batch of 999; give more"),
-        (alpha | {"alpha": 1e-4}, "less than one block of 64; give more, or use smaller"),
+        (alpha | {"alpha": 1e-4}, "less than one block of 64; give more, or lower --context"),
         ({"data": empty}, "holds no text: it is empty or blank"),
         ({"heldout": place / "data.jsonl"}, "all documents are held out"),
         ({"heldout": small}, "the held-out text has less than one block of 64 tokens"),
