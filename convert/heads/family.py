@@ -21,10 +21,8 @@ does not name inside an attention module is an error, not a guess.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 from gqa.checkpoint.custom_code import listed_as
@@ -185,13 +183,14 @@ Pairing = Literal["half", "interleaved"]
 @dataclass(frozen=True)
 class Rotary:
     """Which of a head's dimensions are rotated: the first `dims` = n, in pairs (f, f + n / 2) (`half`) or
-    (2 f, 2 f + 1) (`interleaved`). `slow`: radians a position of the last pairs, those that turn by less than half a
-    circle over the longest text.
+    (2 f, 2 f + 1) (`interleaved`). `speeds`: radians a position of every pair, none where they are not known;
+    `longest`: positions of the longest text.
     """
 
     dims: int
     pairing: Pairing = "half"
-    slow: tuple[float, ...] = ()
+    speeds: tuple[float, ...] = ()
+    longest: int = 1
 
 
 def at_layer(listed: Sequence[Any], layer: int) -> Any:
@@ -208,7 +207,7 @@ def _rope_parameters(config: Any, layer: int) -> tuple[dict[str, Any] | None, st
 
 
 def _speeds(config: Any, layer: int, dims: int, length: int) -> list[float]:
-    """Radians a position of every pair, the fastest first; none where they are not known."""
+    """Radians a position of every pair; none where they are not known."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters, kind = _rope_parameters(config, layer)
@@ -274,8 +273,7 @@ class Symmetry:
         longest = getattr(config, "max_position_embeddings", None)
         if not longest or not self.free_keys(config):
             return Rotary(dims, self.pairing)
-        slow = [*takewhile(lambda speed: speed * longest < math.pi, reversed(_speeds(config, layer, dims, length)))]
-        return Rotary(dims, self.pairing, tuple(reversed(slow)))
+        return Rotary(dims, self.pairing, tuple(_speeds(config, layer, dims, length)), longest)
 
 
 Edits = dict[str, Any]

@@ -166,7 +166,7 @@ def closed_form(task: Task) -> LayerResult:
     check_finite(task.layer.index, w_o)
     # Dynamic RoPE depends on the length.
     rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.stream.hidden.shape[1])
-    rotary = replace(rotary, slow=()) if task.module.kind == "cross" else rotary  # cross-attention has no RoPE
+    rotary = replace(rotary, speeds=()) if task.module.kind == "cross" else rotary  # cross-attention has no RoPE
     free_keys, device = symmetry.free_keys(text), float64_device(pair.source.device)
     moments = _measure_source(task, Moments.zeros(heads, 1 if search else groups, device), rotary, w_o)
     if search:

@@ -7,6 +7,7 @@ lost. Sources: docs/methods.md.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,9 @@ from gqa.convert.heads.family import Rotary
 CUT = 1e-6  # of the largest eigenvalue: what is below is rounding, and its inverse would be too
 _ROWS = 2048  # whose products are summed in float32
 _TURNS = 50  # of heads onto each other
+_SWEEPS = 8  # of alternating least squares for keys; twice as many change the third digit of the error
+_DISTANCES = 4096  # at which scores are compared
+_SMALLEST = 1e-10  # of the largest eigenvalue, where rounding is that of float64
 _ROUNDS = 10  # of alternating least squares for values: further ones change the fourth digit of the error
 _LEAST_GAIN = 1e-6  # of the energy: a round that gains less is the last
 
@@ -30,27 +34,17 @@ def pairs(rotary: Rotary) -> tuple[Tensor, Tensor]:
     return first, first + 1
 
 
-def slow_dims(rotary: Rotary) -> Tensor:
-    """The dimensions of the slow pairs, the first of each before all second ones."""
-    return torch.cat([dims[len(dims) - len(rotary.slow) :] for dims in pairs(rotary)])
-
-
-def plain_dims(rotary: Rotary, dim: int) -> list[Tensor]:
-    """The dimensions that need not be shared pair by pair: the slow ones and those that are not rotated, if any."""
-    return [dims for dims in (slow_dims(rotary), torch.arange(rotary.dims, dim)) if len(dims)]
-
-
 def unturned(heads: Tensor, rotary: Rotary) -> Tensor:
-    """(B, H, T, d) rotated queries or keys of positions 0, 1, ... with the slow pairs as they were before."""
-    if not rotary.slow:
+    """(B, H, T, d) rotated queries or keys of positions 0, 1, ... as they were before, where the speeds are known."""
+    if not rotary.speeds:
         return heads
-    first, second = slow_dims(rotary).chunk(2)
-    speeds = torch.tensor(rotary.slow, device=heads.device)
+    first, second = pairs(rotary)
+    speeds = torch.tensor(rotary.speeds, device=heads.device)
     angles = torch.arange(heads.shape[2], device=heads.device)[:, None] * speeds
-    cos, sin = angles.cos().to(heads), angles.sin().to(heads)  # (T, slow)
-    real, imaginary, plain = heads[..., first], heads[..., second], heads.clone()
-    plain[..., first], plain[..., second] = real * cos + imaginary * sin, imaginary * cos - real * sin
-    return plain
+    cos, sin = angles.cos().to(heads), angles.sin().to(heads)  # (T, n / 2)
+    real, imaginary, before = heads[..., first], heads[..., second], heads.clone()
+    before[..., first], before[..., second] = real * cos + imaginary * sin, imaginary * cos - real * sin
+    return before
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,7 @@ def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> 
     """The key that stands for the m keys of one group.
 
     Args:
-        keys: (m * d, m * d) second moments E[k k^T] of the group's keys, one after another.
+        keys: (m * d, m * d) second moments E[k k^T] of the group's keys, one after another, as `unturned` gives them.
         queries: (m, d, d) for each head, the sum over its query heads of E[q q^T].
         means: (m * d,) E[k]: a constant key adds the same to all scores of a query, so it need not be kept.
         rotary: What is turned; the rest of the dimensions is not.
@@ -79,10 +73,63 @@ def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> 
     key, query = keys.new_zeros(dim, heads * dim), keys.new_zeros(heads, dim, dim)
     if rotary.dims:
         _rotated_key(keys, queries, rotary, key, query)
-    varying = without_means(keys, means)
-    for dims in plain_dims(rotary, dim):
-        _plain_key(varying, queries, dims, key, query)
-    return GroupMaps(key, query)
+    if rotary.dims < dim:
+        _plain_key(without_means(keys, means), queries, torch.arange(rotary.dims, dim), key, query)
+    return _across_speeds(keys, queries, means, rotary, key) if rotary.speeds else GroupMaps(key, query)
+
+
+def _across_speeds(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary, key: Tensor) -> GroupMaps:
+    """The shared key whose pairs also hold what turns at other speeds, as far as scores at all distances allow; from
+    the shared key `key` (d, m d) on, which keeps each speed for itself.
+
+    A pair is two complex numbers, which distance t turns by exp(-i v t) and exp(i v t) (v = 0: not rotated); D_t is the
+    diagonal of these factors. The shared key B k and queries X_a^H q give scores q^H X_a D_t B k where head a has
+    q^H D_t k_a. The mean square of the difference is least over t = 1 ... L, nearer distances counting more (log t is
+    uniform). With C_ij = E[D_i conj(D_j)] as elementwise factor, X_a and B have closed forms given the other one:
+    X_a = (K_a B^H * C) (B K B^H * C)^-1 and B_a = (sum_b X_b^H Q_b X_b * C^T)^-1 (X_a^H Q_a * C^T).
+    """
+    heads, dim = queries.shape[:2]
+    basis, turns = _complex_basis(rotary, dim)
+    basis, turns = basis.to(keys.device), turns.to(keys.device)
+    agreement = turns @ turns.mH / turns.shape[1]  # C
+    stacked = torch.block_diag(*[basis] * heads)
+    mean = stacked @ means.to(basis)
+    # What a constant key adds to scores does not matter as far as it is the same at all distances.
+    varying = mean * (1 - turns.mean(1).abs().square()).clamp_min(0).sqrt().repeat(heads)
+    moments = stacked @ keys.to(basis) @ stacked.mH - torch.outer(mean, mean.conj())
+    moments += torch.outer(varying, varying.conj())
+    energy = basis @ queries.to(basis) @ basis.mH  # (m, d, d)
+    shared = basis @ key.to(basis) @ stacked.mH
+    before = moments.diagonal().real.view(heads, dim).mean(0)
+    held = ((shared @ moments) * shared.conj()).sum(1).real
+    if len(empty := (held <= _SMALLEST * held.max()).nonzero()):  # they would stay so: let them begin with anything
+        anything = torch.randn(key.shape, generator=torch.Generator().manual_seed(0), dtype=key.dtype).to(key)
+        shared[empty] = (basis @ anything.to(basis) @ stacked.mH)[empty]
+    for sweep in range(_SWEEPS + 1):
+        crossed = moments @ shared.mH  # (m d, d)
+        own = crossed.view(heads, dim, dim) * agreement
+        restore = own @ pseudo_inverse(shared @ crossed * agreement, _SMALLEST)  # (m, d, d)
+        if sweep == _SWEEPS:
+            break
+        wanted = (restore.mH @ energy) * agreement.mT
+        gain = (restore.mH @ energy @ restore).sum(0) * agreement.mT
+        shared = pseudo_inverse(gain, _SMALLEST) @ wanted.transpose(0, 1).flatten(1)
+        shared *= _energy_back(before, ((shared @ moments) * shared.conj()).sum(1).real)[:, None]
+    return GroupMaps((basis.mH @ shared @ stacked).real, (basis.mH @ restore.mH @ basis).real)
+
+
+def _complex_basis(rotary: Rotary, dim: int) -> tuple[Tensor, Tensor]:
+    """The unitary (d, d) map to complex numbers that are turned, and by what they are at distances (d, n): numbers at
+    the place of a pair's first dimension one way, of its second the other way.
+    """
+    first, second = pairs(rotary)
+    basis, speeds = torch.eye(dim, dtype=torch.complex128), torch.zeros(dim, dtype=torch.float64)
+    basis[first, first] = basis[second, first] = 0.5**0.5
+    basis[first, second], basis[second, second] = 1j * 0.5**0.5, -1j * 0.5**0.5
+    speeds[first] = torch.tensor(rotary.speeds, dtype=torch.float64)
+    speeds[second] = -speeds[first]
+    distances = torch.logspace(0, math.log10(rotary.longest), _DISTANCES, dtype=torch.float64)
+    return basis, torch.exp(-1j * speeds[:, None] * distances)
 
 
 def without_means(keys: Tensor, means: Tensor) -> Tensor:
@@ -142,9 +189,8 @@ def _energy_back(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _plain_key(keys: Tensor, queries: Tensor, dims: Tensor, key: Tensor, query: Tensor) -> None:
-    """Dimensions with little or no rotation: the subspace of the stacked keys that keeps most of the scores' energy,
-    the top eigenvectors U of S^1/2 B S^1/2 with B = blockdiag(E[q q^T]). It replaces what `key` and `query` have there,
-    in the basis that is nearest to that: what keeps to its frequencies rotates as it should.
+    """Dimensions without rotation: the subspace of the stacked keys that keeps most of the scores' energy, the top
+    eigenvectors U of S^1/2 B S^1/2 with B = blockdiag(E[q q^T]).
     """
     heads, dim = queries.shape[:2]
     n = len(dims)
@@ -154,25 +200,17 @@ def _plain_key(keys: Tensor, queries: Tensor, dims: Tensor, key: Tensor, query: 
     energy = torch.block_diag(*(queries[head][dims][:, dims] for head in range(heads)))
     vectors = torch.linalg.eigh(root @ energy @ root)[1][:, -n:]
     combine, restore = vectors.T @ inverse, root @ vectors  # (n, m n), (m n, n)
-    before = key[dims][:, stacked]
-    if before.any():
-        size, unsize = root_and_inverse(before @ covariance @ before.T, floored=True)  # none of the directions is lost
-        left, _, right = torch.linalg.svd(unsize @ before @ covariance @ combine.T)
-        combine, restore = size @ left @ right @ combine, restore @ (left @ right).T @ unsize
-    else:
-        scale = _energy_back(covariance.trace() / heads, (combine @ covariance @ combine.T).trace())
-        combine, restore = combine * scale, restore / scale
-    key[dims[:, None], stacked] = combine
+    scale = _energy_back(covariance.trace() / heads, (combine @ covariance @ combine.T).trace())
+    key[dims[:, None], stacked] = combine * scale
     for head in range(heads):
-        query[head][dims[:, None], dims] = restore[head * n : (head + 1) * n].T
+        query[head][dims[:, None], dims] = restore[head * n : (head + 1) * n].T / scale
 
 
-def root_and_inverse(matrix: Tensor, floored: bool = False) -> tuple[Tensor, Tensor]:
-    """S^1/2 and its pseudo-inverse, without the directions below CUT of the largest, or `floored` with that in them."""
+def root_and_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """S^1/2 and its pseudo-inverse, without the directions below CUT of the largest."""
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
-    least = CUT * values[-1].clamp_min(1e-300)
-    large = values > (-torch.inf if floored else least)
-    values, vectors = values[large].clamp_min(least).sqrt(), vectors[:, large]
+    large = values > CUT * values[-1].clamp_min(1e-300)
+    values, vectors = values[large].sqrt(), vectors[:, large]
     return (vectors * values) @ vectors.T, (vectors / values) @ vectors.T
 
 
@@ -221,10 +259,10 @@ def _restoring_maps(project: Tensor, attended: Tensor, crossed: Tensor) -> Tenso
 
 
 def pseudo_inverse(matrices: Tensor, cut: float = CUT) -> Tensor:
-    """Of symmetric positive semi-definite matrices (..., n, n), without the directions below `cut` of the largest."""
-    values, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
+    """Of Hermitian positive semi-definite matrices (..., n, n), without the directions below `cut` of the largest."""
+    values, vectors = torch.linalg.eigh((matrices + matrices.mH) / 2)
     values = values.where(values > cut * values[..., -1:].clamp_min(1e-300), torch.inf)
-    inverses: Tensor = (vectors / values.unsqueeze(-2)) @ vectors.mT
+    inverses: Tensor = (vectors / values.unsqueeze(-2)) @ vectors.mH
     return inverses
 
 

@@ -25,7 +25,6 @@ from gqa.convert.merge.linear_algebra import (
     complex_moments,
     key_weights,
     pairs,
-    plain_dims,
     shared_key,
     shared_value,
     without_means,
@@ -205,10 +204,9 @@ def _lost_keys(moments: Moments, group: Group, rotary: Rotary, free_keys: bool) 
         real, imaginary = pairs(rotary)
         weight = key_weights(queries, real, imaginary)
         spread = weight[:, :, None] * complex_moments(keys.view(len(group), dim, -1, dim), real, imaginary)
-        fast = slice(len(real) - len(rotary.slow))
-        lost += float(torch.linalg.eigvalsh(spread * weight[:, None, :])[fast, :-1].clamp_min(0).sum())
-    varying = without_means(keys, moments.key_means[0][rows])
-    for dims in plain_dims(rotary, dim):
+        lost += float(torch.linalg.eigvalsh(spread * weight[:, None, :])[:, :-1].clamp_min(0).sum())
+    if rotary.dims < dim:
+        varying, dims = without_means(keys, moments.key_means[0][rows]), torch.arange(rotary.dims, dim)
         plain = (torch.arange(len(group))[:, None] * dim + dims).flatten()
         lost += _energy_outside(varying[plain][:, plain], queries[:, dims][:, :, dims])
     return lost
