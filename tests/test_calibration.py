@@ -201,10 +201,10 @@ def test_held_out_blocks_are_new_to_the_start(source: Path, method: str) -> None
 def test_layers_in_16_bits_are_refined(
     source: Path, tmp_path: Path, dtype: str, autocast: bool, trained: list[tuple[float, float]]
 ) -> None:
-    how = replace(SHORT, autocast=autocast)
+    how = replace(SHORT, steps=40, autocast=autocast)
     find_maps(plan_of(source, "refined"), tmp_path / "maps", on_ids(refinement=how, dtype=dtype))
     assert len(trained) == 2
-    assert all(after < before < 1 for before, after in trained)
+    print(trained); assert all(after < before < 1 for before, after in trained)
 
 
 def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

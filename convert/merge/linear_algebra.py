@@ -41,8 +41,8 @@ def unturned(heads: Tensor, rotary: Rotary) -> Tensor:
     first, second = pairs(rotary)
     speeds = torch.tensor(rotary.speeds, device=heads.device)
     angles = torch.arange(heads.shape[2], device=heads.device)[:, None] * speeds
-    cos, sin = angles.cos().to(heads), angles.sin().to(heads)  # (T, n / 2)
-    real, imaginary, before = heads[..., first], heads[..., second], heads.clone()
+    before, cos, sin = heads.to(torch.float32, copy=True), angles.cos(), angles.sin()  # (T, n / 2)
+    real, imaginary = before[..., first], before[..., second]
     before[..., first], before[..., second] = real * cos + imaginary * sin, imaginary * cos - real * sin
     return before
 
