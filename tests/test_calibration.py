@@ -204,7 +204,7 @@ def test_layers_in_16_bits_are_refined(
     how = replace(SHORT, steps=40, autocast=autocast)
     find_maps(plan_of(source, "refined"), tmp_path / "maps", on_ids(refinement=how, dtype=dtype))
     assert len(trained) == 2
-    print(trained); assert all(after < before < 1 for before, after in trained)
+    assert all(after < before < 1 for before, after in trained)
 
 
 def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
