@@ -198,7 +198,7 @@ def test_specs() -> None:
     assert {spec: parse_self(spec) for spec in expected} == {key: SelfText(*value) for key, value in expected.items()}
     assert [is_self(spec) for spec in ("self:1M", "selfish.txt")] == [True, False]
     for spec in ("self:", "self:0", "self:many", "self:1M:2", "self:1M:plain"):
-        with pytest.raises(CorpusError, match="like self:1M"):
+        with pytest.raises(CorpusError, match="self:1M for a number of tokens"):
             parse_self(spec)
 
 
