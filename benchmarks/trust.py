@@ -224,7 +224,7 @@ def table(rows: dict[str, dict[str, Any]], texts: Sequence[str]) -> str:
         words = [name, f"{row['bytes']:.2f}", *(f"x{ratio:.3g}" for ratio in ratios), f"{row['kl']:.2f}", *recall]
         words += [f"{row['greedy']:.0f}", *(f"{share:.0%}" for share in row["exact"].values())]
         lines.append([*words, f"x{row['decode']:.2f}" if "decode" in row else ""])
-    return "\n".join(f"| {' | '.join(words)} |".replace("%", " %") for words in lines)
+    return "\n".join(f"| {' | '.join(words)} |" for words in lines)
 
 
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
