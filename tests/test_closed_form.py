@@ -61,8 +61,8 @@ def test_alternating_steps_lose_less_than_their_start(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-3, 1.0])
-def test_pairs_that_hardly_turn_share_what_one_speed_each_cannot(size: float) -> None:
-    """Keys of two heads that lie in four dimensions, but not speed by speed: nothing is lost, scores stay."""
+def test_slow_pairs_share_what_single_frequencies_cannot(size: float) -> None:
+    """Keys of two heads that lie in four dimensions, but not frequency by frequency: nothing is lost, scores stay."""
     generator = torch.Generator().manual_seed(0)
     mixing = normal(generator, 4, 8) * torch.tensor([1, size, 1, size] * 2)  # the second pair of either head
     keys = normal(generator, 500, 4) @ mixing
@@ -73,19 +73,19 @@ def test_pairs_that_hardly_turn_share_what_one_speed_each_cannot(size: float) ->
         back = torch.cat([keys @ found.merge.T @ found.back[head] for head in range(2)], 1)  # q'^T k' = q^T M^T C k
         return float((back - keys).square().sum() / keys.square().sum())
 
-    assert lost(Rotary(4, speeds=(0.0, 0.0), longest=100)) < 1e-5
+    assert lost(Rotary(4, frequencies=(0.0, 0.0), longest=100)) < 1e-5
     assert lost(Rotary(4)) > 0.01
 
 
-def test_keys_across_speeds_have_the_least_error_of_scores() -> None:
-    """Scores at many distances, computed by turning explicit keys: less error than with each speed for itself, and
+def test_keys_across_frequencies_have_the_least_error_of_scores() -> None:
+    """Scores at many distances, computed from rotated keys: less error than with each frequency alone, and
     none of the maps near by has less.
     """
-    generator, speeds = torch.Generator().manual_seed(0), (1.0, 0.1, 0.01, 0.001)
+    generator, frequencies = torch.Generator().manual_seed(0), (1.0, 0.1, 0.01, 0.001)
     keys, queries = normal(generator, 400, 16) @ normal(generator, 16, 16), normal(generator, 2, 300, 8)
-    rotary, means = Rotary(8, speeds=speeds, longest=1000), torch.zeros(16, dtype=torch.float64)
+    rotary, means = Rotary(8, frequencies=frequencies, longest=1000), torch.zeros(16, dtype=torch.float64)
     distances = torch.logspace(0, 3, 200, dtype=torch.float64)
-    angles = torch.outer(distances, torch.tensor(speeds, dtype=torch.float64).repeat(2))
+    angles = torch.outer(distances, torch.tensor(frequencies, dtype=torch.float64).repeat(2))
 
     def turned(heads: Tensor) -> Tensor:  # (n, 8) -> (200, n, 8)
         swapped = torch.cat([-heads[:, 4:], heads[:, :4]], 1)

@@ -28,7 +28,7 @@ from gqa.convert.heads.family import Rotary, Symmetry
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.from_weights import from_weights, norm_gain
-from gqa.convert.merge.linear_algebra import unturned
+from gqa.convert.merge.linear_algebra import unrotate
 from gqa.convert.merge.pair import Pair
 from gqa.convert.methods import HeadMaps
 
@@ -71,7 +71,7 @@ EXAMPLES = {*SEVERAL, *_KINDS.values(), *(name for name in CASES if "+" in name)
 # Whose pairs are merged each for itself, since their config says nothing of a longest text.
 UNLIMITED = ("recurrent_gemma", "recurrent_gemma+bias")
 _FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]}
-# Embeddings that are scaled, or choose their speeds by the length of the text: a model, its embedding, lengths.
+# Embeddings that are scaled, or choose their frequencies by the length of the text: a model, its embedding, lengths.
 SCALED: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "linear": ("llama", {}, (24,)),
     "dynamic": ("llama", {}, (8, 24, 100)),
@@ -159,7 +159,7 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
             kinds = {module.kind for module in attention_modules(plan.checkpoint, plan.config)}
             assert name in ("dia_decoder", "t5gemma2_decoder") or kinds == {"decoder-self", "cross"}
         else:
-            check_speeds(calibrator.pair, tiny.name, 16)
+            check_frequencies(calibrator.pair, tiny.name, 16)
         given = inputs(tiny, 64, 16) | given
         hidden = after_layers(model, calibrator.pair.source.prefix, given)
         assert relative(calibrator.streams.source.hidden, hidden) < SAME
@@ -179,13 +179,13 @@ def calibrated(given: dict[str, Tensor], plan: Plan, **options: Any) -> tuple[Ca
     return calibrator, {result.module.path: result.maps for result in results}
 
 
-def check_speeds(pair: Pair, name: str, length: int) -> None:
+def check_frequencies(pair: Pair, name: str, length: int) -> None:
     """A layer that is given the same at every position has the same queries and keys there, before they are turned."""
     symmetry, text, found = pair.symmetry, pair.plan.config.text, list[tuple[AttentionModule, Rotary]]()
     assert symmetry
     for module in (module for layer in range(len(pair.source.layers)) for module in pair.modules_of(layer)):
         found.append((module, symmetry.rotary(text, module.layer, pair.heads(module)[0].key_dim, length)))
-    known = [(module, rotary) for module, rotary in found if rotary.speeds]
+    known = [(module, rotary) for module, rotary in found if rotary.frequencies]
     turned = symmetry.free_keys(text) and any(rotary.dims for _, rotary in found)
     assert bool(known) == (turned and name not in UNLIMITED)
     for module, rotary in known[:1]:
@@ -194,7 +194,7 @@ def check_speeds(pair: Pair, name: str, length: int) -> None:
         (capture,) = pair.with_attention(module, pair.original(module.layer)).capture(stream, "heads")
         pair.source.release(module.layer)
         for heads in capture.heads[:2]:
-            before, after = ((h - h[:, :, :1]).abs().max() for h in (unturned(heads, rotary), heads))
+            before, after = ((h - h[:, :, :1]).abs().max() for h in (unrotate(heads, rotary), heads))
             assert before < 1e-4 * after
 
 
@@ -217,7 +217,7 @@ def check_places(tiny: Tiny, directory: Path, expected: Tensor, example: bool) -
 
 @pytest.mark.parametrize("kind", [*SCALED, "wide"])
 def test_queries_and_keys_are_turned_back(kind: str, tmp_path: Path) -> None:
-    """Where speeds are not those of the types above; and where only a part of wide heads is turned."""
+    """Where frequencies are not those of the types above; and where only a part of wide heads is turned."""
     name, options, lengths = SCALED.get(kind, ("stablelm", {}, (24,)))
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0} | options
     changed = {"rope_parameters": rope, "original_max_position_embeddings": 16}
@@ -225,7 +225,7 @@ def test_queries_and_keys_are_turned_back(kind: str, tmp_path: Path) -> None:
     directory = write_checkpoint(build(tiny, QUERY_HEADS, attention=attention(tiny)), tmp_path / "source")
     for length in lengths:
         pair = Pair(plan_conversion(directory, 1, method="calibrated"), on_ids(batch=1))
-        check_speeds(pair, kind, length)
+        check_frequencies(pair, kind, length)
 
 
 @pytest.mark.parametrize(

@@ -183,13 +183,13 @@ Pairing = Literal["half", "interleaved"]
 @dataclass(frozen=True)
 class Rotary:
     """Which of a head's dimensions are rotated: the first `dims` = n, in pairs (f, f + n / 2) (`half`) or
-    (2 f, 2 f + 1) (`interleaved`). `speeds`: radians a position of every pair, none where they are not known;
+    (2 f, 2 f + 1) (`interleaved`). `frequencies`: radians per position of every pair, empty if unknown;
     `longest`: positions of the longest text.
     """
 
     dims: int
     pairing: Pairing = "half"
-    speeds: tuple[float, ...] = ()
+    frequencies: tuple[float, ...] = ()
     longest: int = 1
 
 
@@ -206,14 +206,14 @@ def _rope_parameters(config: Any, layer: int) -> tuple[dict[str, Any] | None, st
     return (parameters[kind], kind) if kind in parameters else (parameters, None)
 
 
-def _speeds(config: Any, layer: int, dims: int, length: int) -> list[float]:
-    """Radians a position of every pair; none where they are not known."""
+def _frequencies(config: Any, layer: int, dims: int, length: int) -> list[float]:
+    """Radians per position of every pair; empty if they are unknown."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters, kind = _rope_parameters(config, layer)
     if initialize := ROPE_INIT_FUNCTIONS.get((parameters or {}).get("rope_type")):
-        speeds: list[float] = initialize(config, seq_len=length, layer_type=kind)[0].tolist()
-        return speeds if 2 * len(speeds) == dims else []
+        frequencies: list[float] = initialize(config, seq_len=length, layer_type=kind)[0].tolist()
+        return frequencies if 2 * len(frequencies) == dims else []
     base = (parameters or {}).get("rope_theta")
     return [base ** (-2 * pair / dims) for pair in range(dims // 2)] if base else []
 
@@ -262,18 +262,18 @@ class Symmetry:
         return self.places if isinstance(self.places, bool) else not getattr(config, self.places, None)
 
     def rotary(self, config: Any, layer: int, dim: int, length: int = 1) -> Rotary:
-        """Of heads (dim) on a text of `length` tokens, by which some embeddings choose their speeds."""
+        """RoPE of a layer with heads of `dim` numbers; some types choose frequencies by the `length` of the text."""
         parameters, _ = _rope_parameters(config, layer)
         rotates = self.rotates if isinstance(self.rotates, bool) else self.rotates(config, layer)
         if parameters is None or not rotates:
             return Rotary(0, self.pairing)
-        # Frequencies beyond a proportional part are zero, the pairs stay.
+        # Type `proportional` rotates all pairs, those beyond the factor by zero.
         all_pairs = parameters.get("rope_type") == "proportional"
         dims = dim if all_pairs else int(dim * (parameters.get("partial_rotary_factor") or 1.0))
         longest = getattr(config, "max_position_embeddings", None)
         if not longest or not self.free_keys(config):
             return Rotary(dims, self.pairing)
-        return Rotary(dims, self.pairing, tuple(_speeds(config, layer, dims, length)), longest)
+        return Rotary(dims, self.pairing, tuple(_frequencies(config, layer, dims, length)), longest)
 
 
 Edits = dict[str, Any]

@@ -13,7 +13,7 @@ from gqa.checkpoint.loading import as_float64, float64_device
 from gqa.convert.heads.family import Rotary
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.merge.layerwise import Attend, Layer, Stream
-from gqa.convert.merge.linear_algebra import CUT, add_products, pseudo_inverse, ridge, unturned
+from gqa.convert.merge.linear_algebra import CUT, add_products, pseudo_inverse, ridge, unrotate
 from gqa.convert.merge.moments import Moments, find_order, head_maps, heads_of, stack_groups
 from gqa.convert.merge.pair import Pair, check_finite
 from gqa.convert.methods import HeadMaps, query_order
@@ -166,7 +166,7 @@ def closed_form(task: Task) -> LayerResult:
     check_finite(task.layer.index, w_o)
     # Dynamic RoPE depends on the length.
     rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.stream.hidden.shape[1])
-    rotary = replace(rotary, speeds=()) if task.module.kind == "cross" else rotary  # cross-attention has no RoPE
+    rotary = replace(rotary, frequencies=()) if task.module.kind == "cross" else rotary  # cross-attention has no RoPE
     free_keys, device = symmetry.free_keys(text), float64_device(pair.source.device)
     moments = _measure_source(task, Moments.zeros(heads, 1 if search else groups, device), rotary, w_o)
     if search:
@@ -193,7 +193,7 @@ def _measure_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -
         scaling = options.get("scaling") or q.shape[-1] ** -0.5
         significance = significance_of(q, k, v, capture.mask, scaling, roots, options.get("position_bias"), causal)
         visible = visible_keys(capture.mask, k) * weights.any(1, keepdim=True)
-        moments.add(unturned(q, rotary), unturned(k, rotary), v, significance * weights[:, None], visible)
+        moments.add(unrotate(q, rotary), unrotate(k, rotary), v, significance * weights[:, None], visible)
     return moments.averaged()
 
 

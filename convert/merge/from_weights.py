@@ -61,8 +61,8 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
             stream.add(module, gain, stored["output"], stored["value"])
         if not changes[0].merges:
             continue
-        # Estimated moments do not show what frequencies have in common: merging each alone loses less.
-        rotary, order = replace(symmetry.rotary(text, module.layer, heads.key_dim), speeds=()), None
+        # Estimated moments do not show how frequencies correlate: merging each alone loses less.
+        rotary, order = replace(symmetry.rotary(text, module.layer, heads.key_dim), frequencies=()), None
         if search:
             order = find_order(_estimated(stored, heads, 1), stored["output"].double(), groups, rotary, free_keys)
         if order:

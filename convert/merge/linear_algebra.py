@@ -16,14 +16,14 @@ from torch import Tensor
 from gqa.checkpoint.loading import as_float64
 from gqa.convert.heads.family import Rotary
 
-CUT = 1e-6  # of the largest eigenvalue: what is below is rounding, and its inverse would be too
-_ROWS = 2048  # whose products are summed in float32
-_TURNS = 50  # of heads onto each other
-_SWEEPS = 8  # of alternating least squares for keys; twice as many change the third digit of the error
-_DISTANCES = 4096  # at which scores are compared
-_SMALLEST = 1e-10  # of the largest eigenvalue, where rounding is that of float64
-_ROUNDS = 10  # of alternating least squares for values: further ones change the fourth digit of the error
-_LEAST_GAIN = 1e-6  # of the energy: a round that gains less is the last
+CUT = 1e-6  # eigenvalues below this share of the largest are rounding errors, which an inverse would blow up
+_FLOAT64_CUT = 1e-10  # the same where only float64 rounds
+_ROWS = 2048  # rows whose products are summed in float32
+_TURNS = 50  # sweeps that rotate heads onto each other, at most
+_KEY_SWEEPS = 8  # of alternating least squares for keys; twice as many change the third digit of the error
+_DISTANCES = 4096  # sampled distances between query and key at which scores are compared
+_VALUE_SWEEPS = 10  # of alternating least squares for values; more change the fourth digit of the error
+_LEAST_GAIN = 1e-6  # share of the energy: a sweep that gains less is the last
 
 
 def pairs(rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -34,23 +34,23 @@ def pairs(rotary: Rotary) -> tuple[Tensor, Tensor]:
     return first, first + 1
 
 
-def unturned(heads: Tensor, rotary: Rotary) -> Tensor:
-    """(B, H, T, d) rotated queries or keys of positions 0, 1, ... as they were before, where the speeds are known."""
-    if not rotary.speeds:
+def unrotate(heads: Tensor, rotary: Rotary) -> Tensor:
+    """Undo RoPE on (B, H, T, d) queries or keys of positions 0, 1, ...; without frequencies they stay as they are."""
+    if not rotary.frequencies:
         return heads
     first, second = pairs(rotary)
-    speeds = torch.tensor(rotary.speeds, device=heads.device)
-    angles = torch.arange(heads.shape[2], device=heads.device)[:, None] * speeds
-    before, cos, sin = heads.to(torch.float32, copy=True), angles.cos(), angles.sin()  # (T, n / 2)
-    real, imaginary = before[..., first], before[..., second]
-    before[..., first], before[..., second] = real * cos + imaginary * sin, imaginary * cos - real * sin
-    return before
+    frequencies = torch.tensor(rotary.frequencies, device=heads.device)
+    angles = torch.arange(heads.shape[2], device=heads.device)[:, None] * frequencies
+    plain, cos, sin = heads.to(torch.float32, copy=True), angles.cos(), angles.sin()  # (T, n / 2)
+    real, imaginary = plain[..., first], plain[..., second]
+    plain[..., first], plain[..., second] = real * cos + imaginary * sin, imaginary * cos - real * sin
+    return plain
 
 
 @dataclass(frozen=True)
 class GroupMaps:
-    """`merge` (d, m * d): the shared head out of the m of a group. `back`: of keys (m, d, d), for the queries of each
-    head; of values (R, d, d), what restores each query head's own.
+    """`merge` (d, m * d): from the m stacked heads of a group to the shared one. `back`: of keys (m, d, d), applied to
+    the queries that read each head; of values (R, d, d), from the shared value to the one that each query head reads.
     """
 
     merge: Tensor
@@ -61,13 +61,13 @@ class GroupMaps:
 
 
 def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> GroupMaps:
-    """The key that stands for the m keys of one group.
+    """Merge the m keys of a group. Without frequencies in `rotary` each pair of dimensions is merged alone.
 
     Args:
-        keys: (m * d, m * d) second moments E[k k^T] of the group's keys, one after another, as `unturned` gives them.
-        queries: (m, d, d) for each head, the sum over its query heads of E[q q^T].
-        means: (m * d,) E[k]: a constant key adds the same to all scores of a query, so it need not be kept.
-        rotary: What is turned; the rest of the dimensions is not.
+        keys: (m * d, m * d) second moments E[k k^T] of the group's stacked keys, as `unrotate` returns them.
+        queries: (m, d, d) for each head, the sum over its query heads of E[q q^T], as `unrotate` returns them.
+        means: (m * d,) E[k]: unless rotated, a constant key adds the same to all scores of a query: it is dropped.
+        rotary: The dimensions that are rotated, and their frequencies.
     """
     heads, dim = queries.shape[:2]
     key, query = keys.new_zeros(dim, heads * dim), keys.new_zeros(heads, dim, dim)
@@ -75,74 +75,77 @@ def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> 
         _rotated_key(keys, queries, rotary, key, query)
     if rotary.dims < dim:
         _plain_key(without_means(keys, means), queries, torch.arange(rotary.dims, dim), key, query)
-    return _across_speeds(keys, queries, means, rotary, key) if rotary.speeds else GroupMaps(key, query)
+    return _across_frequencies(keys, queries, means, rotary, key) if rotary.frequencies else GroupMaps(key, query)
 
 
-def _across_speeds(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary, key: Tensor) -> GroupMaps:
-    """The shared key whose pairs also hold what turns at other speeds, as far as scores at all distances allow; from
-    the shared key `key` (d, m d) on, which keeps each speed for itself.
+def _across_frequencies(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary, key: Tensor) -> GroupMaps:
+    """The shared key whose scores have the least error at all distances. A pair of its dimensions may hold what pairs
+    of other frequencies held; `key` (d, m d), where it does not, is the start.
 
-    A pair is two complex numbers, which distance t turns by exp(-i v t) and exp(i v t) (v = 0: not rotated); D_t is the
-    diagonal of these factors. The shared key B k and queries X_a^H q give scores q^H X_a D_t B k where head a has
-    q^H D_t k_a. The mean square of the difference is least over t = 1 ... L, nearer distances counting more (log t is
-    uniform). With C_ij = E[D_i conj(D_j)] as elementwise factor, X_a and B have closed forms given the other one:
-    X_a = (K_a B^H * C) (B K B^H * C)^-1 and B_a = (sum_b X_b^H Q_b X_b * C^T)^-1 (X_a^H Q_a * C^T).
+    In the basis of `_complex_basis` RoPE is diagonal: a query q and a key k at distance t have the score q^H D_t k,
+    D_t = diag(exp(-i v t)), v the frequency of a pair and its negative (0: not rotated). With the stacked keys k, the
+    shared key B k and queries X_a^H q, head a has q^H X_a D_t B k in place of q^H D_t k_a. Minimised is the mean square
+    of the difference, summed over a, over t from 1 to the longest text with log t uniform: near keys count more.
+
+    The mean over t multiplies D_t M D_t^H elementwise (*) by C_ij = E[exp(-i (v_i - v_j) t)]. So with K = E[k k^H],
+    K_a = E[k_a k^H] and Q_a = E[q q^H] of head a, each of B = [B_1 ... B_m] and X_a is least squares given the other:
+        X_a = (K_a B^H * C) (B K B^H * C)^-1
+        B_a = (sum_b X_b^H Q_b X_b * C^T)^-1 (X_a^H Q_a * C^T)
     """
     heads, dim = queries.shape[:2]
-    basis, turns = _complex_basis(rotary, dim)
-    basis, turns = basis.to(keys.device), turns.to(keys.device)
-    agreement = turns @ turns.mH / turns.shape[1]  # C
+    basis, diagonals = (part.to(keys.device) for part in _complex_basis(rotary, dim))
+    coherence = diagonals @ diagonals.mH / diagonals.shape[1]  # C
     stacked = torch.block_diag(*[basis] * heads)
     mean = stacked @ means.to(basis)
-    # What a constant key adds to scores does not matter as far as it is the same at all distances.
-    varying = mean * (1 - turns.mean(1).abs().square()).clamp_min(0).sqrt().repeat(heads)
+    # Of a constant key E[D_t] k shifts all scores of a query alike; only the rest counts, 1 - |E[D_t]|^2 of its energy.
+    varying = mean * (1 - diagonals.mean(1).abs().square()).clamp_min(0).sqrt().repeat(heads)
     moments = stacked @ keys.to(basis) @ stacked.mH - torch.outer(mean, mean.conj())
-    moments += torch.outer(varying, varying.conj())
-    energy = basis @ queries.to(basis) @ basis.mH  # (m, d, d)
-    shared = basis @ key.to(basis) @ stacked.mH
-    before = moments.diagonal().real.view(heads, dim).mean(0)
-    held = ((shared @ moments) * shared.conj()).sum(1).real
-    if len(empty := (held <= _SMALLEST * held.max()).nonzero()):  # they would stay so: let them begin with anything
-        anything = torch.randn(key.shape, generator=torch.Generator().manual_seed(0), dtype=key.dtype).to(key)
-        shared[empty] = (basis @ anything.to(basis) @ stacked.mH)[empty]
-    for sweep in range(_SWEEPS + 1):
-        crossed = moments @ shared.mH  # (m d, d)
-        own = crossed.view(heads, dim, dim) * agreement
-        restore = own @ pseudo_inverse(shared @ crossed * agreement, _SMALLEST)  # (m, d, d)
-        if sweep == _SWEEPS:
+    moments += torch.outer(varying, varying.conj())  # K
+    query_moments = basis @ queries.to(basis) @ basis.mH  # Q (m, d, d)
+    merge = basis @ key.to(basis) @ stacked.mH  # B (d, m d)
+    energy = moments.diagonal().real.view(heads, dim).mean(0)
+    merged_energy = ((merge @ moments) * merge.conj()).sum(1).real
+    if len(empty := (merged_energy <= _FLOAT64_CUT * merged_energy.max()).nonzero()):  # zeros stay zeros: start random
+        start = torch.randn(key.shape, generator=torch.Generator().manual_seed(0), dtype=key.dtype).to(key)
+        merge[empty] = (basis @ start.to(basis) @ stacked.mH)[empty]
+    for sweep in range(_KEY_SWEEPS + 1):
+        cross = moments @ merge.mH  # K B^H (m d, d)
+        head_cross = cross.view(heads, dim, dim) * coherence
+        restore = head_cross @ pseudo_inverse(merge @ cross * coherence, _FLOAT64_CUT)  # X (m, d, d)
+        if sweep == _KEY_SWEEPS:
             break
-        wanted = (restore.mH @ energy) * agreement.mT
-        gain = (restore.mH @ energy @ restore).sum(0) * agreement.mT
-        shared = pseudo_inverse(gain, _SMALLEST) @ wanted.transpose(0, 1).flatten(1)
-        shared *= _energy_back(before, ((shared @ moments) * shared.conj()).sum(1).real)[:, None]
-    return GroupMaps((basis.mH @ shared @ stacked).real, (basis.mH @ restore.mH @ basis).real)
+        targets = (restore.mH @ query_moments) * coherence.mT
+        gram = (restore.mH @ query_moments @ restore).sum(0) * coherence.mT
+        merge = pseudo_inverse(gram, _FLOAT64_CUT) @ targets.transpose(0, 1).flatten(1)
+        merge *= _energy_factor(energy, ((merge @ moments) * merge.conj()).sum(1).real)[:, None]
+    return GroupMaps((basis.mH @ merge @ stacked).real, (basis.mH @ restore.mH @ basis).real)
 
 
 def _complex_basis(rotary: Rotary, dim: int) -> tuple[Tensor, Tensor]:
-    """The unitary (d, d) map to complex numbers that are turned, and by what they are at distances (d, n): numbers at
-    the place of a pair's first dimension one way, of its second the other way.
+    """The unitary basis (d, d) in which RoPE is diagonal, and the diagonals (d, n) of D_t at n distances t: a pair
+    (x, y) becomes (x + i y, x - i y) / sqrt(2), which D_t multiplies by exp(-i v t) and exp(i v t).
     """
     first, second = pairs(rotary)
-    basis, speeds = torch.eye(dim, dtype=torch.complex128), torch.zeros(dim, dtype=torch.float64)
+    basis, frequencies = torch.eye(dim, dtype=torch.complex128), torch.zeros(dim, dtype=torch.float64)
     basis[first, first] = basis[second, first] = 0.5**0.5
     basis[first, second], basis[second, second] = 1j * 0.5**0.5, -1j * 0.5**0.5
-    speeds[first] = torch.tensor(rotary.speeds, dtype=torch.float64)
-    speeds[second] = -speeds[first]
+    frequencies[first] = torch.tensor(rotary.frequencies, dtype=torch.float64)
+    frequencies[second] = -frequencies[first]
     distances = torch.logspace(0, math.log10(rotary.longest), _DISTANCES, dtype=torch.float64)
-    return basis, torch.exp(-1j * speeds[:, None] * distances)
+    return basis, torch.exp(-1j * frequencies[:, None] * distances)
 
 
 def without_means(keys: Tensor, means: Tensor) -> Tensor:
-    """Moments of keys without what is constant: it shifts all scores of a query (nearly) alike."""
+    """Covariance (n, n) of keys from moments and means (n,): a constant key shifts all scores of a query alike."""
     centred = keys - means[:, None] * means
     varies = centred.diagonal() > 1e-12 * keys.diagonal()  # more than by rounding
     return centred * varies[:, None] * varies
 
 
 def _rotated_key(keys: Tensor, queries: Tensor, rotary: Rotary, key: Tensor, query: Tensor) -> None:
-    """Fills the maps `key` and `query` from the moments `keys` and `queries`. Per frequency, the complex combination
-    that keeps most of the scores' energy: the top eigenvector of w S w, with S[a, b] = E[k_a conj(k_b)] and w_a^2 the
-    energy of head a's queries. A complex factor commutes with the rotation.
+    """Fill the rotated dimensions of the maps `key` and `query`, each frequency alone: the complex combination of keys
+    that keeps most of the scores' energy, the top eigenvector of w S w with S_ab = E[k_a conj(k_b)] and w_a^2 the
+    energy of head a's queries. Complex factors commute with the rotation.
     """
     heads, dim = queries.shape[:2]
     real, imaginary = pairs(rotary)
@@ -153,20 +156,20 @@ def _rotated_key(keys: Tensor, queries: Tensor, rotary: Rotary, key: Tensor, que
     restore = vectors / weight  # k_a ~ restore_a k*
     before = moments.diagonal(dim1=1, dim2=2).real.mean(1)
     after = torch.einsum("fa,fab,fb->f", combine, moments, combine.conj()).real
-    scale = _energy_back(before, after)[:, None]
+    scale = _energy_factor(before, after)[:, None]
     _put_complex(key.view(dim, heads, dim).transpose(0, 1), combine * scale, real, imaginary)
     _put_complex(query, (restore / scale).conj(), real, imaginary)
 
 
 def key_weights(queries: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
-    """(F, m) the root of each head's query energy at each frequency, floored so that no key is given up."""
+    """(F, m) square root of each head's query energy at each frequency, floored so that no head's key is dropped."""
     energy = queries.diagonal(dim1=1, dim2=2)
     weight = (energy[:, real] + energy[:, imaginary]).T.clamp_min(0).sqrt()
     return weight.clamp_min(1e-3 * weight.amax(1, keepdim=True).clamp_min(1e-30))
 
 
 def complex_moments(blocks: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
-    """(F, m, m) moments E[k_a conj(k_b)] of every frequency, from the real ones (m, d, m, d)."""
+    """(F, m, m) moments E[k_a conj(k_b)] of each frequency, from real moments (m, d, m, d)."""
     pick = torch.arange(len(real))
 
     def of(rows: Tensor, columns: Tensor) -> Tensor:  # (m, F, m, F) -> (F, m, m)
@@ -176,21 +179,21 @@ def complex_moments(blocks: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
 
 
 def _put_complex(targets: Tensor, factors: Tensor, real: Tensor, imaginary: Tensor) -> None:
-    """Multiplication of every frequency by complex factors (F, m), as real matrices (m, d, d)."""
+    """Write complex factors (F, m), one for each frequency and head, into the real matrices `targets` (m, d, d)."""
     for target, factor in zip(targets, factors.T, strict=True):
         target[real, real] = target[imaginary, imaginary] = factor.real
         target[real, imaginary], target[imaginary, real] = -factor.imag, factor.imag
 
 
-def _energy_back(before: Tensor, after: Tensor) -> Tensor:
-    """The factor that gives heads of the energy `after` that of `before`; 1 where either is nothing."""
+def _energy_factor(before: Tensor, after: Tensor) -> Tensor:
+    """sqrt(before / after), which scales heads of energy `after` to energy `before`; 1 where either is zero."""
     factor = (before.clamp_min(0) / after.clamp_min(1e-300)).sqrt()
     return factor.where((factor > 0) & (after > 0), torch.ones_like(factor))
 
 
 def _plain_key(keys: Tensor, queries: Tensor, dims: Tensor, key: Tensor, query: Tensor) -> None:
-    """Dimensions without rotation: the subspace of the stacked keys that keeps most of the scores' energy, the top
-    eigenvectors U of S^1/2 B S^1/2 with B = blockdiag(E[q q^T]).
+    """Fill the dimensions `dims` of the maps `key` and `query`, which are not rotated: the subspace of the stacked keys
+    that keeps most of the scores' energy, the top eigenvectors of S^1/2 B S^1/2, S = `keys`, B = blockdiag(E[q q^T]).
     """
     heads, dim = queries.shape[:2]
     n = len(dims)
@@ -200,14 +203,14 @@ def _plain_key(keys: Tensor, queries: Tensor, dims: Tensor, key: Tensor, query: 
     energy = torch.block_diag(*(queries[head][dims][:, dims] for head in range(heads)))
     vectors = torch.linalg.eigh(root @ energy @ root)[1][:, -n:]
     combine, restore = vectors.T @ inverse, root @ vectors  # (n, m n), (m n, n)
-    scale = _energy_back(covariance.trace() / heads, (combine @ covariance @ combine.T).trace())
+    scale = _energy_factor(covariance.trace() / heads, (combine @ covariance @ combine.T).trace())
     key[dims[:, None], stacked] = combine * scale
     for head in range(heads):
         query[head][dims[:, None], dims] = restore[head * n : (head + 1) * n].T / scale
 
 
 def root_and_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """S^1/2 and its pseudo-inverse, without the directions below CUT of the largest."""
+    """S^1/2 and its pseudo-inverse, without eigenvalues of S below CUT times the largest."""
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
     large = values > CUT * values[-1].clamp_min(1e-300)
     values, vectors = values[large].sqrt(), vectors[:, large]
@@ -215,51 +218,51 @@ def root_and_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shared_value(attended: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -> GroupMaps:
-    """The value that stands for the m values of one group.
+    """Merge the m values of a group, so that W_O's outputs can be recovered with the least squared error.
 
-    By alternating least squares, from what is best where all query heads see the same: the shared value is moved down
-    the preconditioned gradient as far as that helps, then each head's way back to its own is solved for.
+    Alternating least squares, from the optimum for equal attention in all query heads: the map to the shared value
+    takes a line search along the preconditioned gradient, then each query head's map back is solved for.
 
     Args:
-        attended: (R, m * d, m * d) for each of the group's R = m r query heads, E[z z^T] of the attention-averaged
-            stacked values that it sees; (1, m * d, m * d) where all see the same, whose best is known at once.
-        values: (m * d, m * d) second moments of the stacked values, which the shared value keeps the energy of.
-        outputs: (R, d, d) W_O,i^T W_O,i of each query head.
-        owner: (R,) which of the m heads a query head reads.
+        attended: (R, m * d, m * d) E[z z^T] for each of the group's R = m r query heads, z the attention-weighted
+            average of the stacked values; (1, m * d, m * d) if all attend alike: then the start is the optimum.
+        values: (m * d, m * d) second moments of the stacked values; the shared value gets their mean energy.
+        outputs: (R, d, d) W_O,i W_O,i^T of each query head, W_O,i (d, D).
+        owner: (R,) which of the m heads each query head reads.
     """
     dim = outputs.shape[1]
     heads = attended.shape[1] // dim
     root, inverse = root_and_inverse(attended.mean(0))
     gain = torch.block_diag(*(outputs[owner == head].sum(0) for head in range(heads)))
     vectors = torch.linalg.eigh(root @ gain @ root)[1][:, -dim:]
-    project = vectors.T @ inverse  # (d, m d), the best where all heads see the same
-    own_dims = (owner[:, None] * dim + torch.arange(dim)).to(attended.device)
-    query_head = torch.arange(len(owner), device=own_dims.device)[:, None]
-    crossed = attended.expand(len(owner), -1, -1)[query_head, own_dims]  # (R, d, m d) E[z_own z^T]
-    energy = (outputs * crossed.take_along_dim(own_dims[:, None], 2)).sum()
+    project = vectors.T @ inverse  # (d, m d), the optimum if all heads attend alike
+    head_dims = (owner[:, None] * dim + torch.arange(dim)).to(attended.device)
+    query_head = torch.arange(len(owner), device=head_dims.device)[:, None]
+    crossed = attended.expand(len(owner), -1, -1)[query_head, head_dims]  # (R, d, m d) E[z_a z^T]
+    energy = (outputs * crossed.take_along_dim(head_dims[:, None], 2)).sum()
     restore = _restoring_maps(project, attended, crossed)
-    for _ in range(_ROUNDS if len(attended) > 1 else 0):
+    for _ in range(_VALUE_SWEEPS if len(attended) > 1 else 0):
         gains = restore.mT @ outputs @ restore
         missing = (restore.mT @ outputs @ (crossed - restore @ project @ attended)).sum(0)
         move = pseudo_inverse(gains.sum(0)) @ missing @ inverse @ inverse
         slope, bend = (missing * move).sum(), (move * (gains @ move @ attended).sum(0)).sum()
-        if slope.square() <= _LEAST_GAIN * energy * bend:  # what the step would gain
+        if slope.square() <= _LEAST_GAIN * energy * bend:  # the step gains slope^2 / bend
             break
         project = project + slope / bend * move
         restore = _restoring_maps(project, attended, crossed)
-    scale = _energy_back(values.trace() / heads, (project @ values @ project.T).trace())
+    scale = _energy_factor(values.trace() / heads, (project @ values @ project.T).trace())
     return GroupMaps(project * scale, restore / scale)
 
 
 def _restoring_maps(project: Tensor, attended: Tensor, crossed: Tensor) -> Tensor:
-    """(R, d, d): the least-squares map of each query head from the shared value (d, m d) to its own; `crossed`
-    (R, d, m d) is E[z_own z^T].
+    """(R, d, d) least-squares maps from the shared value, `project` (d, m d) @ z, to the value z_a that each query head
+    reads; `crossed` (R, d, m d) is E[z_a z^T].
     """
     return crossed @ project.T @ pseudo_inverse(project @ attended @ project.T)
 
 
 def pseudo_inverse(matrices: Tensor, cut: float = CUT) -> Tensor:
-    """Of Hermitian positive semi-definite matrices (..., n, n), without the directions below `cut` of the largest."""
+    """Of Hermitian positive semi-definite matrices (..., n, n), without eigenvalues below `cut` times the largest."""
     values, vectors = torch.linalg.eigh((matrices + matrices.mH) / 2)
     values = values.where(values > cut * values[..., -1:].clamp_min(1e-300), torch.inf)
     inverses: Tensor = (vectors / values.unsqueeze(-2)) @ vectors.mH
@@ -271,18 +274,18 @@ def add_products(sums: Tensor, rows: Tensor, columns: Tensor | None = None) -> N
     products of _ROWS rows are summed in float32, which is twice as fast and exact to well below CUT.
     """
     columns = rows if columns is None else columns
-    for some, others in zip(rows.float().split(_ROWS, -2), columns.float().split(_ROWS, -2), strict=True):
-        sums += as_float64(some.mT @ others)
+    for left, right in zip(rows.float().split(_ROWS, -2), columns.float().split(_ROWS, -2), strict=True):
+        sums += as_float64(left.mT @ right)
 
 
 def ridge(inputs: Tensor, targets: Tensor, start: Tensor, strength: float) -> Tensor:
-    """The map W (n, p) with a' W ~ y in least squares, drawn towards `start`.
+    """Ridge regression towards `start`: W (n, p) minimises E|x W - y|^2 + damping |W - start|^2.
 
     Args:
-        inputs: (n, n) E[a'^T a']; targets: (n, p) E[a'^T y]; start: (n, p).
-        strength: Of the ridge, relative to the mean of the diagonal of `inputs`.
+        inputs: (n, n) E[x^T x]; targets: (n, p) E[x^T y]; start: (n, p).
+        strength: Damping relative to the mean of the diagonal of `inputs`.
     """
-    damping = max(strength, 1e-12) * inputs.diagonal().mean().clamp_min(1e-200)  # where no input is, the start stays
+    damping = max(strength, 1e-12) * inputs.diagonal().mean().clamp_min(1e-200)  # inputs of zero keep the start
     system = inputs + damping * torch.eye(len(inputs)).to(inputs)
     solution: Tensor = torch.linalg.solve(system, targets + damping * start)
     return solution
@@ -290,30 +293,30 @@ def ridge(inputs: Tensor, targets: Tensor, start: Tensor, strength: float) -> Te
 
 # ------------------------------------------------------------------------------------------------- Procrustes
 #
-# Heads are turned onto each other, averaged, and given their norm back: the best published way of merging heads without
-# data (arXiv 2412.20677, section 3), and the special case of rotations only. Here from the same second moments.
+# Heads are rotated onto each other, averaged, and scaled to their norm: the best published way of merging heads without
+# data (arXiv 2412.20677, section 3). The same second moments, with rotations as the only maps.
 
 
 def rotations(moments: Tensor) -> Tensor:
-    """(m, d, d) rotations A that bring heads together, from their (m, d, m, d) moments.
+    """(m, d, d) rotations A that align heads, from their moments S (m, d, m, d).
 
-    Maximises sum_ab tr(A_a S_ab A_b^T): one head after another is turned onto the sum of the others.
+    Maximises sum_ab tr(A_a S_ab A_b^T): one head after another is rotated onto the sum of the others.
     """
     heads, dim = moments.shape[:2]
-    turned = torch.eye(dim, dtype=moments.dtype).repeat(heads, 1, 1)
+    rotation = torch.eye(dim, dtype=moments.dtype).repeat(heads, 1, 1)
     for _ in range(_TURNS if heads > 1 else 0):
-        before = turned.clone()
+        before = rotation.clone()
         for head in range(heads):
-            rest = torch.einsum("bij,bjk->ik", turned, moments[:, :, head]) - turned[head] @ moments[head, :, head]
+            rest = torch.einsum("bij,bjk->ik", rotation, moments[:, :, head]) - rotation[head] @ moments[head, :, head]
             left, _, right = torch.linalg.svd(rest)
-            turned[head] = left @ right
-        if torch.allclose(turned, before, rtol=0, atol=1e-9):
+            rotation[head] = left @ right
+        if torch.allclose(rotation, before, rtol=0, atol=1e-9):
             break
-    return turned
+    return rotation
 
 
 def phases(moments: Tensor) -> Tensor:
-    """The same for complex numbers: (F, m) of modulus 1 from (F, m, m) moments E[k_a conj(k_b)], F at a time."""
+    """The same, each frequency alone: (F, m) factors of modulus 1 from (F, m, m) moments E[k_a conj(k_b)]."""
     factors = torch.ones_like(moments[:, 0])
     for _ in range(_TURNS if moments.shape[1] > 1 else 0):
         for head in range(moments.shape[1]):
@@ -324,7 +327,7 @@ def phases(moments: Tensor) -> Tensor:
 
 
 def procrustes_key(keys: Tensor, rotary: Rotary, heads: int) -> GroupMaps:
-    """(m * d, m * d) moments of the keys of a group -> their aligned mean, and the turned queries."""
+    """The aligned mean of a group's keys, with moments (m * d, m * d), and the rotations of its queries."""
     dim = len(keys) // heads
     key, query = keys.new_zeros(dim, heads * dim), keys.new_zeros(heads, dim, dim)
     blocks = keys.view(heads, dim, heads, dim)
@@ -334,33 +337,33 @@ def procrustes_key(keys: Tensor, rotary: Rotary, heads: int) -> GroupMaps:
         phase = phases(moments)
         energy = moments.diagonal(dim1=1, dim2=2).real.clamp_min(0)  # (F, m)
         after = torch.einsum("fa,fab,fb->f", phase, moments, phase.conj()).real / heads**2
-        scale = _energy_back(energy.mean(1), after)[:, None]
+        scale = _energy_factor(energy.mean(1), after)[:, None]
         _put_complex(key.view(dim, heads, dim).transpose(0, 1), scale / heads * phase, real, imaginary)
         _put_complex(query, phase, real, imaginary)
     rest = torch.arange(rotary.dims, dim)
     if len(rest):
-        merges, turned = _turned(blocks[:, rest][:, :, :, rest])
+        merges, rotation = _scaled_rotations(blocks[:, rest][:, :, :, rest])
         for head in range(heads):
             key[rest[:, None], head * dim + rest] = merges[head]
-            query[head][rest[:, None], rest] = turned[head]
+            query[head][rest[:, None], rest] = rotation[head]
     return GroupMaps(key, query)
 
 
 def procrustes_value(values: Tensor, heads: int, repeat: int) -> GroupMaps:
-    """(m * e, m * e) moments of the values of a group -> their aligned mean, and what turns it back for each of the
-    `repeat` query heads of a head.
+    """The aligned mean of a group's values, with moments (m * e, m * e), and the rotations back, for each query head
+    (`repeat` read a head).
     """
     dim = len(values) // heads
-    merges, turned = _turned(values.view(heads, dim, heads, dim))
-    return GroupMaps(torch.cat(list(merges), 1), turned.mT.repeat_interleave(repeat, 0))
+    merges, rotation = _scaled_rotations(values.view(heads, dim, heads, dim))
+    return GroupMaps(torch.cat(list(merges), 1), rotation.mT.repeat_interleave(repeat, 0))
 
 
-def _turned(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """(m, d, d) what heads of these moments (m, d, m, d) are averaged by, to the mean energy that they have, and the
-    rotations in that.
+def _scaled_rotations(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Maps (m, d, d) of heads, with moments (m, d, m, d), that sum to their aligned mean at their mean energy; and the
+    rotations in these maps.
     """
-    heads, turned = len(moments), rotations(moments)
-    halfway = torch.einsum("aij,ajbk->aibk", turned, moments)
-    mean = torch.einsum("aibk,bik->", halfway, turned) / heads**2
-    energy = torch.einsum("aiaj,aij->", halfway, turned) / heads
-    return _energy_back(energy, mean) / heads * turned, turned
+    heads, rotation = len(moments), rotations(moments)
+    half = torch.einsum("aij,ajbk->aibk", rotation, moments)
+    mean_energy = torch.einsum("aibk,bik->", half, rotation) / heads**2
+    energy = torch.einsum("aiaj,aij->", half, rotation) / heads
+    return _energy_factor(energy, mean_energy) / heads * rotation, rotation
