@@ -61,7 +61,7 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
 
 def _plan(checkpoint: Checkpoint, groups: int | tuple[int, ...], options: ConvertOptions) -> Plan:
     plan = make_plan(checkpoint, groups, options.method, options.seed, options.dtype)
-    if plan.needs_maps and plan.merging.how.reads_text:
+    if plan.needs_maps and plan.merging.traits.reads_text:
         options.maps().text.check_sources(checkpoint)
     return plan
 

@@ -27,7 +27,7 @@ _QUICK = (
     "--method aligned reads only the weights and takes minutes, but loses more: with 1 of 3 KV heads, SmolLM2-135M's "
     "recall falls from 95% to 16% (calibrated: 92%)"
 )
-_METHODS = "\n".join(f"  {name:12}{how.needs}; {how.cost}: {how.result}" for name, how in METHODS.items())
+_METHODS = "\n".join(f"  {name:12}{method.needs}; {method.cost}: {method.result}" for name, method in METHODS.items())
 _EPILOG = f"""\b
 Methods (text: --data, or self-generated), with input, time and algorithm:
 {_METHODS}
@@ -93,9 +93,9 @@ def _say_cost(plan: Plan, options: ConvertOptions) -> None:
     from gqa.convert.estimate import duration, estimate
 
     maps = options.maps()
-    seconds, memory = estimate(plan, plan.merging.how, maps)
+    seconds, memory = estimate(plan, plan.merging.traits, maps)
     text = f"estimate    about {duration(seconds)} on {maps.device}"
-    if seconds > _LONG and plan.merging.how.reads_text and METHODS["aligned"] in plan.available_methods():
+    if seconds > _LONG and plan.merging.traits.reads_text and METHODS["aligned"] in plan.available_methods():
         text += f"; {_QUICK}"
     _say(text, options)
     _warn(_memory_warnings(plan, maps.device, memory))
@@ -109,7 +109,7 @@ def _memory_warnings(plan: Plan, device: str, memory: int) -> list[str]:
     total = total_memory(device)
     if total is None or memory <= total:
         return []
-    advice = "; --data takes less, because nothing is sampled" if plan.merging.how.reads_text else ""
+    advice = "; --data takes less, because nothing is sampled" if plan.merging.traits.reads_text else ""
     return [f"--method {plan.method} takes about {size(memory)} of memory; {device} has {size(total)}{advice}"]
 
 
@@ -132,7 +132,7 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
             cost = f"about {duration(seconds)} on {maps.device}, {size(memory)} of memory"
             _say(f"estimate    {method.name:12}{cost}", options)
             costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}
-            if method == plan.merging.how:
+            if method == plan.merging.traits:
                 warnings += _memory_warnings(plan, maps.device, memory)
     _warn(warnings)
     _say("dry run     nothing was written", options)

@@ -1,8 +1,8 @@
-"""The methods, and their arithmetic: how the heads of a group become one.
+"""The methods, and how they apply: how the heads of a group are merged into one.
 
 `mean` and `first` are the pooling of arXiv 2305.13245, section 2.1 and figure 4; `random` is that figure's control. The
-others look at the model: their maps are computed first (`gqa.convert.merge.find_maps`) and then applied; modules that
-have none (those of layers that predict further tokens) are pooled.
+others read the model: their maps are computed first (`gqa.convert.merge.find_maps`) and then applied; modules without
+maps (those of layers that predict further tokens) are pooled.
 
 Letters: H query heads, Hk key/value heads, G groups of m = Hk / G, d and e the dimensions of a key and a value head.
 """
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadMaps:
-    """What becomes of the heads of one attention layer.
+    """Linear maps that merge the heads of one attention module.
 
     key: (G, d, m * d), `W_K'[j] = key[j] @ stack(W_K of the group)`; or (G, m) weights, short for blocks key[j, a] * I.
     value: (G, e, m * e) or (G, m), the same for values. Both hold for biases too.
     query: (H, d, d), `W_Q'[i] = query[i] @ W_Q[i]`; None for the identity.
     output: (H * e, H * e), `W_O' = W_O @ output` with W_O (D, H * e); None for the identity.
-    order: (Hk,) which source head stands where before neighbours are merged; its query heads go with it.
+    order: (Hk,) source heads in the order in which neighbours are merged; query heads move with them.
     """
 
     key: Tensor
@@ -55,7 +55,7 @@ class HeadMaps:
         if weights.ndim == 2:
             return _pooled(heads, weights)
         groups, rows, width = weights.shape
-        if heads.shape[1] * (heads.shape[0] // groups) != width:  # a row or so of each head: a norm, a gate
+        if heads.shape[1] * (heads.shape[0] // groups) != width:  # a row or so for each head: a norm, a gate
             return _pooled(heads, weights.new_full((groups, heads.shape[0] // groups), groups / heads.shape[0]))
         merged = heads.new_empty(groups, rows, *heads.shape[2:])
         if not heads.is_meta:
@@ -68,9 +68,9 @@ class HeadMaps:
         maps = self.query if role == "query" else self.output
         if maps is None or heads.is_meta:
             return heads
-        if role == "output":  # heads are W_O's transposed: (W_O C)^T = C^T W_O^T
+        if role == "output":  # heads of W_O^T: (W_O C)^T = C^T W_O^T
             return _product(maps.T, heads.flatten(0, 1)).to(heads.dtype).view_as(heads)
-        if heads.shape[1] != maps.shape[1]:  # one number of each head: a sink
+        if heads.shape[1] != maps.shape[1]:  # one number for each head: a sink
             return heads
         changed = heads.clone()
         for head, matrix in enumerate(maps):
@@ -120,11 +120,11 @@ MAPS = ("key", "value", "query", "output")
 class StoredMaps:
     """The maps of a model in safetensors `files`, one for each finished layer (of methods that read weights: module).
 
-    Of every attention module `MODULE/key`, `/value`, `/query`, `/output`, `/order` (see HeadMaps); whole tensors that
-    replace those of the result, in its layout, have its names.
-    description: how they were made, as JSON: the method, its options, the text.
-    errors: of a method that reads text, for each layer the squared error of attention's output relative to the base
-    model's; None where nothing is merged. quality: of both models on held-out text (`Check`); None if not measured.
+    Each attention module has `MODULE/key`, `/value`, `/query`, `/output`, `/order` (see HeadMaps). Tensors that replace
+    whole tensors of the result have the names of those.
+    description: What made them, as JSON: the method, its options, the text.
+    errors: If the method reads text, for each layer the squared error of attention's output relative to the base
+    model's; None if nothing is merged. quality: Of both models on held-out text (`Check`); None if not measured.
     """
 
     files: tuple[Path, ...]
@@ -141,7 +141,7 @@ class StoredMaps:
         return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
 
     def of(self, module: str) -> HeadMaps | None:
-        """The maps of the attention module at this path; None where there are none."""
+        """The maps of the attention module at this path, or None."""
         parts = {part: self.tensor(f"{module}/{part}") for part in MAPS if f"{module}/{part}" in self.names}
         order = f"{module}/order"
         if not parts:
@@ -154,7 +154,7 @@ class StoredMaps:
 
 
 def mean(kv: int, groups: int) -> HeadMaps:
-    """Every head of a group counts alike: weights 1 / m, m = Hk / G."""
+    """Average the heads of each group: weights 1 / m, m = Hk / G."""
     import torch
 
     weights = torch.full((groups, kv // groups), groups / kv, dtype=torch.float64)
@@ -162,7 +162,7 @@ def mean(kv: int, groups: int) -> HeadMaps:
 
 
 def first(kv: int, groups: int) -> HeadMaps:
-    """The first head of each group stands for it."""
+    """Keep the first head of each group."""
     import torch
 
     weights = torch.zeros(groups, kv // groups, dtype=torch.float64)
@@ -172,14 +172,14 @@ def first(kv: int, groups: int) -> HeadMaps:
 
 @dataclass(frozen=True)
 class Method:
-    """One way in which the heads of a group become one.
+    """One method of merging heads.
 
-    needs: What it looks at besides the number of heads: nothing, the `weights`, or `text` that runs through the model.
-    cost: What it takes, in words. result: What the heads of the result are, in words.
-    pool: From (Hk, G) to maps; of a method that looks at the model, for modules without maps.
+    needs: What it reads besides the numbers of heads: nothing, the `weights`, or `text` that runs through the model.
+    cost, result: The time it takes, and what the heads of the result are, in words.
+    pool: Function from (Hk, G) to maps; methods that read the model use it for modules without maps.
     redraws: Whether projections are drawn at random instead.
     guesses: Whether it estimates the inputs of layers from the weights (`can_guess_inputs`).
-    refines: Whether layers are trained after the closed form, so that whole tensors replace those of the model.
+    refines: Whether it trains layers after the closed form; trained tensors then replace whole tensors of the model.
     """
 
     name: str
@@ -193,7 +193,7 @@ class Method:
 
     @property
     def aligns(self) -> bool:
-        """Whether it looks at the model: its maps are computed first and then applied."""
+        """Whether it reads the model: its maps are computed first and then applied."""
         return self.needs != "nothing"
 
     @property
@@ -203,7 +203,7 @@ class Method:
 
     @property
     def draws(self) -> bool:
-        """Whether a seed decides the result: that of random heads, or of text."""
+        """Whether the result depends on a seed: of random heads, or of text."""
         return self.redraws or self.reads_text
 
 
@@ -224,7 +224,7 @@ GROUPINGS = ("auto", "contiguous")
 
 @dataclass(frozen=True)
 class Merging:
-    """A method with its options, and its maps where it looks at the model."""
+    """A method with its options, and its maps if it reads the model."""
 
     method: str = "mean"
     seed: int = 0
@@ -232,11 +232,11 @@ class Merging:
     maps: StoredMaps | None = None
 
     @property
-    def how(self) -> Method:
+    def traits(self) -> Method:
         return METHODS[self.method]
 
     def apply(self, change: Change, tensor: Tensor) -> Tensor:
-        """What a stored tensor becomes: split into heads, merged, joined. Of a meta tensor: the shape of that."""
+        """Split a stored tensor into heads, merge these and join them. A meta tensor yields the new shape."""
         if self.maps and change.source.name in self.maps.names:
             return self.maps.tensor(change.source.name)
         generator = self._generator(change)
@@ -245,19 +245,19 @@ class Merging:
     def merge(self, change: Change, role: Role, heads: Tensor, generator: Generator) -> Tensor:
         """Keys or values (Hk, rows, *rest) -> (G, rows, *rest); queries and outputs (H, rows, *rest) -> the same.
 
-        Upwards (G > Hk) heads are repeated whatever the method: no logit changes; with G = Hk they stay. `random`
-        redraws projections only; norms and gates, which random numbers would break rather than reset, are averaged.
+        With G > Hk every method repeats heads, which changes no logit; with G = Hk they stay. `random` redraws
+        projections only: norms and gates, which random numbers would break, are averaged.
         """
         kv, groups = change.heads.kv, change.groups
         if groups >= kv:
             return heads if role in QUERY_ROLES else heads.repeat_interleave(groups // kv, dim=0)
-        if self.how.redraws and change.rule.projection:
+        if self.traits.redraws and change.rule.projection:
             return heads if role in QUERY_ROLES else self._random(change, heads, generator)
         maps = self.maps.of(change.module) if self.maps else None
-        return (maps or self.how.pool(kv, groups)).merge(role, heads)
+        return (maps or self.traits.pool(kv, groups)).merge(role, heads)
 
     def _generator(self, change: Change) -> Generator:
-        """Of random numbers that are the same whatever the order of shards and jobs."""
+        """A random generator for one tensor, independent of the order of shards and threads."""
         import torch
 
         digest = hashlib.sha256(f"{self.seed}:{change.source.name}".encode()).digest()

@@ -118,7 +118,7 @@ class Plan:
     @property
     def needs_maps(self) -> bool:
         """Whether its method looks at the model first."""
-        return self.merging.how.aligns and self.fewest < self.config.main.kv
+        return self.merging.traits.aligns and self.fewest < self.config.main.kv
 
     @property
     def method(self) -> str:
@@ -210,7 +210,7 @@ def searches(plan: Plan, grouping: str) -> bool:
     groups = [plan.groups] if isinstance(plan.groups, int) else plan.groups
     ways = max((math.comb(heads, heads // count) for count in groups if count < heads), default=0)
     regroups = isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)
-    return grouping == "auto" and plan.merging.how.aligns and regroups and 1 < ways <= _MOST_GROUPS
+    return grouping == "auto" and plan.merging.traits.aligns and regroups and 1 < ways <= _MOST_GROUPS
 
 
 def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:

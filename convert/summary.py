@@ -86,7 +86,7 @@ def quality_warnings(plan: Plan) -> Iterator[str]:
     """A warning if the result is of no use as it is."""
     maps = plan.merging.maps
     if maps and maps.quality and not maps.quality["ratio"] <= _DAMAGED:
-        yield f"this model is damaged: {'' if plan.merging.how.refines else 'use --method refined or '}train it"
+        yield f"this model is damaged: {'' if plan.merging.traits.refines else 'use --method refined or '}train it"
 
 
 def errors_text(plan: Plan) -> str:
@@ -176,7 +176,7 @@ def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, A
             **request.get("options", {}),
             "kv_heads": plan.groups,
             "method": plan.method,
-            "seed": plan.merging.seed if plan.merging.how.redraws and plan.method == plan.merging.method else None,
+            "seed": plan.merging.seed if plan.merging.traits.redraws and plan.method == plan.merging.method else None,
             "dtype": plan.dtype,
         },
         **{name: planned[name] for name in ("heads", "config_edits")},
@@ -197,12 +197,12 @@ def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, A
 def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     """Text of README.md: the source card's metadata, a summary of the conversion, and the source's card below it."""
     metadata, original = source_card(plan.checkpoint)
-    base, main, after_heads = plan.checkpoint.hub_id, plan.config.main, groups_text(plan.groups)
+    base, main, kv_heads = plan.checkpoint.hub_id, plan.config.main, groups_text(plan.groups)
     before, after = plan.cache_before, plan.cache_after
     rows = [
         ("", "base model", "this model"),
         ("---", "---:", "---:"),
-        ("key/value heads", str(main.kv), after_heads),
+        ("key/value heads", str(main.kv), kv_heads),
         ("KV cache per token", size(before.bytes_per_token), size(after.bytes_per_token)),
     ]
     if after.cross:
@@ -224,9 +224,9 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     }
     summary = {
         "none": f"with its original {main.kv} key/value heads: no heads are merged",
-        "repeat": f"with {after_heads} instead of {main.kv} key/value heads, by repeating each: the same logits",
+        "repeat": f"with {kv_heads} instead of {main.kv} key/value heads, by repeating each: the same logits",
     }.get(plan.method) or (
-        f"with {after_heads} instead of {main.kv} key/value heads, {plan.merging.how.result} (`--method {plan.method}`)"
+        f"with {kv_heads} instead of {main.kv} key/value heads, {plan.merging.traits.result} (`--method {plan.method}`)"
     )
     parts = [
         f"# {name}",
@@ -248,7 +248,7 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
         measured = f"Compared with the base model: {quality} (recall: share of a repeated passage predicted right)."
         parts.append(measured if quality else advice)
         uses = {option: one.metadata["methods"] for option, one in ConvertOptions.__dataclass_fields__.items()}
-        used = [option for option, use in uses.items() if use and getattr(plan.merging.how, use)]
+        used = [option for option, use in uses.items() if use and getattr(plan.merging.traits, use)]
         options |= {option: request["options"][option] for option in used}
     parts += [request_text("gqa-convert", request["argv"], options), f"All options and versions are in `{PROVENANCE}`."]
     return format_card(fields, *parts, original=original)

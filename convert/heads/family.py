@@ -12,11 +12,11 @@ the rewrite. Shape letters: H query heads, Hk key/value heads before, G after, d
 A symmetry: where nothing but the rotary embedding stands between the projections and the scores, keys may be multiplied
 by a complex number per head and frequency and queries by the inverse of its conjugate; dimensions that are not rotated,
 and values with the columns of W_O, by any invertible matrix (docs/methods.md). What stands in between (norms, gates)
-takes some of that away. The tests hold every entry against its transformers class.
+takes some of that away. The tests compare every entry with its transformers class.
 
-One entry (`Family`, in `families/`) says which modules are attention, which stored tensors below them hold key/value
-heads and how they lie, where the config counts heads, and of every model type its symmetry, or why it has none. What it
-does not name inside an attention module is an error, not a guess.
+An entry (`Family`, in `families/`) names the attention modules, the tensors below them that hold key/value heads, with
+their layout, the config keys that count heads, and for every model type its symmetry, or why it has none. Any other
+tensor of an attention module is an error.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class LayerHeads:
 
 
 class Layout:
-    """Where the heads lie in one stored tensor. This one knows of none: the tensor stays, or is replaced as a whole."""
+    """Where the heads lie in one stored tensor. This class is for tensors without heads: these are handled whole."""
 
     def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
-        """The heads (n, rows, *rest) of each role. Raises CorruptError when the shape contradicts `heads`."""
+        """The heads (n, rows, *rest) of each role. Raises CorruptError if the shape contradicts `heads`."""
         return {"whole": tensor}
 
     def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
-        """The tensor of these heads, of which those of keys and values may be fewer or more than the `heads` split."""
+        """The tensor with these heads; keys and values may have more or fewer than the `heads` of the source."""
         return parts["whole"]
 
 
@@ -86,9 +86,9 @@ def _require(actual: int, expected: int, meaning: str) -> None:
 
 @dataclass(frozen=True)
 class Separate(Layout):
-    """All heads of one role, one after another on `axis`: (Hk * d, *rest), a bias (Hk * d,) (none on axis 1).
+    """All heads of one role, one after another on `axis`: (Hk * d, *rest); a bias (Hk * d,) (none on axis 1).
 
-    `width` is what one head takes: its `dim`, or `one` row (a norm (Hk, d), a scalar).
+    `width`: rows of one head: its `dim`, or `one` (a norm (Hk, d), a scalar).
     """
 
     role: Role
@@ -146,7 +146,7 @@ class Fused(Layout):
 
 @dataclass(frozen=True)
 class Conv1D(Layout):
-    """The weight of transformers' Conv1D, stored (in, out): `layout` with its axes swapped. A bias is as it is."""
+    """The weight of transformers' Conv1D, stored (in, out): `layout` with its axes swapped. A bias is unchanged."""
 
     layout: Layout
 
@@ -162,8 +162,8 @@ class Conv1D(Layout):
 class Rule:
     """One kind of tensor below an attention module: its name (without `.weight`/`.bias`) and its layout.
 
-    `projection` tells keys and values themselves from what belongs to their heads (norms, convolutions, gates).
-    `when` is a config field and the value it must have for the rule to hold.
+    `projection`: whether it makes keys or values, and not what belongs to their heads (norms, convolutions, gates).
+    `when`: a config field, and the value for which the rule holds.
     """
 
     tensor: str
@@ -172,7 +172,7 @@ class Rule:
     when: tuple[str, Any] | None = None
 
     def matches(self, tail: str, text: Any) -> bool:
-        """Whether it is about a tensor, by its name below the module, of a model with this config."""
+        """Whether the rule applies to the tensor `tail`, its name below the module, of a model with this config."""
         holds = self.when is None or getattr(text, self.when[0], None) == self.when[1]
         return holds and tail in (self.tensor, f"{self.tensor}.weight", f"{self.tensor}.bias")
 
@@ -194,7 +194,7 @@ class Rotary:
 
 
 def at_layer(listed: Sequence[Any], layer: int) -> Any:
-    """What a config lists for a layer; layers beyond its own, which predict further tokens, are like the last."""
+    """What a list of the config says of a layer; layers beyond it, which predict further tokens, are like the last."""
     return listed[min(layer, len(listed) - 1)]
 
 
@@ -220,19 +220,19 @@ def _frequencies(config: Any, layer: int, dims: int, length: int) -> list[float]
 
 @dataclass(frozen=True)
 class Symmetry:
-    """One way in which heads can be changed, and the tensors that a change of them touches.
+    """How heads can be changed without changing the model, and the tensors that change with them.
 
-    rotates: Whether heads have rotary positions, or of (config of the text part, layer) whether that layer has them.
-    query, output: Names of W_Q (None where it is fused with keys and values) and W_O, which absorb what is done to
-        those. `transposed` where they are stored (in, out).
-    norms: Names below the layer, one of which is the norm whose output attention reads; none where it reads the
-        residual stream as it is. `one_plus` where the norm's gain is 1 + the weight.
-    embedded: Of the config of the text part, what embeddings are multiplied by at the beginning of the stream.
-    keys: Whether keys can be aligned, or the config field which, where it is set, forbids it: a norm between the
-        projections and the scores.
-    places: Whether heads can change places, or the field which forbids it: ALiBi and relative positions go by number.
-    per_query: Further tensors that belong to query heads, and so move with them when heads are regrouped.
-    unless: Why none of this is true (what clips values or gates each of their dimensions), and of which configs.
+    rotates: Whether heads have rotary embeddings, or a function of (config of the text part, layer) that says it.
+    pairing: Which two dimensions make a rotated pair (`Rotary`).
+    query, output: Names of W_Q (None if fused with keys and values) and W_O, which absorb the inverse map.
+        `transposed`: they are stored (in, out).
+    norms: Possible names, below the layer, of the norm whose output attention reads; empty if it reads the residual
+        stream. `one_plus`: the norm's gain is 1 + the weight.
+    embedded: Function from the config of the text part to the factor of the embeddings.
+    keys: Whether keys can be aligned; or the config field that forbids it if set: a norm before the scores.
+    places: Whether heads can be reordered; or the config field that forbids it: a head's index sets its ALiBi slope.
+    per_query: Further tensors with a part for each query head, which moves with it when heads are regrouped.
+    unless: Why none of this holds (values are clipped, or gated by dimension), and for which configs.
     """
 
     rotates: bool | Callable[[Any, int], bool] = True
@@ -250,7 +250,7 @@ class Symmetry:
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """Of the tensors beside keys and values that a change of heads touches."""
+        """Rules of the tensors beside keys and values that change with heads."""
         columns: Layout = Separate("output", axis=1)
         output = Rule(self.output, Conv1D(columns) if self.transposed else columns)
         return (*([Rule(self.query, Separate("query"))] if self.query else []), output, *self.per_query)
@@ -287,7 +287,7 @@ def query_heads(config: Any) -> int:
 
 
 def uniform_heads(config: Any, kv: int | None = None) -> LayerHeads:
-    """What nearly every config says: `config` is that of one layer; `kv` where it counts KV heads in another field."""
+    """Heads by the usual fields of the `config` of one layer; `kv`: KV heads, if it counts them in another field."""
     query = query_heads(config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // query
     return LayerHeads(query, kv or getattr(config, "num_key_value_heads", None) or query, dim, dim)
@@ -304,19 +304,19 @@ def layer_heads(config: Any, layer: int) -> LayerHeads:
 
 @dataclass(frozen=True)
 class Family:
-    """One way in which attention heads are stored and counted, and the model types that do so.
+    """Model types that store and count attention heads in the same way.
 
-    symmetries: Model type -> how its heads can be changed, or one sentence why they cannot.
-    note: What a user should know, in words.
-    attention, cross_attention: Names below a layer of its attention modules.
-    rules: Of the tensors below them that depend on KV heads; `unchanged` are others (patterns), that do not, besides
-        those that a symmetry names.
-    kv_fields: Keys of config.json that count KV heads, dotted below the owner: the first is always written, the others
-        are kept in proportion where the config has them.
-    layers: The attribute of transformers' config that counts layers; `heads` of (config, layer) are those of one.
-    edits: Of (G, heads, config), what is written instead of `kv_fields`, or None where there cannot be G heads.
-    when: Values of config fields that tell it from other families of its model types.
-    not_layerwise: Model type -> why models of it cannot be run layer by layer on text, where that is known.
+    symmetries: Model type -> how its heads can be changed, or one sentence that says why they cannot.
+    note: A remark for users, in the table of docs/models.md and in errors.
+    attention, cross_attention: Names of the attention modules below a layer.
+    rules: For tensors below these modules that depend on KV heads. `unchanged`: patterns of other tensors, except those
+        that a symmetry names.
+    kv_fields: Keys of config.json that count KV heads, dotted from the config of the text part. The first is always
+        written; the others, if present, are scaled alike.
+    layers: The attribute of transformers' config that counts layers. heads: Function from (config, layer) to its heads.
+    edits: Function from (G, heads, config) to the keys to write instead of `kv_fields`; None if G is impossible.
+    when: Values of config fields that distinguish families with the same model types.
+    not_layerwise: Model type -> why models of it cannot be run layer by layer on text, if known.
     """
 
     name: str

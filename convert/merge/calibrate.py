@@ -67,7 +67,7 @@ class Calibrator:
             return []
         scale = self._residual_scale([pair.with_attention(module, source) for module in modules])
         weights = position_weights(streams.converted.hidden, streams.converted.is_text)
-        refines = pair.plan.merging.how.refines
+        refines = pair.plan.merging.traits.refines
         fitted = without_heldout(weights, pair.options.refinement) if refines else weights
         drift = streams.source.hidden - streams.converted.hidden
         targets = torch.zeros_like(drift) if scale is None else drift.div_(scale)

@@ -49,7 +49,7 @@ def with_maps(
     Layers that text runs through are kept beside `out` until the block succeeds; the same call then goes on after the
     last of them.
     """
-    reads_text, layers = plan.merging.how.reads_text, FinishedLayers(out, describe(plan, options), overwrite)
+    reads_text, layers = plan.merging.traits.reads_text, FinishedLayers(out, describe(plan, options), overwrite)
     quality = None
     try:
         if reads_text:
@@ -170,11 +170,11 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
         "device": options.device,
         "versions": versions("torch", "transformers"),
     }
-    if plan.merging.how.reads_text:
+    if plan.merging.traits.reads_text:
         text = {name: portable(value) for name, value in asdict(options.text).items()}
         description |= {"text": text, "content": options.text.identify()}
         description |= {name: getattr(options, name) for name in ("ridge", "dtype", "batch", "check")}
-    if plan.merging.how.refines:
+    if plan.merging.traits.refines:
         description["refinement"] = asdict(options.refinement)
     return dict(json.loads(json.dumps(description)))
 

@@ -42,7 +42,7 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
     """
     checkpoint, text, symmetry = plan.checkpoint, plan.config.text, plan.config.symmetry
     assert isinstance(symmetry, Symmetry)
-    guess, free_keys, stream = plan.merging.how.guesses, symmetry.free_keys(text), None
+    guess, free_keys, stream = plan.merging.traits.guesses, symmetry.free_keys(text), None
     modules = sorted(attention_modules(checkpoint, plan.config), key=lambda module: module.layer)
     changed = [(m, module_changes(m, plan.config, plan.groups, symmetry.rules)) for m in modules]
     last = max(number for number, (_, changes) in enumerate(changed) if changes[0].merges)
