@@ -103,7 +103,7 @@ class AblateOptions(Options):
         0.1, "Recommend the smallest KV cache within N nats per token of MODEL's loss.", FROM_ZERO, free=True)
     overwrite: bool = option(False, "Remove the study at DIR first.", free=True)
     verbose: bool = same_as(TrainOptions, "verbose")
-    quiet: bool = same_as(EvaluateOptions, "quiet")
+    quiet: bool = same_as(EvaluateOptions, "quiet", free=True)
     # For Python callers.
     calibration_context: int = same_as(ConvertOptions, "context", expert=True)
     trust_remote_code: bool = same_as(TrainOptions, "trust_remote_code", free=True, expert=True)
