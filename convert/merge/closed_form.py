@@ -12,7 +12,7 @@ from torch import Tensor
 from gqa.checkpoint.loading import as_float64, float64_device
 from gqa.convert.heads.family import Rotary
 from gqa.convert.heads.modules import AttentionModule
-from gqa.convert.merge.layerwise import Attend, Layer, Stream
+from gqa.convert.merge.layerwise import Layer, Stream
 from gqa.convert.merge.linear_algebra import CUT, add_products, pseudo_inverse, ridge, unrotate
 from gqa.convert.merge.moments import Moments, find_order, head_maps, heads_of, stack_groups
 from gqa.convert.merge.pair import Pair, check_finite
@@ -209,29 +209,15 @@ def _attended_values(task: Task, maps: HeadMaps) -> Tensor:
         capture = merged.capture_blocks(task.stream, rows, "heads")
         q, k, _ = capture.heads
         stacked = stack_groups(v if maps.order is None else v[:, maps.order], groups).transpose(0, 1)  # (B, G, T, m e)
-        options, mask = capture.options, capture.mask
-        attend = partial(task.pair.target.attend, merged.attention, **options)
-        plain = mask is None and options.get("is_causal") is None and options.get("position_bias") is None
+        attend = partial(task.pair.target.attend, merged.attention, mask=capture.mask, **capture.options)
         if q[..., 0].numel() * k.shape[2] > MAX_SCORES:
-            parts = [attend(q=q, k=k, v=part, mask=mask) for part in stacked.split(heads.value_dim, -1)]
-            seen = torch.cat(parts, -1)  # (B, T, H, m e)
-        elif plain and getattr(merged.attention, "is_causal", True):
-            seen = _attend_causally(attend, q, k, stacked)
+            parts = [attend(q=q, k=k, v=part) for part in stacked.split(heads.value_dim, -1)]
+            attended = torch.cat(parts, -1)  # (B, T, H, m e)
         else:
-            seen = attend(q=q, k=k, v=stacked, mask=mask)
-        seen = seen * task.position_weights[rows].sqrt()[..., None, None].to(seen)
-        add_products(moments, seen.flatten(0, 1).transpose(0, 1))
+            attended = attend(q=q, k=k, v=stacked)
+        attended = attended * task.position_weights[rows].sqrt()[..., None, None].to(attended)
+        add_products(moments, attended.flatten(0, 1).transpose(0, 1))
     return moments / task.position_weights[torch.cat(task.sample())].numel()
-
-
-def _attend_causally(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B, T, H, e), one part of the queries after another, which sees no keys beyond its end."""
-    outputs, length = list[Tensor](), -(-q.shape[2] // _CAUSAL_PARTS)
-    for first in range(0, q.shape[2], length):
-        end = min(first + length, q.shape[2])
-        mask = torch.ones(1, 1, end - first, end, dtype=torch.bool, device=q.device).tril(first)
-        outputs.append(attend(q=q[:, :, first:end], k=k[:, :, :end], v=v[:, :, :end], mask=mask))
-    return torch.cat(outputs, 1)
 
 
 def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
