@@ -56,9 +56,6 @@ class GroupMaps:
     merge: Tensor
     back: Tensor
 
-    def cpu(self) -> GroupMaps:
-        return GroupMaps(self.merge.cpu(), self.back.cpu())
-
 
 def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> GroupMaps:
     """Merge the m keys of a group. Without frequencies in `rotary` each pair of dimensions is merged alone.

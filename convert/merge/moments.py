@@ -99,20 +99,17 @@ class Moments:
         """From the moments of one group, those of `groups` groups of heads in this order."""
         heads = torch.tensor(order).view(groups, -1)
 
-        def rows(dim: int) -> Tensor:  # (G, m d)
-            return (heads[:, :, None] * dim + torch.arange(dim)).flatten(1)
-
         def blocks(matrix: Tensor) -> Tensor:
-            index = rows(len(matrix) // len(order))
+            index = _rows(heads, len(matrix) // len(order))
             return matrix[index[:, :, None], index[:, None, :]]
 
-        means = self.key_means[0][rows(self.key_means.shape[1] // len(order))]
+        means = self.key_means[0][_rows(heads, self.queries.shape[1])]
         return Moments(blocks(self.keys[0]), means, self.queries[list(order)], blocks(self.values[0]))
 
     def shared_keys(self, rotary: Rotary) -> list[GroupMaps]:
         """The closed-form maps of each group's key."""
         queries = self.queries.unflatten(0, (len(self.keys), -1))
-        return [shared_key(*group, rotary).cpu() for group in zip(self.keys, queries, self.key_means, strict=True)]
+        return [shared_key(*group, rotary) for group in zip(self.keys, queries, self.key_means, strict=True)]
 
     def shared_values(self, attended: Iterable[Tensor], w_o: Tensor) -> list[GroupMaps]:
         """The closed-form maps of each group's value. `attended` yields for each group (H / G, m e, m e) moments of the
@@ -122,7 +119,7 @@ class Moments:
         m = len(self.queries) // groups
         owner = torch.arange(m).repeat_interleave(len(w_o) // len(self.queries))
         parts = zip(attended, self.values, w_o.double().unflatten(0, (groups, -1)), strict=True)
-        return [shared_value(outputs, values, w @ w.mT, owner).cpu() for outputs, values, w in parts]
+        return [shared_value(outputs, values, w @ w.mT, owner) for outputs, values, w in parts]
 
 
 def head_maps(
@@ -137,12 +134,12 @@ def head_maps(
     """
     key, query = mean(heads.kv, groups).key, None
     if keys:
-        key = torch.stack([shared.merge for shared in keys])
-        query = torch.cat([shared.back.repeat_interleave(heads.query // heads.kv, 0) for shared in keys])
+        key = torch.stack([shared.merge for shared in keys]).cpu()
+        query = torch.cat([shared.back.repeat_interleave(heads.query // heads.kv, 0) for shared in keys]).cpu()
     value, output = first(heads.kv, groups).value, None
     if values:
-        value = torch.stack([shared.merge for shared in values])
-        output = torch.block_diag(*(back for shared in values for back in shared.back))
+        value = torch.stack([shared.merge for shared in values]).cpu()
+        output = torch.block_diag(*(back for shared in values for back in shared.back)).cpu()
     return HeadMaps(key, value, query, output, order)
 
 
@@ -194,7 +191,8 @@ def _partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:
 
 def _lost_keys(moments: Moments, group: Group, rotary: Rotary, free_keys: bool) -> float:
     """Energy of scores outside of the directions that one shared key keeps (see `shared_key`)."""
-    rows, dim = _rows(group, moments.queries.shape[1]), moments.queries.shape[1]
+    dim = moments.queries.shape[1]
+    rows = _rows(torch.tensor(group), dim)
     keys, queries = moments.keys[0][rows][:, rows], moments.queries[list(group)]
     if not free_keys:  # keys are averaged
         blocks = keys.view(len(group), dim, len(group), dim)
@@ -214,7 +212,7 @@ def _lost_keys(moments: Moments, group: Group, rotary: Rotary, free_keys: bool) 
 
 def _lost_values(values: Tensor, gains: Tensor, group: Group) -> float:
     """Energy of outputs outside of the directions that one shared value keeps."""
-    rows = _rows(group, gains.shape[1])
+    rows = _rows(torch.tensor(group), gains.shape[1])
     return _energy_outside(values[rows][:, rows], gains[list(group)])
 
 
@@ -226,5 +224,6 @@ def _energy_outside(covariance: Tensor, energy: Tensor) -> float:
     return float(eigenvalues[: -energy.shape[1]].clamp_min(0).sum())
 
 
-def _rows(group: Group, dim: int) -> Tensor:
-    return (torch.tensor(group)[:, None] * dim + torch.arange(dim)).flatten()
+def _rows(heads: Tensor, dim: int) -> Tensor:
+    """(..., m) numbers of heads -> (..., m dim) their rows where heads are stacked."""
+    return (heads[..., None] * dim + torch.arange(dim)).flatten(-2)
