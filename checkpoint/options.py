@@ -64,6 +64,7 @@ COUNT = Number(int, f"from 1 to {LARGEST}")
 SEED = Number(int, f"from 0 to {2**31 - 1}")
 POSITIVE, FROM_ZERO = Number(float, f"above 0 to {LARGEST}"), Number(float, f"from 0 to {LARGEST}")
 SHARE = Number(float, "from 0 to 1")
+_FLAG = click.Choice((True, False))
 
 
 class Amount(click.ParamType[int]):
@@ -182,15 +183,6 @@ def field_of(kind: type, name: str) -> Field[Any]:
     return cast("Field[Any]", kind.__dataclass_fields__[name])  # type: ignore[attr-defined]
 
 
-class _Flag(click.ParamType[bool]):
-    name = "flag"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
-        if not isinstance(value, bool):
-            self.fail(f"{value!r} is neither True nor False", param, ctx)
-        return value
-
-
 @cache
 def _types(kind: type) -> dict[str, tuple[click.ParamType[Any], bool]]:
     """By field, the type of its values, and whether it has several."""
@@ -201,7 +193,7 @@ def _types(kind: type) -> dict[str, tuple[click.ParamType[Any], bool]]:
         several = get_origin(hint) is tuple or (get_origin(plain) is tuple and len(parts) == 1)
         value = get_args(plain)[0] if several else plain
         choices = click.Choice(get_args(value)) if get_origin(value) is Literal else None
-        usual = {bool: _Flag(), str: Text(), Path: Text(Path)}
+        usual = {bool: _FLAG, str: Text(), Path: Text(Path)}
         one = field_of(kind, name).metadata["kind"] or choices or usual.get(value)
         assert one is not None, f"{kind.__name__}.{name} needs a type"
         types[name] = (Several(one) if several else one), several
@@ -257,7 +249,7 @@ def parameters_in_errors(command: type) -> Iterator[None]:
     def parameter_of(match: re.Match[str]) -> str:
         no, word, rest = match.groups(default="")
         name = "kv_heads" if word == "groups" else word.replace("-", "_")
-        if isinstance(_types(command).get(name, (None,))[0], _Flag):
+        if _types(command).get(name, (None,))[0] is _FLAG:
             return f"{name}={not no}{rest}"
         return name + rest.replace(" ", "=")
 
@@ -280,7 +272,7 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
     text = metadata["help"]
     if one.default not in (None, MISSING, (), False, True):
         text += f"  [default: {','.join(map(str, one.default)) if several else one.default}]"
-    if isinstance(kind, _Flag):
+    if kind is _FLAG:
         if one.default is not False:
             names[-1] += f"/--no-{flag(name)[2:]}"
         return click.Option(names, is_flag=True, default=None, help=text)
