@@ -192,10 +192,8 @@ class States:
                     shutil.rmtree(old.rename(old.with_suffix(".partial")))
         except (OSError, RuntimeError, CheckpointException) as error:  # torch writes files with its own errors
             shutil.rmtree(work, ignore_errors=True)
-            if out_of_memory(cause := _cause(error)):
-                raise cause from error
             raise OutputError(
-                f"the state of step {record['step']} could not be saved in {self.directory} ({explain(cause)}); free "
+                f"the state of step {record['step']} could not be saved in {self.directory} ({_reason(error)}); free "
                 "some space, and the same command continues from the last state"
             ) from error
 
@@ -230,15 +228,16 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (Exception, CheckpointException) as error:  # of json, pickle, zip files, torch
-        if out_of_memory(cause := _cause(error)):
-            raise cause from error
         raise RefusedError(
-            f"the state {path} cannot be read ({explain(cause)}); delete it to continue from the one before, or delete "
+            f"the state {path} cannot be read ({_reason(error)}); delete it to continue from the one before, or delete "
             f"{path.parent} to begin anew"
         ) from error
 
 
-def _cause(error: BaseException) -> BaseException:
-    """The error of the first rank that failed, from an error of torch.distributed.checkpoint."""
+def _reason(error: BaseException) -> str:
+    """What the first rank that failed says in an error of torch.distributed.checkpoint; raised if it has no memory."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
-    return next((failure for failure, _ in failures.values()), error)
+    cause = next((failure for failure, _ in failures.values()), error)
+    if out_of_memory(cause):
+        raise cause from error
+    return explain(cause)
