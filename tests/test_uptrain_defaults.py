@@ -22,7 +22,7 @@ from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.api import convert_checkpoint
 from gqa.uptrain.dataloader import open_dataloader, settle_steps
 from gqa.uptrain.loop import rate_factor, warmup_steps
-from gqa.uptrain.models import TOKENS, parameter_groups, settle
+from gqa.uptrain.models import TOKENS, make_optimizer, settle
 from gqa.uptrain.options import Schedule, TrainOptions
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -212,14 +212,14 @@ def test_warmup_by_default() -> None:
 def test_norms_and_biases_do_not_decay(name: str) -> None:
     """Cohere's norms of heads are matrices, and experts are three-dimensional. What is frozen is in no group."""
     model = training_model(build(TINY[name], 2))
-    groups = parameter_groups(model, 0.1)
+    groups = make_optimizer(model, options()).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     for name, parameter in model.named_parameters():
         vector = "norm" in name or name.endswith("bias")
         assert [any(p is parameter for p in group["params"]) for group in groups] == [not vector, vector], name
     model.requires_grad_(False)
     head = model.model.lm_head.weight.requires_grad_(True)
-    assert [list(map(id, group["params"])) for group in parameter_groups(model, 0.1)] == [[id(head)], []]
+    assert [list(map(id, group["params"])) for group in make_optimizer(model, options()).param_groups] == [[id(head)]]
 
 
 def options(**given: Any) -> TrainOptions:

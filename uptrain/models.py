@@ -229,22 +229,18 @@ def check_teacher(teacher: Any, teacher_tokenizer: Any, model: Any, tokenizer: A
         )
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimiser groups: matrices decay; vectors (norms, biases, gates) do not, even if stored as matrices."""
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            vector = parameter.ndim < 2 or re.search(r"norm|bias", name.lower())
-            (undecayed if vector else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
-
-
 def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
     """AdamW (fused if the device supports it), or Adafactor with an external learning rate (arXiv 1804.04235, section
-    3.1). There is no empty parameter group, which torch's distributed state dicts cannot hold.
+    3.1). Matrices decay; vectors (norms, biases, gates) do not, even if stored as matrices. There is no empty parameter
+    group, which torch's distributed state dicts cannot hold.
     """
-    groups = [group for group in parameter_groups(model, options.weight_decay) if group["params"]]
+    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_vector = parameter.ndim < 2 or re.search(r"norm|bias", name.lower())
+            (vectors if is_vector else matrices).append(parameter)
+    decays = (matrices, options.weight_decay), (vectors, 0.0)
+    groups: list[dict[str, Any]] = [{"params": part, "weight_decay": decay} for part, decay in decays if part]
     if options.optimizer == "adafactor":
         from transformers import Adafactor
 
