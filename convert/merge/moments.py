@@ -7,7 +7,7 @@ equal size; `HeadMaps.order` makes the heads of a group neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -32,7 +32,6 @@ from gqa.convert.merge.linear_algebra import (
 from gqa.convert.methods import HeadMaps, first, mean
 
 Group = tuple[int, ...]
-Cost = Callable[[Group], float]
 
 
 def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:
@@ -159,7 +158,12 @@ def find_order(moments: Moments, w_o: Tensor, groups: int, rotary: Rotary, free_
     gains = (w_o @ w_o.mT).unflatten(0, (heads, -1)).sum(1)  # (Hk, e, e)
     contiguous = tuple(tuple(range(j * heads // groups, (j + 1) * heads // groups)) for j in range(groups))
     lost_keys = cache(lambda group: _lost_keys(moments, group, rotary, free_keys))
-    lost_values = cache(lambda group: _lost_values(moments.values[0], gains, group))
+
+    @cache
+    def lost_values(group: Group) -> float:
+        rows = _rows(torch.tensor(group), gains.shape[1])
+        return _energy_outside(moments.values[0][rows][:, rows], gains[list(group)])
+
     units = [sum(map(lost, contiguous)) / groups for lost in (lost_keys, lost_values)]
 
     @cache
@@ -167,25 +171,20 @@ def find_order(moments: Moments, w_o: Tensor, groups: int, rotary: Rotary, free_
         parts = zip((lost_keys(group), lost_values(group)), units, strict=True)
         return sum(lost / unit for lost, unit in parts if unit > 0)
 
-    best = best_partition(heads, groups, cost)
+    best = min(partitions(tuple(range(heads)), heads // groups), key=lambda partition: sum(map(cost, partition)))
     if sum(map(cost, best)) > (1 - 1e-6) * sum(map(cost, contiguous)):
         return None
     return tuple(head for group in best for head in group)
 
 
-def best_partition(heads: int, groups: int, cost: Cost) -> tuple[Group, ...]:
-    """The partition of `heads` into `groups` of equal size with the least summed cost, by exhaustive search."""
-    return min(_partitions(tuple(range(heads)), heads // groups), key=lambda partition: sum(map(cost, partition)))
-
-
-def _partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:
-    """Each partition once: the next group always contains the smallest remaining head."""
+def partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:
+    """Each partition of sorted heads once: the next group always contains the smallest remaining head."""
     if not heads:
         yield ()
         return
     for partners in combinations(heads[1:], size - 1):
         group = (heads[0], *partners)
-        for rest in _partitions(tuple(head for head in heads if head not in group), size):
+        for rest in partitions(tuple(head for head in heads if head not in group), size):
             yield (group, *rest)
 
 
@@ -208,12 +207,6 @@ def _lost_keys(moments: Moments, group: Group, rotary: Rotary, free_keys: bool) 
         plain = (torch.arange(len(group))[:, None] * dim + dims).flatten()
         lost += _energy_outside(varying[plain][:, plain], queries[:, dims][:, :, dims])
     return lost
-
-
-def _lost_values(values: Tensor, gains: Tensor, group: Group) -> float:
-    """Energy of outputs outside of the directions that one shared value keeps."""
-    rows = _rows(torch.tensor(group), gains.shape[1])
-    return _energy_outside(values[rows][:, rows], gains[list(group)])
 
 
 def _energy_outside(covariance: Tensor, energy: Tensor) -> float:
