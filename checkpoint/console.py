@@ -60,10 +60,6 @@ class Watcher:
             self._next_line = now + _LOG_SECONDS
             self.say(str(self._bar))
 
-    def layer(self, error: float | None) -> None:
-        """Count a layer as done; `error`: squared error of its attention output relative to the source's."""
-        self.update(note="" if error is None else f"error {error:.3g}")
-
     def note(self, text: str) -> None:
         """Print a line unless `quiet`."""
         if not self._quiet:

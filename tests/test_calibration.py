@@ -219,7 +219,7 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
         task = replace(task, targets=task.targets + drift, position_weights=torch.rand(task.position_weights.shape))
         outputs = (task.targets - task.layer.projection.bias).double().flatten(0, 1)
         result = closed_form(task)
-        w_o = task.w_o().double().flatten(0, 1)
+        w_o = task.layer.projection.weight.detach().mT.double()
         merged = task.converted_layer(replace(result.maps, output=None))
         given = [capture.head_outputs for capture in merged.capture(task.stream, "head_outputs")]
         root = task.position_weights.double().sqrt().flatten()[:, None]

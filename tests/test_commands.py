@@ -215,8 +215,8 @@ def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(console, "_LOG_SECONDS", seconds)
         with console.Watcher(silent) as watcher:
             watcher.stage("calibrating", 30, "layer", done=1)
-            watcher.layer(0.25)
-            watcher.layer(None)
+            watcher.update(note="error 0.25")
+            watcher.update()
             watcher.stage("base writes", 20_000)
             watcher.update(10_000)
     line = r"calibrating: {} of 30 layers, 00:00 elapsed, about 00:00 left, error 0.25\n"

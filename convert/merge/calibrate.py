@@ -35,14 +35,11 @@ class Calibrator:
         calibrator, after some layers.
         """
         self.pair = Pair(plan, options)
+        self.layers = len(self.pair.source.layers)
         self.streams = self.pair.start({"input_ids": blocks} if isinstance(blocks, Tensor) else blocks)
         if state:
             self.streams.source.hidden.copy_(state["source"])
             self.streams.converted.hidden.copy_(state["converted"])
-
-    @property
-    def layers(self) -> int:
-        return len(self.pair.source.layers)
 
     def state(self) -> dict[str, Tensor]:
         """Tensors with which another calibrator continues after the last layer that ran."""

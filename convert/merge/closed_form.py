@@ -145,11 +145,6 @@ class Task:
             self.layer.index, self.module, {**self.converted, **self.pair.mapped(self.module, maps)}
         )
 
-    def w_o(self) -> Tensor:
-        """The source's W_O transposed, (H, e, D)."""
-        plan = self.pair.plan
-        return heads_of(plan.checkpoint, plan.changes_of(self.module))["output"]
-
     def sample(self) -> tuple[Tensor, ...]:
         """Batches of about SAMPLED tokens, evenly spaced in the text: the indices of the blocks of each."""
         return self.stream.batches()[:: max(1, self.position_weights.numel() // SAMPLED)]
@@ -160,8 +155,9 @@ def closed_form(task: Task) -> LayerResult:
 
     If groups are searched for, heads are reordered with everything that belongs to them.
     """
-    pair, (heads, groups), w_o, order = task.pair, task.pair.heads(task.module), task.w_o(), None
-    text, symmetry, search = pair.plan.config.text, pair.symmetry, searches(pair.plan, pair.options.grouping)
+    pair, (heads, groups), plan, order = task.pair, task.pair.heads(task.module), task.pair.plan, None
+    text, symmetry, search = plan.config.text, pair.symmetry, searches(plan, pair.options.grouping)
+    w_o = heads_of(plan.checkpoint, plan.changes_of(task.module))["output"]  # transposed: (H, e, D)
     assert symmetry is not None
     check_finite(task.layer.index, w_o)
     # Dynamic RoPE depends on the length.

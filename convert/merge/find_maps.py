@@ -107,7 +107,7 @@ def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher
             state |= check.state()
         error = max((result.error for result in results), default=None)
         layers.add(tensors, state, error)
-        watcher.layer(error)
+        watcher.update(note="" if error is None else f"error {error:.3g}")
     return check.result() if check else None
 
 
