@@ -56,9 +56,8 @@ def line_width(stream: TextIO) -> int:
 
 
 def wrap(text: str, width: int, indent: str = "") -> str:
-    """Wrap at `width`, indenting all lines but the first; "95 %" is not split."""
-    lines = textwrap.wrap(text.replace(" %", "\xa0%"), width, subsequent_indent=indent, break_on_hyphens=False)
-    return "\n".join(lines).replace("\xa0", " ")
+    """Wrap at `width`, indenting all lines but the first."""
+    return textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def table(title: str, columns: Sequence[Column], records: Collection[Any], note: str = "") -> Table:

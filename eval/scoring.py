@@ -58,13 +58,6 @@ def rolling_windows(ids: Sequence[int], context: int, prefix: int, document: int
         yield Window(tuple(ids[end - context - 1 : end]), end - begin, document)
 
 
-def batches(windows: Sequence[Window], size: int) -> Iterator[list[int]]:
-    """Indices of windows, longest first so that little is padded, `size` at a time."""
-    order = sorted(range(len(windows)), key=lambda i: (-len(windows[i].ids), -len(windows[i].source), i))
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
-
-
 @torch.inference_mode()
 def score(
     head: ChunkedHead,
@@ -93,8 +86,11 @@ def score(
     state = ranks()
     ends = np.cumsum([0, *(window.scored for window in windows)]).tolist()
     ranges = [range(start, end) for start, end in pairwise(ends)]  # of each window's predictions in the scores
+    # The longest first, so that little is padded.
+    order = sorted(range(len(windows)), key=lambda i: (-len(windows[i].ids), -len(windows[i].source), i))
     parts = []
-    for indices in list(batches(windows, batch_size))[state.process_index :: state.num_processes]:
+    for start in range(0, len(order), batch_size)[state.process_index :: state.num_processes]:
+        indices = order[start : start + batch_size]
         rows = np.concatenate([ranges[i] for i in indices])
         values = _score_batch(head, [windows[i] for i in indices], baseline)
         for model, name in ((head.model, "nats"), (baseline and baseline.model, "baseline_nats")):
@@ -106,8 +102,8 @@ def score(
         parts.append((rows, values))
         progress(len(rows))
     parts = gather_object(parts)  # every rank's
-    order = np.concatenate([rows for rows, _ in parts]).argsort()
-    return {key: np.concatenate([values[key] for _, values in parts])[order] for key in parts[0][1]}
+    text_order = np.concatenate([rows for rows, _ in parts]).argsort()
+    return {key: np.concatenate([values[key] for _, values in parts])[text_order] for key in parts[0][1]}
 
 
 def _inputs(windows: Sequence[Window], device: torch.device) -> dict[str, Tensor]:

@@ -112,11 +112,6 @@ class Recasting:
     tensors: Callable[[Stored, Any], Recipes] = lambda stored, config: iter(())
     prefix: str = ""
 
-    @property
-    def way(self) -> str:
-        """Whether the target class is from transformers or from code next to the weights."""
-        return "native" if self.architecture else "custom modelling code"
-
 
 def _linear(
     target: str,

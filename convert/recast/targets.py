@@ -133,7 +133,8 @@ def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[s
     position = {name: index for index, name in enumerate(checkpoint.tensors)}
     ordered = sorted(recipes, key=lambda name: position[recipes[name].sources[0].name])
     tensors = {name: recipes[name].spec(name) for name in ordered}
-    fields = {"config": raw | edits, "tensors": tensors, "source": checkpoint, "way": recasting.way, "added": files}
+    way = "native" if recasting.architecture else "custom modelling code"
+    fields = {"config": raw | edits, "tensors": tensors, "source": checkpoint, "way": way, "added": files}
     return View(**vars(checkpoint) | fields, recipes=recipes)
 
 
