@@ -235,12 +235,7 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     assert told["heads"]["kv_after"] == told["allotment"]["heads"] == [1, 4, 1, 4]
     nats = told["allotment"]["nats"]
     assert max(nats[0]["1"], nats[2]["1"]) < 1e-6 < 1e-4 < min(nats[1]["1"], nats[3]["1"])
-    lost = sum(layer[str(heads)] for layer, heads in zip(nats, [1, 4, 1, 4], strict=True))
-    assert f"loss        {lost:.3f} nats" in made.err
-    assert (
-        "note        `config.num_key_value_heads` raises an error in transformers, since layers differ; `con"
-        in made.err
-    )
+    assert "note        `config.num_key_value_heads` raises an error in transformers, since layers differ" in made.err
     cache = told["kv_cache"]
     assert cache["bytes_per_token_after"] == 0.625 * cache["bytes_per_token_before"]
     run(uneven, "--groups", "1,4,1,4", *words, "-o", tmp_path / "named")
