@@ -82,7 +82,7 @@ def test_keys_across_frequencies_have_the_least_error_of_scores() -> None:
     none of the maps near by has less.
     """
     generator, frequencies = torch.Generator().manual_seed(0), (1.0, 0.1, 0.01, 0.001)
-    keys, queries = normal(generator, 400, 16) @ normal(generator, 16, 16), normal(generator, 2, 300, 8)
+    keys, queries = normal(generator, 60, 16) @ normal(generator, 16, 16), normal(generator, 2, 60, 8)
     rotary, means = Rotary(8, frequencies=frequencies, longest=1000), torch.zeros(16, dtype=torch.float64)
     distances = torch.logspace(0, 3, 200, dtype=torch.float64)
     angles = torch.outer(distances, torch.tensor(frequencies, dtype=torch.float64).repeat(2))
@@ -99,7 +99,7 @@ def test_keys_across_frequencies_have_the_least_error_of_scores() -> None:
         ]
         return float(torch.stack(missing).square().mean())
 
-    moments = keys.T @ keys / 400, queries.mT @ queries, means
+    moments = keys.T @ keys / 60, queries.mT @ queries, means
     best, alone = (shared_key(*moments, r) for r in (rotary, Rotary(8)))
     least = error(best.merge, best.back)
     assert least < 0.9 * error(alone.merge, alone.back)
