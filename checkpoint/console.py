@@ -88,12 +88,6 @@ class Watcher:
 SILENT = Watcher(quiet=True)
 
 
-def print_device(name: object, quiet: bool) -> None:
-    """Print the device if interactive; records of results contain it, too."""
-    if is_interactive() and not quiet:
-        click.echo(f"device      {name}", err=True)
-
-
 def is_interactive() -> bool:
     """Whether a person watches the output: stderr is a terminal, or this runs in a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()

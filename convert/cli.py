@@ -53,8 +53,6 @@ def command(options: ConvertOptions) -> None:
     from gqa.convert.summary import plan_record
 
     with quiet_transformers():  # what matters of its hints is in our errors
-        if options.kv_budget:
-            console.print_device(options.maps().device, options.quiet)
         with Watcher(options.quiet) as bar:
             plan = prepare(options, bar)
         _warn(plan.warnings if options.dry_run else ())

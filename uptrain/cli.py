@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from gqa.checkpoint.console import Watcher, print_device, run
+from gqa.checkpoint.console import Watcher, run
 from gqa.checkpoint.options import command as command_of
 from gqa.uptrain.options import TrainOptions
 
@@ -44,7 +44,6 @@ def command(options: TrainOptions) -> None:
         if not quiet:
             click.echo(text, err=options.json)
 
-    print_device(setup.accelerator.device, quiet)
     say(plan_text(setup))
     with watcher:
         progress, record = uptrain(setup, watcher)

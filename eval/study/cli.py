@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from gqa.checkpoint.console import fail, print_device, run
+from gqa.checkpoint.console import fail, run
 from gqa.checkpoint.options import command as command_of
 from gqa.eval.study.options import AblateOptions
 
@@ -33,9 +33,7 @@ def command(options: AblateOptions) -> None:
     transformers.utils.logging.set_verbosity_error()
     options.refuse_conflicts()
     if options.model:
-        study = Ablation(options)
-        print_device(options.maps.device, options.quiet)
-        study.run(sys.argv[1:])
+        Ablation(options).run(sys.argv[1:])
     rows, recommendation, names = write_study_report(options.output, options.max_loss_increase)
     click.echo(short_table(rows).text())
     if not options.quiet:
