@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import transformers
 
-from gqa.checkpoint.console import Watcher, print_device
-from gqa.checkpoint.loading import ranks
+from gqa.checkpoint.console import Watcher
+from gqa.checkpoint.loading import check_predicts_tokens, ranks
 from gqa.checkpoint.provenance import request, versions
 from gqa.corpus.likelihood import ChunkedHead, Floats, kl_statistics, paired_ratio
 from gqa.eval import recall
@@ -34,7 +34,6 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     """
     transformers.utils.logging.set_verbosity_error()
     state, device = ranks(), input_device(options.device)
-    print_device(device, options.quiet or not state.is_main_process)
     subjects = open_subjects(options.models, options.trust_remote_code, options.revision, options.cache_bits or ())
     context = choose_context(subjects, options.context)
     records = [subject.record(context, options.memory) for subject in subjects]
@@ -42,7 +41,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     measures_recall = options.recall or (options.measures_recall and not subjects[0].config.is_encoder_decoder)
     if options.data or options.decode or measures_recall:
         for subject in subjects:
-            subject.check_predicts_tokens()
+            check_predicts_tokens(subject.config, subject.name, subject.trust_remote_code)
     if measures_recall:
         recall.check_recall(subjects[0], context)
         results["recall"] = {"context": context}

@@ -22,7 +22,6 @@ from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import (
-    check_predicts_tokens,
     find_device,
     load_model,
     load_tokenizer,
@@ -74,10 +73,6 @@ class Subject:
         """Encoder of pairs for an encoder-decoder, else None."""
         return PairEncoder(self.config, self.tokenizer, self.name) if self.config.is_encoder_decoder else None
 
-    def check_predicts_tokens(self) -> None:
-        """Raise RefusedError for a model that predicts no tokens."""
-        check_predicts_tokens(self.config, self.name, self.trust_remote_code)
-
     @cached_property
     def cache(self) -> KVCache | None:
         """KV cache by formula; None for an architecture whose KV heads are unknown."""
@@ -128,15 +123,18 @@ class Subject:
 def open_subjects(
     models: Sequence[str], trust_remote_code: bool = False, revision: str | None = None, cache_bits: Sequence[int] = ()
 ) -> list[Subject]:
-    """Open directories and hub ids, each with a distinct name; hub ids are downloaded. All of them come once more for
+    """Open directories and hub ids; hub ids are downloaded. All of them come once more for
     each cache width of `cache_bits`. Raises RefusedError.
     """
     if revision is not None and all(map(os.path.lexists, models)):
         raise RefusedError("--revision is for hub ids, and all of these are local paths")
     checkpoints = [open_model(model, None if os.path.lexists(model) else revision) for model in models]
+    names = [checkpoint.hub_id or checkpoint.name for checkpoint in checkpoints]
+    if len({*names}) < len({*models}):  # of two with one name, say what the user named
+        names = [*models]
     subjects = [
-        Subject(name, str(checkpoint.directory), checkpoint, trust_remote_code)
-        for name, checkpoint in zip(distinct_names(models, checkpoints), checkpoints, strict=True)
+        Subject(one_line(name), str(checkpoint.directory), checkpoint, trust_remote_code)
+        for name, checkpoint in zip(names, checkpoints, strict=True)
     ]
     for subject in subjects if cache_bits else ():
         if not subject.cache or subject.cache.cross:
@@ -147,15 +145,6 @@ def open_subjects(
         replace(subject, name=f"{subject.name} (int{bits})", cache_bits=bits)
         for bits in cache_bits for subject in subjects
     ]  # fmt: skip
-
-
-def distinct_names(models: Sequence[str], checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Names of checkpoints, or as the user names them if two have one name; repeated ones are numbered."""
-    names = [checkpoint.hub_id or checkpoint.name for checkpoint in checkpoints]
-    if len({*names}) < len({*models}):
-        names = [*models]
-    repeats = [names[:number].count(name) for number, name in enumerate(names)]
-    return [one_line(f"{name} ({n + 1})" if n else name) for name, n in zip(names, repeats, strict=True)]
 
 
 def input_device(name: str | None) -> str:

@@ -116,7 +116,8 @@ def family_rows() -> Iterator[tuple[str, str, str]]:
         yield family.name, ", ".join(sorted(family.symmetries)), "; ".join(notes)
     yield "text part of a larger model", ", ".join(sorted(NESTED)), "towers are left alone"
     for recasting in RECASTINGS:
-        yield f"written as {recasting.target}, {recasting.way}", recasting.source, recasting.note
+        way = "native" if recasting.architecture else "custom modelling code"
+        yield f"written as {recasting.target}, {way}", recasting.source, recasting.note
     for reason in dict.fromkeys(REFUSED.values()):
         yield "refused", ", ".join(sorted(name for name, why in REFUSED.items() if why == reason)), reason
 

@@ -32,6 +32,7 @@ from gqa.uptrain.training_model import Batch, split_batch
 from gqa.uptrain.weights import local_shard, prepare_model, stored_weights
 
 EVALUATIONS = 4  # held-out evaluations of a run, unless `eval_every` is given
+_NOT_FINITE = "{} or its teacher has weights that are NaN or infinite: its loss is not finite; give intact checkpoints"
 Weights = dict[str, Tensor]
 
 
@@ -145,7 +146,7 @@ def _add_step(progress: TrainingProgress, sums: Tensor, norm: float, rate: float
     nats, divergence = _means(sums)
     finite_loss = bool(sums.isfinite().all())
     if not progress.step and not setup.dataloader.heldout and not finite_loss:
-        raise _not_finite(setup)
+        raise RefusedError(_NOT_FINITE.format(setup.checkpoint.name))
     progress.step, progress.tokens, progress.loss = progress.step + 1, progress.tokens + tokens, nats
     if not finite_loss or not math.isfinite(norm):
         raise DivergedError(
@@ -171,7 +172,7 @@ def _evaluate(setup: Setup, model: Any, progress: TrainingProgress, best: Weight
     with stored_weights(setup.model, setup.checkpoint):
         losses, lowest = heldout_losses(setup, model), progress.heldout_after
     if not progress.step and not math.isfinite(losses["loss"]):
-        raise _not_finite(setup)
+        raise RefusedError(_NOT_FINITE.format(setup.checkpoint.name))
     if lowest is None:
         progress.heldout_before = progress.heldout_after = losses
     elif math.isfinite(losses["loss"]) and losses["loss"] < lowest["loss"]:
@@ -179,14 +180,6 @@ def _evaluate(setup: Setup, model: Any, progress: TrainingProgress, best: Weight
         if progress.step < setup.dataloader.steps:  # the last weights are in memory when the result is written
             best.update(_copy_trained(setup, model))
     return {f"heldout_{name}": value for name, value in losses.items()}
-
-
-def _not_finite(setup: Setup) -> RefusedError:
-    """The error of a model whose loss is not finite before training."""
-    return RefusedError(
-        f"{setup.checkpoint.name} or its teacher has weights that are NaN or infinite: its loss is not finite; give "
-        "intact checkpoints"
-    )
 
 
 def _best(setup: Setup, model: Any, progress: TrainingProgress, best: Weights) -> Weights:

@@ -14,6 +14,7 @@ from typing import Any
 
 from gqa.checkpoint.console import SILENT, Watcher, is_interactive
 from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain, one_line, plural
+from gqa.checkpoint.loading import check_predicts_tokens
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.plan import make_plan
 from gqa.corpus.sources import parse_sources, row_digest
@@ -38,7 +39,7 @@ class Ablation:
         self.subject = open_subjects([options.model], options.trust_remote_code)[0]
         self._commands = options.commands  # with the model as the caller named it
         self.options = options = replace(options, model=self.subject.path)
-        self.subject.check_predicts_tokens()
+        check_predicts_tokens(self.subject.config, self.subject.name, options.trust_remote_code)
         check_target_field(self.subject, options.target_field)
         counts = options.kv_heads or (1,)
         for method, groups in product(options.methods, counts):
