@@ -20,6 +20,9 @@ class LayerwiseError(RefusedError):
 class CorpusError(RefusedError):
     """Text that cannot be used. One line: what was given, what is wrong with it or allowed, what to do."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
 
 class OutputError(OSError):
     """The output could not be written or did not verify. Exit code 1."""
