@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +109,10 @@ class Calibrator:
 
         def run(states: Tensor, attention_output: Tensor) -> Tensor:
             """The layer's output if all its attention modules return `attention_output`."""
-            replace_output = partial(_replace_output, attention_output)
+
+            def replace_output(_: nn.Module, args: Any, output: Any) -> Any:
+                return attention_output if isinstance(output, Tensor) else (attention_output, *output[1:])
+
             hooks = [layer.attention.register_forward_hook(replace_output) for layer in layers]
             try:
                 return layers[0].run(states, arguments)
@@ -149,11 +151,6 @@ class Calibrator:
                 merged.attention, start, arguments, task.targets, task.position_weights, self.pair.options.refinement
             )
         return replace(result, weights=self.pair.stored({names[name]: best[name] for name in best}), error=error)
-
-
-def _replace_output(tensor: Tensor, _: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook that puts `tensor` in the place of the hidden states."""
-    return tensor if isinstance(output, Tensor) else (tensor, *output[1:])
 
 
 def _module_output(module: nn.Module, weights: Mapping[str, Tensor], arguments: Arguments) -> Tensor:
