@@ -179,7 +179,8 @@ def test_a_layer_that_keeps_its_heads_stays(source: Path, method: str, tmp_path:
     """Byte for byte; the first layer is aligned as if all were converted: nothing came before it. The same number
     everywhere is one number, without custom modelling code.
     """
-    how = small_options()
+    text = CalibrationText(tokens=512, length=16)
+    how = MapsOptions(text=text, refinement=Refinement(steps=2, batch=4, autocast=False), device="cpu")
     one = convert_checkpoint(source, 2, tmp_path / "one", method=method, calibration=how).out
     two = convert_checkpoint(source, (2, 2), tmp_path / "two", method=method, calibration=how).out
     assert contents(one) == contents(two)
@@ -190,11 +191,6 @@ def test_a_layer_that_keeps_its_heads_stays(source: Path, method: str, tmp_path:
     first = [name for name in before if "layers.0.self_attn" in name]
     assert all(some[name].equal(every[name]) for name in first)
     assert not all(some[name].equal(before[name]) for name in first)
-
-
-def small_options() -> MapsOptions:
-    text = CalibrationText(tokens=512, length=16)
-    return MapsOptions(text=text, refinement=Refinement(steps=2, batch=4, autocast=False), device="cpu")
 
 
 # ---------------------------------------------------------------------------------------------- who gets how many

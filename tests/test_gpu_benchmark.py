@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: every part runs with tiny models on a CPU, and a run that was stopped continues. The questions and
+"""benchmarks/gpu.py: every part runs with tiny models on a CPU, and is not measured again. The questions and
 peers of benchmarks/trust.py.
 """
 
@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,38 +43,6 @@ def test_every_part(tmp_path: Path) -> None:
         row = rows[part][name]
         assert row["losses"]["distillation_after"] < row["losses"]["distillation_before"]
         assert [model["quality"]["tokens"] > 0 for model in row["text.txt"]] == [True] * 3
-
-
-def test_what_is_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that failed is, and the others of its part do not fail with it; without time nothing begins."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import gpu  # type: ignore[import-not-found]
-
-    def fail() -> dict[str, Any]:
-        raise ValueError("no")
-
-    file, calls = tmp_path / "part.jsonl", list[str]()
-
-    def part(deadline: float = float("inf")) -> Any:
-        return gpu.Part(file, tmp_path, gpu.TINY, deadline)
-
-    def first(part: Any) -> None:
-        part.measure("a", lambda: {"value": 1})
-        part.measure("b", fail)
-
-    def second(part: Any) -> None:
-        for name in ("a", "b"):
-            part.measure(name, lambda: calls.append("called") or {"value": 2})
-
-    part().run(first)
-    assert "no" in part().rows["b"]["error"]
-    assert part().missing("complete")
-    with pytest.raises(TimeoutError):
-        part(deadline=0.0).run(first)
-    part().run(second)
-    rows = part().rows
-    assert (calls, rows["a"]["value"], rows["b"]["value"]) == (["called"], 1, 2)
-    assert not part().missing("complete")
 
 
 def test_answers_of_closed_questions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,11 +153,6 @@ def test_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fresh_accelerator():
         assert setup.make_accelerator(options).device.type == "meta"
         assert ranks().device.type != "meta", "it is of this run alone"
-    with fresh_accelerator():
-        accelerator = setup.make_accelerator(replace(options, device=None, precision="bfloat16"))
-        assert accelerator.device.type != "meta"
-        with pytest.raises(RefusedError, match="has already been initialized"):  # not bfloat16 in silence
-            setup.make_accelerator(replace(options, device=None))
     monkeypatch.setattr(setup, "ranks", lambda: SimpleNamespace(num_processes=2))
     with pytest.raises(RefusedError, match="--device meta is for one process"):
         setup.make_accelerator(options)
