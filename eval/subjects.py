@@ -21,14 +21,7 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 from gqa.checkpoint.hub import open_model
-from gqa.checkpoint.loading import (
-    find_device,
-    load_model,
-    load_tokenizer,
-    positions,
-    ranks,
-    read_auto_config,
-)
+from gqa.checkpoint.loading import find_device, load_model, load_tokenizer, positions, ranks, read_auto_config
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import KVCache, groups_per_head, read_config
