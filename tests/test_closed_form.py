@@ -55,7 +55,7 @@ def test_alternating_steps_lose_less_than_their_start(monkeypatch: pytest.Monkey
     """Here quasi-Newton steps on both maps gain little more."""
     seen, values, outputs = made(1)
     found = shared_value(seen, values, outputs, OWNER)
-    monkeypatch.setattr(linear_algebra, "_ROUNDS", 0)
+    monkeypatch.setattr(linear_algebra, "_VALUE_SWEEPS", 0)
     start = shared_value(seen, values, outputs, OWNER)
     assert left(found.merge, found.back, seen, outputs) < 0.75 * left(start.merge, start.back, seen, outputs)
 
