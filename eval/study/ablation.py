@@ -82,7 +82,7 @@ class Ablation:
 
         Raises OutputError if rows cannot be written, StoppedError after a signal: the same call continues.
         """
-        options = self.options
+        options, evaluation = self.options, self.options.evaluation
         with rows.locked_work(options.output) as self._work:
             if options.overwrite:
                 rows.remove_work(self._work)
@@ -90,7 +90,6 @@ class Ablation:
                     (options.output / name).unlink(missing_ok=True)
             measured = [cell for cell, row in rows.read_rows(options.output).items() if not row["error"]]
             if cells := [cell for cell in self.cells if cell not in measured]:
-                evaluation = options.evaluation
                 self._comparison = Comparison(self.subject, self._text, evaluation)
                 self._environment = {"argv": argv, **environment(str(evaluation.device))}
                 quiet = options.quiet or not is_interactive()  # in a log there is a line of each cell
