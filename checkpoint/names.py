@@ -1,4 +1,4 @@
-"""A class' parameters and the tensors that its checkpoints store: the same under other names, in other pieces, tied."""
+"""Map the parameters of a class to the tensors of its checkpoints, which rename, split, join or tie them."""
 
 import re
 from collections import defaultdict
@@ -28,28 +28,28 @@ def stored_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dic
 
 
 def saved_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same without what a class computes and does not save (sinusoidal positions of Marian)."""
+    """The same without tensors that the class computes and does not save (sinusoidal positions of Marian)."""
     unsaved = unsaved_names(model)
     return stored_tensors(model, {name: tensor for name, tensor in weights.items() if name not in unsaved})
 
 
 def follow_prefix(model: PreTrainedModel, names: Collection[str]) -> None:
-    """From now on `model` stores its tensors without the prefix of the base model, if `names` have none: as checkpoints
-    of a base class are stored, which transformers loads into the class with a head all the same.
+    """Let `model` store its tensors without the prefix of the base model if the stored `names` have none, as in
+    checkpoints of a base class, which transformers also loads into the class with a head.
     """
     prefix = f"{model.base_model_prefix}."
     if prefix == "." or any(name.startswith(prefix) for name in names):
         return
     if any(name.startswith(prefix) for name in model.state_dict()) and names:
         conversions = weight_conversions(model)
-        if conversions is None:  # as transformers has it where no weights were loaded
+        if conversions is None:  # transformers has none before weights are loaded
             mapping = get_model_conversion_mapping(model, add_legacy=False)
             conversions = [entry for entry in mapping if not isinstance(entry, PrefixChange)]
         set_weight_conversions(model, [PrefixChange(prefix_to_add=model.base_model_prefix), *conversions])
 
 
-def _hollow(model: PreTrainedModel) -> dict[str, Tensor]:
-    """A state dict without a byte in it; of shards that of the whole, without adapters."""
+def _meta_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state dict on `meta`, with the whole shapes of sharded tensors and without adapters."""
     return {
         name.replace(".base_layer.", "."): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in model.state_dict().items()
@@ -58,18 +58,18 @@ def _hollow(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def parameter_names(model: PreTrainedModel) -> dict[str, str]:
-    """Stored name -> the parameter's name, of tensors that are stored as they are."""
-    weights = _hollow(model)
+    """Stored name -> the parameter's name, for parameters that are stored without conversion."""
+    weights = _meta_state(model)
     by_identity = {id(tensor): name for name, tensor in weights.items()}
     stored = stored_tensors(model, weights)
     return {name: by_identity[id(tensor)] for name, tensor in stored.items() if id(tensor) in by_identity}
 
 
 def sources(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], list[str]]]:
-    """Stored name -> the shape, and the names in a state dict without adapters of which alone `saved_tensors` makes it:
-    one where it is stored as it is, else all of a layer that are put together or taken apart.
+    """Stored name -> the shape, and the names in a state dict without adapters from which `saved_tensors` makes it: one
+    if it is stored without conversion, else all of its layer that are converted.
     """
-    weights, groups = _hollow(model), defaultdict[str, list[str]](list)
+    weights, groups = _meta_state(model), defaultdict[str, list[str]](list)
     alone = set(parameter_names(model).values())
     for name in weights:
         groups[name if name in alone else re.sub(r"(\.\d+)\..*", r"\1", name)].append(name)
@@ -81,11 +81,11 @@ def sources(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], list[str
 
 
 class Loading:
-    """How transformers loads tensors of `names` into `model`, under whatever names it accepts: as checkpoints of the
-    type have them, as the class has them, with the prefix of the base model or without.
+    """How transformers loads the stored tensors `names` into `model`: named as in checkpoints of the type or of the
+    class, with the prefix of the base model or without.
 
-    sources: Names of parameters -> the stored tensors that each is made of; one that is stored as it is has one.
-    whole: Stored name -> the parameter's name, of tensors that are stored as they are.
+    sources: Parameter name -> the stored tensors that it is made of.
+    whole: Stored name -> the parameter's name, for parameters that are stored without conversion.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
@@ -109,14 +109,12 @@ class Loading:
                     self.sources.setdefault(into.replace(first, other), self.sources[into])
 
     def parts(self, name: str) -> list[str]:
-        """The stored tensors that the parameter `name` is made of, also where they load into a name tied to it."""
+        """The stored tensors that the parameter `name`, or a parameter tied to it, is made of."""
         tied = next((self.sources[alias] for alias in (name, *self._tied.get(name, ())) if alias in self.sources), None)
         return tied or list(stored_tensors(self._model, {name: self._model.get_parameter(name).to("meta")}))
 
     def assemble(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """The parameter `name` out of tensors by their stored names. Raises KeyError where transformers does not make
-        it of just these.
-        """
+        """Make the parameter `name` from tensors by their stored names. Raises KeyError if they are not its parts."""
         first = next(iter(parts))
         if first in self.whole:
             return parts[first]
@@ -132,7 +130,7 @@ class Loading:
 
 
 def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Every parameter's names, in the order in which the model has them."""
+    """Each name of a parameter -> all names of the parameter, in the model's order."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)

@@ -34,8 +34,8 @@ from gqa.convert.heads.modules import (
 from gqa.convert.methods import METHODS, Merging, Method
 from gqa.convert.recast.targets import RECAST_TYPES, recast
 
-_LISTED = 3  # names listed in a message
-_MOST_GROUPS = 90  # that heads can form, of a size: all partitions into them are tried (135,135 of 14 in pairs)
+_LISTED = 3  # names in a message
+_MOST_GROUPS = 90  # possible groups of one size: all partitions into them are tried (135,135 of 14 heads in pairs)
 _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
 
 
@@ -100,11 +100,11 @@ class Plan:
         return [t for t in self.tensors if t.change is not None]
 
     def changes_of(self, module: AttentionModule) -> list[Change]:
-        """What happens to one attention module; nothing where its heads stay."""
+        """Changes of one attention module; none if its number of heads stays."""
         return [t.change for t in self.tensors if t.change and t.change.module == module.path]
 
     def available_methods(self) -> list[Method]:
-        """The methods that can merge the heads of the model, controls left out, from the quickest on."""
+        """The methods that can merge the heads of the model, without controls, worst quality first."""
         return available_methods(self.checkpoint, self.config, attention_modules(self.checkpoint, self.config))
 
     @property
@@ -117,12 +117,12 @@ class Plan:
 
     @property
     def needs_maps(self) -> bool:
-        """Whether its method looks at the model first."""
+        """Whether maps must be computed from weights or text first."""
         return self.merging.traits.aligns and self.fewest < self.config.main.kv
 
     @property
     def method(self) -> str:
-        """What is done to heads: the method's name, `repeat` upwards, `none` where their number stays."""
+        """The method's name; `repeat` if the result has more heads, `none` if it has as many."""
         before = self.config.main.kv
         return self.merging.method if self.fewest < before else "repeat" if self.fewest > before else "none"
 
@@ -136,13 +136,13 @@ def make_plan(
 ) -> Plan:
     """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
 
-    `groups` that are the same in all layers are one number.
+    `groups` that are the same in all layers become one number.
     """
-    given, groups = groups, groups[0] if isinstance(groups, tuple) and len(set(groups)) == 1 else groups
+    requested, groups = groups, groups[0] if isinstance(groups, tuple) and len(set(groups)) == 1 else groups
     if isinstance(groups, tuple) or checkpoint.config.get("model_type") in RECAST_TYPES:
         checkpoint = recast(checkpoint, groups)
     config = read_config(checkpoint.config, checkpoint.name)
-    check_groups(config, given, checkpoint.name)
+    check_groups(config, requested, checkpoint.name)
     modules = attention_modules(checkpoint, config)
     merges = (groups if isinstance(groups, int) else min(groups)) < config.main.kv
     if merges and (reason := obstacle(METHODS[method], checkpoint, config, modules)):
@@ -188,13 +188,13 @@ def obstacle(method: Method, checkpoint: Checkpoint, config: ModelConfig, module
 
 
 def available_methods(checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]) -> list[Method]:
-    """The methods that can merge the heads of a model, controls left out, from the quickest on."""
+    """The methods that can merge the heads of a model, without controls, worst quality first."""
     methods = (method for method in METHODS.values() if not method.redraws)
     return [method for method in methods if not obstacle(method, checkpoint, config, modules)]
 
 
 def _rules_beside(config: ModelConfig, method: Method) -> tuple[Rule, ...]:
-    """Rules of what a method changes beside keys and values."""
+    """Rules of the tensors that a method changes beside keys and values."""
     if not method.aligns:
         return ()
     if isinstance(config.symmetry, Symmetry):
@@ -203,8 +203,8 @@ def _rules_beside(config: ModelConfig, method: Method) -> tuple[Rule, ...]:
 
 
 def searches(plan: Plan, grouping: str) -> bool:
-    """Whether the groups that lose least are searched for: by default where heads can change places and few groups can
-    be formed (of 8 heads, of 12 in pairs).
+    """Whether to search for the groups with the least loss: by default if heads can be reordered into few possible
+    groups (of 8 heads, of 12 in pairs).
     """
     heads, symmetry = plan.config.main.kv, plan.config.symmetry
     groups = [plan.groups] if isinstance(plan.groups, int) else plan.groups
@@ -214,7 +214,7 @@ def searches(plan: Plan, grouping: str) -> bool:
 
 
 def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
-    """Refuse a number of groups that the model cannot have, or in one of its layers, listing those it can."""
+    """Raise RefusedError for a number of groups that the model, or one of its layers, cannot have."""
     allowed, main, requested = valid_groups(config), config.main, [groups] if isinstance(groups, int) else groups
     if isinstance(groups, tuple):
         if len(groups) != config.layers:
@@ -238,7 +238,7 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
 def _outputs(
     checkpoint: Checkpoint, changes: Sequence[Change], merging: Merging, stored: str | None
 ) -> list[OutputTensor]:
-    """All tensors of the result in the order of the source's bytes."""
+    """All tensors of the result, in the order of the source."""
     import torch
 
     by_name = {change.source.name: change for change in changes}
@@ -253,7 +253,7 @@ def _outputs(
 
 
 def _shards(outputs: Sequence[OutputTensor], files: Sequence[str]) -> tuple[Shard, ...]:
-    """The source's partition."""
+    """The outputs in the same shards as in the source."""
     parts: dict[str, list[OutputTensor]] = {file: [] for file in files}
     for tensor in outputs:
         parts[tensor.source.file].append(tensor)
@@ -271,11 +271,10 @@ def _warnings(checkpoint: Checkpoint) -> Iterable[str]:
 
 
 def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint: Checkpoint) -> Iterator[str]:
-    """Load the tensors of a result into the class of its config.json on the meta device, without any weights. Yields
-    warnings: what transformers does not read, or why this could not be checked.
+    """Load the tensors of a result into the class of its config.json on the meta device, without weights or packed
+    tensors. Yield warnings: tensors that transformers does not read, or why this could not be checked.
 
-    Modules with packed tensors are left out. Raises RefusedError where transformers would initialise parameters at
-    random, or where a shape is another.
+    Raises RefusedError if a parameter is missing, which transformers would initialise at random, or has another shape.
     """
     import torch
     import transformers
@@ -295,7 +294,7 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
     }
     try:
         with quiet_transformers():
-            # Not what a class has in its place, which may ask the hub for more files.
+            # Not the class's own from_pretrained, which may fetch more files from the hub.
             _, info = transformers.PreTrainedModel.from_pretrained.__func__(
                 cls, None, config=config, state_dict=tensors, device_map="meta",
                 attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True,
@@ -303,7 +302,7 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
     except ImportError as error:  # a part of the model needs a library that is not installed
         yield f"could not check that the result loads: {explain(error)}"
         return
-    except Exception as error:  # whatever a class raises on nonsense is the config's fault
+    except Exception as error:  # any error of a class means that the config is wrong
         raise CorruptError(
             f"{checkpoint.name}: transformers cannot build {cls.__name__} from config.json: {explain(error)}; "
             "correct it"
@@ -321,7 +320,7 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
 def _problem(
     class_name: str, missing: set[str], unexpected: set[str], mismatched: set[tuple[str, Any, Any]]
 ) -> str | None:
-    """Why a class does not load tensors, and what to do; None where it does."""
+    """Why a class does not load tensors, and what to do; None if it loads them."""
     if mismatched:
         key, stored, expected = min(mismatched, key=lambda one: one[0])
         more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""

@@ -1,10 +1,8 @@
-"""Which stored tensors are attention: the modules of the text stack, the rule of each tensor, what each becomes, and
-what a layer holds beside attention.
+"""Find the stored tensors of attention: the modules of the text stack, the rule of each tensor, and its change.
 
-A tensor of attention that is not known is an error that names it; everything outside attention stays as it is. From its
-headers it is only read whether the inputs of layers can be guessed from weights: where every layer is attention and
-MLP, both added to the stream, with norms before them, after them or both, and the stream begins as embeddings of tokens
-and, perhaps, positions.
+An unknown tensor of attention is an error that names it; everything outside attention is copied. At the end: whether
+the inputs of layers can be estimated from weights. They can if every layer is attention and one MLP, both added to the
+residual stream, with norms before or after them, and the stream starts as embeddings of tokens (and positions).
 """
 
 from __future__ import annotations
@@ -33,17 +31,17 @@ _QUERY_SIDE = (
 )  # fmt: skip
 # One vector of the head dimension, shared by all heads; the plan checks that it is that.
 _SHARED_KEY_SIDE = ("k_norm", "key_layernorm", "k_layernorm", "v_norm")
-# Buffers that old versions of transformers stored; nothing reads them.
+# Buffers that old versions of transformers stored and nothing reads.
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "bias", "masked_bias")
-# What a list of layers is called; the last three hold layers that predict further tokens and count as one more.
+# Names of lists of layers; the last three have layers that predict further tokens and count as one more.
 _LAYERS = "layers|blocks?|h|mtp_layers|mtp_block|mtp"
-# Parts of multimodal and speech models that are not the text stack: they have heads of their own, left alone.
+# Parts of multimodal and speech models outside the text stack, whose heads are not changed.
 _TOWERS = re.compile(
     r"(?:^|\.)(?:vision\w*|visual|audio\w*|speech\w*|encoder|\w+_encoder|\w+_tower|qformer|perceiver\w*|resampler|"
     r"vit|vq\w*|qwen2_model|codec\w*|talker|code2wav|token2wav|depth_decoder|sam\w*|dit|patcher|projector|\w+_projector|connector|"
     r"adaptor|local_decoder|diffusion\w*)\."
 )
-# What the matrices of an MLP are called: gate (or none), up, down. The same name twice: the halves of one matrix.
+# Names of an MLP's matrices: gate (or none), up, down. The same name twice: the halves of one matrix.
 _MLPS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("gate_up_proj", "gate_up_proj", "down_proj"),
@@ -53,19 +51,19 @@ _MLPS = (
     (None, "c_fc", "c_proj"),
     (None, "dense_h_to_4h", "dense_4h_to_h"),
 )
-# Norms of what attention and an MLP add, where both have one; under other names one of them is that before the MLP.
+# Norms after attention and after the MLP, where there are both; alone, the first name is the norm before the MLP.
 _AFTER = (
     ("post_attention_layernorm", "post_feedforward_layernorm"),
     ("post_self_attn_layernorm", "post_mlp_layernorm"),
 )
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")  # what configs call it
-_ELSEWHERE = re.compile(r"lm_head|embed_out|output|\.\d+\.")  # what is no embedding, whatever its shape
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")  # names in configs
+_ELSEWHERE = re.compile(r"lm_head|embed_out|output|\.\d+\.")  # no embeddings, whatever their shape
 _POSITIONS = re.compile(r"position|wpe")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A stored tensor whose heads are merged; the result has it under the same name."""
+    """A stored tensor whose heads are merged or repeated; its name stays."""
 
     rule: Rule
     source: TensorSpec
@@ -75,11 +73,11 @@ class Change:
 
     @property
     def merges(self) -> bool:
-        """Whether it leaves fewer heads than there were."""
+        """Whether the result has fewer heads."""
         return self.groups < self.heads.kv
 
     def split(self, tensor: Tensor) -> dict[Part, Tensor]:
-        """The heads in the source. Raises CorruptError where they are not as many as the config says."""
+        """The heads in the source. Raises CorruptError if the config says another number."""
         try:
             return self.rule.layout.split(tensor, self.heads)
         except CorruptError as error:
@@ -88,13 +86,13 @@ class Change:
             ) from error
 
     def mapped(self, tensor: Tensor, merge: Callable[[Role, Tensor], Tensor]) -> Tensor:
-        """The output: each role's heads as `merge` makes them; what has no heads as it is."""
+        """The new tensor: the heads of each role through `merge`; a tensor without heads is unchanged."""
         parts = self.split(tensor).items()
         merged = {part: heads if part == "whole" else merge(part, heads) for part, heads in parts}
         return self.rule.layout.join(merged, self.heads)
 
     def repeated(self, tensor: Tensor) -> Tensor:
-        """Of an output: a tensor like the source, in which each key and value head stands as often as it is shared."""
+        """A converted tensor in the source's shape: each key and value head repeated in place of those it replaces."""
         parts = self.rule.layout.split(tensor, replace(self.heads, kv=self.groups))
         times, shared = self.heads.kv // self.groups, ("key", "value")
         repeated = {k: t.repeat_interleave(times, 0) if k in shared else t for k, t in parts.items()}
@@ -112,7 +110,7 @@ class AttentionModule:
 
     @property
     def layer_path(self) -> str:
-        """What the names of all tensors of its layer begin with."""
+        """Common prefix of the names of all tensors of its layer."""
         return f"{self.path.split(f'.{self.layer}.')[0]}.{self.layer}"
 
     def kv_dtype(self, config: ModelConfig) -> str:
@@ -122,7 +120,7 @@ class AttentionModule:
 
 
 def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:
-    """The modules of the text stack that hold keys and values. Raises where it is not certain which they are."""
+    """The modules of the text stack that hold keys and values. Raises RefusedError if they cannot be identified."""
     family = config.family
     names = "|".join(re.escape(name) for name in (*family.attention, *family.cross_attention))
     module = rf"(?P<stack>(?:.*\.)?)(?P<list>{_LAYERS})\.(?P<layer>\d+)\.(?:{names})"
@@ -165,20 +163,20 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
 
 
 def cached_layers(modules: Iterable[AttentionModule], config: ModelConfig) -> set[int]:
-    """Layers whose keys and values grow with the tokens written, and that are no extra prediction layers."""
+    """Layers whose cache grows with the generated tokens, except layers that predict further tokens."""
     return {m.layer for m in modules if m.kind == "decoder-self" and m.layer < config.layers}
 
 
 def rule_of(tail: str, config: ModelConfig, extra: Sequence[Rule] = ()) -> Rule | None:
-    """The rule of a tensor by its name below its module, of the family's and `extra` ones; None where it has none."""
+    """The rule, of the family or `extra`, for a tensor by its name below its module; None if there is none."""
     return next((rule for rule in (*config.family.rules, *extra) if rule.matches(tail, config.text)), None)
 
 
 def module_changes(
     module: AttentionModule, config: ModelConfig, groups: Groups, extra: Sequence[Rule] = ()
 ) -> list[Change]:
-    """What happens to one attention module, which may be nothing; every tensor of it must be known. `extra` are rules
-    of tensors beside keys and values that change with them.
+    """Changes of one attention module, all of whose tensors must be known. `extra`: rules of tensors beside keys and
+    values that change with them.
     """
     import torch
 
@@ -191,13 +189,13 @@ def module_changes(
         else:
             _check_unchanged(tail, spec, heads, config)
     _check_projections(module, (*config.family.rules, *extra), changes, heads)
-    for change in changes:  # shapes are checked also where nothing changes: a verified output is planned once more
+    for change in changes:  # checks shapes, also if nothing changes: `verify` plans the output once more
         change.split(torch.empty(change.source.shape, device="meta"))
     return changes
 
 
 def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: ModelConfig) -> None:
-    """Raises RefusedError for a tensor that no rule names and that is not known to stay as it is."""
+    """Raise RefusedError for a tensor without a rule that is not known to stay as it is."""
     name, family = re.sub(r"\.(weight|bias)$", "", tail), config.family
     if tail in _BUFFERS or name in _QUERY_SIDE or any(fnmatchcase(name, pattern) for pattern in family.unchanged):
         return
@@ -213,7 +211,7 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
 
 
 def _check_unpacked(tensors: Mapping[str, TensorSpec]) -> None:
-    """Raises RefusedError where a tensor of an attention module holds quantised weights, or their scales."""
+    """Raise RefusedError if a tensor of an attention module holds quantised weights, or their scales."""
     for tail, spec in tensors.items():
         if tail not in _BUFFERS and (is_packed(spec) or spec.dtype not in TORCH_DTYPES):
             raise RefusedError(
@@ -225,7 +223,7 @@ def _check_unpacked(tensors: Mapping[str, TensorSpec]) -> None:
 def _check_projections(
     module: AttentionModule, rules: Sequence[Rule], changes: Sequence[Change], heads: LayerHeads
 ) -> None:
-    """Raises where one that a rule names is missing."""
+    """Raise CorruptError if a projection that a rule names is missing."""
     parts = {c.rule.tensor for c in changes if c.rule.projection and c.source.name.endswith("weight")}
     expected = {rule.tensor for rule in rules if rule.projection and type(rule.layout) is not Layout}
     if heads.keys_only:
@@ -237,8 +235,9 @@ def _check_projections(
 
 @dataclass(frozen=True)
 class MlpTensors:
-    """`gate` (None where there is none; the same as `up`: its halves), `up` and `down`; `act` as configs name it; the
-    `norm` before, None where it reads what attention reads or, with norms `after` attention and after it, the stream.
+    """Stored tensors of an MLP. `gate`: None without one; the same as `up` if both are halves of one matrix. `act`: the
+    activation's name. `norm`: the norm before; None if it reads attention's input or, with norms `after` attention and
+    MLP, the residual stream.
     """
 
     gate: TensorSpec | None
@@ -252,8 +251,8 @@ class MlpTensors:
 def find_mlp(
     checkpoint: Checkpoint, config: Any, symmetry: Symmetry, module: AttentionModule, width: int
 ) -> MlpTensors | None:
-    """Of the layer of `module` in a stream of `width`, if that is all there is beside attention and norms; `config` is
-    that of the text part.
+    """The MLP of the layer of `module`; None if the layer has other parts beside attention and norms. `config`: of the
+    text part; `width`: the hidden size.
     """
     from transformers.activations import ACT2FN
 
@@ -281,7 +280,7 @@ def find_mlp(
 
 
 def find_embeddings(checkpoint: Checkpoint, config: Any, width: int) -> list[TensorSpec]:
-    """The table of the vocabulary and those of learned positions; nothing where it is not certain which it is."""
+    """Embedding tables of tokens and learned positions; empty if the table of tokens cannot be identified."""
     stored = checkpoint.tensors
     tables = {n: s for n, s in stored.items() if s.shape[1:] == (width,) and not _ELSEWHERE.search(n)}
     rows = getattr(config, "vocab_size", None)
@@ -292,7 +291,7 @@ def find_embeddings(checkpoint: Checkpoint, config: Any, width: int) -> list[Ten
 
 
 def can_guess_inputs(checkpoint: Checkpoint, config: ModelConfig, modules: Iterable[AttentionModule]) -> bool:
-    """Whether what all of a model's layers are given can be guessed from its weights."""
+    """Whether the inputs of all layers can be estimated from the weights."""
     symmetry, text = config.symmetry, config.text
     width = int(getattr(text, "hidden_size", 0))
     if not isinstance(symmetry, Symmetry) or not find_embeddings(checkpoint, text, width):

@@ -20,10 +20,10 @@ from gqa.convert.methods import HeadMaps, query_order
 from gqa.convert.plan import searches
 
 _MIN_REMAINDER = 1e-2  # floor of 1 - a: below it v - o is lost in float32 rounding
-SAMPLED = 16_384  # tokens that maps of heads are fitted to: with more they are hardly better, unlike W_O
+SAMPLED = 16_384  # tokens that key and value maps are fitted to: more hardly improve them, unlike W_O
 SCORES = 1 << 25  # scores of one head computed at a time
-_CAUSAL_PARTS = 4  # of a block's queries: each is multiplied with the keys up to its end alone
-MAX_SCORES = 1 << 28  # of all heads: above it, values are split to a key's width, for which kernels store no scores
+_CAUSAL_PARTS = 4  # parts of a block's queries: each is multiplied only with the keys up to its end
+MAX_SCORES = 1 << 28  # of all heads: with more, values are split to a key's width, so that kernels store no scores
 
 
 def significance_of(
@@ -49,7 +49,7 @@ def significance_of(
         moved = torch.cat([values, sizes, torch.ones_like(sizes)], -1)
         for first in range(0, q.shape[2], rows):
             part = slice(first, min(first + rows, q.shape[2]))
-            reach = part.stop if mask is None and causal else k.shape[2]  # none of these queries sees keys beyond it
+            reach = part.stop if mask is None and causal else k.shape[2]  # the last key that these queries attend to
             scores = (q[:, head, part].float() * scaling) @ k[:, kv_head, :reach].float().mT  # (B, t, S)
             if bias is not None:
                 scores += _of(bias, head, part)[..., :reach]
@@ -76,11 +76,11 @@ def _of(mask: Tensor, head: int, rows: slice) -> Tensor:
 
 
 def visible_keys(mask: Tensor | None, keys: Tensor) -> Tensor:
-    """(B or 1, S) bool: whether any query may see the key; the other `keys` (B, Hk, S, d) are padding."""
+    """(B or 1, S) bool: whether any query may attend to the key; the other `keys` (B, Hk, S, d) are padding."""
     if mask is None:
         return torch.ones(1, keys.shape[2], dtype=torch.bool, device=keys.device)
-    open_to = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return open_to.flatten(1, 2).any(1)
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return allowed.flatten(1, 2).any(1)
 
 
 def output_roots(w_o: Tensor) -> Tensor:
@@ -121,13 +121,13 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class Task:
-    """One attention module whose heads are to be merged: the source's `layer`, which reads the converted model's hidden
-    states `stream`, as the merged heads will.
+    """One attention module to merge: the source's `layer` on the converted model's hidden states `stream`, which the
+    merged heads will read.
 
     targets: (N, T, D) attention output after which the hidden states are the source's again.
     position_weights: (N, T) weight of an error at each position, from the function of that name.
     converted: Converted tensors of the layer's modules before this one.
-    head_outputs: (N, T, H e) to fill with what W_O is multiplied with; may be `targets`, which are read before.
+    head_outputs: (N, T, H e) to fill with the inputs of W_O; may be `targets`, which are read first.
     """
 
     pair: Pair
@@ -146,7 +146,7 @@ class Task:
         )
 
     def sample(self) -> tuple[Tensor, ...]:
-        """Batches of about SAMPLED tokens, evenly spaced in the text: the indices of the blocks of each."""
+        """Indices of the blocks of each batch of a sample of about SAMPLED tokens, evenly spaced in the text."""
         return self.stream.batches()[:: max(1, self.position_weights.numel() // SAMPLED)]
 
 
@@ -201,7 +201,7 @@ def _attended_values(task: Task, maps: HeadMaps) -> Tensor:
     moments = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
     merged = task.converted_layer(maps)
     for rows in task.sample():
-        v = task.layer.capture_blocks(task.stream, rows, "heads").heads[2]  # again, since all of them take memory
+        v = task.layer.capture_blocks(task.stream, rows, "heads").heads[2]  # recomputed: storing all takes memory
         capture = merged.capture_blocks(task.stream, rows, "heads")
         q, k, _ = capture.heads
         stacked = stack_groups(v if maps.order is None else v[:, maps.order], groups).transpose(0, 1)  # (B, G, T, m e)

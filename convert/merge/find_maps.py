@@ -1,7 +1,7 @@
-"""From a method to the maps of a model: from weights, or layer by layer from text; a stopped run goes on.
+"""Compute the maps of a model by its method: from weights, or layer by layer on text; a stopped run can continue.
 
-The converted model is compared with its base model on text that nothing is fitted to: it goes through each layer of
-both models while that layer is calibrated, so that no model is loaded for it.
+Held-out text compares the converted with the base model: it goes through each layer of both while that layer is
+calibrated, so no model is loaded for it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _SHORTEST = 16  # tokens of a block that shows recall
 def with_maps(
     plan: Plan, out: Path, options: MapsOptions, watcher: Watcher = SILENT, *, overwrite: bool = False
 ) -> Iterator[StoredMaps]:
-    """The maps of a plan's method, for as long as the block runs. Raises RefusedError and CorpusError.
+    """Yield the maps of a plan's method, which exist while the block runs. Raises RefusedError and CorpusError.
 
-    Layers that text runs through are kept beside `out` until the block succeeds; the same call then goes on after the
-    last of them.
+    Layers calibrated on text are stored beside `out` until the block succeeds, so that the same call can continue after
+    the last of them.
     """
     reads_text, layers = plan.merging.traits.reads_text, FinishedLayers(out, describe(plan, options), overwrite)
     quality = None
@@ -68,7 +68,7 @@ def with_maps(
         ) from error
     try:
         yield layers.maps(quality)
-    except BaseException:  # of writing the result: what text has taken hours to find stays
+    except BaseException:  # the result could not be written: layers that took hours stay
         if not reads_text:
             layers.remove()
         raise
@@ -84,15 +84,15 @@ def _look_at_weights(plan: Plan, layers: FinishedLayers, options: MapsOptions, w
 
 
 def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher) -> dict[str, Any] | None:
-    """Layer after layer, from the first that is not finished on. Quality of the result on held-out text, if any."""
+    """Calibrate the layers that are not finished; return the quality of the result on held-out text, if any."""
     most = CHECKED if options.check else 0
-    inputs, others = options.text.inputs(plan.checkpoint, options.device, watcher, most)
+    inputs, blocks = options.text.inputs(plan.checkpoint, options.device, watcher, most)
     state = layers.state()
     calibrator = Calibrator(plan, inputs, options, state)
     has_head = predicts_tokens(transformers_config(plan.new_config)) and (
         calibrator.pair.source.model.get_output_embeddings() is not None
     )
-    check = Check(calibrator.pair, others, state) if others is not None and len(others) and has_head else None
+    check = Check(calibrator.pair, blocks, state) if blocks is not None and len(blocks) and has_head else None
     heldout = list(check.streams.values()) if check else []
     if layers.count:
         watcher.note(f"continues   after layer {layers.count} of {calibrator.layers}, where a run was stopped")
@@ -160,7 +160,7 @@ class Check:
 
 
 def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
-    """What decides the maps, as JSON."""
+    """Everything that determines the maps, as JSON."""
     description: dict[str, Any] = {
         "method": plan.merging.method,
         "groups": plan.groups,
@@ -202,8 +202,8 @@ class FinishedLayers:
     """
 
     def __init__(self, out: Path, description: Mapping[str, Any], overwrite: bool) -> None:
-        """Count the layers that a run of the same description has finished. Raises RefusedError where a run of another
-        one has; with `overwrite` its layers are removed.
+        """Count the finished layers of a run with the same description. Raises RefusedError for layers of another run;
+        with `overwrite` these are removed.
         """
         self.directory = out.absolute().with_name(f".{out.absolute().name}.gqa-work")
         self._state, self._description = self.directory / "state.safetensors", description
@@ -215,7 +215,7 @@ class FinishedLayers:
             self.remove()
 
     def _continue(self) -> None:
-        """Count the layers that are here. Raises RefusedError if they are of another run, or damaged."""
+        """Count the stored layers. Raises RefusedError if they are of another run, or damaged."""
         try:
             with safe_open(self._state, framework="pt") as file:
                 progress = json.loads(file.metadata()["progress"])
@@ -233,7 +233,7 @@ class FinishedLayers:
     def add(
         self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor] | None = None, error: float | None = None
     ) -> None:
-        """Store one more layer with its error, and the state after it; without one it is not kept for another run."""
+        """Store one more layer with its error, and the state after it; without a state no other run can continue."""
         self.directory.mkdir(parents=True, exist_ok=True)
         _save(self.directory / f"{self.count:05d}.safetensors", tensors)
         self.count += 1

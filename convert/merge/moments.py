@@ -189,7 +189,7 @@ def partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:
 
 
 def _lost_keys(moments: Moments, group: Group, rotary: Rotary, free_keys: bool) -> float:
-    """Energy of scores outside of the directions that one shared key keeps (see `shared_key`)."""
+    """Energy of scores outside of the directions that one shared key keeps if each frequency is merged alone."""
     dim = moments.queries.shape[1]
     rows = _rows(torch.tensor(group), dim)
     keys, queries = moments.keys[0][rows][:, rows], moments.queries[list(group)]

@@ -1,4 +1,4 @@
-"""How maps are found, and the text that they are calibrated on. Imports no torch."""
+"""How maps are computed, and the calibration text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
     from gqa.corpus.tokens import Encoder, Ints
 
-_CHARACTERS = 256  # of text that are looked at for every token that is taken, which is some four of them
+_CHARACTERS = 256  # of text to tokenise for each token that is used (a token has about four)
 AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
 
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """`sources` as `parse_sources` reads them, or `self[:plain][:TOKENS]`; `tokens` in all, in blocks of
-    `length`; of an encoder-decoder, so many pairs of sources and targets of at most `length`. `field` is the column of
-    text of files and data sets; `target_field` that of what its decoder writes; `separator` cuts text files.
-    `repeats`: half of the blocks repeat themselves (`with_repeats` in corpus/tokens.py), but not those of
-    `self:plain` and pairs.
-    `trust_remote_code`: tokenizer and model may be code that comes along. Documents of the source `heldout`, or those
-    below the hash of `heldout_fraction`, are left out of whatever is read.
+    """Calibration text: `tokens` in blocks of `length`; for an encoder-decoder pairs with at most `length` a side.
+
+    sources: Arguments of `parse_sources`, or `self[:plain][:TOKENS]`. field, target_field, separator: Column of text,
+        column of the decoder's text, separator of documents in text files.
+    repeats: Whether half of the blocks repeat themselves (`with_repeats` in corpus/tokens.py), except for `self:plain`
+        and pairs.
+    trust_remote_code: Whether code of the checkpoint may run. heldout, heldout_fraction: A source whose documents, or
+        the share of documents by hash, that are left out.
     """
 
     sources: tuple[str, ...] = ("self",)
@@ -56,8 +57,8 @@ class CalibrationText:
     def inputs(
         self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """What the model is given, by the names of its forward's arguments, and at most `heldout` tokens of other text
-        (M, T), none of an encoder-decoder. Raises RefusedError and CorpusError.
+        """Inputs of the model's forward by name, and held-out text (M, T) of at most `heldout` tokens, None for an
+        encoder-decoder. Raises RefusedError and CorpusError.
         """
         from gqa.checkpoint.loading import positions
         from gqa.convert.heads.config import transformers_config
@@ -65,21 +66,21 @@ class CalibrationText:
         config = transformers_config(checkpoint.config)
         if config.is_encoder_decoder:
             longest = positions(config)
-            if longest and self.length > longest:  # transformers' classes of decoders say it, or take them
+            if longest and self.length > longest:  # decoder classes raise this themselves, or accept it
                 raise RefusedError(
                     f"{checkpoint.name} has {longest} positions, --context is {self.length}; give at most {longest}"
                 )
-            inputs, others = self._pairs(checkpoint, device, watcher), None
+            inputs, heldout_blocks = self._pairs(checkpoint, device, watcher), None
         else:
-            blocks, others = self.split(checkpoint, device, watcher, heldout)
+            blocks, heldout_blocks = self.split(checkpoint, device, watcher, heldout)
             inputs = {"input_ids": blocks}
         count, most = len(inputs["input_ids"]), max(1, self.taken // self.length)
-        count += 0 if others is None else len(others)
+        count += 0 if heldout_blocks is None else len(heldout_blocks)
         if count + len(self.sources) <= most:  # of several sources each is rounded
             kind = "pairs" if config.is_encoder_decoder else "blocks"
             requested = f"only {count:,} of {most:,} {kind} of {self.length} tokens"
             watcher.warn(f"{', '.join(self.sources)}: {requested}; give more text")
-        return inputs, others
+        return inputs, heldout_blocks
 
     def _pairs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
         from gqa.convert.merge.text_pairs import PairMaker
@@ -101,9 +102,9 @@ class CalibrationText:
         return maker.inputs(pairs)
 
     def split(self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0) -> tuple[Tensor, Tensor]:
-        """(N, length) token ids, of each source its share. And (M, length) of at most `heldout` tokens of the same
-        sources, without repeats, which are none of the others: of what the model writes the last, at most an eighth; of
-        other text what is left. Raises RefusedError and CorpusError.
+        """(N, length) token ids, from each source its share; and (M, length) other blocks of the same sources, at most
+        `heldout` tokens, without repeats: the last of self-generated text (at most an eighth), and what is left of
+        other text. Raises RefusedError and CorpusError.
         """
         import numpy as np
         import torch
@@ -126,14 +127,14 @@ class CalibrationText:
                 load, device, checkpoint, length, count, seed, plain, watcher, trust_remote_code=trusted
             )
             first = count - min(most, count // 8)
-            others = replace(written, plain=True) if most else written
-            rows = np.stack([(written if i < first else others)[i]["input_ids"] for i in range(count)])
+            unrepeated = replace(written, plain=True) if most else written
+            rows = np.stack([(written if i < first else unrepeated)[i]["input_ids"] for i in range(count)])
             parts.append((rows[:first], rows[first:]))
         blocks, rest = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
         return blocks, rest
 
     def check_sources(self, checkpoint: Checkpoint) -> None:
-        """Raise RefusedError or CorpusError for text that cannot be used, as far as its beginning tells."""
+        """Raise RefusedError or CorpusError for text that cannot be used; checks its beginning."""
         from gqa.checkpoint.loading import load_tokenizer
 
         self.shares()
@@ -146,9 +147,7 @@ class CalibrationText:
             load_tokenizer(checkpoint, self.trust_remote_code, instead="use self")
 
     def identify(self) -> list[str]:
-        """What the content of each source is, and of `heldout`, as a hash; of what the model writes its name. Raises
-        CorpusError.
-        """
+        """Hashes of the content of each source and of `heldout`; names of self-generated text. Raises CorpusError."""
         specs = (*self.sources, *filter(None, [self.heldout]))
         return [spec if is_self(spec) else self._source(spec).identify() for spec in specs]
 
@@ -165,7 +164,7 @@ class CalibrationText:
         return source
 
     def _seed(self, number: int) -> int:
-        """Of what the model writes for the source of that number: for each text of its own."""
+        """The seed of self-generated text for the source of that number: each text has another."""
         from gqa.convert.merge.self_samples import derive_seed
 
         before = sum(map(is_self, self.sources[:number]))
@@ -177,8 +176,8 @@ class CalibrationText:
         return sum(tokens for _, tokens in self.shares())
 
     def shares(self) -> Sequence[tuple[str, int]]:
-        """The sources and how many of their tokens are taken: what `self:TOKENS` says; the others share `tokens`
-        equally. Raises RefusedError and CorpusError.
+        """The sources with their numbers of tokens: `self:TOKENS` states it, the others share `tokens` equally. Raises
+        RefusedError and CorpusError.
         """
         fixed = [(parse_self(source).tokens or 0) if is_self(source) else 0 for source in self.sources]
         shares = [
@@ -196,12 +195,11 @@ def read_blocks(
     checkpoint: Checkpoint, source: Source, tokens: int, length: int, seed: int, repeats: bool,
     trust_remote_code: bool = False, heldout: int = 0,
 ) -> tuple[Ints, Ints]:  # fmt: skip
-    """(N, length) pieces of many documents, which say more than a few whole ones; with `repeats` a part of them repeats
-    itself, in the shares of what a model writes. And (M, length) other pieces, at most `heldout`, of a short text at
-    least an eighth of all. Raises RefusedError and CorpusError.
+    """(N, length) pieces of many documents, which are better than a few whole ones; with `repeats` some repeat
+    themselves, in the same shares as in self-generated text. And (M, length) other pieces, at most `heldout`, of short
+    text an eighth. Raises RefusedError and CorpusError.
 
-    No more is tokenised than they come from: documents in an order that hashes of their texts and the seed decide, as
-    many as hold _CHARACTERS a token.
+    Only documents with _CHARACTERS per token are tokenised, in an order by the hashes of their texts and the seed.
     """
     import numpy as np
 
@@ -212,8 +210,8 @@ def read_blocks(
     encoder = Encoder(load_tokenizer(checkpoint, trust_remote_code, instead="use self"))
     digests, characters = zip(*((row_digest(text), len(text)) for text in source.texts()), strict=True)
     order = permutation(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32), seed)
-    reached, wanted = np.cumsum(np.array(characters)[order]), _CHARACTERS * tokens
-    stream = _encoded(source, order[: int(np.searchsorted(reached, wanted)) + 1], encoder)
+    read, needed = np.cumsum(np.array(characters)[order]), _CHARACTERS * tokens
+    stream = _encoded(source, order[: int(np.searchsorted(read, needed)) + 1], encoder)
     if len(stream) < tokens:  # long words
         stream = _encoded(source, order, encoder)
     if len(stream) < length:
@@ -225,17 +223,17 @@ def read_blocks(
     if len(rest) < heldout:
         rest = np.arange(len(pieces))
     rest = rest[np.linspace(0, len(rest) - 1, heldout).astype(int)]
-    blocks, others = pieces[np.setdiff1d(picks, rest)], pieces[rest]
+    blocks, spare = pieces[np.setdiff1d(picks, rest)], pieces[rest]
     vocabulary = read_config(checkpoint.config, checkpoint.name).text.vocab_size
     check_ids(int(pieces.max()), vocabulary, checkpoint.name)
     if not repeats:
-        return blocks, others
+        return blocks, spare
     lead = int((blocks[:, 0] == blocks[0, 0]).all())
-    return np.stack([with_repeats(blocks.__getitem__, index, seed, lead) for index in range(len(blocks))]), others
+    return np.stack([with_repeats(blocks.__getitem__, index, seed, lead) for index in range(len(blocks))]), spare
 
 
 def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
-    """The tokens of the documents of these numbers, one after the other in their order."""
+    """The tokens of the documents with the `chosen` numbers, joined in that order."""
     import numpy as np
 
     numbers = set(chosen.tolist())
@@ -246,26 +244,26 @@ def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
 
 @dataclass(frozen=True)
 class Refinement:
-    """How long and how fast: steps of `batch` blocks; `learning_rate`, relative to the size of each tensor, falls
+    """Training of `refined`: steps of `batch` blocks; `learning_rate`, relative to the size of each tensor, falls
     linearly to zero.
     """
 
     steps: int = 200
     batch: int = 8
     learning_rate: float = 0.03
-    heldout: float = 1 / 16  # of the blocks: never trained on; their error decides which step is kept
-    autocast: bool | None = None  # multiply in bfloat16; None: where the device does natively
+    heldout: float = 1 / 16  # share of the blocks: not trained on; their error selects the best step
+    autocast: bool | None = None  # multiply in bfloat16; None: if the device does natively
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class MapsOptions:
-    """How maps are found; to methods that look at weights alone only `grouping` and `device` matter.
+    """How maps are computed; methods that read weights alone use `grouping` and `device` only.
 
     ridge: Strength of the refit of W_O, relative to the mean energy of a head's outputs.
-    batch: Blocks that go through a layer at a time, at most: fewer where they are more than AT_ONCE tokens.
-    check: Compare both models on text that nothing is fitted to.
-    grouping: `contiguous`; `auto` for the groups that lose least among few heads.
+    batch: Blocks that go through a layer at a time, at most; fewer if they have more than AT_ONCE tokens.
+    check: Whether to compare both models on held-out text.
+    grouping: `contiguous`; `auto` searches for the groups with the least loss if there are few heads.
     """
 
     text: CalibrationText = field(default_factory=CalibrationText)
