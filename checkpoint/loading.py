@@ -1,6 +1,6 @@
-"""Load a checkpoint's model and tokenizer with transformers, strictly: what transformers only warns of is refused here.
+"""Load a checkpoint's model and tokenizer with transformers, strictly: what transformers only warns of is refused.
 
-At the end: devices, and the memory and precision that they have.
+At the end: devices, their memory and precision.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def load_model(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without the bars, tables and hints of transformers while it loads: what matters of them is in our errors."""
+    """Silence the bars, tables and hints of transformers while it loads; our errors say what matters."""
     from transformers.utils import logging as transformers_logging
 
     level, has_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
@@ -120,8 +120,8 @@ def _spread() -> dict[str, Any]:
 
 def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device: str) -> None:
     """Read weights from the `files` of the checkpoint `name` into an empty model whose parameters are shards (DTensors
-    on `meta`): of each only the rows that this process has, by transformers' own loading. What is not empty, as
-    adapters are, stays as it is. Raises what `load_model` does.
+    on `meta`), with transformers' own loading; each process reads only its rows. Parameters that are not empty, such as
+    adapters, are not touched. Raises the errors of `load_model`.
     """
     from safetensors import safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -174,7 +174,7 @@ def _empty(cls: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTra
 
 
 def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
-    """transformers' config object of the model at `name`, whose classes may be ours. Raises what transformers does."""
+    """transformers' config object of the model at `name`, whose classes may be ours. Raises errors of transformers."""
     import transformers
 
     raw, _ = transformers.PreTrainedConfig.get_config_dict(name)
@@ -184,7 +184,7 @@ def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
 
 
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:
-    """The class that a config names, else the one of its model type that predicts tokens; an Auto class where it is
+    """The class that a config names, else the one of its model type that predicts tokens; an Auto class if the class is
     code of the checkpoint, or transformers has none.
     """
     import transformers
@@ -231,20 +231,20 @@ def check_predicts_tokens(config: Any, name: str, trust_remote_code: bool = Fals
 
 
 def positions(config: Any) -> int | None:
-    """Positions that the model of transformers' `config` was made for; None where it states none."""
+    """Maximum number of positions of the model of transformers' `config`; None if it has no limit."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or None
 
 
 def cache_name(model: PreTrainedModel) -> str:
-    """What `model` calls the key/value cache that it takes and returns: transformers 5.24 has renamed it."""
+    """Name of the key/value cache among the arguments and outputs of `model`: transformers 5.24 has renamed it."""
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def ranks() -> PartialState:
-    """accelerate's view of the processes that work together; one where nothing launched several.
+    """accelerate's state of the processes that a launcher started, or of this one.
 
-    Without cpu=True accelerate treats CPU processes as independent. They wait up to 6 hours for what one of them does
-    alone, such as tokenising or writing the result.
+    Without cpu=True accelerate treats CPU processes as independent. The timeout is 6 hours: one process tokenises, or
+    writes the result, while the others wait.
     """
     from accelerate import PartialState
 
@@ -252,7 +252,7 @@ def ranks() -> PartialState:
 
 
 def on_main(function: Callable[[], object]) -> None:
-    """Call a function in the main process, for which the others wait; its error is raised in all."""
+    """Call a function in the main process while the others wait; all processes raise its error."""
     from accelerate.utils import broadcast_object_list
 
     errors: list[Exception | None] = [None]
@@ -267,10 +267,10 @@ def on_main(function: Callable[[], object]) -> None:
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, instead: str = "") -> Any:
-    """The checkpoint's tokenizer; `instead` is what else the user may do where it has none.
+    """The checkpoint's tokenizer. `instead`: further advice in errors.
 
-    Raises RefusedError where there is none, or none that transformers can load. Of some classes it makes an empty one
-    where there are no files, or none but those of the special tokens.
+    Raises RefusedError if there is none that transformers can load. Without files, or with those of the special
+    tokens alone, some classes make an empty one.
     """
     from transformers import AutoTokenizer
 
@@ -300,7 +300,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, inst
 
 
 def default_device() -> str:
-    """A GPU where there is one."""
+    """The accelerator, or else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator.type if accelerator else "cpu"
 
@@ -317,47 +317,47 @@ def find_device(name: str | None) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the machine, has no memory left: torch has a class for the first only."""
+    """Whether a device, or the host, ran out of memory: torch has an error class for devices only."""
     message = str(error) if isinstance(error, RuntimeError) else ""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in message for words in _NO_MEMORY)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that tensors can still take on an accelerator; None for a processor, and where torch does not tell.
+    """Bytes free for tensors on an accelerator; None for a CPU, and if torch cannot report them.
 
-    What torch's allocator holds and does not use is free to tensors, though the driver counts it as taken.
+    Memory that torch's allocator has reserved but does not use is free, though the driver counts it as used.
     """
     if device.type != "cuda":
         return None
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def total_memory(device: str) -> int | None:
-    """Bytes of memory of an accelerator, or that this host or its container has; None if that is unknown."""
+    """Total bytes of memory of an accelerator, or of this host or its container; None if unknown."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[1]
     try:
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         limit = Path("/sys/fs/cgroup/memory.max")
         words = limit.read_text().strip() if limit.exists() else "max"
-    except (AttributeError, ValueError, OSError):  # of another system
+    except (AttributeError, ValueError, OSError):  # on other systems
         return None
     return min(host, int(words)) if words.isdecimal() else host
 
 
 def as_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers in float64: on the CPU where the device has none (MPS)."""
+    """The tensor in float64; on the CPU if the device has no float64 (MPS)."""
     return tensor.cpu().double() if tensor.device.type == "mps" else tensor.double()
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Where `as_float64` puts what is on that device."""
+    """The device to which `as_float64` moves tensors of `device`."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def native_bfloat16(device: str) -> bool:
-    """Whether the device multiplies bfloat16 by itself, not by way of float32."""
+    """Whether the device multiplies bfloat16 natively, not through float32."""
     if device.startswith("cpu"):  # one of several processes has `cpu:0`
         able = torch.cpu.get_capabilities()
         return bool(able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16"))

@@ -1,4 +1,4 @@
-"""Write what a plan says and verify it: shards are written a few at a time, side files, then index and config."""
+"""Write the output of a plan and verify it: shards, several at a time, then side files, index and config."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _write_shard(plan: Plan, work: Path, progress: Progress, shard: Shard) -> No
 def _cast(
     checkpoint: Checkpoint, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.uint8], progress: Progress
 ) -> None:
-    """Write an untouched tensor in another dtype, out of a `.bin` or computed by a view, a bounded piece at a time."""
+    """Write an unmerged tensor that is cast, unpickled (`.bin`) or computed by a view, a bounded piece at a time."""
     source = tensor.source
     for piece in _pieces(checkpoint, source, buffer):
         cast = stored_as(piece, tensor.dtype)
@@ -147,14 +147,14 @@ def verify(plan: Plan, work: Path) -> None:
             if actual != expected:
                 raise OutputError(f"layer {layer} of the result has {actual} KV heads instead of {expected}")
         for module in attention_modules(written, config):
-            module_changes(module, config, plan.groups)  # shapes are held against the config
+            module_changes(module, config, plan.groups)  # checks shapes against the config
     except RefusedError as error:
         raise OutputError(f"the result does not verify: {error}") from error
 
 
 def verify_shard(plan: Plan, path: Path, shard: Shard) -> None:
-    """Check one written file from disk: sampled bytes of untouched tensors, and that what was computed is finite.
-    Raises OutputError.
+    """Check one written file from disk: sampled bytes of copied tensors, and that merged tensors are finite. Raises
+    OutputError.
     """
     try:
         tensors = {spec.name: spec for spec in read_header(path, shard.file)}
@@ -175,8 +175,8 @@ def verify_shard(plan: Plan, path: Path, shard: Shard) -> None:
 
 
 def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: TensorSpec) -> bool:
-    """Whether a written tensor has the bytes of its source: a block at the start, in the middle and at the end. What is
-    not stored so in the source (`.bin`, a view) is compared whole.
+    """Whether a written tensor has the bytes of its source: a block at the start, in the middle and at the end. Tensors
+    without a byte range in the source (`.bin`, a view) are compared whole.
     """
     import numpy as np
     import torch
@@ -196,5 +196,5 @@ def _read(stream: BinaryIO, position: int, count: int) -> bytes:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether it holds neither NaN nor Inf: the sum says so faster, but may overflow."""
+    """Whether a tensor has neither NaN nor Inf. Its sum is a faster test, but may overflow."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())

@@ -44,9 +44,9 @@ from gqa.uptrain.options import TrainOptions
 RECORD = "trainer_state.json"
 _SHARDS = "shards"
 _HASHED = {"model", "revision", "teacher", "data", "heldout"}  # options that name models and text
-_STATES = 2  # that stay
+_STATES = 2  # to keep
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant, where it is one
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is intended
 
 
 @dataclass

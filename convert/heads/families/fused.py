@@ -8,7 +8,7 @@ _FALCON = Symmetry(
     lambda config, layer: not config.alibi, query=None, output="dense", norms=("ln_attn", "input_layernorm"),
     places="alibi",
 )  # fmt: skip
-_OWN_ATTENTION = {"falcon": "its class computes attention itself, on keys and values repeated for all query heads"}
+_CUSTOM_ATTENTION = {"falcon": "its class computes attention itself, on keys and values repeated for all query heads"}
 
 
 def _multi_query_heads(config: Any, layer: int) -> LayerHeads:
@@ -61,7 +61,7 @@ FAMILIES: tuple[Family, ...] = (
         when={"new_decoder_architecture": True},
         attention=("self_attention",),
         rules=(Rule("query_key_value", Fused("grouped")),),
-        not_layerwise=_OWN_ATTENTION,
+        not_layerwise=_CUSTOM_ATTENTION,
         kv_fields=("num_kv_heads",),
         heads=lambda config, layer: uniform_heads(config, config.num_kv_heads),
     ),
@@ -72,7 +72,7 @@ FAMILIES: tuple[Family, ...] = (
         when={"new_decoder_architecture": False},
         attention=("self_attention",),
         rules=(Rule("query_key_value", Fused("grouped")),),
-        not_layerwise=_OWN_ATTENTION,
+        not_layerwise=_CUSTOM_ATTENTION,
         heads=_multi_query_heads,
         edits=_falcon_old_edits,
     ),

@@ -1,6 +1,6 @@
-"""All entries: layouts and symmetries are held against transformers 5.23, one tiny model per model type, by the tests.
+"""All families. The tests compare their layouts and symmetries with transformers, by a tiny model of each model type.
 
-A new architecture is one entry in one of the files that are put together here.
+A new architecture is one entry in one of the files that are joined here.
 """
 
 from gqa.convert.heads.families import custom, fused, separate
@@ -8,7 +8,7 @@ from gqa.convert.heads.family import Family
 
 FAMILIES: tuple[Family, ...] = (*separate.FAMILIES, *fused.FAMILIES, *custom.FAMILIES)
 
-# Models whose text part is one of the above: where in config.json it is described.
+# Models whose text part is one of the above: where in config.json its config is.
 _TEXT = ("text_config",)
 NESTED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -39,7 +39,7 @@ NESTED: dict[str, tuple[str, ...]] = {
     "t5gemma2": ("decoder",),
 }  # fmt: skip
 
-# Model types that cannot be converted, each with the reason, which the user is told.
+# Model types that cannot be converted, with the reason for the error.
 _NO_FIELD = (
     "transformers' class has no number of key/value heads, so a checkpoint with fewer would not load "
     "(or, worse, would run and be wrong); use a sister model with grouped-query support"
