@@ -77,7 +77,7 @@ class ConvertOptions(Options):
     # fmt: on
 
     def maps(self) -> MapsOptions:
-        """How maps are found. Raises RefusedError for a device that cannot be used."""
+        """How maps are computed. Raises RefusedError for a device that cannot be used."""
         from gqa.checkpoint.loading import find_device
 
         text = CalibrationText(
@@ -91,7 +91,7 @@ class ConvertOptions(Options):
         )  # fmt: skip
 
     def refuse_conflicts(self) -> None:
-        """Raises RefusedError where options do not go together, or the method does not use one."""
+        """Raise RefusedError if options exclude each other, or the method does not use one."""
         self.check_needs()
         if (self.kv_heads is None) == (self.kv_budget is None):
             raise RefusedError("the number of KV heads is not clear; give either --groups G or --kv-budget SHARE")
@@ -101,7 +101,7 @@ class ConvertOptions(Options):
 
 
 def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:
-    """Raises RefusedError for an option that is given and that none of `methods` uses; `where` names them."""
+    """Raise RefusedError for an option that was set and that none of `methods` uses; `where` names them in the error."""
     known = [METHODS[name] for name in methods]
     for name, field in type(options).__dataclass_fields__.items():
         uses = field.metadata["methods"]

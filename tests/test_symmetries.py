@@ -180,7 +180,7 @@ def calibrated(given: dict[str, Tensor], plan: Plan, **options: Any) -> tuple[Ca
 
 
 def check_frequencies(pair: Pair, name: str, length: int) -> None:
-    """A layer that is given the same at every position has the same queries and keys there, before they are turned."""
+    """A layer that is given the same at every position has the same queries and keys there, without rotation."""
     symmetry, text, found = pair.symmetry, pair.plan.config.text, list[tuple[AttentionModule, Rotary]]()
     assert symmetry
     for module in (module for layer in range(len(pair.source.layers)) for module in pair.modules_of(layer)):
@@ -216,8 +216,8 @@ def check_places(tiny: Tiny, directory: Path, expected: Tensor, example: bool) -
 
 
 @pytest.mark.parametrize("kind", [*SCALED, "wide"])
-def test_queries_and_keys_are_turned_back(kind: str, tmp_path: Path) -> None:
-    """Where frequencies are not those of the types above; and where only a part of wide heads is turned."""
+def test_queries_and_keys_are_unrotated(kind: str, tmp_path: Path) -> None:
+    """Where frequencies are not those of the types above; and where only a part of wide heads is rotated."""
     name, options, lengths = SCALED.get(kind, ("stablelm", {}, (24,)))
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0} | options
     changed = {"rope_parameters": rope, "original_max_position_embeddings": 16}
