@@ -101,7 +101,7 @@ class ConvertOptions(Options):
 
 
 def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:
-    """Raise RefusedError for an option that was set and that none of `methods` uses; `where` names them in the error."""
+    """Raise RefusedError for an option that is set and that none of `methods` uses; `where` names them."""
     known = [METHODS[name] for name in methods]
     for name, field in type(options).__dataclass_fields__.items():
         uses = field.metadata["methods"]
