@@ -92,19 +92,18 @@ def _across_frequencies(keys: Tensor, queries: Tensor, means: Tensor, rotary: Ro
     heads, dim = queries.shape[:2]
     basis, diagonals = (part.to(keys.device) for part in _complex_basis(rotary, dim))
     coherence = diagonals @ diagonals.mH / diagonals.shape[1]  # C
-    stacked = torch.block_diag(*[basis] * heads)
-    mean = stacked @ means.to(basis)
+    mean = _times_each(means.to(basis)[None], basis.mT)[0]
     # Of a constant key E[D_t] k shifts all scores of a query alike; only the rest counts, 1 - |E[D_t]|^2 of its energy.
     varying = mean * (1 - diagonals.mean(1).abs().square()).clamp_min(0).sqrt().repeat(heads)
-    moments = stacked @ keys.to(basis) @ stacked.mH - torch.outer(mean, mean.conj())
+    moments = _times_each(_times_each(keys.to(basis), basis.mH).mH, basis.mH) - torch.outer(mean, mean.conj())
     moments += torch.outer(varying, varying.conj())  # K
     query_moments = basis @ queries.to(basis) @ basis.mH  # Q (m, d, d)
-    merge = basis @ key.to(basis) @ stacked.mH  # B (d, m d)
+    merge = _times_each(basis @ key.to(basis), basis.mH)  # B (d, m d)
     energy = moments.diagonal().real.view(heads, dim).mean(0)
     merged_energy = ((merge @ moments) * merge.conj()).sum(1).real
     if len(empty := (merged_energy <= _FLOAT64_CUT * merged_energy.max()).nonzero()):  # zeros stay zeros: start random
         start = torch.randn(key.shape, generator=torch.Generator().manual_seed(0), dtype=key.dtype).to(key)
-        merge[empty] = (basis @ start.to(basis) @ stacked.mH)[empty]
+        merge[empty] = _times_each(basis @ start.to(basis), basis.mH)[empty]
     for sweep in range(_KEY_SWEEPS + 1):
         cross = moments @ merge.mH  # K B^H (m d, d)
         head_cross = cross.view(heads, dim, dim) * coherence
@@ -115,7 +114,13 @@ def _across_frequencies(keys: Tensor, queries: Tensor, means: Tensor, rotary: Ro
         gram = (restore.mH @ query_moments @ restore).sum(0) * coherence.mT
         merge = pseudo_inverse(gram, _FLOAT64_CUT) @ targets.transpose(0, 1).flatten(1)
         merge *= _energy_factor(energy, ((merge @ moments) * merge.conj()).sum(1).real)[:, None]
-    return GroupMaps((basis.mH @ merge @ stacked).real, (basis.mH @ restore.mH @ basis).real)
+    return GroupMaps(_times_each(basis.mH @ merge, basis).real, (basis.mH @ restore.mH @ basis).real)
+
+
+def _times_each(rows: Tensor, matrix: Tensor) -> Tensor:
+    """(n, m d) times blockdiag(M, ..., M) of (d, d)."""
+    product: Tensor = rows.unflatten(1, (-1, len(matrix))) @ matrix
+    return product.flatten(1)
 
 
 def _complex_basis(rotary: Rotary, dim: int) -> tuple[Tensor, Tensor]:
