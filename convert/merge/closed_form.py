@@ -205,12 +205,9 @@ def _attended_values(task: Task, maps: HeadMaps) -> Tensor:
         capture = merged.capture_blocks(task.stream, rows, "heads")
         q, k, _ = capture.heads
         stacked = stack_groups(v if maps.order is None else v[:, maps.order], groups).transpose(0, 1)  # (B, G, T, m e)
-        attend = partial(task.pair.target.attend, merged.attention, mask=capture.mask, **capture.options)
-        if q[..., 0].numel() * k.shape[2] > MAX_SCORES:
-            parts = [attend(q=q, k=k, v=part) for part in stacked.split(heads.value_dim, -1)]
-            attended = torch.cat(parts, -1)  # (B, T, H, m e)
-        else:
-            attended = attend(q=q, k=k, v=stacked)
+        width_at_once = width if q[..., 0].numel() * k.shape[2] <= MAX_SCORES else heads.value_dim
+        attend = partial(task.pair.target.attend, merged.attention, q, k, mask=capture.mask, **capture.options)
+        attended = torch.cat([attend(v=part) for part in stacked.split(width_at_once, -1)], -1)  # (B, T, H, m e)
         attended = attended * task.position_weights[rows].sqrt()[..., None, None].to(attended)
         add_products(moments, attended.flatten(0, 1).transpose(0, 1))
     return moments / task.position_weights[torch.cat(task.sample())].numel()
