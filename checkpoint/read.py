@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_STORED_DTYPES = {name: stored for stored, name in TORCH_DTYPES.items()} | {
+STORED_DTYPES = {name: stored for stored, name in TORCH_DTYPES.items()} | {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 ADVICE = (
@@ -278,10 +278,10 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
         named = isinstance(name, str) and name.isprintable() and name != "__metadata__"
         dense = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
         plain = dense and tensor.layout is torch.strided
-        dtype = _STORED_DTYPES.get(str(tensor.dtype).removeprefix("torch.")) if plain else None
+        dtype = STORED_DTYPES.get(str(tensor.dtype).removeprefix("torch.")) if plain else None
         if not named or dtype is None or tensor.device.type != "cpu":
             raise CorruptError(
-                f"{file} holds something other than named dense tensors of {listing(_STORED_DTYPES, 20)}: "
+                f"{file} holds something other than named dense tensors of {listing(STORED_DTYPES, 20)}: "
                 f"{str(name)[:99]!r}; save the checkpoint as safetensors first"
             )
         begin, end = end, end + tensor.nbytes

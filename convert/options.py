@@ -92,7 +92,6 @@ class ConvertOptions(Options):
 
     def refuse_conflicts(self) -> None:
         """Raise RefusedError if options exclude each other, or the method does not use one."""
-        self.check_needs()
         if (self.kv_heads is None) == (self.kv_budget is None):
             raise RefusedError("the number of KV heads is not clear; give either --groups G or --kv-budget SHARE")
         if self.kv_budget and self.dry_run:

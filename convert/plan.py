@@ -11,7 +11,7 @@ from gqa.checkpoint.custom_code import MODEL_TYPES
 from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
 from gqa.checkpoint.files import TensorSpec, byte_size, shard_names
 from gqa.checkpoint.loading import model_class, quiet_transformers
-from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
+from gqa.checkpoint.read import STORED_DTYPES, TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.config import (
     KVCache,
     ModelConfig,
@@ -36,7 +36,6 @@ from gqa.convert.recast.targets import RECAST_TYPES, recast
 
 _LISTED = 3  # names in a message
 _MOST_GROUPS = 90  # possible groups of one size: all partitions into them are tried (135,135 of 14 heads in pairs)
-_STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def make_plan(
     merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02))
     if dtype and checkpoint.packed:
         raise RefusedError(f"--dtype does not go with quantised weights, which {checkpoint.name} has; leave it out")
-    stored = _STORED[dtype] if dtype else None
+    stored = STORED_DTYPES[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
     new, edits = edit_config(config, groups, checkpoint.name, dtype, bool(checkpoint.packed))
     unread = check_loads(new.raw, outputs, checkpoint)

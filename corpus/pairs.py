@@ -82,7 +82,7 @@ class PairEncoder:
 def tokenise_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents:
     """The pairs of data sets, without special tokens, stored as by `tokenise`. Raises CorpusError."""
     identity, encode_target = Encoder(encoder.tokenizer).identify(), partial(encoder.encode, target=True)
-    return tokenise_columns(sources, identity, {"source": partial(encoder.encode), "target": encode_target})
+    return tokenise_columns(sources, identity, {"source": encoder.encode, "target": encode_target})
 
 
 def pair_block(pair: tuple[Sequence[int] | Ints, Sequence[int] | Ints]) -> Block:
