@@ -96,10 +96,10 @@ def _say_cost(plan: Plan, options: ConvertOptions) -> None:
     if seconds > _LONG and plan.merging.traits.reads_text and METHODS["aligned"] in plan.available_methods():
         text += f"; {_QUICK}"
     _say(text, options)
-    _warn(_memory_warnings(plan, maps.device, memory))
+    _warn(_memory_warnings(plan, options, maps.device, memory))
 
 
-def _memory_warnings(plan: Plan, device: str, memory: int) -> list[str]:
+def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: int) -> list[str]:
     """A warning if the plan's method takes more memory than there is."""
     from gqa.checkpoint.loading import total_memory
     from gqa.convert.summary import size
@@ -107,7 +107,8 @@ def _memory_warnings(plan: Plan, device: str, memory: int) -> list[str]:
     total = total_memory(device)
     if total is None or memory <= total:
         return []
-    advice = "; --data takes less, because nothing is sampled" if plan.merging.traits.reads_text else ""
+    samples = plan.merging.traits.reads_text and not options.is_set("data")
+    advice = "; --data takes less, because nothing is sampled" if samples else ""
     return [f"--method {plan.method} takes about {size(memory)} of memory; {device} has {size(total)}{advice}"]
 
 
@@ -131,7 +132,7 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
             _say(f"estimate    {method.name:12}{cost}", options)
             costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}
             if method == plan.merging.traits:
-                warnings += _memory_warnings(plan, maps.device, memory)
+                warnings += _memory_warnings(plan, options, maps.device, memory)
     _warn(warnings)
     _say("dry run     nothing was written", options)
     return {"estimates": costs} if costs else {}

@@ -77,6 +77,8 @@ def test_what_a_run_takes_is_said_before_it_starts(tmp_path: Path, monkeypatch: 
     assert (done.code, done.out.count("\n")) == (3, 1)
     assert re.match(r"estimate    about \d+ hours on cpu; --method aligned reads only the weights and takes ", done.out)
     assert "; --data takes less, because nothing is sampled\n" in done.err
+    monkeypatch.setattr(loading, "load_tokenizer", lambda *arguments, **options: None)
+    assert run("-g", 2, "--data", "stdlib:train", model).err.endswith("of memory; cpu has 1.0 MiB\n")
     done = run("-g", 2, tiny("mixtral", tmp_path / "experts"))
     assert re.fullmatch(r"estimate    about \d+ hours on cpu\n", done.out)
 

@@ -61,11 +61,12 @@ def with_maps(
             layers.remove()
         if not out_of_memory(error):
             raise
-        raise RefusedError(
-            f"out of memory on {options.device} with {options.at_once} blocks of {options.text.length} tokens in "
-            f"a layer at a time ({options.refinement.batch} to refine it); lower --context, give --precision "
-            "bfloat16, or another --device"
-        ) from error
+        blocks, advice = "", "give another --device"
+        if reads_text:
+            blocks = f" with {options.at_once} blocks of {options.text.length} tokens in a layer at a time"
+            blocks += f" ({options.refinement.batch} to refine it)"
+            advice = "lower --context, give --precision bfloat16, or another --device"
+        raise RefusedError(f"out of memory on {options.device}{blocks}; {advice}") from error
     try:
         yield layers.maps(quality)
     except BaseException:  # the result could not be written: layers that took hours stay
