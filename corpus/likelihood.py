@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,8 +44,9 @@ class ChunkedHead:
     logits; if not (an unusual class), `split` becomes False and the full forward is used, in the model's dtype.
     """
 
-    def __init__(self, model: PreTrainedModel, compile_backbone: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, compile_model: bool = False) -> None:
         self.model = model
+        self._compiled: Callable[[Any], Any] = cache(torch.compile) if compile_model else _eager
         self.backbone = model.base_model
         # T5 has no module for encoder plus decoder without head: the encoder runs first, the decoder is the backbone.
         self._decoder = model.get_decoder() if self.backbone is model and model.config.is_encoder_decoder else None
@@ -53,7 +55,6 @@ class ChunkedHead:
         self.split = self.backbone is not model
         self._checked = False
         self._output: Any = None
-        self._run = torch.compile(self.backbone) if compile_backbone and self.split else self.backbone
 
     def hidden(self, **inputs: Tensor) -> Tensor:
         """`input_ids` (B, T) and other inputs of the model -> hidden states (B, T, D) before the head, or without a
@@ -62,8 +63,8 @@ class ChunkedHead:
         if self.split and not self._checked:
             self._check({name: part[:1, :8] if part.ndim == 2 else part[:1] for name, part in inputs.items()})
         if not self.split:
-            return self.model(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
-        self._output = self._run(**self._backbone_inputs(inputs), use_cache=False, return_dict=True)
+            return self._compiled(self.model)(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
+        self._output = self._run_backbone(inputs, self._compiled)
         hidden: Tensor = self._output.last_hidden_state
         return hidden
 
@@ -71,13 +72,13 @@ class ChunkedHead:
         """Rows (n, D) of the result of `hidden` -> logits (n, V), in the model's dtype."""
         return self._head(rows, self._output) if self.split else rows
 
-    def _backbone_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._decoder is None:
-            return inputs
-        mask = inputs.get("attention_mask")
-        encoded = self.model.get_encoder()(input_ids=inputs["input_ids"], attention_mask=mask, return_dict=True)
-        decoder = {"input_ids": inputs["decoder_input_ids"], "encoder_hidden_states": encoded.last_hidden_state}
-        return decoder if mask is None else decoder | {"encoder_attention_mask": mask}
+    def _run_backbone(self, inputs: dict[str, Tensor], compiled: Callable[[Any], Any]) -> Any:
+        if self._decoder is not None:
+            mask, encoder = inputs.get("attention_mask"), compiled(self.model.get_encoder())
+            encoded = encoder(input_ids=inputs["input_ids"], attention_mask=mask, return_dict=True)
+            inputs = {"input_ids": inputs["decoder_input_ids"], "encoder_hidden_states": encoded.last_hidden_state}
+            inputs |= {} if mask is None else {"encoder_attention_mask": mask}
+        return compiled(self.backbone)(**inputs, use_cache=False, return_dict=True)
 
     def _head(self, rows: Tensor, output: Any) -> Tensor:
         output = copy.copy(output)
@@ -98,7 +99,7 @@ class ChunkedHead:
         try:
             with torch.no_grad():
                 expected = self.model(**inputs, use_cache=False).logits[0]
-                output = self.backbone(**self._backbone_inputs(inputs), use_cache=False, return_dict=True)
+                output = self._run_backbone(inputs, _eager)
                 logits = self._head(output.last_hidden_state[0], output)
             finite = expected.isfinite()  # some classes set logits to -inf to exclude tokens
             self.split = torch.equal(logits.isfinite(), finite)
@@ -111,6 +112,11 @@ class ChunkedHead:
             self.model.train(training)
             # Older torch would reuse autocast copies of weights made without a gradient (pytorch#112583).
             torch.clear_autocast_cache()
+
+
+def _eager(module: Any) -> Any:
+    """In place of `torch.compile`."""
+    return module
 
 
 @contextmanager

@@ -187,6 +187,20 @@ def test_a_head_that_is_off_is_not_split(error: float) -> None:
     assert head.split == (not error)
 
 
+@pytest.mark.parametrize(("name", "modules"), {
+    "llama": {"model"}, "llama4_text": {""}, "gqa_t5": {"encoder", "decoder"},
+}.items())  # fmt: skip
+def test_all_that_runs_is_compiled(name: str, modules: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, also where the head is not split, and where the encoder runs alone."""
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(torch, "compile", lambda module: compiled.append(module) or module)
+    model, inputs = made(name), batch()
+    head = ChunkedHead(model, compile_model=True)
+    for _ in range(2):
+        head.hidden(**inputs, **({"decoder_input_ids": inputs["input_ids"]} if name == "gqa_t5" else {}))
+    assert sorted(map(id, compiled)) == sorted(id(model.get_submodule(path)) for path in modules)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

@@ -71,8 +71,8 @@ class TrainOptions(Options):
         None, "Blocks per forward pass and process.  [default: batch size / processes]", COUNT, free=True)
     train: Scope | None = option(
         None, "Which weights train. kv: key and value projections (and queries if fused); lora: kv, plus adapters on "
-        "the other layers, merged at the end.  [default: all after mean, first and random, "
-        "else attention]")
+        "the other layers, merged at the end.  [default: attention after procrustes, aligned, calibrated and refined, "
+        "else all]")
     optimizer: Literal["adamw", "adafactor"] = option("adamw", "Optimizer.")
     learning_rate: float = option(3e-4, "Peak learning rate.", POSITIVE)
     schedule: Schedule = option("linear", "Learning rate after the warm-up.")

@@ -41,7 +41,7 @@ def command(options: AblateOptions) -> None:
     click.echo(recommendation)
     failed = sum(bool(row["error"]) for row in rows)
     if options.model and failed:
-        message = f"{failed} of {len(rows)} combinations failed (see {options.output}/report.html)"
+        message = f"{failed} of {len(rows) - 1} combinations failed (see {options.output}/report.html)"
         fail("gqa-ablate", f"{message}; the same command tries them again", 1)
 
 

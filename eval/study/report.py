@@ -97,7 +97,7 @@ def short_table(rows: Sequence[Row]) -> Table:
     """Losses by method and number of heads, with a column for each alpha, for the terminal."""
     note = "nats per token on held-out text"
     if failed := sum(bool(row["error"]) for row in rows):
-        note += f"; {failed} of {len(rows)} combinations failed (see the report)"
+        note += f"; {failed} of {len(rows) - 1} combinations failed (see the report)"
     records: dict[Any, Row] = {}
     for row in measured(rows):
         records.setdefault((row["groups"], row["method"]), row | {"at": {}})["at"][row["alpha"]] = loss(row)
