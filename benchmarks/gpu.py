@@ -82,14 +82,13 @@ class Scale:
     recall: tuple[str, ...] = ("--recall",)
 
 
-_LITTLE = ("--method", "calibrated", "--tokens", "512", "--context", "32")
 TINY = Scale(
     shape=Shape(64, 128, 2, 8, 8, 4096), kv_heads=(8, 2), contexts=(32,), batches=(1, None), largest=4, steps=2,
     copy_bytes=1 << 20, product=64, large=Shape(64, 128, 2, 8, 8, 4096), convert_heads=2,
     convert=("--tokens", "512", "--context", "32"), refine=("--refine-steps", "4"), compile=False,
     train=("--steps", "4", "--batch-size", "2", "--micro-batch", "1", "--context", "32", "--heldout-tokens", "128"),
     tokens=(256, 512), distil=("--context", "32", "--batch-size", "2", "--heldout-tokens", "512"),
-    heads=(1,), method=_LITTLE, smollm2_tokens=256, evaluate=("--tokens", "500", "--context", "64"), recall=(),
+    heads=(1,), method=("--method", "mean"), smollm2_tokens=256, evaluate=("--tokens", "500", "--context", "64"), recall=(),
 )  # fmt: skip
 
 

@@ -263,6 +263,6 @@ def test_pictures_are_drawn_where_there_are_numbers(tmp_path: Path, monkeypatch:
     axis = figures[1].axes[0]
     points = axis.transData.transform([(0, loss) for loss in (3.0, 0.09, 0.04, 0.0, -0.1)])
     heights = axis.transAxes.inverted().transform(points)[:, 1]
-    assert (heights[:-1] > heights[1:] + 0.04).all()
+    assert (heights[:-1] > heights[1:] + 0.08).all()
     assert heights[0] < 1
     assert heights[-1] > 0

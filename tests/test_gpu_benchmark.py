@@ -41,7 +41,7 @@ def test_every_part(tmp_path: Path) -> None:
     assert [*rows["uptrain"]] == ["matrix product", "plain", "checkpointing", "one rank", "one rank fsdp2"]
     for part, name in (("distill", "1 heads 512 tokens"), ("smollm2", "1 head")):
         row = rows[part][name]
-        assert row["losses"]["distillation_after"] <= row["losses"]["distillation_before"]  # few steps need not help
+        assert row["losses"]["distillation_after"] < row["losses"]["distillation_before"]
         assert [model["quality"]["tokens"] > 0 for model in row["text.txt"]] == [True] * 3
 
 
