@@ -18,7 +18,7 @@ from gqa.convert import methods
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.heads.family import Rotary
 from gqa.convert.merge.linear_algebra import procrustes_key, procrustes_value
-from gqa.convert.merge.moments import partitions
+from gqa.convert.merge.moments import Moments, find_order, partitions
 from gqa.convert.methods import METHODS, HeadMaps
 from gqa.convert.plan import searches
 
@@ -84,6 +84,17 @@ def test_each_partition_once(heads: int, groups: int) -> None:
     assert sorted(partitions(tuple(range(heads)), size)) == sorted({
         tuple(sorted(tuple(sorted(group)) for group in cut)) for cut in cuts
     })  # fmt: skip
+
+
+def test_keys_and_values_decide_together_in_whatever_units() -> None:
+    generator, orders = torch.Generator().manual_seed(3), []
+    roots = (torch.randn(n, 64 // n, 64 // n, generator=generator, dtype=torch.float64) for n in (2, 16, 2, 16))
+    keys, queries, values, w_o = (root[: len(root) // 2] @ root[: len(root) // 2].mT for root in roots)
+    for key_unit, value_unit in ((1, 1), (1e6, 1), (1, 1e6), (1, 0), (0, 1)):
+        moments = Moments(key_unit * keys, keys.new_zeros(1, 32), queries, value_unit * values)
+        orders.append(find_order(moments, w_o, 4, Rotary(4), free_keys=True))
+    assert orders[:3] == orders[:1] * 3
+    assert orders[0] not in orders[3:]
 
 
 @pytest.mark.parametrize("rotated", [0, 4, 8])
