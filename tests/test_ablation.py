@@ -371,6 +371,13 @@ def test_overwrite_starts_over(tmp_path: Path) -> None:
             refused(directory, "another run is working on", **options)
 
 
+def test_every_part_uses_the_device_of_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gqa.checkpoint.loading.default_device", lambda: "the default")
+    options = AblateOptions(Path("study"), "model", device="cpu")
+    parts = options.training(0.1, Path("model"), Path("place")), options.maps, options.evaluation
+    assert [part.device for part in parts] == ["cpu"] * 3
+
+
 def test_the_page_of_a_study(tmp_path: Path) -> None:
     out, environment = copied(tmp_path), rows(study())[0]["environment"]
     assert {"torch", "transformers", "gqa"} <= set(environment["versions"])

@@ -192,6 +192,23 @@ def test_error_anywhere(tmp_path: Path, monkeypatch: Any, where: str, number: in
     assert run(*MERGED, "--overwrite", "-o", out, model).code == 0
 
 
+def test_an_error_in_one_shard_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def copy(source: Any, target: Any, offset: int, count: int, progress: Any) -> None:
+        if "00001" in target.name:
+            raise OSError(errno.EIO, "the disk is on fire")
+        for _ in range(200):
+            progress(0)  # raises when another shard has failed
+            time.sleep(0.01)
+        ended.append(target.name)
+
+    monkeypatch.setattr(rewrite, "copy_range", copy)
+    with pytest.raises(OSError, match="on fire"):
+        convert_checkpoint(llama(tmp_path / "m", shards=2), 2, tmp_path / "out", method="mean")
+    assert ended == []
+
+
 def test_failed_second_rename_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the new one cannot be put in place, the old one is."""
     model, out = small(tmp_path / "m"), tmp_path / "out"
@@ -221,16 +238,13 @@ def test_source_that_became_shorter(tmp_path: Path) -> None:
 # -------------------------------------------------------------- what is written wrong is noticed before it is published
 
 
-@pytest.mark.parametrize(
-    ("offset", "says"),
-    [
-        (-(1 << 20), "z.weight differs from the source"),  # at the start, in the middle, at the end
-        (-(1 << 19) - 1, "z.weight differs from the source"),
-        (-1, "z.weight differs from the source"),
-        (12, "the result does not verify"),  # in the header
-        (-(1 << 18), None),  # between two sampled blocks of a tensor of 1 MiB
-    ],
-)
+@pytest.mark.parametrize(("offset", "says"), [
+    (-(1 << 20), "z.weight differs from the source"),  # at the start, in the middle, at the end
+    (-(1 << 19) - 1, "z.weight differs from the source"),
+    (-1, "z.weight differs from the source"),
+    (12, "the result does not verify"),  # in the header
+    (-(1 << 18), None),  # between two sampled blocks of a tensor of 1 MiB
+])  # fmt: skip
 def test_a_damaged_copy_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, says: str | None
 ) -> None:
@@ -251,13 +265,10 @@ def test_a_damaged_copy_is_noticed(
     assert (tmp_path / "out").exists() == (says is None)
 
 
-@pytest.mark.parametrize(
-    ("stored", "wrong", "says"),
-    [
-        ("bin", lambda tensor: tensor + 1, "differs from the source"),
-        ("safetensors", lambda tensor: tensor * float("nan"), "NaN or Inf though its source has none"),
-    ],
-)
+@pytest.mark.parametrize(("stored", "wrong", "says"), [
+    ("bin", lambda tensor: tensor + 1, "differs from the source"),
+    ("safetensors", lambda tensor: tensor * float("nan"), "NaN or Inf though its source has none"),
+])  # fmt: skip
 def test_tensors_that_are_written_wrong_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, wrong: Callable[[Tensor], Tensor], says: str
 ) -> None:
@@ -309,14 +320,11 @@ def test_what_names_no_class_is_as_if_nothing_were_named(odd: object, tmp_path: 
     assert "next " in result.out
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"architectures": ["LlamaForReward"]}, "Llama"),
-        ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, "Llama"),
-        ({"model_type": "olmo2", "architectures": ["Llama"]}, "Olmo2"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "name"), [
+    ({"architectures": ["LlamaForReward"]}, "Llama"),
+    ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, "Llama"),
+    ({"model_type": "olmo2", "architectures": ["Llama"]}, "Olmo2"),
+])  # fmt: skip
 def test_classes_of_others_are_not_tried(tmp_path: Path, settings: dict[str, Any], name: str) -> None:
     """Code of a checkpoint is not run: what was not checked is a warning."""
     plan = plan_conversion(llama(tmp_path / "m", tensors=drop("lm_head")(weights()), **settings), 2, method="mean")

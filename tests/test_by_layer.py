@@ -243,18 +243,15 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
 # -------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--groups", "1,2"), "--groups names 2 layers, model has 4"),
-        (("--groups", "1,3,1,1"), "--groups 3 is not possible for the 4 key/value heads"),
-        (("--groups", "1,x,1,1"), "'x' is not a whole number from 1"),
-        (("--groups", "1", "--kv-budget", "0.5"), "give either --groups G or"),
-        ((), "give either --groups G or --kv-budget SHARE"),
-        (("--kv-budget", "0.2", "--method", "mean", "--tokens", "512"), "the least is 0.25"),  # measuring takes them
-        (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs nothing"),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    (("--groups", "1,2"), "--groups names 2 layers, model has 4"),
+    (("--groups", "1,3,1,1"), "--groups 3 is not possible for the 4 key/value heads"),
+    (("--groups", "1,x,1,1"), "'x' is not a whole number from 1"),
+    (("--groups", "1", "--kv-budget", "0.5"), "give either --groups G or"),
+    ((), "give either --groups G or --kv-budget SHARE"),
+    (("--kv-budget", "0.2", "--method", "mean", "--tokens", "512"), "the least is 0.25"),  # measuring takes them
+    (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs nothing"),
+])  # fmt: skip
 def test_refused(uneven: Path, words: tuple[str, ...], says: str, tmp_path: Path) -> None:
     check_refused(run(uneven, *words, "-o", tmp_path / "out"), says)
     assert not (tmp_path / "out").exists()

@@ -124,6 +124,9 @@ def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, r
     checkpoints.edit_tensors(model, lambda t: {n: t[n].flip(0) if ".mlp." in n else t[n] for n in t})
     assert re.search(r"holds layers of another run \(model: \w+ -> \w+\); finish", checkpoints.run(*words(out)).err)
     shutil.copytree(small, model, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    text.write_text("others " * 999)
+    assert re.search(r"holds layers of another run \(content: .*\); finish", checkpoints.run(*words(out)).err)
+    text.write_text("words " * 999)
     records = []
     for place in (out, tmp_path / "whole"):
         done = checkpoints.run(*words(place))
@@ -271,15 +274,12 @@ MOST = (
 EMBEDDING, MLP = "torch.nn.Embedding", "transformers.models.llama.modeling_llama.LlamaMLP"
 
 
-@pytest.mark.parametrize(
-    ("where", "error", "expected"),
-    [
-        (EMBEDDING, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), MOST),
-        (MLP, NO_MEMORY, MOST),
-        (EMBEDDING, RuntimeError("no kernel"), "LlamaForCausalLM cannot be run layer by layer: no kernel"),
-        (EMBEDDING, RefusedError("our own words"), "our own words"),
-    ],
-)
+@pytest.mark.parametrize(("where", "error", "expected"), [
+    (EMBEDDING, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), MOST),
+    (MLP, NO_MEMORY, MOST),
+    (EMBEDDING, RuntimeError("no kernel"), "LlamaForCausalLM cannot be run layer by layer: no kernel"),
+    (EMBEDDING, RefusedError("our own words"), "our own words"),
+])  # fmt: skip
 def test_errors_in_a_model_are_told_as_they_are(
     source: Path, tmp_path: Path, where: str, error: Exception, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

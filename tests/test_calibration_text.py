@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import plan_conversion
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.merge import budget
+from gqa.convert.merge import budget, text_pairs
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.find_maps import CHECKED
 from gqa.convert.merge.options import CalibrationText, MapsOptions
@@ -214,11 +215,15 @@ def test_plain_text_makes_pairs(pair_models: Path, name: str, mark: str) -> None
 
 
 @pytest.mark.parametrize("name", ["t5", "marian"])
-def test_the_decoder_writes(pair_models: Path, name: str) -> None:
-    """The same each time, other texts where it stands twice; a target ends where the decoder ends it."""
+def test_the_decoder_writes(pair_models: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same each time, other texts where it stands twice; a target ends where the decoder ends it. Sources and
+    targets are drawn with random numbers of their own.
+    """
+    monkeypatch.setattr(text_pairs, "samples", draws := Mock(wraps=text_pairs.samples))
     once = pair_inputs(pair_models, name, "self", 4)
     text = CalibrationText(("self", "self"), 24 * 8, 24)
     twice, _ = text.inputs(read_checkpoint(pair_models / name), "cpu", SILENT)
+    assert len({tuple(call.kwargs["seeds"]) for call in draws.call_args_list}) == 4
     assert rows_of(twice)[:4] == rows_of(once)
     assert rows_of(twice, "decoder_")[:4] == rows_of(once, "decoder_")
     assert len({tuple(row) for row in rows_of(twice)}) == 8

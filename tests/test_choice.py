@@ -42,7 +42,7 @@ def test_a_method_that_a_model_does_not_allow_is_refused_with_those_that_it_does
         names = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
         check_refused(run("-g", 2, model), says, f"; use --method {names}\n")
     else:
-        assert plan_conversion(model, 2).method == "calibrated"
+        assert plan_conversion(model, 2).method == ConvertOptions("m", kv_heads=2).method == "calibrated"
     if "aligned" not in allowed:
         says = says or "needs layers of attention and one MLP; m"
         refused = run("-g", 2, "--method", "aligned", model)
@@ -88,11 +88,8 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     model, words = llama(tmp_path / "m"), ("-g", 2, "--dry-run")
     (tmp_path / "table.jsonl").write_text('{"body": "words"}\n')
     (tmp_path / "empty.txt").write_text("")
-    for name, says in (
-        ("nothing.txt", "there is no file"),
-        ("empty.txt", "holds no text"),
-        ("table.jsonl", "has no field"),
-    ):
+    problems = {"nothing.txt": "there is no file", "empty.txt": "holds no text", "table.jsonl": "has no field"}
+    for name, says in problems.items():
         refused = [run(*words[:last], model, "--data", tmp_path / name) for last in (2, 3)]
         assert {check_refused(one, says, advice="") for one in refused} == {refused[0].err}
     text = tmp_path / "text.txt"
@@ -102,16 +99,6 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     done = run(*words, model, "-o", model)
     assert done.code == 0
     assert done.err.startswith(f"warning: the output {model} is the model itself")
-
-
-def test_the_default_uses_text_and_no_other_method_is_known(tmp_path: Path) -> None:
-    assert ConvertOptions("m", kv_heads=2).method == "calibrated"
-    model = llama(tmp_path / "m")
-    assert run("--groups", 2, "--grouping", "contiguous", "--tokens", "1k", "--dry-run", model).code == 0
-    said = run("--groups", 2, "--method", "mean", "--data", "text", "--dry-run", model).err
-    assert "--data is not used by --method mean; it is for --method calibrated, refined" in said
-    with pytest.raises(RefusedError, match="method: 'auto' is not one of 'mean', 'first'"):
-        plan_conversion(model, 2, method="auto")
 
 
 def test_a_dry_run_estimates_every_method_that_the_model_allows(

@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import edit_json, edit_tensors, run
+from documents import lines
 from embedded import SOURCE, copy_source
 from evaluations import evaluate_models, model_directory, refused, results, words
 from hub_server import Hub, Machine
@@ -123,10 +124,17 @@ def test_ranks_print_one_result(runs: Runs) -> None:
     assert runs.finish(*line, ranks=2, program="eval").out == run(*line, program="gqa-eval").out
 
 
-def test_hub_ids(hub: Hub, machine: Machine) -> None:
+def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models, and of a data set, whose test split is the default."""
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.endpoint)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (data := tmp_path / "data").mkdir()
+    lines(data / "train.jsonl", {"text": "import os\n" * 99, "other": ""})
+    (data / "test.jsonl").write_bytes((model_directory() / "text.jsonl").read_bytes())
+    hub.repo("lab/data", data)
     hub.repo("lab/mha", SOURCE)
     commit = hub.repo("lab/gqa", model_directory() / "gqa2").refs["main"]
-    line = words("lab/mha lab/gqa --data TEXT --context 64 --json -q --revision main")
+    line = words("lab/mha lab/gqa --data lab/data --context 64 --json -q --revision main")
     result = machine.run(*line, program="gqa-eval")
     assert (result.code, result.err) == (0, "")
     models = json.loads(result.out)["models"]
@@ -139,31 +147,29 @@ def test_hub_ids(hub: Hub, machine: Machine) -> None:
 # -------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("SRC G2", "nothing to measure: give text with --data, or --recall, --decode or --memory"),
-        ("SRC G2 --kl --memory 1GB", "--kl has no effect without --data"),
-        ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps has no effect without --decode"),
-        ("SRC --data TEXT --kl", "--kl compares checkpoints; give at least two"),
-        ("SRC --data PLACE/short.txt", "the text has 4 tokens, less than one window of 512"),
-        ("SRC --decode --context 64", "--context has no effect without --data or --recall or --memory: give one"),
-        ("SRC --memory 1GB --device cpu", "--device has no effect without --data or --recall or --decode"),
-        ("SRC --decode --decode-contexts 500", "500 tokens and 32 steps are more than the 512 positions of stdlib-mha"),
-        ("SRC --data TEXT --device cuda:99", "device cuda:99 cannot be used: "),  # nowhere, whatever GPUs there are
-        ("T5 --data TEXT", "t5gemma is an encoder-decoder: name the column to predict with --target-field"),
-        ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is not one"),
-        ("T5 --data TEXT --target-field text", "are the same column; name two"),
-        ("SRC --data PLACE/text.txt --field body", "text.txt has no columns: leave it out"),
-        ("SRC --data TEXT --separator x", "--separator splits text files into documents; "),
-        ("T5 --recall", "--recall is for decoders, and t5gemma is an encoder-decoder"),
-        ("T5 --data TEXT --target-field none", "has no field 'none'; it has 'other', 'text'"),
-        ("T5 --data TEXT --target-field other --cache-bits 4", "--cache-bits is for decoders with key/value heads"),
-        ("SRC --data TEXT --cache-bits 4 --decode", "--cache-bits and --decode exclude each other"),
-        ("SRC --data TEXT --context 600", "--context 600 is more than the 512 positions"),
-        ("T5 SRC --data TEXT --target-field other", "different kinds of models (one is an encoder-decoder)"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("SRC G2", "nothing to measure: give text with --data, or --recall, --decode or --memory"),
+    ("SRC G2 --kl --memory 1GB", "--kl has no effect without --data"),
+    ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps has no effect without --decode"),
+    ("SRC --data TEXT --kl", "--kl compares checkpoints; give at least two"),
+    ("SRC --data PLACE/short.txt", "the text has 4 tokens, less than one window of 512"),
+    ("SRC --data TEXT --revision main", "--revision is for hub ids"),
+    ("SRC --decode --context 64", "--context has no effect without --data or --recall or --memory: give one"),
+    ("SRC --memory 1GB --device cpu", "--device has no effect without --data or --recall or --decode"),
+    ("SRC --decode --decode-contexts 500", "500 tokens and 32 steps are more than the 512 positions of stdlib-mha"),
+    ("SRC --data TEXT --device cuda:99", "device cuda:99 cannot be used: "),  # nowhere, whatever GPUs there are
+    ("T5 --data TEXT", "t5gemma is an encoder-decoder: name the column to predict with --target-field"),
+    ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is not one"),
+    ("T5 --data TEXT --target-field text", "are the same column; name two"),
+    ("SRC --data PLACE/text.txt --field body", "text.txt has no columns: leave it out"),
+    ("SRC --data TEXT --separator x", "--separator splits text files into documents; "),
+    ("T5 --recall", "--recall is for decoders, and t5gemma is an encoder-decoder"),
+    ("T5 --data TEXT --target-field none", "has no field 'none'; it has 'other', 'text'"),
+    ("T5 --data TEXT --target-field other --cache-bits 4", "--cache-bits is for decoders with key/value heads"),
+    ("SRC --data TEXT --cache-bits 4 --decode", "--cache-bits and --decode exclude each other"),
+    ("SRC --data TEXT --context 600", "--context 600 is more than the 512 positions"),
+    ("T5 SRC --data TEXT --target-field other", "different kinds of models (one is an encoder-decoder)"),
+])  # fmt: skip
 def test_refusals(line: str, message: str) -> None:
     (model_directory() / "short.txt").write_text("import os\n")
     assert message in refused(line)
@@ -192,6 +198,7 @@ def damaged(path: Path, damage: str) -> Path:
     """A copy of a checkpoint with one thing wrong."""
     changes: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
         "missing": lambda weights: weights.pop(KEY),
+        "unexpected": lambda weights: weights.update({KEY.replace("k_proj", "extra"): torch.zeros(3)}),
         "mismatched": lambda weights: weights.update({KEY: weights[KEY][:128].contiguous()}),
         "nan": lambda weights: weights[UP][5].fill_(math.nan),
         "vocabulary": lambda weights: weights.update({EMBEDDING: weights[EMBEDDING][:3000].clone()}),
@@ -207,19 +214,18 @@ def damaged(path: Path, damage: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("damage", "line", "message"),
-    [
-        ("missing", "SRC BAD --data TEXT", "loads with missing keys: model.layers.1.self_attn.k_proj.weight"),
-        ("mismatched", "SRC BAD --data TEXT", "mismatched keys: ('model.layers.1.self_attn.k_proj.weight', "),
-        ("nan", "SRC BAD --data TEXT", "bad: logits are not finite; look for NaN"),
-        ("nan", "BAD SRC --data TEXT --kl", "bad: logits are not finite"),
-        ("vocabulary", "SRC BAD --data TEXT", "stdlib-mha and bad have different vocabulary sizes"),
-        ("vocabulary", "BAD --data TEXT", "its embedding has 3000; they do not belong together"),
-        ("tokenizer", "SRC BAD --data TEXT", "transformers cannot load the tokenizer of bad"),
-        ("other tokenizer", "SRC BAD --data TEXT", "stdlib-mha and bad have different tokenizers"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "line", "message"), [
+    ("missing", "SRC BAD --data TEXT", "loads with missing keys: model.layers.1.self_attn.k_proj.weight"),
+    ("unexpected", "SRC BAD --data TEXT", "unexpected keys: model.layers.1.self_attn.extra.weight"),
+    ("mismatched", "SRC BAD --data TEXT", "mismatched keys: ('model.layers.1.self_attn.k_proj.weight', "),
+    ("nan", "SRC BAD --data TEXT", "bad: logits are not finite; look for NaN"),
+    ("nan", "SRC BAD --data TEXT --kl", "bad: logits are not finite"),
+    ("nan", "BAD SRC --data TEXT --kl", "bad: logits are not finite"),
+    ("vocabulary", "SRC BAD --data TEXT", "stdlib-mha and bad have different vocabulary sizes"),
+    ("vocabulary", "BAD --data TEXT", "its embedding has 3000; they do not belong together"),
+    ("tokenizer", "SRC BAD --data TEXT", "transformers cannot load the tokenizer of bad"),
+    ("other tokenizer", "SRC BAD --data TEXT", "stdlib-mha and bad have different tokenizers"),
+])  # fmt: skip
 def test_bad_checkpoints(tmp_path: Path, damage: str, line: str, message: str) -> None:
     bad = damaged(copy_source(tmp_path, "bad"), damage)
     assert message in refused(line.replace("BAD", str(bad)), "--no-recall", "-o", tmp_path / "report", "--context", 64)

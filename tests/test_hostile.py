@@ -130,7 +130,8 @@ Cases = dict[str, tuple[Break, tuple[str, ...]]]
 CASES: Cases = {
     # config.json
     "no config": (remove("config.json"), ("no config.json", "give a checkpoint")),
-    "config is not JSON": (text("config.json", b"{"), ("config.json is not JSON", AGAIN)),
+    **{f"config is {made[:9]!r}": (text("config.json", made), ("config.json is not JSON", AGAIN))
+       for made in (b"{", b"[" * 100_000)},
     "config has half a surrogate pair": (text("config.json", b'{"model_type":"llama","a":"\\ud800"}'),
          ("config.json is not JSON in UTF-8",)),
     "config is a list": (text("config.json", b"[1]"), ("config.json holds a JSON list, not an object",)),
@@ -156,6 +157,7 @@ CASES: Cases = {
          ("k_proj.q", "quantised", "dequantise")),
     "MLX": (tensors(lambda t: t | MLX),
          (K0, "U32", "quantised or packed", "dequantise")),
+    "K in 8 bits": (tensors(lambda t: t | {K0: t[K0].to(torch.float8_e4m3fn)}), (K0, "quantised or packed")),
     # links and pipes
     "a side file's link leaves the directory": (both(text("../secret", b"mine"), link("tokenizer.model", "../secret")),
          ("tokenizer.model", "link that leaves")),
@@ -184,6 +186,7 @@ SHARDED: Cases = {
     "index without weight_map": (index(lambda made: made.__delitem__("weight_map")), (INDEX, "weight_map")),
     "missing shard": (remove(SECOND), ("has no file", SECOND, AGAIN)),
     "index climbs": (file_of(K0, f"../m/{FIRST}"), ("'../m/", "same directory")),
+    "index names a number": (file_of(K0, 7), ("is in 7", "same directory")),
     "index with an endless name": (file_of(K0, "m" * 100_000 + ".safetensors"), ("has no file mmm",)),
     "a link leaves the directory": (both(rename(SECOND, "../elsewhere"), link(SECOND, "../elsewhere")),
          (SECOND, "link that leaves", "elsewhere")),

@@ -185,16 +185,13 @@ def test_broken_repository(
     assert hub.sent(".gguf") == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["a/b/c"], "there is no directory a/b/c, and huggingface_hub says: Repo id must be in the form"),
-        (["lab/bad--name"], "Cannot have -- or .. in repo_id: 'lab/bad--name'"),
-        (["--revision", "", NAME], "Invalid value for '--revision': '' is not a name"),
-        (["lab/here"], "lab/here has no config.json"),
-        (["--revision", "main", "lab/here"], "--revision is for hub ids; lab/here is a local path"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["a/b/c"], "there is no directory a/b/c, and huggingface_hub says: Repo id must be in the form"),
+    (["lab/bad--name"], "Cannot have -- or .. in repo_id: 'lab/bad--name'"),
+    (["--revision", "", NAME], "Invalid value for '--revision': '' is not a name"),
+    (["lab/here"], "lab/here has no config.json"),
+    (["--revision", "main", "lab/here"], "--revision is for hub ids; lab/here is a local path"),
+])  # fmt: skip
 def test_what_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
     """A directory of the same name wins."""
     (tmp_path / "lab/here").mkdir(parents=True)

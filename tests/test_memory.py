@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -21,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name, load_model
 from gqa.convert.api import convert_checkpoint
-from gqa.convert.heads.config import groups_per_head
+from gqa.convert.heads.config import CachedLayer, groups_per_head
 from gqa.eval import decode
 from gqa.eval.decode import greedy_decode, time_decoding
 from gqa.eval.options import EvaluateOptions
@@ -48,6 +49,7 @@ def test_numbers_on_the_grid_stay_and_others_move_by_half_a_step(bits: int, dim:
     assert (away <= 0.5 * step + 4e-3 * cut.abs().amax(-1)).all()  # edges are kept in 16 bits
     assert (away > 0.2 * step).all()
     assert fake_quantise(torch.full((2, dim), 0.5), bits).equal(torch.full((2, dim), 0.5))
+    assert CachedLayer(3, dim, dim, None).bytes_per_token(2, bits) == 6 * (math.ceil(dim * bits / 8) + 4 * parts)
 
 
 class RoundedCache(DynamicCache):

@@ -121,18 +121,15 @@ def test_from_the_option_to_the_checkpoint(tmp_path: Path, method: str) -> None:
     assert lost["contiguous"] > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("name", "heads", "groups", "method", "searched"),
-    [
-        ("llama", 8, 2, "aligned", True),
-        ("llama", 12, 2, "refined", False),  # 924 groups of six heads
-        ("llama", 14, 7, "aligned", False),  # 91 pairs, and 135,135 ways to divide into pairs
-        ("llama", 8, 1, "calibrated", False),  # all share
-        ("llama", 8, 2, "mean", False),
-        ("falcon+rw", 4, 1, "procrustes", False),  # ALiBi: a head's place is its slope
-        ("diffllama", 8, 2, "refined", False),  # it cannot be aligned
-    ],
-)
+@pytest.mark.parametrize(("name", "heads", "groups", "method", "searched"), [
+    ("llama", 8, 2, "aligned", True),
+    ("llama", 12, 2, "refined", False),  # 924 groups of six heads
+    ("llama", 14, 7, "aligned", False),  # 91 pairs, and 135,135 ways to divide into pairs
+    ("llama", 8, 1, "calibrated", False),  # all share
+    ("llama", 8, 2, "mean", False),
+    ("falcon+rw", 4, 1, "procrustes", False),  # ALiBi: a head's place is its slope
+    ("diffllama", 8, 2, "refined", False),  # it cannot be aligned
+])  # fmt: skip
 def test_few_heads_are_searched_without_being_asked(
     name: str, heads: int, groups: int, method: str, searched: bool, tmp_path: Path
 ) -> None:

@@ -235,6 +235,8 @@ def test_a_card_is_rendered_and_loads_the_model(
     rows = {name: pair for name, *pair in (line.strip("| ").split(" | ") for line in text.splitlines() if "| " in line)}
     assert all(before == after for before, after in [*rows.values()][2:]) == (kind == "no heads merged")
     if name == "llama":
+        base = [rows[key][0] for key in ("key/value heads", "KV cache per token", "KV cache at 64 tokens")]
+        assert base == ["4", "512 bytes", "32.0 KiB"]
         counts = [sum(t.numel() for t in all_tensors(path).values()) for path in (sources / name, Path("out"))]
         assert rows["parameters"] == [f"{count:,}" for count in counts]
     assert ("Quality was not measured" in text) == ("mean" in words)

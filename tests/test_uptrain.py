@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,7 +122,6 @@ def refusals(place: Path, root: Path) -> Refusals:
         ({"heldout": place / "data.jsonl"}, "all documents are held out"),
         ({"heldout": small}, "the held-out text has less than one block of 64 tokens"),
         ({"heldout_fraction": 1e-6}, "--heldout-fraction 1e-06 holds out no document; give more"),
-        ({"separator": "x"}, "--separator splits text files into documents; "),
         ({"model": packed}, "packed has quantised weights, which are not trained; uptrain the original"),
         ({"model": narrow}, "the tokenizer of narrow gives token 4095, its embedding has 512; they do not belong"),
         ({"teacher": narrow}, "the teacher narrow has another vocabulary (512 tokens) than the model (4,104); give"),
@@ -153,6 +153,10 @@ def test_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fresh_accelerator():
         assert setup.make_accelerator(options).device.type == "meta"
         assert ranks().device.type != "meta", "it is of this run alone"
+    with fresh_accelerator():
+        setup.make_accelerator(replace(options, device=None, precision="bfloat16"))
+        with pytest.raises(RefusedError, match="has already been initialized"):  # not bfloat16 in silence
+            setup.make_accelerator(replace(options, device=None))
     monkeypatch.setattr(setup, "ranks", lambda: SimpleNamespace(num_processes=2))
     with pytest.raises(RefusedError, match="--device meta is for one process"):
         setup.make_accelerator(options)

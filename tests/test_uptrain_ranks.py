@@ -168,14 +168,11 @@ def test_configurations_of_accelerate(tmp_path: Path, monkeypatch: pytest.Monkey
         load_config_from_file(str(tmp_path / "wrong.yaml"))
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "gqa-uptrain does not run with DeepSpeed; use examples/acc"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "gqa-uptrain does not run with FSDP1; use examples/accelerate"),
-        ({"before": "shard()"}, "--optimizer adafactor does not work with FSDP2, which shards weights; use adamw"),
-    ],
-)
+@pytest.mark.parametrize(("how", "says"), [
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "gqa-uptrain does not run with DeepSpeed; use examples/acc"),
+    ({"ACCELERATE_USE_FSDP": "true"}, "gqa-uptrain does not run with FSDP1; use examples/accelerate"),
+    ({"before": "shard()"}, "--optimizer adafactor does not work with FSDP2, which shards weights; use adamw"),
+])  # fmt: skip
 def test_launchers_that_are_refused(how: dict[str, Any], says: str, runs: Runs, tmp_path: Path) -> None:
     """Before anything is written. FSDP without a version is version 1."""
     done = runs.run(*runs.words(tmp_path / "out", steps=1, optimizer="adafactor"), **how)

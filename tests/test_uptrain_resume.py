@@ -8,13 +8,16 @@ import shlex
 import shutil
 import signal
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from training import Runs, difference, losses, metrics, shared_runs, state_files
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.uptrain.state import States
+from gqa.uptrain.state import States, _readable
 
 STEPS = 4
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -308,3 +311,8 @@ def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:
     assert done.code == 2
     assert f"another run is using {tmp_path}/out-state; wait for it or give another output" in done.err
     assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_runs_out_while_a_state_is_read_is_no_damage(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError), _readable(tmp_path):
+        raise CheckpointException("load", {0: (torch.OutOfMemoryError("out of memory"), StackSummary())})
