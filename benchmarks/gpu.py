@@ -87,8 +87,8 @@ TINY = Scale(
     copy_bytes=1 << 20, product=64, large=Shape(64, 128, 2, 8, 8, 4096), convert_heads=2,
     convert=("--tokens", "512", "--context", "32"), refine=("--refine-steps", "4"), compile=False,
     train=("--steps", "4", "--batch-size", "2", "--micro-batch", "1", "--context", "32", "--heldout-tokens", "128"),
-    tokens=(256, 512), distil=("--context", "32", "--batch-size", "2", "--heldout-tokens", "512"),
-    heads=(1,), method=("--method", "mean"), smollm2_tokens=256, evaluate=("--tokens", "500", "--context", "64"), recall=(),
+    tokens=(256, 512), distil=("--context", "32", "--batch-size", "2", "--heldout-tokens", "512"), heads=(1,),
+    method=("--method", "mean"), smollm2_tokens=256, evaluate=("--tokens", "500", "--context", "64"), recall=(),
 )  # fmt: skip
 
 

@@ -230,10 +230,7 @@ def call(program: str, words: Iterable[object]) -> None:
 def run(*words: object, program: str = "gqa-convert") -> Result:
     """`PROGRAM WORDS` in this process. Any exception but an exit fails the test, as a traceback would."""
     code, before = 0, signal.getsignal(signal.SIGTERM)
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as err,
-    ):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             call(program, words)
         except SystemExit as leaving:

@@ -21,9 +21,7 @@ os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads that transform
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays, and no collection of garbage need look through it: each would take a quarter of a
-    second.
-    """
+    """Imported modules stay: no collection of garbage need look through them, a quarter of a second each time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)

@@ -289,5 +289,5 @@ def test_errors_in_a_model_are_told_as_they_are(
         find_maps(plan_of(source), tmp_path / "maps", on_ids())
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr("gqa.convert.merge.find_maps.from_weights", fails(NO_MEMORY))  # which reads no text
-    with pytest.raises(RefusedError, match="^out of memory on cpu; give another --device$"):
+    with pytest.raises(RefusedError, match=r"^out of memory on cpu; give another --device$"):
         find_maps(plan_of(source, "procrustes"), tmp_path / "maps", on_ids())

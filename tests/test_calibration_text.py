@@ -216,8 +216,8 @@ def test_plain_text_makes_pairs(pair_models: Path, name: str, mark: str) -> None
 
 @pytest.mark.parametrize("name", ["t5", "marian"])
 def test_the_decoder_writes(pair_models: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same each time, other texts where it stands twice; a target ends where the decoder ends it. Sources and
-    targets are drawn with random numbers of their own.
+    """The same each time, other texts where it stands twice; a target ends where the decoder ends it; all are drawn
+    with random numbers of their own.
     """
     monkeypatch.setattr(text_pairs, "samples", draws := Mock(wraps=text_pairs.samples))
     once = pair_inputs(pair_models, name, "self", 4)

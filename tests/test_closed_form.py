@@ -79,9 +79,7 @@ def test_slow_pairs_share_what_single_frequencies_cannot(size: float) -> None:
 
 
 def test_keys_across_frequencies_have_the_least_error_of_scores() -> None:
-    """Scores at many distances, computed from rotated keys: less error than with each frequency alone, and
-    none of the maps near by has less.
-    """
+    """Scores at many distances, of rotated keys: less error than with each frequency alone, or with maps near by."""
     generator, frequencies = torch.Generator().manual_seed(0), (1.0, 0.1, 0.01, 0.001)
     keys, queries = normal(generator, 60, 16) @ normal(generator, 16, 16), normal(generator, 2, 60, 8)
     rotary, means = Rotary(8, frequencies=frequencies, longest=1000), torch.zeros(16, dtype=torch.float64)

@@ -35,8 +35,7 @@ def fuzz(examples: int) -> Callable[[Any], Any]:
 
 
 NUMBERS = st.one_of(
-    st.integers(-2, 9),
-    st.sampled_from([2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, -(2**63)]),
+    st.integers(-2, 9), st.sampled_from([2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, -(2**63)])
 )
 ODD = st.one_of(
     st.none(), st.booleans(), NUMBERS, st.floats(), st.text(max_size=4),

@@ -114,8 +114,7 @@ def test_layers_that_predict_further_tokens_are_converted_and_towers_not(
 
 
 @pytest.mark.parametrize(
-    ("name", "method"),
-    [("llama", "procrustes"), *((name, "aligned") for name in ("smollm3", "cohere2"))],
+    ("name", "method"), [("llama", "procrustes"), *((name, "aligned") for name in ("smollm3", "cohere2"))]
 )
 def test_layers_that_predict_further_tokens_are_aligned(name: str, method: str, tmp_path: Path) -> None:
     """Configs list kinds of layers, and not of those."""
@@ -127,16 +126,13 @@ def test_layers_that_predict_further_tokens_are_aligned(name: str, method: str, 
     assert after[f"model.layers.2.{K}"].shape == after[f"model.layers.1.{K}"].shape != last[f"model.layers.1.{K}"].shape
 
 
-@pytest.mark.parametrize(
-    ("added", "removed", "method", "says"),
-    [
-        ("draft.layers.0", (), "mean", "several stacks"),
-        ("model.resampled", (), "mean", "is not in one of its layers"),
-        ("", (K, V), "mean", r"layers\.1\.self_attn has queries but no keys and values"),
-        ("", ("self_attn.o_proj.weight",), "mean", r"layers\.1\.self_attn\.o_proj\.weight is not stored"),
-        ("", ("self_attn.o_proj.weight",), "calibrated", r"has k_proj, q_proj, v_proj but no o_proj"),
-    ],
-)
+@pytest.mark.parametrize(("added", "removed", "method", "says"), [
+    ("draft.layers.0", (), "mean", "several stacks"),
+    ("model.resampled", (), "mean", "is not in one of its layers"),
+    ("", (K, V), "mean", r"layers\.1\.self_attn has queries but no keys and values"),
+    ("", ("self_attn.o_proj.weight",), "mean", r"layers\.1\.self_attn\.o_proj\.weight is not stored"),
+    ("", ("self_attn.o_proj.weight",), "calibrated", r"has k_proj, q_proj, v_proj but no o_proj"),
+])  # fmt: skip
 def test_unknown_stacks_and_incomplete_modules_are_refused(
     source: Path, added: str, removed: tuple[str, ...], method: str, says: str
 ) -> None:
@@ -200,15 +196,12 @@ def without_prefix(tensors: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
 
 
-@pytest.mark.parametrize(
-    ("name", "head"),
-    [
-        ("mixtral", "the class' names"),
-        ("flint", "the class' names"),
-        ("qwen3", "Qwen3Model"),
-        ("qwen3", "Qwen3ForSequenceClassification"),
-    ],
-)
+@pytest.mark.parametrize(("name", "head"), [
+    ("mixtral", "the class' names"),
+    ("flint", "the class' names"),
+    ("qwen3", "Qwen3Model"),
+    ("qwen3", "Qwen3ForSequenceClassification"),
+])  # fmt: skip
 @pytest.mark.parametrize("method", ["calibrated", "refined"])
 def test_maps_are_those_of_other_names(name: str, head: str, method: str, tmp_path: Path) -> None:
     more = {"tie_word_embeddings": True} if name == "qwen3" else {}

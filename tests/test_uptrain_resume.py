@@ -102,13 +102,10 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
             assert (difference(tmp_path / str(steps), one) == 0) == equal
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "given"),
-    [
-        (3, 1, {"batch_size": 6, "micro_batch": 2}),
-        (2, 1, {"batch_size": None, "steps": None, "tokens": 512}),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "given"), [
+    (3, 1, {"batch_size": 6, "micro_batch": 2}),
+    (2, 1, {"batch_size": None, "steps": None, "tokens": 512}),
+])  # fmt: skip
 def test_more_or_fewer_ranks_may_continue(
     runs: Runs, tmp_path: Path, before: int, after: int, given: dict[str, Any]
 ) -> None:
