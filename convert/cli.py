@@ -173,5 +173,5 @@ def _warn(warnings: Sequence[str]) -> None:
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
     console.run(
-        command, "gqa-convert", "no partial result is left; the same command continues after the last finished layer"
+        command, "gqa-convert", "no partial result is left; the same command continues after the last stored layer"
     )

@@ -28,7 +28,7 @@ from gqa.convert import rewrite
 from gqa.convert.api import convert_checkpoint, plan_conversion
 
 INTERRUPTED = (
-    "gqa-convert: interrupted; no partial result is left; the same command continues after the last finished layer"
+    "gqa-convert: interrupted; no partial result is left; the same command continues after the last stored layer"
 )
 
 

@@ -99,7 +99,9 @@ def test_a_model_that_fills_gaps_is_not_measured(tmp_path: Path) -> None:
 
 
 _STOPPED = """
+from gqa.convert.merge import find_maps
 from gqa.convert.merge.calibrate import Calibrator
+find_maps._INTERVAL = 0
 run = Calibrator.run
 Calibrator.run = lambda self, layer, *rest: os.kill(os.getpid(), {}) if layer else run(self, layer, *rest)
 """
@@ -248,14 +250,15 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A conversion that is stopped while it writes is not calibrated again; maps of weights do not stay behind."""
-    text, left = ("--tokens", 256, "--context", 16), [".out.gqa-work"]
-    for method, names in ((("procrustes",), []), (("calibrated", *text), left)):
+    text, left = ("calibrated", "--tokens", 256, "--context", 16), [".out.gqa-work"]
+    for method, seconds, names in ((("procrustes",), 0, []), (text, 99, []), (text, 0, left)):
         with monkeypatch.context() as patch:
+            patch.setattr("gqa.convert.merge.find_maps._INTERVAL", seconds)
             patch.setattr("gqa.convert.api.write", fails(KeyboardInterrupt()))
             done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", *method)
         assert (done.code, [path.name for path in tmp_path.iterdir()]) == (130, names)
-        assert "the same command continues after the last finished layer" in done.err
-    done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text)
+        assert "the same command continues after the last stored layer" in done.err
+    done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text[1:])
     assert "continues   after layer 2 of 2, where a run was stopped" in done.out + done.err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

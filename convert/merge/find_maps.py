@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -38,6 +39,7 @@ from gqa.corpus.likelihood import nats, paired_ratio
 CHECKED = 8192  # tokens of the comparison with the base model, at most
 _COPIES = 16  # blocks whose beginnings are read twice, for recall
 _SHORTEST = 16  # tokens of a block that shows recall
+_INTERVAL = 20  # seconds between states, which may take gigabytes
 
 
 @contextmanager
@@ -57,8 +59,7 @@ def with_maps(
         else:
             _look_at_weights(plan, layers, options, watcher)
     except BaseException as error:
-        if isinstance(error, RefusedError) or not reads_text:
-            layers.remove()
+        layers.remove(keep=not isinstance(error, RefusedError))
         if not out_of_memory(error):
             raise
         blocks, advice = "", "give another --device"
@@ -70,8 +71,7 @@ def with_maps(
     try:
         yield layers.maps(quality)
     except BaseException:  # the result could not be written: layers that took hours stay
-        if not reads_text:
-            layers.remove()
+        layers.remove(keep=True)
         raise
     layers.remove()
 
@@ -198,8 +198,8 @@ def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | 
 
 
 class FinishedLayers:
-    """The layers of one conversion that are finished, in a hidden directory beside `out`: a file for each, and
-    `state.safetensors` with what the next one needs, and their number.
+    """The layers of one conversion that are finished, in a hidden directory beside `out`: a file for each, and from
+    time to time `state.safetensors` with what the next one needs, and their number.
     """
 
     def __init__(self, out: Path, description: Mapping[str, Any], overwrite: bool) -> None:
@@ -208,7 +208,7 @@ class FinishedLayers:
         """
         self.directory = out.absolute().with_name(f".{out.absolute().name}.gqa-work")
         self._state, self._description = self.directory / "state.safetensors", description
-        self.count, self.errors = 0, list[float | None]()
+        self.count, self.errors, self._saved = 0, list[float | None](), time.monotonic()
         if self._state.exists():
             with suppress(RefusedError) if overwrite else nullcontext():
                 self._continue()
@@ -234,22 +234,26 @@ class FinishedLayers:
     def add(
         self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor] | None = None, error: float | None = None
     ) -> None:
-        """Store one more layer with its error, and the state after it; without a state no other run can continue."""
+        """Store one more layer with its error, and the state after it if it is time; another run continues there."""
         self.directory.mkdir(parents=True, exist_ok=True)
         _save(self.directory / f"{self.count:05d}.safetensors", tensors)
         self.count += 1
         if state is not None:
             self.errors.append(error)
-            progress = json.dumps({"description": self._description, "layers": self.count, "errors": self.errors})
-            _save(self._state, state, {"progress": progress})
+            if time.monotonic() - self._saved >= _INTERVAL:
+                progress = json.dumps({"description": self._description, "layers": self.count, "errors": self.errors})
+                _save(self._state, state, {"progress": progress})
+                self._saved = time.monotonic()
 
     def state(self) -> dict[str, Tensor]:
-        """The state after the last finished layer."""
+        """The state from which this run continues."""
         return load_file(self._state) if self.count else {}
 
     def maps(self, quality: Mapping[str, Any] | None) -> StoredMaps:
         files = tuple(sorted(self.directory.glob("[0-9]*.safetensors")))
         return StoredMaps(files, self._description, self.errors, quality)
 
-    def remove(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+    def remove(self, keep: bool = False) -> None:
+        """Remove the layers; with `keep` only if no run can continue after them."""
+        if not (keep and self._state.exists()):
+            shutil.rmtree(self.directory, ignore_errors=True)
