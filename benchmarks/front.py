@@ -1,4 +1,4 @@
-"""Draw the README's picture: perplexity ratios of conversions, from what `gqa-eval --json` prints for the embedded
+"""Draw the README's picture: perplexity ratios of conversions, from what `gqa-eval --json` prints for the example
 model and for a published one.
 
 python benchmarks/front.py docs/embedded.json docs/smollm2.json -o docs/front.svg
@@ -40,7 +40,7 @@ def embedded(axes: Any, ratio_of: dict[str, float]) -> None:
         above = {"calibrated": 7, "refined": -4}.get(method, -1)  # they end close to each other
         axes.annotate(label, end, xytext=(9, above), textcoords="offset points", color=colour, va="center")
     axes.set(ylabel="perplexity ratio", yscale="log", xlim=(-0.2, len(heads) + 0.1), ylim=(0.9, 24))
-    axes.set_title("embedded model, 5.8M parameters, 8 KV heads", fontsize=11)
+    axes.set_title("example model, 5.8M parameters, 8 KV heads", fontsize=11)
     axes.set_xticks(range(len(heads)), [f"{g} KV head{'s' * (g > 1)}\ncache {8 / g:.0f}x smaller" for g in heads])
     axes.set_yticks([1, 2, 5, 10, 20], ["x1", "x2", "x5", "x10", "x20"])
 

@@ -154,7 +154,7 @@ def _say_next(result: Conversion, options: ConvertOptions) -> None:
     evaluation = shlex.join(["gqa-eval", options.model, str(result.out), *text])
     _say(f"quality     {quality_text(plan) or f'not measured; to measure it: {evaluation}'}", options)
     *_, best = plan.available_methods()
-    advice = f"for better quality use --method {best.name}: {best.result} ({best.cost})"
+    advice = f"for better quality use --method {best.name} ({best.cost})"
     if best.name == plan.method:
         advice = f"for better quality distil from the base model: {shlex.join(['gqa-uptrain', str(result.out)])}"
     _say(f"next        {advice}", options)

@@ -383,7 +383,7 @@ def test_the_page_of_a_study(tmp_path: Path) -> None:
     html = (out / "report.html").read_text()
     assert unescape(html).count(shlex.join(["gqa-ablate", *environment["argv"]])) == 1
     assert "recall was not measured: recall needs a context of at least 128 tokens" in html
-    positions = [html.index(text) for text in ("Recommended: ", "data:image", "Study of model", "Made with")]
+    positions = [html.index(text) for text in ("Recommended: ", "data:image", "Study of model", "Commands")]
     assert positions == sorted(positions)
     assert html.count("data:image/svg+xml;base64,") == 2
     assert not re.search("https?:", html.replace("http://www.w3.org", ""))

@@ -113,7 +113,7 @@ def pickled(state: object, zipped: bool = True) -> Break:
 AGAIN, BIN, LFS = "download it again", "pytorch_model.bin", b"version https://git-lfs.github.com/spec/v1\n"
 MLX = {K0: torch.ones(16, 4, dtype=torch.uint32)} | {K0.replace("weight", part): ONE for part in ("scales", "biases")}
 REFUSED_TYPES = {
-    "deepseek_v3": "latent attention", "mamba": "no attention", "longt5": "sister model", "umt5": "no number of key",
+    "deepseek_v3": "latent attention", "mamba": "no attention", "longt5": "related model", "umt5": "no number of key",
 }  # fmt: skip
 
 # What the format's own library does not take; test_fuzz.py compares many more files with it.

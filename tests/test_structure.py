@@ -114,7 +114,7 @@ def family_rows() -> Iterator[tuple[str, str, str]]:
             layerwise[why].append(name)
         notes += [f"neither calibrated nor refined: {', '.join(names)} ({why})" for why, names in layerwise.items()]
         yield family.name, ", ".join(sorted(family.symmetries)), "; ".join(notes)
-    yield "text part of a larger model", ", ".join(sorted(NESTED)), "towers are left alone"
+    yield "text part of a larger model", ", ".join(sorted(NESTED)), "only the text part changes"
     for recasting in RECASTINGS:
         way = "native" if recasting.architecture else "custom modelling code"
         yield f"written as {recasting.target}, {way}", recasting.source, recasting.note

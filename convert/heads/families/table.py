@@ -41,8 +41,8 @@ NESTED: dict[str, tuple[str, ...]] = {
 
 # Model types that cannot be converted, with the reason for the error.
 _NO_FIELD = (
-    "transformers' class has no number of key/value heads, so a checkpoint with fewer would not load "
-    "(or, worse, would run and be wrong); use a sister model with grouped-query support"
+    "the class in transformers has no number of key/value heads: a checkpoint with fewer would not load, or would "
+    "compute something else; use a related model with grouped-query attention"
 )
 _MLA = "multi-head latent attention: its cache holds one compressed vector a token, there are no KV heads to merge"
 
