@@ -237,14 +237,14 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     if plan.checkpoint.way:
         source, target = plan.checkpoint.classes
         code = "a class of transformers" if plan.checkpoint.way == "native" else "whose code is in this repository"
-        cannot = "have fewer key/value heads" if isinstance(plan.groups, int) else "have a number of them per layer"
+        cannot = "have fewer key/value heads" if isinstance(plan.groups, int) else "have them differ by layer"
         parts.append(f"The class is {target}, {code}; the source is {source}, which cannot {cannot}.")
     if isinstance(plan.groups, tuple):
         parts.append(_BY_LAYER)
     options = {"kv_heads": plan.groups, "method": plan.method}
     if plan.fewest < main.kv:
         quality = quality_text(plan)
-        advice = "Quality was not measured. Merging heads costs quality: evaluate the model, and train it, before use."
+        advice = "Quality was not measured. Merging heads costs quality: evaluate and train the model before use."
         measured = f"Compared with the base model: {quality} (recall: share of a repeated passage predicted right)."
         parts.append(measured if quality else advice)
         uses = {option: one.metadata["methods"] for option, one in ConvertOptions.__dataclass_fields__.items()}

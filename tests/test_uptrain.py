@@ -55,11 +55,11 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not re.search(r"[ \t]$", done.out, re.MULTILINE)
     trained = 2 * 2 * 16 * 32  # layers, K and V, rows, width
     assert re.search(rf": {trained:,} of [\d,]+ parameters train \(kv\)$", lines[0])
-    assert lines[3] == "steps       4, 8 blocks (512 tokens) each; 2,048 tokens in all"
+    assert lines[3] == "steps       4, each of 8 blocks (512 tokens); 2,048 tokens in all"
     starts = ["model", "teacher", "data", "steps", "optimizer", "held out", "held out", "written"]
     assert [line[:10].rstrip() for line in lines] == starts
     assert lines[1] == f"teacher     {place / 'teacher'}"
-    assert lines[-1] == f"written     {out}: loads with transformers as it is, verified"
+    assert lines[-1] == f"written     {out}: verified, loads in transformers"
     status = done.err.splitlines()[-1]
     steps = metrics(out / "gqa_uptraining.jsonl")
     assert re.fullmatch(

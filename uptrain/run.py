@@ -130,8 +130,8 @@ def plan_text(setup: Setup) -> str:
         f"train ({options.train})",
         f"teacher     {setup.teacher_text}" if options.distills else f"no teacher  {setup.teacher_text}",
         f"data        {', '.join(options.data)}: {data.summary}",
-        f"steps       {data.steps:,}, {plural(options.blocks_per_step, 'block')} ({data.tokens_per_step:,} tokens) "
-        f"each; {data.steps * data.tokens_per_step:,} tokens in all",
+        f"steps       {data.steps:,}, each of {plural(options.blocks_per_step, 'block')} ({data.tokens_per_step:,} "
+        f"tokens); {data.steps * data.tokens_per_step:,} tokens in all",
         f"optimizer   {options.optimizer}, learning rate {options.learning_rate:g}, {options.schedule}, "
         f"{warmup_steps(options.warmup, options.schedule, data.steps)} warm-up steps",
         f"held out    {data.tokens(len(data.heldout)):,} tokens; the weights with the lowest loss on them are written"
@@ -154,8 +154,8 @@ def result_text(setup: Setup, progress: TrainingProgress) -> str:
                 f"unchanged   no step lowered the loss: the weights are those of {setup.checkpoint.name}. Try a lower "
                 f"--learning-rate (now {setup.options.learning_rate:g}), or more tokens"
             )
-    loads = "trust_remote_code=True" if "auto_map" in setup.checkpoint.config else "transformers as it is"
-    return "\n".join([*lines, f"written     {setup.options.output}: loads with {loads}, verified"])
+    code = " with trust_remote_code=True" if "auto_map" in setup.checkpoint.config else ""
+    return "\n".join([*lines, f"written     {setup.options.output}: verified, loads in transformers{code}"])
 
 
 def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
