@@ -70,7 +70,7 @@ def test_slow_pairs_share_what_single_frequencies_cannot(size: float) -> None:
     queries, means = torch.eye(4, dtype=torch.float64).expand(2, 4, 4), torch.zeros(8, dtype=torch.float64)
 
     def lost(rotary: Rotary) -> float:
-        found = shared_key(keys.T @ keys / 500, queries, means, rotary)
+        found = shared_key(keys.T @ keys / 500, queries, means, torch.ones(2, 3, dtype=torch.float64), rotary)
         back = torch.cat([keys @ found.merge.T @ found.back[head] for head in range(2)], 1)  # q'^T k' = q^T M^T C k
         return float((back - keys).square().sum() / keys.square().sum())
 
@@ -79,28 +79,36 @@ def test_slow_pairs_share_what_single_frequencies_cannot(size: float) -> None:
 
 
 def test_keys_across_frequencies_have_the_least_error_of_scores() -> None:
-    """Scores at many distances, of rotated keys: less error than with each frequency alone, or with maps near by."""
+    """Scores of rotated keys at distances of each head's own: less error than with each frequency alone, with distances
+    that are the same in all heads, or with maps near by.
+    """
     generator, frequencies = torch.Generator().manual_seed(0), (1.0, 0.1, 0.01, 0.001)
     keys, queries = normal(generator, 60, 16) @ normal(generator, 16, 16), normal(generator, 2, 60, 8)
     rotary, means = Rotary(8, frequencies=frequencies, longest=1000), torch.zeros(16, dtype=torch.float64)
-    distances = torch.logspace(0, 3, 200, dtype=torch.float64)
+    distances = torch.cat([torch.arange(30.0).double(), torch.logspace(0, 3, 200, dtype=torch.float64)])
     angles = torch.outer(distances, torch.tensor(frequencies, dtype=torch.float64).repeat(2))
+    measured = torch.zeros(2, 30, dtype=torch.float64)
+    measured[0, 1], measured[1, 20:] = 7, 2
 
-    def turned(heads: Tensor) -> Tensor:  # (n, 8) -> (200, n, 8)
+    def turned(heads: Tensor) -> Tensor:  # (n, 8) -> (230, n, 8)
         swapped = torch.cat([-heads[:, 4:], heads[:, :4]], 1)
         return heads * angles.cos()[:, None] - swapped * angles.sin()[:, None]
 
     def error(merge: Tensor, back: Tensor) -> float:
-        missing = [
-            queries[head] @ turned(keys[:, 8 * head : 8 * head + 8]).mT
-            - (queries[head] @ back[head].T) @ turned(keys @ merge.T).mT
-            for head in range(2)
-        ]
-        return float(torch.stack(missing).square().mean())
+        total = 0.0
+        for head, weights in enumerate(measured / measured.sum(1, keepdim=True)):
+            scores = queries[head] @ turned(keys[:, 8 * head : 8 * head + 8]).mT
+            missing = (scores - (queries[head] @ back[head].T) @ turned(keys @ merge.T).mT).square().mean((1, 2))
+            total += float(weights @ missing[:30] + missing[30:].mean())
+        return total
 
     moments = keys.T @ keys / 60, queries.mT @ queries, means
-    best, alone = (shared_key(*moments, r) for r in (rotary, Rotary(8)))
+    best, same, alone = (
+        shared_key(*moments, weights, r)
+        for weights, r in ((measured, rotary), (0 * measured, rotary), (measured, Rotary(8)))
+    )
     least = error(best.merge, best.back)
+    assert least < 0.92 * error(same.merge, same.back)
     assert least < 0.9 * error(alone.merge, alone.back)
     for _ in range(20):
         near = [m + 0.01 * m.abs().mean() * normal(generator, *m.shape) for m in (best.merge, best.back)]
@@ -116,35 +124,40 @@ def test_what_an_error_of_scores_does_without_a_mask(rows: int, monkeypatch: pyt
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 6, 8, generator=generator) for _ in range(3))
     roots = output_roots(torch.randn(2, 8, 8, generator=generator))
-    plain = torch.randn(1, 2, 6, 6, generator=generator)
+    plain, ones = torch.randn(1, 2, 6, 6, generator=generator), torch.ones(2, 6)
     for bias in (None, plain):
         for causal in (True, False):
             mask = torch.ones(1, 1, 6, 6).tril(0 if causal else 6)
-            found = significance_of(q, k, v, None, 0.3, roots, bias, causal)
+            found = significance_of(q, k, v, None, 0.3, roots, ones, bias, causal)
             for same in (mask.bool(), mask.log()):
-                torch.testing.assert_close(found, significance_of(q, k, v, same, 0.3, roots, bias))
-            assert bool(found[:, :, 0].max() < 0.1) is causal  # one key takes all
+                torch.testing.assert_close(found, significance_of(q, k, v, same, 0.3, roots, ones, bias))
+            assert bool(found[0][:, :, 0].max() < 0.1) is causal  # one key takes all
     bias = torch.zeros(1, 2, 6, 6).index_fill(3, torch.arange(1, 6), -torch.inf)
-    assert significance_of(q, k, v, None, 0.3, roots, bias, False).max() < 0.1, "a bias is part of the scores"
+    assert significance_of(q, k, v, None, 0.3, roots, ones, bias, False)[0].max() < 0.1, "a bias is part of the scores"
 
 
 def test_scores_count_by_what_they_move() -> None:
-    """The sum over keys of what the output moves without the key, from its parts; a hidden key counts nothing."""
+    """The sum over keys of what the output moves without the key, from its parts, and their sums by distance; a hidden
+    key counts nothing.
+    """
     torch.manual_seed(0)
     q, k, v, w_o = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6), torch.randn(4, 6, 16)
     mask = torch.ones(5, 5).tril().bool()[None, None].repeat(2, 1, 1, 1)
     mask[1, :, 3:, 0] = False
-    found = significance_of(q, k, v, mask, 0.3, output_roots(w_o))
+    weights = torch.rand(2, 5)
+    found, distances = significance_of(q, k, v, mask, 0.3, output_roots(w_o), weights)
     for head in range(4):
         keys, values = k[:, head // 2], v[:, head // 2] @ w_o[head]
         paid = (0.3 * q[:, head] @ keys.mT).masked_fill(~mask[:, 0], -torch.inf).softmax(-1)
-        moved = torch.zeros(2, 5)
+        moved, apart = torch.zeros(2, 5), torch.zeros(5)
         for key in range(5):
             left = paid.clone()
             left[:, :, key] = 0
             left = (left / left.sum(-1, keepdim=True)).nan_to_num()  # one key alone: nothing is left, and it counts 0
-            moved += (left @ values - paid @ values).square().sum(-1) * (left.sum(-1) > 0)
+            without = (left @ values - paid @ values).square().sum(-1) * (left.sum(-1) > 0) * weights
+            moved, apart[: 5 - key] = moved + without, apart[: 5 - key] + without.sum(0)[key:]
         torch.testing.assert_close(found[:, head], moved, rtol=1e-3, atol=0.5)  # of up to 300
+        torch.testing.assert_close(distances[head], apart, rtol=1e-3, atol=0.5)
 
 
 @pytest.mark.parametrize(("device", "where"), [("cpu", "cpu"), ("cuda", "cuda"), ("mps", "cpu")])

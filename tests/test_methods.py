@@ -91,7 +91,8 @@ def test_keys_and_values_decide_together_in_whatever_units() -> None:
     roots = (torch.randn(n, 64 // n, 64 // n, generator=generator, dtype=torch.float64) for n in (2, 16, 2, 16))
     keys, queries, values, w_o = (root[: len(root) // 2] @ root[: len(root) // 2].mT for root in roots)
     for key_unit, value_unit in ((1, 1), (1e6, 1), (1, 1e6), (1, 0), (0, 1)):
-        moments = Moments(key_unit * keys, keys.new_zeros(1, 32), queries, value_unit * values)
+        means, distances = keys.new_zeros(1, 32), keys.new_zeros(8, 0)
+        moments = Moments(key_unit * keys, means, queries, value_unit * values, distances)
         orders.append(find_order(moments, w_o, 4, Rotary(4), free_keys=True))
     assert orders[:3] == orders[:1] * 3
     assert orders[0] not in orders[3:]

@@ -27,12 +27,13 @@ MAX_SCORES = 1 << 28  # of all heads: with more, values are split to a key's wid
 
 
 def significance_of(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, roots: Tensor, bias: Tensor | None = None,
-    causal: bool = True,
-) -> Tensor:  # fmt: skip
-    """Sensitivity of each query, (B, H, T): sum over keys s of (a_s / (1 - a_s))^2 |W_O (v_s - o)|^2.
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, roots: Tensor, weights: Tensor,
+    bias: Tensor | None = None, causal: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Sensitivity of each query, (B, H, T): sum over keys s of (a_s / (1 - a_s))^2 |W_O (v_s - o)|^2, times the weight
+    (B, T) of its position; and the sums of these terms by distance, (H, T), from the keys before a query and itself.
 
-    This is the squared change of the output W_O o if key s is dropped; a is the attention, v the values. The
+    A term is the squared change of the output W_O o if key s is dropped; a is the attention, v the values. The
     first-order change for a wrong score, a W_O (v - o), is no substitute: it vanishes where one key takes all
     attention, but there the look-up itself can be lost. Caps and sinks are ignored. Shapes as in `Moments.add`; `roots`
     (H, e, e) are `output_roots`; `mask` and `bias` (1 or B, 1 or H, T, S). Without a mask a query sees the keys up to
@@ -42,11 +43,11 @@ def significance_of(
     if mask is None and causal:
         rows = min(rows, -(-q.shape[2] // _CAUSAL_PARTS))
     significance = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    distances = torch.zeros(q.shape[1], q.shape[2], device=q.device)
     for head in range(q.shape[1]):
         kv_head = head // repeat
         values = v[:, kv_head].float() @ roots[head].to(v.device)  # (B, S, e)
-        sizes = values.square().sum(-1, keepdim=True)
-        moved = torch.cat([values, sizes, torch.ones_like(sizes)], -1)
+        sizes = values.square().sum(-1)
         for first in range(0, q.shape[2], rows):
             part = slice(first, min(first + rows, q.shape[2]))
             reach = part.stop if mask is None and causal else k.shape[2]  # the last key that these queries attend to
@@ -63,11 +64,15 @@ def significance_of(
             attention = scores.softmax(-1).nan_to_num_()
             outputs = attention @ values[:, :reach]
             squared_odds = attention.div_((1 - attention).clamp_min_(_MIN_REMAINDER)).square_()
-            sums = squared_odds @ moved[:, :reach]  # (B, t, e + 2)
-            output_change = sums[..., -2] + sums[..., -1] * outputs.square().sum(-1)
-            output_change -= 2 * (outputs * sums[..., :-2]).sum(-1)
-            significance[:, head, part] = output_change.clamp_min(0)
-    return significance
+            moved = torch.baddbmm(sizes[:, None, :reach], outputs, values[:, :reach].mT, alpha=-2)
+            moved = moved.add_(outputs.square().sum(-1, keepdim=True)).clamp_min_(0).mul_(squared_odds)  # (B, t, S)
+            significance[:, head, part] = moved.sum(-1) * weights[:, part]
+            positions = torch.arange(part.stop, device=q.device)
+            keys = positions[part, None] - positions  # (t, stop) the key at each distance from each query
+            by_key = torch.einsum("bt,bts->ts", weights[:, part], moved)
+            by_distance = by_key.gather(1, keys.clamp(0, reach - 1)) * ((keys >= 0) & (keys < reach))
+            distances[head, : part.stop] += by_distance.sum(0)
+    return significance, distances
 
 
 def _of(mask: Tensor, head: int, rows: slice) -> Tensor:
@@ -164,7 +169,8 @@ def closed_form(task: Task) -> LayerResult:
     rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.stream.hidden.shape[1])
     rotary = replace(rotary, frequencies=()) if task.module.kind == "cross" else rotary  # cross-attention has no RoPE
     free_keys, device = symmetry.free_keys(text), float64_device(pair.source.device)
-    moments = _measure_source(task, Moments.zeros(heads, 1 if search else groups, device), rotary, w_o)
+    start = Moments.zeros(heads, 1 if search else groups, task.stream.hidden.shape[1], device)
+    moments = _measure_source(task, start, rotary, w_o)
     if search:
         order = find_order(moments.cpu(), w_o.double(), groups, rotary, free_keys)
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
@@ -187,9 +193,10 @@ def _measure_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -
         causal = getattr(task.layer.attention, "is_causal", True)
         options, weights = capture.options, task.position_weights[rows].to(q.device)
         scaling = options.get("scaling") or q.shape[-1] ** -0.5
-        significance = significance_of(q, k, v, capture.mask, scaling, roots, options.get("position_bias"), causal)
+        bias = options.get("position_bias")
+        significance, distances = significance_of(q, k, v, capture.mask, scaling, roots, weights, bias, causal)
         visible = visible_keys(capture.mask, k) * weights.any(1, keepdim=True)
-        moments.add(unrotate(q, rotary), unrotate(k, rotary), v, significance * weights[:, None], visible)
+        moments.add(unrotate(q, rotary), unrotate(k, rotary), v, significance, visible, distances)
     return moments.averaged()
 
 

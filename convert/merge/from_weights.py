@@ -89,7 +89,8 @@ def _estimated(rows: dict[str, Tensor], heads: LayerHeads, groups: int) -> Momen
         return torch.stack([gram(part.double()) for part in whole]) + means[:, :, None] * means[:, None, :], means
 
     queries = moments_of("query", heads.query)[0].unflatten(0, (heads.kv, -1)).sum(1)
-    return Moments(*moments_of("key", groups), queries, moments_of("value", groups)[0])
+    distances = queries.new_zeros(heads.kv, 0)
+    return Moments(*moments_of("key", groups), queries, moments_of("value", groups)[0], distances)
 
 
 class InputMoments:

@@ -22,6 +22,7 @@ _ROWS = 2048  # rows whose products are summed in float32
 _TURNS = 50  # sweeps that rotate heads onto each other, at most
 _KEY_SWEEPS = 8  # of alternating least squares for keys; twice as many change the third digit of the error
 _DISTANCES = 4096  # sampled distances between query and key at which scores are compared
+_MEASURED = 0.5  # share of the distances that were measured; those of the rest reach to the longest context
 _VALUE_SWEEPS = 10  # of alternating least squares for values; more change the fourth digit of the error
 _LEAST_GAIN = 1e-6  # share of the energy: a sweep that gains less is the last
 
@@ -57,13 +58,14 @@ class GroupMaps:
     back: Tensor
 
 
-def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> GroupMaps:
+def shared_key(keys: Tensor, queries: Tensor, means: Tensor, distances: Tensor, rotary: Rotary) -> GroupMaps:
     """Merge the m keys of a group. Without frequencies in `rotary` each pair of dimensions is merged alone.
 
     Args:
         keys: (m * d, m * d) second moments E[k k^T] of the group's stacked keys, as `unrotate` returns them.
         queries: (m, d, d) for each head, the sum over its query heads of E[q q^T], as `unrotate` returns them.
         means: (m * d,) E[k]: unless rotated, a constant key adds the same to all scores of a query: it is dropped.
+        distances: (m, n) what scores of each head's queries with a key 0, 1, ... tokens before them count.
         rotary: The dimensions that are rotated, and their frequencies.
     """
     heads, dim = queries.shape[:2]
@@ -72,29 +74,35 @@ def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> 
         _rotated_key(keys, queries, rotary, key, query)
     if rotary.dims < dim:
         _plain_key(without_means(keys, means), queries, torch.arange(rotary.dims, dim), key, query)
-    return _across_frequencies(keys, queries, means, rotary, key) if rotary.frequencies else GroupMaps(key, query)
+    if not rotary.frequencies:
+        return GroupMaps(key, query)
+    return _across_frequencies(keys, queries, means, distances, rotary, key)
 
 
-def _across_frequencies(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary, key: Tensor) -> GroupMaps:
+def _across_frequencies(
+    keys: Tensor, queries: Tensor, means: Tensor, distances: Tensor, rotary: Rotary, key: Tensor
+) -> GroupMaps:
     """The shared key whose scores have the least error at all distances. A pair of its dimensions may hold what pairs
     of other frequencies held; `key` (d, m d), where it does not, is the start.
 
     In the basis of `_complex_basis` RoPE is diagonal: a query q and a key k at distance t have the score q^H D_t k,
     D_t = diag(exp(-i v t)), v the frequency of a pair and its negative (0: not rotated). With the stacked keys k, the
     shared key B k and queries X_a^H q, head a has q^H X_a D_t B k in place of q^H D_t k_a. Minimised is the mean square
-    of the difference, summed over a, over t from 1 to the longest text with log t uniform: near keys count more.
+    of the difference, summed over a, over the distances t of `_coherence`.
 
-    The mean over t multiplies D_t M D_t^H elementwise (*) by C_ij = E[exp(-i (v_i - v_j) t)]. So with K = E[k k^H],
-    K_a = E[k_a k^H] and Q_a = E[q q^H] of head a, each of B = [B_1 ... B_m] and X_a is least squares given the other:
-        X_a = (K_a B^H * C) (B K B^H * C)^-1
-        B_a = (sum_b X_b^H Q_b X_b * C^T)^-1 (X_a^H Q_a * C^T)
+    The mean over t multiplies D_t M D_t^H elementwise (*) by C_ij = E[exp(-i (v_i - v_j) t)], C_a for head a. So with
+    K = E[k k^H], K_a = E[k_a k^H] and Q_a = E[q q^H], each of B = [B_1 ... B_m] and X_a is least squares given the
+    other:
+        X_a = (K_a B^H * C_a) (B K B^H * C_a)^-1
+        B_a = (sum_b X_b^H Q_b X_b * C_b^T)^-1 (X_a^H Q_a * C_a^T)
     """
     heads, dim = queries.shape[:2]
-    basis, diagonals = (part.to(keys.device) for part in _complex_basis(rotary, dim))
-    coherence = diagonals @ diagonals.mH / diagonals.shape[1]  # C
+    basis, frequencies = (part.to(keys.device) for part in _complex_basis(rotary, dim))
+    coherence, centre = _coherence(frequencies, distances, rotary.longest)
     mean = _times_each(means.to(basis)[None], basis.mT)[0]
-    # Of a constant key E[D_t] k shifts all scores of a query alike; only the rest counts, 1 - |E[D_t]|^2 of its energy.
-    varying = mean * (1 - diagonals.mean(1).abs().square()).clamp_min(0).sqrt().repeat(heads)
+    # Of a constant key E[D_t] k shifts all scores of a query alike; only the rest counts, 1 - |E[D_t]|^2 of its energy
+    # (the mean over heads: equal heads must stay equal).
+    varying = mean * (1 - centre.abs().square().mean(0)).clamp_min(0).sqrt().repeat(heads)
     moments = _times_each(_times_each(keys.to(basis), basis.mH).mH, basis.mH) - torch.outer(mean, mean.conj())
     moments += torch.outer(varying, varying.conj())  # K
     query_moments = basis @ queries.to(basis) @ basis.mH  # Q (m, d, d)
@@ -111,7 +119,7 @@ def _across_frequencies(keys: Tensor, queries: Tensor, means: Tensor, rotary: Ro
         if sweep == _KEY_SWEEPS:
             break
         targets = (restore.mH @ query_moments) * coherence.mT
-        gram = (restore.mH @ query_moments @ restore).sum(0) * coherence.mT
+        gram = ((restore.mH @ query_moments @ restore) * coherence.mT).sum(0)
         merge = pseudo_inverse(gram, _FLOAT64_CUT) @ targets.transpose(0, 1).flatten(1)
         merge *= _energy_factor(energy, ((merge @ moments) * merge.conj()).sum(1).real)[:, None]
     return GroupMaps(_times_each(basis.mH @ merge, basis).real, (basis.mH @ restore.mH @ basis).real)
@@ -123,9 +131,23 @@ def _times_each(rows: Tensor, matrix: Tensor) -> Tensor:
     return product.flatten(1)
 
 
+def _coherence(frequencies: Tensor, distances: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """E[D_t 1 1^H D_t^H] (m, d, d) and the diagonals of E[D_t] (m, d), for each head. Half of the distances t have the
+    weights `distances` (m, n), as measured on text; log t of the others is uniform from 1 to `longest`, so that near
+    keys count more, and none that text of this length can have is without weight.
+    """
+    near = torch.arange(distances.shape[1], dtype=torch.float64, device=frequencies.device)
+    far = torch.logspace(0, math.log10(longest), _DISTANCES, dtype=torch.float64, device=frequencies.device)
+    near, far = (torch.exp(-1j * frequencies[:, None] * each) for each in (near, far))  # D_t (d, n)
+    weights = _MEASURED * distances / distances.sum(1, keepdim=True).clamp_min(1e-300)
+    share = 1 - weights.sum(1, keepdim=True)  # of `far`; 1 for a head that nothing was measured of
+    coherence = (near * weights[:, None]) @ near.mH + share[:, :, None] * (far @ far.mH / _DISTANCES)
+    return coherence, weights.to(near) @ near.mT + share * far.mean(1)
+
+
 def _complex_basis(rotary: Rotary, dim: int) -> tuple[Tensor, Tensor]:
-    """The unitary basis (d, d) in which RoPE is diagonal, and the diagonals (d, n) of D_t at n distances t: a pair
-    (x, y) becomes (x + i y, x - i y) / sqrt(2), which D_t multiplies by exp(-i v t) and exp(i v t).
+    """The unitary basis (d, d) in which RoPE is diagonal, and the frequencies v (d,) there: a pair (x, y) becomes
+    (x + i y, x - i y) / sqrt(2), which RoPE at distance t multiplies by exp(-i v t) and exp(i v t).
     """
     first, second = pairs(rotary)
     basis, frequencies = torch.eye(dim, dtype=torch.complex128), torch.zeros(dim, dtype=torch.float64)
@@ -133,8 +155,7 @@ def _complex_basis(rotary: Rotary, dim: int) -> tuple[Tensor, Tensor]:
     basis[first, second], basis[second, second] = 1j * 0.5**0.5, -1j * 0.5**0.5
     frequencies[first] = torch.tensor(rotary.frequencies, dtype=torch.float64)
     frequencies[second] = -frequencies[first]
-    distances = torch.logspace(0, math.log10(rotary.longest), _DISTANCES, dtype=torch.float64)
-    return basis, torch.exp(-1j * frequencies[:, None] * distances)
+    return basis, frequencies
 
 
 def without_means(keys: Tensor, means: Tensor) -> Tensor:

@@ -52,6 +52,8 @@ class Moments:
     keys, key_means: (G, m d, m d) and (G, m d), of the stacked keys of each group.
     queries: (Hk, d, d), of the query heads of each KV head.
     values: (G, m e, m e), of the stacked values of each group.
+    distances: (Hk, n), what scores of queries with a key 0, 1, ... tokens before them count, for each KV head; n is 0
+        if it was not measured.
     positions, visible_keys: Number of positions of queries, and of keys (and values), in the sums.
     """
 
@@ -59,19 +61,19 @@ class Moments:
     key_means: Tensor
     queries: Tensor
     values: Tensor
+    distances: Tensor
     positions: int = 0
     visible_keys: int = 0
 
     @classmethod
-    def zeros(cls, heads: LayerHeads, groups: int, device: str | torch.device = "cpu") -> Moments:
+    def zeros(cls, heads: LayerHeads, groups: int, length: int, device: str | torch.device = "cpu") -> Moments:
         m, d, e = heads.kv // groups, heads.key_dim, heads.value_dim
-        shapes = ((groups, m * d, m * d), (groups, m * d), (heads.kv, d, d), (groups, m * e, m * e))
-        keys, means, queries, values = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes)
-        return cls(keys, means, queries, values)
+        shapes = (groups, m * d, m * d), (groups, m * d), (heads.kv, d, d), (groups, m * e, m * e), (heads.kv, length)
+        return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, significance: Tensor, visible: Tensor) -> None:
+    def add(self, q: Tensor, k: Tensor, v: Tensor, significance: Tensor, visible: Tensor, distances: Tensor) -> None:
         """Add queries (B, H, T, d) weighted by their sensitivity `significance` (B, H, T), and those keys (B, Hk, S, d)
-        and values (B, Hk, S, e) that are `visible` (B or 1, S).
+        and values (B, Hk, S, e) that are `visible` (B or 1, S). `distances` (H, n): see `significance_of`.
         """
         groups = len(self.keys)  # 1 if the whole layer is one group
         visible = visible.expand(len(k), -1)
@@ -83,16 +85,17 @@ class Moments:
         self.keys += rows.mT @ rows
         self.key_means += rows.sum(1)
         add_products(self.values, values.flatten(1, 2))
+        self.distances += distances.unflatten(0, (k.shape[1], -1)).sum(1)
         queries = (q * significance.sqrt().unsqueeze(-1)).transpose(0, 1)  # (H, B, T, d)
         add_products(self.queries, queries.unflatten(0, (k.shape[1], -1)).flatten(1, 3))
 
     def cpu(self) -> Moments:
-        return Moments(self.keys.cpu(), self.key_means.cpu(), self.queries.cpu(), self.values.cpu())
+        return Moments(*(part.cpu() for part in (self.keys, self.key_means, self.queries, self.values, self.distances)))
 
     def averaged(self) -> Moments:
         """Divide the sums by the number of positions and of visible keys."""
-        keys = max(self.visible_keys, 1)
-        return Moments(self.keys / keys, self.key_means / keys, self.queries / self.positions, self.values / keys)
+        keys, queries = max(self.visible_keys, 1), self.queries / self.positions
+        return Moments(self.keys / keys, self.key_means / keys, queries, self.values / keys, self.distances)
 
     def regrouped(self, order: tuple[int, ...], groups: int) -> Moments:
         """From the moments of one group, those of `groups` groups of heads in this order."""
@@ -103,12 +106,14 @@ class Moments:
             return matrix[index[:, :, None], index[:, None, :]]
 
         means = self.key_means[0][_rows(heads, self.queries.shape[1])]
-        return Moments(blocks(self.keys[0]), means, self.queries[list(order)], blocks(self.values[0]))
+        queries, distances = (part[list(order)] for part in (self.queries, self.distances))
+        return Moments(blocks(self.keys[0]), means, queries, blocks(self.values[0]), distances)
 
     def shared_keys(self, rotary: Rotary) -> list[GroupMaps]:
         """The closed-form maps of each group's key."""
-        queries = self.queries.unflatten(0, (len(self.keys), -1))
-        return [shared_key(*group, rotary) for group in zip(self.keys, queries, self.key_means, strict=True)]
+        queries, distances = (part.unflatten(0, (len(self.keys), -1)) for part in (self.queries, self.distances))
+        groups = zip(self.keys, queries, self.key_means, distances, strict=True)
+        return [shared_key(*group, rotary) for group in groups]
 
     def shared_values(self, attended: Iterable[Tensor], w_o: Tensor) -> list[GroupMaps]:
         """The closed-form maps of each group's value. `attended` yields for each group (H / G, m e, m e) moments of the
