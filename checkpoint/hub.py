@@ -116,10 +116,7 @@ def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
     from huggingface_hub import HfFileSystem
 
     fs = HfFileSystem(skip_instance_cache=True)
-    with (
-        TemporaryDirectory() as place,
-        fs.open(f"{model}/{file}", revision=commit, block_size=FIRST_BYTES) as stream,
-    ):
+    with TemporaryDirectory() as place, fs.open(f"{model}/{file}", revision=commit, block_size=FIRST_BYTES) as stream:
         length = stream.read(8)
         copy = Path(place) / "header.safetensors"
         copy.write_bytes(length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES)))

@@ -126,13 +126,7 @@ class Plan:
         return self.merging.method if self.fewest < before else "repeat" if self.fewest > before else "none"
 
 
-def make_plan(
-    checkpoint: Checkpoint,
-    groups: Groups,
-    method: str,
-    seed: int = 0,
-    dtype: str | None = None,
-) -> Plan:
+def make_plan(checkpoint: Checkpoint, groups: Groups, method: str, seed: int = 0, dtype: str | None = None) -> Plan:
     """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
 
     `groups` that are the same in all layers become one number.
