@@ -250,7 +250,7 @@ class Refinement:
 
     steps: int = 200
     batch: int = 8
-    learning_rate: float = 0.03
+    learning_rate: float = 0.01
     heldout: float = 1 / 16  # share of the blocks: not trained on; their error selects the best step
     autocast: bool | None = None  # multiply in bfloat16; None: if the device does natively
     seed: int = 0
