@@ -1,6 +1,4 @@
-"""alpha: what a smaller one reads, a larger one reads first, on every machine, from every format, for all ranks;
-what is held out is never trained on.
-"""
+"""alpha: what a smaller one reads, a larger one reads first, in all formats and ranks; held-out text is never read."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ def test_what_is_set_aside_is_never_read(lengths: list[int]) -> None:
 
 
 def test_the_order_is_the_definition(text: Documents) -> None:
-    """Documents by SHA-256(SHA-256(text) || "seed:epoch:copy"), copies counted from 0, and nothing else; of a text
-    without the white space around it.
-    """
+    """By SHA-256(SHA-256(text) || "seed:epoch:copy"), copies counted from 0; texts without white space around them."""
     texts, orders = texts_of(1000), []
     for seed, epoch in ((0, 0), (3, 0), (3, 2)):
         keys = []

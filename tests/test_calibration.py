@@ -147,9 +147,7 @@ def refined(
 
 
 def test_refinement_looks_where_errors_count() -> None:
-    """Targets that are wrong at one position: nothing is learnt from them where it counts nothing. A learning rate that
-    breaks everything leaves the start.
-    """
+    """Nothing is learnt from wrong targets where they count nothing; a rate that breaks everything leaves the start."""
     torch.manual_seed(0)
     module, hidden = torch.nn.Linear(4, 4), torch.randn(32, 5, 4)
     start = {name: parameter.detach() for name, parameter in module.named_parameters()}

@@ -81,9 +81,7 @@ def test_held_out_blocks_are_others(tmp_path: Path, alone: None, numbers: int, h
 def test_a_small_source_is_used_from_end_to_end(
     tmp_path: Path, documents: int, characters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks at equal distances in the stream of all documents, in the order in which training reads them; also where
-    so many characters a token are too few.
-    """
+    """Evenly spaced in the stream of all documents, in the order of training; also with too few characters a token."""
     monkeypatch.setattr(module, "_CHARACTERS", characters)
     source = written(tmp_path, documents)
     text = tokenise([parse_source(source)], tokenizer())

@@ -117,9 +117,7 @@ def test_keys_across_frequencies_have_the_least_error_of_scores() -> None:
 
 @pytest.mark.parametrize("rows", [1, 6])
 def test_what_an_error_of_scores_does_without_a_mask(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Causal layers are given no mask either: their rows are those of a triangle, however many are looked at together.
-    In others the first query sees all keys.
-    """
+    """Causal layers are given no mask either: then rows are those of a triangle. In others a query sees all keys."""
     monkeypatch.setattr(closed_form, "SCORES", 2 * 6 * rows)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 6, 8, generator=generator) for _ in range(3))
@@ -137,9 +135,7 @@ def test_what_an_error_of_scores_does_without_a_mask(rows: int, monkeypatch: pyt
 
 
 def test_scores_count_by_what_they_move() -> None:
-    """The sum over keys of what the output moves without the key, from its parts, and their sums by distance; a hidden
-    key counts nothing.
-    """
+    """The sum over keys of what the output moves without the key, from its parts, also by distance; hidden keys: 0."""
     torch.manual_seed(0)
     q, k, v, w_o = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6), torch.randn(4, 6, 16)
     mask = torch.ones(5, 5).tril().bool()[None, None].repeat(2, 1, 1, 1)

@@ -106,9 +106,7 @@ def test_as_many_heads_as_before(source: Path, tmp_path: Path) -> None:
 
 @families
 def test_expand_back_in_the_source_class(source: Path, merged: Path) -> None:
-    """Each merged head repeated gives the same logits in the class of transformers; repeated in tiles, it does not. An
-    encoder stays, cross-attention is merged.
-    """
+    """Each merged head repeated gives the same logits, repeated in tiles it does not. Cross-attention is merged."""
     tiny, given = tiny_of(source), inputs(tiny_of(source))
     model, back = both(source, merged)
     expected = logits(tiny_of(merged), model, given)
@@ -132,9 +130,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 @originals
 def test_generation(source: Path, merged: Path) -> None:
-    """Prompts of several lengths, padded on the left: the tokens that the source's class writes, in every way, and the
-    same with and without a cache.
-    """
+    """Prompts of several lengths, padded left: the tokens of the source's class, also with and without a cache."""
     given = {name: ids for name, ids in inputs(tiny_of(merged), length=8).items() if name != "decoder_input_ids"}
     given = left_padded(given, 3)
     model, back = both(source, merged, tiny_of(merged).attention[-1])

@@ -1,6 +1,4 @@
-"""`gqa-eval` as its user meets it: the output, with every option that has no test of its own; what it cannot do is one
-line, with nothing written.
-"""
+"""`gqa-eval` as its user meets it: the output, every option that has no test of its own, refusals in one line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""benchmarks/gpu.py: every part runs with tiny models on a CPU, and is not measured again. The questions and
-peers of benchmarks/trust.py.
-"""
+"""benchmarks/gpu.py: every part runs with tiny models on a CPU, once. Questions and peers of benchmarks/trust.py."""
 
 from __future__ import annotations
 

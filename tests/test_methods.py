@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gqa.convert import methods
 from gqa.convert.api import convert_checkpoint, plan_conversion
-from gqa.convert.heads.family import Rotary
+from gqa.convert.heads.family import LayerHeads, Rotary
 from gqa.convert.merge.linear_algebra import procrustes_key, procrustes_value
 from gqa.convert.merge.moments import Moments, find_order, partitions
 from gqa.convert.methods import METHODS, HeadMaps
@@ -84,6 +84,20 @@ def test_each_partition_once(heads: int, groups: int) -> None:
     assert sorted(partitions(tuple(range(heads)), size)) == sorted({
         tuple(sorted(tuple(sorted(group)) for group in cut)) for cut in cuts
     })  # fmt: skip
+
+
+def test_moments_follow_their_heads() -> None:
+    """Moments of all heads, cut into groups in another order, are those of heads in that order."""
+    q, k, v, significance = (torch.randn(2, heads, 5, 4) for heads in (8, 4, 4, 8))
+    distances, order, found = torch.rand(8, 5), (2, 0, 3, 1), []
+    for groups, kv in ((1, [0, 1, 2, 3]), (2, list(order))):
+        of = [2 * head + one for head in kv for one in (0, 1)]
+        moments, weights = Moments.zeros(LayerHeads(8, 4, 4, 4), groups, 5), significance[:, of, :, 0].square()
+        moments.add(q[:, of], k[:, kv], v[:, kv], weights, torch.ones(1, 5), distances[of])
+        found.append(moments.averaged())
+    whole, cut = found[0].regrouped(order, 2), found[1]
+    for name in ("keys", "key_means", "queries", "values", "distances"):
+        torch.testing.assert_close(getattr(whole, name), getattr(cut, name), rtol=1e-5, atol=1e-5)
 
 
 def test_keys_and_values_decide_together_in_whatever_units() -> None:

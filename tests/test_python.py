@@ -1,6 +1,4 @@
-"""`import gqa`: the functions do what the commands do, on directories and models in memory, and leave the caller's
-models, logging and accelerator as they were.
-"""
+"""`import gqa`: functions do what the commands do, and leave the caller's models, logging and accelerator alone."""
 
 from __future__ import annotations
 

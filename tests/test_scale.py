@@ -16,9 +16,7 @@ SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
 
 
 def test_no_process_holds_a_model(runs: Runs, tmp_path: Path) -> None:
-    """Each of four reads its rows of the model, and of its teacher: together less than half of them. Control: where
-    nothing is shared out each of two holds both.
-    """
+    """Each of four reads its rows of both models, less than half together. Control: each of two, all of both."""
     size = {}
     for name, heads in (("model", 4), ("teacher", 16)):
         made = tiny_checkpoint(tmp_path / name, kv_heads=heads, num_attention_heads=16, **SIZES)

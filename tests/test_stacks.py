@@ -1,6 +1,4 @@
-"""Which tensors are attention of the text stack: what must be converted, left alone, or refused; by every name that
-transformers loads.
-"""
+"""Which tensors are attention of the text stack: to convert, to leave alone, to refuse; by all names that load."""
 
 from __future__ import annotations
 

@@ -23,9 +23,7 @@ MIB = 1 << 20
 
 
 def anonymous(process: int) -> int:
-    """Bytes of a process's anonymous memory: without the pages of files, which the system takes back when it likes.
-    0 of one that has ended.
-    """
+    """Bytes of anonymous memory of a process (pages of files are taken back by the system); 0 if it has ended."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 

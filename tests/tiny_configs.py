@@ -84,9 +84,7 @@ def class_of(model_type: str) -> str:
 
 
 def tiny_model(name: str, model_class: str = "", /, **options: Any) -> Tiny:
-    """Of the model type before a plus in its name; keywords that are fields of Tiny go there, all others are config
-    options.
-    """
+    """Of the model type before a plus; keywords that are fields of Tiny go there, others are options of the config."""
     known, model_type = {key: options.pop(key) for key in set(options) & FIELDS}, name.partition("+")[0]
     return Tiny(name, model_type, model_class or class_of(model_type), options, **known)
 
