@@ -215,7 +215,7 @@ _METHODS = (
     Method("procrustes", "weights", "seconds", "rotated onto each other, then averaged"),
     Method("aligned", "weights", "minutes", "merged in closed form, from the weights", guesses=True),
     Method("calibrated", "text", "four forward passes", "merged in closed form on text"),
-    Method("refined", "text", "3x as long as calibrated", "calibrated, then trained layer by layer", refines=True),
+    Method("refined", "text", "3x as long as calibrated", "trained layer by layer", refines=True),
 )
 METHODS = {method.name: method for method in _METHODS}
 DEFAULT = "calibrated"  # with --kv-budget also the method that measures layers

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gqa.checkpoint.loading import as_float64, float64_device
 from gqa.convert.heads.family import Rotary
@@ -64,14 +65,14 @@ def significance_of(
             attention = scores.softmax(-1).nan_to_num_()
             outputs = attention @ values[:, :reach]
             squared_odds = attention.div_((1 - attention).clamp_min_(_MIN_REMAINDER)).square_()
-            moved = torch.baddbmm(sizes[:, None, :reach], outputs, values[:, :reach].mT, alpha=-2)
+            moved = torch.baddbmm(sizes[:, None, :reach], outputs, values[:, :reach].mT, alpha=-2, out=scores)
             moved = moved.add_(outputs.square().sum(-1, keepdim=True)).clamp_min_(0).mul_(squared_odds)  # (B, t, S)
-            significance[:, head, part] = moved.sum(-1) * weights[:, part]
-            positions = torch.arange(part.stop, device=q.device)
-            keys = positions[part, None] - positions  # (t, stop) the key at each distance from each query
-            by_key = torch.einsum("bt,bts->ts", weights[:, part], moved)
-            by_distance = by_key.gather(1, keys.clamp(0, reach - 1)) * ((keys >= 0) & (keys < reach))
-            distances[head, : part.stop] += by_distance.sum(0)
+            moved = moved.mul_(weights[:, part, None])
+            significance[:, head, part] = moved.sum(-1)
+            if reach >= part.stop:  # else it is cross-attention
+                shifted = pad(moved.sum(0), (part.stop - first - 1, 0))  # as columns, diagonals of (t, S):
+                shifted = shifted.as_strided((len(shifted), part.stop), (shifted.shape[1] + 1, 1))
+                distances[head, : part.stop] += shifted.sum(0).flip(0)
     return significance, distances
 
 
