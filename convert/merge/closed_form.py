@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gqa.checkpoint.loading import as_float64, float64_device
 from gqa.convert.heads.family import Rotary
@@ -34,11 +33,10 @@ def significance_of(
     """Sensitivity of each query, (B, H, T): sum over keys s of (a_s / (1 - a_s))^2 |W_O (v_s - o)|^2, times the weight
     (B, T) of its position; and the sums of these terms by distance, (H, T), from the keys before a query and itself.
 
-    A term is the squared change of the output W_O o if key s is dropped; a is the attention, v the values. The
-    first-order change for a wrong score, a W_O (v - o), is no substitute: it vanishes where one key takes all
-    attention, but there the look-up itself can be lost. Caps and sinks are ignored. Shapes as in `Moments.add`; `roots`
-    (H, e, e) are `output_roots`; `mask` and `bias` (1 or B, 1 or H, T, S). Without a mask a query sees the keys up to
-    its position, or all keys if not `causal`.
+    A term is the squared change of the output W_O o if key s is dropped (a attention, v values). To first order it is
+    a W_O (v - o), which vanishes where one key takes all attention, but there the look-up itself can be lost. Caps and
+    sinks are ignored. Shapes as in `Moments.add`; `roots` (H, e, e) are `output_roots`; `mask` and `bias` (1 or B, 1 or
+    H, T, S). Without a mask a query sees the keys up to its position, or all keys if not `causal`.
     """
     repeat, rows = q.shape[1] // k.shape[1], max(1, SCORES // (len(q) * k.shape[2]))
     if mask is None and causal:
@@ -51,7 +49,7 @@ def significance_of(
         sizes = values.square().sum(-1)
         for first in range(0, q.shape[2], rows):
             part = slice(first, min(first + rows, q.shape[2]))
-            reach = part.stop if mask is None and causal else k.shape[2]  # the last key that these queries attend to
+            reach = min(part.stop, k.shape[2]) if mask is None and causal else k.shape[2]  # keys that can be seen
             scores = (q[:, head, part].float() * scaling) @ k[:, kv_head, :reach].float().mT  # (B, t, S)
             if bias is not None:
                 scores += _of(bias, head, part)[..., :reach]
@@ -69,8 +67,9 @@ def significance_of(
             moved = moved.add_(outputs.square().sum(-1, keepdim=True)).clamp_min_(0).mul_(squared_odds)  # (B, t, S)
             moved = moved.mul_(weights[:, part, None])
             significance[:, head, part] = moved.sum(-1)
-            if reach >= part.stop:  # else it is cross-attention
-                shifted = pad(moved.sum(0), (part.stop - first - 1, 0))  # as columns, diagonals of (t, S):
+            del attention, squared_odds  # their memory
+            if reach >= part.stop:  # cross-attention, whose distances are not used, may have fewer keys
+                shifted = torch.nn.functional.pad(moved.sum(0), (part.stop - first - 1, 0))  # diagonals become columns
                 shifted = shifted.as_strided((len(shifted), part.stop), (shifted.shape[1] + 1, 1))
                 distances[head, : part.stop] += shifted.sum(0).flip(0)
     return significance, distances

@@ -169,7 +169,7 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
         "name": plan.checkpoint.hub_id or plan.checkpoint.name,
         "model": checkpoint_digest(plan.checkpoint),
         "device": options.device,
-        "versions": versions("torch", "transformers"),
+        "versions": versions("gqa", "torch", "transformers"),
     }
     if plan.merging.traits.reads_text:
         text = {name: portable(value) for name, value in asdict(options.text).items()}
@@ -220,15 +220,15 @@ class FinishedLayers:
         try:
             with safe_open(self._state, framework="pt") as file:
                 progress = json.loads(file.metadata()["progress"])
+            for layer in range(progress["layers"]):
+                (self.directory / f"{layer:05d}.safetensors").stat()
             both = self._description, progress["description"]
             now, before = ({**one, **one.get("text", {}), "text": ""} for one in both)
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise CorruptError(f"{self._state} is damaged; start over with --overwrite") from error
         if changed := differences(now, before):
-            raise RefusedError(
-                f"{self.directory} holds layers of another run ({'; '.join(changed)}); finish that with its options, "
-                "or start over with --overwrite"
-            )
+            advice = "finish that with its options, or start over with --overwrite"
+            raise RefusedError(f"{self.directory} holds layers of another run ({'; '.join(changed)}); {advice}")
         self.count, self.errors = progress["layers"], progress["errors"]
 
     def add(

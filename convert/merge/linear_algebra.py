@@ -21,8 +21,8 @@ _FLOAT64_CUT = 1e-10  # the same where only float64 rounds
 _ROWS = 2048  # rows whose products are summed in float32
 _TURNS = 50  # sweeps that rotate heads onto each other, at most
 _KEY_SWEEPS = 8  # of alternating least squares for keys; twice as many change the third digit of the error
-_DISTANCES = 4096  # sampled distances between query and key at which scores are compared
-_MEASURED = 0.5  # share of the distances that were measured; those of the rest reach to the longest context
+_MEASURED = 0.5  # share of the distances between query and key that is measured; the rest reaches the longest context
+_DISTANCES = 4096  # samples of the rest
 _VALUE_SWEEPS = 10  # of alternating least squares for values; more change the fourth digit of the error
 _LEAST_GAIN = 1e-6  # share of the energy: a sweep that gains less is the last
 
@@ -134,14 +134,15 @@ def _times_each(rows: Tensor, matrix: Tensor) -> Tensor:
 def _coherence(frequencies: Tensor, distances: Tensor, longest: int) -> tuple[Tensor, Tensor]:
     """E[D_t 1 1^H D_t^H] (m, d, d) and the diagonals of E[D_t] (m, d), for each head. Half of the distances t have the
     weights `distances` (m, n), as measured on text; log t of the others is uniform from 1 to `longest`, so that near
-    keys count more, and none that text of this length can have is without weight.
+    keys count more, and every distance has some weight.
     """
     near = torch.arange(distances.shape[1], dtype=torch.float64, device=frequencies.device)
     far = torch.logspace(0, math.log10(longest), _DISTANCES, dtype=torch.float64, device=frequencies.device)
     near, far = (torch.exp(-1j * frequencies[:, None] * each) for each in (near, far))  # D_t (d, n)
     weights = _MEASURED * distances / distances.sum(1, keepdim=True).clamp_min(1e-300)
     share = 1 - weights.sum(1, keepdim=True)  # of `far`; 1 for a head that nothing was measured of
-    coherence = (near * weights[:, None]) @ near.mH + share[:, :, None] * (far @ far.mH / _DISTANCES)
+    coherence = torch.stack([near * of_head @ near.mH for of_head in weights])
+    coherence += share[:, :, None] * (far @ far.mH / _DISTANCES)
     return coherence, weights.to(near) @ near.mT + share * far.mean(1)
 
 

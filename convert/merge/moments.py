@@ -85,7 +85,7 @@ class Moments:
         self.keys += rows.mT @ rows
         self.key_means += rows.sum(1)
         add_products(self.values, values.flatten(1, 2))
-        self.distances += distances.unflatten(0, (k.shape[1], -1)).sum(1)
+        self.distances += as_float64(distances.unflatten(0, (k.shape[1], -1)).sum(1))
         queries = (q * significance.sqrt().unsqueeze(-1)).transpose(0, 1)  # (H, B, T, d)
         add_products(self.queries, queries.unflatten(0, (k.shape[1], -1)).flatten(1, 3))
 
