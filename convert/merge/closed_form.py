@@ -165,12 +165,12 @@ def closed_form(task: Task) -> LayerResult:
     w_o = heads_of(plan.checkpoint, plan.changes_of(task.module))["output"]  # transposed: (H, e, D)
     assert symmetry is not None
     check_finite(task.layer.index, w_o)
-    # Dynamic RoPE depends on the length.
-    rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.stream.hidden.shape[1])
+    length = task.stream.hidden.shape[1]  # which dynamic RoPE depends on
+    rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, length)
     rotary = replace(rotary, frequencies=()) if task.module.kind == "cross" else rotary  # cross-attention has no RoPE
     free_keys, device = symmetry.free_keys(text), float64_device(pair.source.device)
-    start = Moments.zeros(heads, 1 if search else groups, task.stream.hidden.shape[1], device)
-    moments = _measure_source(task, start, rotary, w_o)
+    moments = Moments.zeros(heads, 1 if search else groups, length, device)
+    moments = _measure_source(task, moments, rotary, w_o)
     if search:
         order = find_order(moments.cpu(), w_o.double(), groups, rotary, free_keys)
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)

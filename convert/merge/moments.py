@@ -8,7 +8,7 @@ equal size; `HeadMaps.order` makes the heads of a group neighbours.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations
 
@@ -62,8 +62,8 @@ class Moments:
     queries: Tensor
     values: Tensor
     distances: Tensor
-    positions: int = 0
-    visible_keys: int = 0
+    positions: int = field(default=0, kw_only=True)
+    visible_keys: int = field(default=0, kw_only=True)
 
     @classmethod
     def zeros(cls, heads: LayerHeads, groups: int, length: int, device: str | torch.device = "cpu") -> Moments:
