@@ -237,8 +237,8 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     if plan.checkpoint.way:
         source, target = plan.checkpoint.classes
         code = "a class of transformers" if plan.checkpoint.way == "native" else "whose code is in this repository"
-        cannot = "have fewer key/value heads" if isinstance(plan.groups, int) else "have them differ by layer"
-        parts.append(f"The class is {target}, {code}; the source is {source}, which cannot {cannot}.")
+        which = "fewer" if isinstance(plan.groups, int) else "layers with different numbers of"
+        parts.append(f"The class is {target}, {code}; the source, {source}, cannot have {which} key/value heads.")
     if isinstance(plan.groups, tuple):
         parts.append(_BY_LAYER)
     options = {"kv_heads": plan.groups, "method": plan.method}

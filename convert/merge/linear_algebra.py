@@ -65,7 +65,7 @@ def shared_key(keys: Tensor, queries: Tensor, means: Tensor, distances: Tensor, 
         keys: (m * d, m * d) second moments E[k k^T] of the group's stacked keys, as `unrotate` returns them.
         queries: (m, d, d) for each head, the sum over its query heads of E[q q^T], as `unrotate` returns them.
         means: (m * d,) E[k]: unless rotated, a constant key adds the same to all scores of a query: it is dropped.
-        distances: (m, n) what scores of each head's queries with a key 0, 1, ... tokens before them count.
+        distances: (m, n) weights of scores of each head's queries with the key 0, 1, ... tokens before.
         rotary: The dimensions that are rotated, and their frequencies.
     """
     heads, dim = queries.shape[:2]

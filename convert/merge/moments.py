@@ -52,8 +52,8 @@ class Moments:
     keys, key_means: (G, m d, m d) and (G, m d), of the stacked keys of each group.
     queries: (Hk, d, d), of the query heads of each KV head.
     values: (G, m e, m e), of the stacked values of each group.
-    distances: (Hk, n), what scores of queries with a key 0, 1, ... tokens before them count, for each KV head; n is 0
-        if it was not measured.
+    distances: (Hk, n), weights of scores of the queries of each KV head with the key 0, 1, ... tokens before; n is 0
+        if they were not measured.
     positions, visible_keys: Number of positions of queries, and of keys (and values), in the sums.
     """
 
