@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import checkpoints
 import pytest
@@ -256,20 +257,16 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
     for method, seconds, names in ((("procrustes",), 0, []), (text, 99, []), (text, 0, left)):
         with monkeypatch.context() as patch:
             patch.setattr("gqa.convert.merge.find_maps._INTERVAL", seconds)
-            patch.setattr("gqa.convert.api.write", fails(KeyboardInterrupt()))
+            patch.setattr("gqa.convert.api.write", Mock(side_effect=KeyboardInterrupt()))
             done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", *method)
         assert (done.code, [path.name for path in tmp_path.iterdir()]) == (130, names)
         assert "the same command continues after the last stored layer" in done.err
+    with monkeypatch.context() as patch:  # a refusal leaves what an earlier run stored
+        patch.setattr("gqa.convert.merge.find_maps.Calibrator", Mock(side_effect=RefusedError("no")))
+        assert checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text[1:]).code == 2
     done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text[1:])
     assert "continues   after layer 2 of 2, where a run was stopped" in done.out + done.err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def fails(error: BaseException) -> Callable[..., None]:
-    def forward(*given: object, **named: object) -> None:
-        raise error
-
-    return forward
 
 
 NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 GiB")
@@ -289,10 +286,10 @@ def test_errors_in_a_model_are_told_as_they_are(
     source: Path, tmp_path: Path, where: str, error: Exception, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too little memory as that, with the batch that was tried; whatever else by what it says."""
-    monkeypatch.setattr(f"{where}.forward", fails(error))
+    monkeypatch.setattr(f"{where}.forward", Mock(side_effect=error))
     with pytest.raises(RefusedError, match=expected):
         find_maps(plan_of(source), tmp_path / "maps", on_ids())
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr("gqa.convert.merge.find_maps.from_weights", fails(NO_MEMORY))  # which reads no text
+    monkeypatch.setattr("gqa.convert.merge.find_maps.from_weights", Mock(side_effect=NO_MEMORY))  # which reads no text
     with pytest.raises(RefusedError, match=r"^out of memory on cpu; give another --device$"):
         find_maps(plan_of(source, "procrustes"), tmp_path / "maps", on_ids())

@@ -52,14 +52,14 @@ def with_maps(
     the last of them.
     """
     reads_text, layers = plan.merging.traits.reads_text, FinishedLayers(out, describe(plan, options), overwrite)
-    quality = None
+    quality, continued = None, layers.count > 0
     try:
         if reads_text:
             quality = _calibrate(plan, layers, options, watcher)
         else:
             _look_at_weights(plan, layers, options, watcher)
     except BaseException as error:
-        layers.remove(keep=not isinstance(error, RefusedError))
+        layers.remove(keep=continued or not isinstance(error, RefusedError))
         if not out_of_memory(error):
             raise
         blocks, advice = "", "give another --device"

@@ -18,7 +18,7 @@ from gqa.eval.study.options import BASE, UNMERGED
 from gqa.eval.study.rows import Row
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish; markers repeat the information.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#F0E442", "#CC79A7", "#E69F00", "#56B4E9")
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#F0E442", "#CC79A7", "#E69F00", "#000000")
 _MARKERS = ("s", "^", "D", "*", "v", "P", "X", "o")
 _STYLE: dict[Any, Any] = {
     "font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
