@@ -43,6 +43,8 @@ _BATCH = 64  # documents tokenised at a time
 SHORTEST = 16  # tokens of a repeated passage: shorter ones are predicted without the first copy
 # Shares of the kinds of blocks; docs/results.md compares others.
 MIX = {"plain": 0.5, "tiled": 0.25, "random": 0.25}
+# Some tools begin a text with BOS or EOS even if the tokenizer does not; one of so many blocks begins with it then.
+START_EVERY = 4
 EARLIER_BLOCKS = 7  # earlier blocks from which a random block draws tokens too
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -144,7 +146,8 @@ class Encoder:
             raise CorpusError("the tokenizer has no EOS token, which is put between documents; set its eos_token")
         self.eos: int = tokenizer.eos_token_id
         bos: int | None = tokenizer.bos_token_id
-        self.bos = bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
+        self.start = self.eos if bos is None else bos
+        self.bos = bos if tokenizer("a")["input_ids"][:1] == [bos] else None
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
         """Tokenise documents, all at once, including BOS and EOS."""
@@ -310,17 +313,18 @@ def repeat_start(block: Ints, random: np.random.Generator) -> Ints:
     return np.resize(block[:lag], length)
 
 
-def with_repeats(blocks: Callable[[int], Ints], index: int, seed: int, lead: int, *, first: int = 0) -> Ints:
+def with_repeats(blocks: Callable[[int], Ints], index: int, seed: int, start: int | None, *, first: int = 0) -> Ints:
     """Block `index` (T,), plain or with repeated passages, in the shares of `MIX`.
 
     It depends on the index, the seed and the `EARLIER_BLOCKS` earlier blocks, not on the number of blocks.
 
     Args:
         blocks: Index -> plain block.
-        lead: Number of tokens at the start of each block that stay: BOS.
+        start: The token that stays at the beginning of blocks that begin with it.
         first: The first block that exists.
     """
     plain = blocks(index)
+    lead = int(plain[0] == start)
     head, block = plain[:lead], plain[lead:]
     # Multiples of the golden ratio are spread evenly, so each kind has its share in any run of blocks.
     kind = list(MIX)[int(np.searchsorted(np.cumsum(list(MIX.values())), index * _GOLDEN % 1.0, side="right"))]

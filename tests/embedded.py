@@ -43,6 +43,14 @@ def copy_source(directory: Path, name: str = "copy") -> Path:
     return Path(shutil.copytree(SOURCE, directory / name))
 
 
+def without_bos(place: Path) -> Path:
+    """A copy with a tokenizer that adds no BOS."""
+    model = copy_source(place)
+    edit_json(model / "tokenizer_config.json", lambda config: config | {"add_bos_token": False})
+    edit_json(model / "tokenizer.json", lambda config: config | {"post_processor": None})
+    return model
+
+
 def bring_tokenizer(model: Path) -> None:
     """Replace the tokenizer of a checkpoint by code beside it."""
     custom = {"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "tokenization_ours.Ours"]}}

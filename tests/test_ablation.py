@@ -312,9 +312,6 @@ def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured(out, alphas="0")[: len(before)] == before
 
 
-# -------------------------------------------------------------------------------------------------------- refusals
-
-
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a method that the model cannot have": ({"model": "bitnet", "methods": None}, ["aligned", "first or refined"]),
     "groups that do not divide": ({"groups": "1,3"}, ["--groups 3 is not possible", "choose 1, 2 or 4"]),

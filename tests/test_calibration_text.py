@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from checkpoints import Recorder, check_refused, run
+from checkpoints import Recorder, check_refused, edit_json, run
 from documents import Counted
-from embedded import SOURCE, bring_class, bring_tokenizer, copy_source, tokenizer
+from embedded import SOURCE, bring_class, bring_tokenizer, copy_source, tokenizer, without_bos
 from test_calibration import pairs
 from torch import Tensor
 from training import PAIRS
@@ -88,7 +88,20 @@ def test_a_small_source_is_used_from_end_to_end(
     whole = Blocks(text, permutation(text.digests, 3), LENGTH)
     count = min(8, len(whole))
     expected = np.stack([whole[int(i)]["input_ids"] for i in np.linspace(0, len(whole) - 1, count)])
+    expected[:, 0] = 1  # BOS
     assert np.array_equal(blocks(source, 8, seed=3).numpy(), expected)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_some_blocks_begin_with_bos_even_if_the_tokenizer_adds_none(tmp_path: Path, repeats: bool) -> None:
+    """One of four; also among those that the result is compared on. An encoder-decoder's blocks are no whole texts."""
+    source, model = written(tmp_path, 500), without_bos(tmp_path)
+    text = CalibrationText((source,), LENGTH * 40, LENGTH, repeats=repeats)
+    for part in text.split(read_checkpoint(model), "cpu", SILENT, LENGTH * 8):
+        assert (part[:, 0] == 1).tolist() == [False, False, False, True] * (len(part) // 4)
+    edit_json(model / "config.json", lambda config: config.update(is_encoder_decoder=True))
+    found, _ = module.read_blocks(read_checkpoint(model), parse_source(source), LENGTH * 40, LENGTH, 0, False)
+    assert not (found == 1).any()
 
 
 def test_a_tokenizer_that_is_code_is_run_only_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -141,8 +154,9 @@ def test_layers_are_measured_on_text_that_the_verdict_leaves(tmp_path: Path, mon
         assert (len(fitted), len(measured)) == ((16, 4) if count > 3 else (2, 1))
         assert len(scored) > 0
         assert len(rows[0] | rows[1] | rows[2]) == sum(map(len, rows))
-    parts = budget.divide(torch.arange(40)[:, None].expand(-1, LENGTH))
-    assert [int((part[:, 0] < 20).sum()) for part in parts] == [8, 2]
+    numbered = Mock(split=Mock(return_value=(torch.arange(40)[:, None].expand(-1, LENGTH), None)))
+    budget.heads_within(read_checkpoint(SOURCE), 0.5, MapsOptions(text=numbered, device="cpu"))
+    assert [int((part[:, 0] < 20).sum()) for part in calls[-1]] == [8, 2]
     options = MapsOptions(text=CalibrationText((source,), 4096, 4096), device="cpu")
     with pytest.raises(RefusedError, match=r"text.txt: one block of 4096 tokens; .* a smaller --context"):
         budget.heads_within(read_checkpoint(SOURCE), 0.5, options)

@@ -130,9 +130,6 @@ def test_python_refuses_the_same_values(program: str) -> None:
                 kind(**needed | {name: value})
 
 
-# ------------------------------------------------------------------------------------------- options of methods
-
-
 @pytest.mark.parametrize(("words", "used"), [
     ("mean --tokens 64", False), ("mean --grouping contiguous", False), ("mean --device cpu", False),
     ("mean --seed 3", False), ("random --seed 3", True), ("aligned --grouping contiguous", True),
@@ -159,9 +156,6 @@ def test_the_name_says_the_method_if_there_is_any(groups: int, name: str, tmp_pa
     assert ("--method is not used: none of the 4 heads are merged" in done.out) == (groups >= 4)
 
 
-# -------------------------------------------------------------------------------------------------------- help
-
-
 def too_wide(text: str) -> list[str]:
     return [line for line in text.splitlines() if len(line) > 80]
 
@@ -185,9 +179,6 @@ def test_help_and_version(program: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert [one.opts for one in OPTIONS[program] if not re.search(r"[.?](  \[default.*)?$", one.help or "")] == []
     text = run("--version", program=program).out
     assert text == f"{program} {version('gqa')} (torch {version('torch')}, transformers {version('transformers')})\n"
-
-
-# ------------------------------------------------------------------------------------------------ what they print
 
 
 class Terminal(io.StringIO):

@@ -123,9 +123,6 @@ def test_identity(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) 
     assert cache.bytes_at(9) == sum(cache_bytes(source, 9, 1))
 
 
-# ------------------------------------------------------------------------------------------- how it is written
-
-
 def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     """Folding and merging are done in float32; only the result is rounded, also for another --dtype."""
     model = build(CASES["gpt_neox"].tiny, 4).half()
@@ -159,9 +156,6 @@ def test_what_stays_is_moved_as_bytes(checkpoint: Callable[[str], Path]) -> None
     read = {t.name for t in plan.tensors if t.change or not plan.checkpoint.has_range(t.source)}
     computed = re.compile(r"(q|k|v)_proj|fc1|input_layernorm|lm_head\.bias")
     assert read == {t.name for t in plan.tensors if computed.search(t.name)}
-
-
-# ------------------------------------------------------------------------------------------------------- refused
 
 
 def source(
@@ -206,9 +200,6 @@ def test_what_no_target_expresses(
     assert re.search(says, said), said
 
 
-# ------------------------------------------------------------------------------------------------ what is said
-
-
 def test_every_entry_has_a_tiny_model() -> None:
     """An entry that nobody built is one that nobody tested."""
     built = {(case.tiny.model_type, case.target) for case in CASES.values()}
@@ -233,8 +224,6 @@ def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     assert [stated[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [1, 2, 0]
     assert stated["dtype"] == before["dtype"]
 
-
-# -------------------------------------------------------------------------------------------------- tokenizers
 
 TEXT = "def train(model, data):\n    return  model(data)  # 3.14 <|endoftext|> naïve"
 # What is stored of a tokenizer, from all that transformers writes to the two files of the oldest repositories.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Recorder, edit_json, edit_tensors, header_only
-from embedded import SOURCE, bring_tokenizer, copy_source, load
+from embedded import SOURCE, bring_tokenizer, copy_source, load, without_bos
 from transformers import LlamaConfig
 
 import gqa.convert.merge.self_samples as module
@@ -158,25 +158,24 @@ def test_a_7b_writes_hundreds_at_a_time(tmp_path: Path) -> None:
     assert module.at_once(checkpoint, 256, torch.bfloat16, 10**6) == 0, "then one batch is tried"
 
 
-def test_a_text_begins_as_the_tokenizer_begins_it(teacher, cache: Path, tmp_path: Path) -> None:
-    """With BOS where it adds BOS; where it does not, or there is none, with what came after it, or with it. One that is
-    code is asked where it is trusted.
+def test_a_text_begins_as_the_tokenizer_begins_it(
+    teacher, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With BOS where it adds BOS, or there is none; where it does not, every fourth with it and the others with what
+    came after it, also where a run goes on. A tokenizer that is code is asked where it is trusted.
     """
-    with_bos = ids(sampled(teacher, 4)[0])
-    plain = copy_source(tmp_path)
-    for name in ("tokenizer_config.json", "tokenizer.json"):
-        told = json.loads((plain / name).read_text())
-        told.update(add_bos_token=False) if "add_bos_token" in told else told.update(post_processor=None)
-        (plain / name).write_text(json.dumps(told))
-    without = ids(sampled(teacher, 4, source=plain)[0])
-    assert without.shape == with_bos.shape
-    assert without[:, 0].tolist() != with_bos[:, 0].tolist()
+    monkeypatch.setattr(module, "SAMPLED", 3)
+    with_bos, plain = ids(sampled(teacher, 8)[0]), without_bos(tmp_path)
+    without = ids([sampled(teacher, count, source=plain)[0] for count in (3, 8)][1])
+    assert np.array_equal(without[3::4], with_bos[3::4])
+    others = np.arange(8) % 4 < 3
+    assert np.array_equal(without[others, :-1], with_bos[others, 1:])
     bring_tokenizer(plain)
     for trusted, expected in ((True, without), (False, with_bos)):
-        assert np.array_equal(ids(sampled(teacher, 4, source=plain, trust_remote_code=trusted)[0]), expected)
+        assert np.array_equal(ids(sampled(teacher, 8, source=plain, trust_remote_code=trusted)[0]), expected)
     for file in plain.glob("*token*"):
         file.unlink()
-    assert np.array_equal(ids(sampled(teacher, 4, source=plain)[0]), with_bos)
+    assert np.array_equal(ids(sampled(teacher, 8, source=plain)[0]), with_bos)
 
 
 def test_a_part_repeats_itself_unless_it_is_plain(teacher, cache: Path) -> None:

@@ -182,8 +182,9 @@ LENGTH = 256
 BLOCKS = np.random.default_rng(0).integers(1000, 2000, (64, LENGTH))
 
 
-def mix(count: int = 64, seed: int = 0, length: int = LENGTH) -> np.ndarray:
-    return np.stack([with_repeats(lambda n: BLOCKS[n, :length], index, seed, 1) for index in range(count)])
+def mix(count: int = 64, seed: int = 0, length: int = LENGTH, lead: int = 1) -> np.ndarray:
+    starts = BLOCKS[:, 0] if lead else [0] * count
+    return np.stack([with_repeats(lambda n: BLOCKS[n, :length], index, seed, starts[index]) for index in range(count)])
 
 
 @pytest.mark.parametrize("length", [2, 32, 33, 256])
@@ -195,14 +196,16 @@ def test_blocks_keep_their_length_and_beginning(length: int) -> None:
     assert (length <= 32) == (blocks == BLOCKS[:, :length]).all()
 
 
-def test_any_run_of_blocks_has_its_shares() -> None:
-    """A block does not depend on how many there are."""
-    blocks = mix()
-    assert (mix(20) == blocks[:20]).all()
+@pytest.mark.parametrize("lead", [1, 0])
+def test_any_run_of_blocks_has_its_shares(lead: int) -> None:
+    """A block does not depend on how many there are. Its first token is repeated unless it is the start token."""
+    blocks = mix(lead=lead)
+    assert (mix(20, lead=lead) == blocks[:20]).all()
     assert (mix(20) != mix(20, seed=1)).any()
     plain, repeated = (blocks == BLOCKS).all(axis=1), (blocks[:, 1:32] == BLOCKS[:, 1:32]).all(axis=1)
-    for block in blocks[repeated & ~plain, 1:]:  # the beginning comes again and again
-        assert any((block == np.resize(block[:lag], LENGTH - 1)).all() for lag in range(LENGTH // 8 - 1, LENGTH // 2))
+    lags = np.arange(LENGTH // 8, LENGTH // 2 + 1) - lead
+    for block in blocks[repeated & ~plain, lead:]:  # the beginning comes again and again
+        assert any((block == np.resize(block[:lag], LENGTH - lead)).all() for lag in lags)
     for start in (0, 7):
         assert 18 <= plain[start : start + 40].sum() <= 22
         assert 8 <= (repeated & ~plain)[start : start + 40].sum() <= 12  # the others are of random tokens

@@ -94,7 +94,7 @@ class Dataloader:
             return self.make(block, [self.options.seed, index]) if self.make else block
         # A stream cannot go back to earlier blocks.
         first = index if isinstance(self.blocks, StreamedBlocks) else self.first
-        ids = with_repeats(lambda number: self.blocks[number]["input_ids"], index, self.options.seed, 0, first=first)
+        ids = with_repeats(lambda number: self.blocks[number]["input_ids"], index, self.options.seed, None, first=first)
         return {"input_ids": ids.astype(np.int64)}
 
 

@@ -32,13 +32,6 @@ TOKENS = 20_480  # of calibration text at most: layers are fitted to four fifths
 Losses = Sequence[Mapping[int, float]]  # by layer: number of KV heads -> KL divergence in nats per token
 
 
-def divide(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks (N, T) -> (F, T) to fit layers to, and (M, T) to measure them on, both spread evenly over the text."""
-    count = min(len(blocks), max(2, TOKENS // blocks.shape[1]))
-    picks = np.linspace(0, len(blocks) - 1, count).astype(int)
-    return blocks[np.delete(picks, slice(1, None, 5))], blocks[picks[1::5]]
-
-
 def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
     """KV heads of each layer with the least sum of losses, at most `budget` heads in all (multiple-choice knapsack)."""
     least = np.zeros(budget + 1)  # sum of losses of the layers so far, by heads available to them
@@ -97,7 +90,9 @@ def heads_within(
             f"{', '.join(options.text.sources)}: one block of {options.text.length} tokens; --kv-budget fits layers to "
             "one and measures them on another: give more text, or a smaller --context"
         )
-    fitted, measured = divide(blocks)
+    # Both are spread evenly over the text.
+    picks = np.linspace(0, len(blocks) - 1, min(len(blocks), max(2, TOKENS // blocks.shape[1]))).astype(int)
+    fitted, measured = blocks[np.delete(picks, slice(1, None, 5))], blocks[picks[1::5]]
     losses: list[dict[int, float]] = [{heads: 0.0} for _ in range(layers)]
     for groups in (count for count in counts if count < heads):
         alone = make_plan(checkpoint, groups, DEFAULT)

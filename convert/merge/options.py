@@ -197,7 +197,8 @@ def read_blocks(
 ) -> tuple[Ints, Ints]:  # fmt: skip
     """(N, length) pieces of many documents, which are better than a few whole ones; with `repeats` some repeat
     themselves, in the same shares as in self-generated text. And (M, length) other pieces, at most `heldout`, of short
-    text an eighth. Raises RefusedError and CorpusError.
+    text an eighth. Pieces begin with the start token in place of their own first one: all if the tokenizer begins texts
+    with it, otherwise one of START_EVERY; those of an encoder-decoder do not. Raises RefusedError and CorpusError.
 
     Only documents with _CHARACTERS per token are tokenised, in an order by the hashes of their texts and the seed.
     """
@@ -205,7 +206,7 @@ def read_blocks(
 
     from gqa.checkpoint.loading import load_tokenizer
     from gqa.convert.heads.config import read_config
-    from gqa.corpus.tokens import Encoder, check_ids, permutation, with_repeats
+    from gqa.corpus.tokens import START_EVERY, Encoder, check_ids, permutation, with_repeats
 
     encoder = Encoder(load_tokenizer(checkpoint, trust_remote_code, instead="use self"))
     digests, characters = zip(*((row_digest(text), len(text)) for text in source.texts()), strict=True)
@@ -224,12 +225,14 @@ def read_blocks(
         rest = np.arange(len(pieces))
     rest = rest[np.linspace(0, len(rest) - 1, heldout).astype(int)]
     blocks, spare = pieces[np.setdiff1d(picks, rest)], pieces[rest]
-    vocabulary = read_config(checkpoint.config, checkpoint.name).text.vocab_size
-    check_ids(int(pieces.max()), vocabulary, checkpoint.name)
-    if not repeats:
-        return blocks, spare
-    lead = int((blocks[:, 0] == blocks[0, 0]).all())
-    return np.stack([with_repeats(blocks.__getitem__, index, seed, lead) for index in range(len(blocks))]), spare
+    config = read_config(checkpoint.config, checkpoint.name).text
+    check_ids(int(pieces.max()), config.vocab_size, checkpoint.name)
+    every = START_EVERY if encoder.bos is None else 1
+    for part in () if config.is_encoder_decoder else (blocks, spare):
+        part[every - 1 :: every, 0] = encoder.start
+    if repeats:
+        blocks = np.stack([with_repeats(blocks.__getitem__, i, seed, encoder.start) for i in range(len(blocks))])
+    return blocks, spare
 
 
 def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:

@@ -33,7 +33,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config
 from gqa.convert.merge.layerwise import attend_sdpa, register
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
-from gqa.corpus.tokens import MIX, Block, Ints, first_token, with_repeats
+from gqa.corpus.tokens import MIX, START_EVERY, Block, Ints, first_token, with_repeats
 
 SAMPLED = 64  # largest batch of sequences sampled with one seed
 SAMPLED_BYTES = 1 << 30  # largest KV cache of such a batch
@@ -47,7 +47,7 @@ _MOST = 16384  # sequences at a time: attention kernels index them with 16 bits
 class SampledBlocks:
     """Blocks of `size` tokens that a model wrote, consecutive in the file `path`: {"input_ids": (size,) int64}.
 
-    lead: number of tokens (BOS) that must stay at the beginning of a block. plain: return blocks as the model wrote
+    start: the token that stays at the beginning of blocks that begin with it. plain: return blocks as the model wrote
     them; otherwise some get repeated passages (`with_repeats` in corpus/tokens.py).
     """
 
@@ -56,7 +56,7 @@ class SampledBlocks:
     n_blocks: int
     fingerprint: str
     seed: int
-    lead: int
+    start: int
     plain: bool
 
     def __len__(self) -> int:
@@ -66,7 +66,8 @@ class SampledBlocks:
         """Block `index`. Raises IndexError if it is out of range."""
         if not 0 <= index < self.n_blocks:
             raise IndexError(f"block {index} of {self.n_blocks}")
-        return {"input_ids": self._read(index) if self.plain else with_repeats(self._read, index, self.seed, self.lead)}
+        ids = self._read(index) if self.plain else with_repeats(self._read, index, self.seed, self.start)
+        return {"input_ids": ids}
 
     def _read(self, index: int) -> Ints:
         return np.fromfile(self.path, np.int32, self.size, offset=4 * self.size * int(index)).astype(np.int64)
@@ -83,16 +84,19 @@ def sampled_blocks(
     watcher: Watcher = SILENT,
     trust_remote_code: bool = False,
 ) -> SampledBlocks:
-    """The first `n_blocks` blocks of `size` tokens that the model of `checkpoint` writes at temperature 1. They include
-    the start token of the sample if the tokenizer begins texts with it, so that they are like the model's usual input.
-    Unless `plain`, some get repeated passages, since self-generated text does not exercise retrieval from the context.
+    """The first `n_blocks` blocks of `size` tokens that the model of `checkpoint` writes at temperature 1. If its
+    tokenizer begins texts with BOS, all begin with it, otherwise one of START_EVERY. Unless `plain`, some get repeated
+    passages, since self-generated text does not exercise retrieval from the context.
 
     `load(dtype=...)` loads the model on `device`; it is called if blocks are missing in the cache, with `device="auto"`
     if the weights do not fit on `device`. Raises RefusedError if the model cannot be sampled from.
     """
     source = as_it_is(checkpoint)
     start = first_token(read_config(source.config, source.name).text, source.name)
-    lead = 0 if _begins_with(checkpoint, start, trust_remote_code) else 1
+    try:
+        lead = int(load_tokenizer(checkpoint, trust_remote_code)("a")["input_ids"][:1] != [start])
+    except RefusedError:  # no tokenizer
+        lead = 0
     # Sampling is random anyway, so use the device's fast dtype, whatever the stored one is.
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
     batch = max(1, min(SAMPLED, SAMPLED_BYTES // _cache_bytes(source, size, dtype)))
@@ -109,12 +113,15 @@ def sampled_blocks(
         several = max(1, at_once(source, size, dtype, least) // batch)
         for first in range(0, len(numbers), several):
             seeds = [derive_seed(seed, number) for number in numbers[first : first + several]]
-            yield samples(model, size + lead, seeds=seeds, batch=batch, progress=watcher.update)[:, lead:]
+            rows = samples(model, size + lead, seeds=seeds, batch=batch, progress=watcher.update)
+            begins = (torch.arange(len(rows)) + numbers[first] * batch) % START_EVERY == START_EVERY - 1
+            yield rows[:, lead:].where(~begins[:, None], rows[:, :size])
 
-    identity = f"{samples_identity(checkpoint, trust_remote_code)} {start} {lead} {seed} {size} {batch} {dtype}"
+    known = samples_identity(checkpoint, trust_remote_code)
+    identity = f"{known} {start} {lead * START_EVERY} {seed} {size} {batch} {dtype}"
     path = store_batches(identity, size, batch, n_blocks, sample)
     fingerprint = f"self {path.stem} {'plain' if plain else MIX}"
-    return SampledBlocks(path, size, n_blocks, fingerprint, seed, 1 - lead, plain)
+    return SampledBlocks(path, size, n_blocks, fingerprint, seed, start, plain)
 
 
 def samples_identity(checkpoint: Checkpoint, trusted: bool) -> str:
@@ -150,15 +157,6 @@ def store_batches(
                 file.write(ids.numpy().astype(np.int32).tobytes())
                 file.flush()
     return path
-
-
-def _begins_with(checkpoint: Checkpoint, token: int, trusted: bool) -> bool:
-    """Whether the tokenizer begins a text with `token`; True without a tokenizer."""
-    try:
-        ids = load_tokenizer(checkpoint, trusted)("a")["input_ids"]
-    except RefusedError:
-        return True
-    return bool(ids[:1] == [token])
 
 
 def at_once(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:
