@@ -43,7 +43,7 @@ _BATCH = 64  # documents tokenised at a time
 SHORTEST = 16  # tokens of a repeated passage: shorter ones are predicted without the first copy
 # Shares of the kinds of blocks; docs/results.md compares others.
 MIX = {"plain": 0.5, "tiled": 0.25, "random": 0.25}
-# Some tools begin a text with BOS or EOS even if the tokenizer does not; one of so many blocks begins with it then.
+# Some tools begin a text with BOS even if the tokenizer does not: then one of so many blocks begins with it.
 START_EVERY = 4
 EARLIER_BLOCKS = 7  # earlier blocks from which a random block draws tokens too
 _GOLDEN = (math.sqrt(5) - 1) / 2

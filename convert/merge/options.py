@@ -197,8 +197,8 @@ def read_blocks(
 ) -> tuple[Ints, Ints]:  # fmt: skip
     """(N, length) pieces of many documents, which are better than a few whole ones; with `repeats` some repeat
     themselves, in the same shares as in self-generated text. And (M, length) other pieces, at most `heldout`, of short
-    text an eighth. Pieces begin with the start token in place of their own first one: all if the tokenizer begins texts
-    with it, otherwise one of START_EVERY; those of an encoder-decoder do not. Raises RefusedError and CorpusError.
+    text an eighth. If a decoder's tokenizer adds no BOS, one of START_EVERY pieces begins with it in place of its own
+    first token. Raises RefusedError and CorpusError.
 
     Only documents with _CHARACTERS per token are tokenised, in an order by the hashes of their texts and the seed.
     """
@@ -227,9 +227,8 @@ def read_blocks(
     blocks, spare = pieces[np.setdiff1d(picks, rest)], pieces[rest]
     config = read_config(checkpoint.config, checkpoint.name).text
     check_ids(int(pieces.max()), config.vocab_size, checkpoint.name)
-    every = START_EVERY if encoder.bos is None else 1
-    for part in () if config.is_encoder_decoder else (blocks, spare):
-        part[every - 1 :: every, 0] = encoder.start
+    for part in (blocks, spare) if encoder.bos is None and not config.is_encoder_decoder else ():
+        part[START_EVERY - 1 :: START_EVERY, 0] = encoder.start
     if repeats:
         blocks = np.stack([with_repeats(blocks.__getitem__, i, seed, encoder.start) for i in range(len(blocks))])
     return blocks, spare
