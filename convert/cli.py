@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LONG = 15 * 60  # seconds
 _QUICK = (
     "--method aligned reads only the weights and takes minutes, but loses more: with 1 of 3 KV heads, SmolLM2-135M's "
-    "perplexity rises x12.2 (calibrated: x2.11)"
+    "perplexity rises x12.2 (calibrated: x2.10)"
 )
 _METHODS = "\n".join(f"  {name:12}{method.needs}; {method.cost}: {method.result}" for name, method in METHODS.items())
 _EPILOG = f"""\b
