@@ -239,7 +239,11 @@ class Merging:
         """Split a stored tensor into heads, merge these and join them. A meta tensor yields the new shape."""
         if self.maps and change.source.name in self.maps.names:
             return self.maps.tensor(change.source.name)
-        generator = self._generator(change)
+        import torch
+
+        # independent of the order of shards and threads
+        digest = hashlib.sha256(f"{self.seed}:{change.source.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         return change.mapped(tensor, lambda role, heads: self.merge(change, role, heads, generator))
 
     def merge(self, change: Change, role: Role, heads: Tensor, generator: Generator) -> Tensor:
@@ -255,13 +259,6 @@ class Merging:
             return heads if role in QUERY_ROLES else self._random(change, heads, generator)
         maps = self.maps.of(change.module) if self.maps else None
         return (maps or self.traits.pool(kv, groups)).merge(role, heads)
-
-    def _generator(self, change: Change) -> Generator:
-        """A random generator for one tensor, independent of the order of shards and threads."""
-        import torch
-
-        digest = hashlib.sha256(f"{self.seed}:{change.source.name}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     def _random(self, change: Change, heads: Tensor, generator: Generator) -> Tensor:
         """Draws from N(0, initializer_range), zero for biases."""

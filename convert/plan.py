@@ -141,7 +141,10 @@ def make_plan(checkpoint: Checkpoint, groups: Groups, method: str, seed: int = 0
     if merges and (reason := obstacle(METHODS[method], checkpoint, config, modules)):
         usable = (one.name for one in available_methods(checkpoint, config, modules))
         raise RefusedError(f"{reason}; use --method {alternatives(usable)}")
-    extra = _rules_beside(config, METHODS[method]) if merges else ()
+    extra: tuple[Rule, ...] = ()  # of the tensors that the method changes beside keys and values
+    if merges and METHODS[method].aligns:
+        unaligned = tuple(Rule(tensor, Layout()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
+        extra = config.symmetry.rules if isinstance(config.symmetry, Symmetry) else unaligned
     every_change = (change for module in modules for change in module_changes(module, config, groups, extra))
     changes = [change for change in every_change if change.groups != change.heads.kv]
     merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02))
@@ -184,15 +187,6 @@ def available_methods(checkpoint: Checkpoint, config: ModelConfig, modules: Sequ
     """The methods that can merge the heads of a model, without controls, worst quality first."""
     methods = (method for method in METHODS.values() if not method.redraws)
     return [method for method in methods if not obstacle(method, checkpoint, config, modules)]
-
-
-def _rules_beside(config: ModelConfig, method: Method) -> tuple[Rule, ...]:
-    """Rules of the tensors that a method changes beside keys and values."""
-    if not method.aligns:
-        return ()
-    if isinstance(config.symmetry, Symmetry):
-        return config.symmetry.rules
-    return tuple(Rule(tensor, Layout()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
 
 
 def searches(plan: Plan, grouping: str) -> bool:

@@ -157,14 +157,6 @@ def plan_text(plan: Plan, tensors: bool) -> str:
     return "\n".join(map(one_line, lines))
 
 
-def _source_path(plan: Plan, out: Path) -> str | None:
-    """Relative path from the result to a local base model, where training looks for its teacher; None if it would
-    contain the user's name.
-    """
-    path = Path(os.path.relpath(plan.checkpoint.directory.resolve(), out.resolve()))
-    return None if Path.home().name in path.parts and Path.home().name != "root" else path.as_posix()
-
-
 def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     """Record of how the result at `out` was made, JSON-ready; `request`: the command's arguments and options."""
     planned, maps = plan_record(plan), plan.merging.maps
@@ -183,8 +175,10 @@ def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, A
         "changed_tensors": [t.name for t in plan.changed],
         "versions": versions("torch", "transformers", "safetensors") | {"python": platform.python_version()},
     }
-    if plan.checkpoint.hub_id is None:
-        record["source"]["path"] = _source_path(plan, out)
+    if plan.checkpoint.hub_id is None:  # where training looks for its teacher; without the user's name
+        path = Path(os.path.relpath(plan.checkpoint.directory.resolve(), out.resolve()))
+        named = Path.home().name in path.parts and Path.home().name != "root"
+        record["source"]["path"] = None if named else path.as_posix()
     optional = {
         "recast": planned["recast"],
         "maps": maps and maps.description,

@@ -76,8 +76,8 @@ def test_slow_pairs_share_what_single_frequencies_cannot(size: float) -> None:
 
     assert lost(Rotary(4, frequencies=(0.0, 0.0), longest=100)) < 1e-15
     assert lost(Rotary(4)) > 0.01
-    used = torch.tensor([1.0, 0.0])[:, None, None]  # the second head's queries are zero
-    found = shared_key(keys.T @ keys / 500, queries * used, means, torch.ones(2, 3), Rotary(4))
+    used = queries * torch.tensor([1.0, 0.0])[:, None, None]  # the second head is not queried
+    found = shared_key(keys.T @ keys / 500, used, means, torch.ones(2, 3), Rotary(4))
     assert found.back.isfinite().all()
 
 

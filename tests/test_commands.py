@@ -156,10 +156,6 @@ def test_the_name_says_the_method_if_there_is_any(groups: int, name: str, tmp_pa
     assert ("--method is not used: none of the 4 heads are merged" in done.out) == (groups >= 4)
 
 
-def too_wide(text: str) -> list[str]:
-    return [line for line in text.splitlines() if len(line) > 80]
-
-
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help_and_version(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option once, in sentences, within 80 columns but for examples; quickly."""
@@ -171,7 +167,7 @@ def test_help_and_version(program: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert "click" in done.stderr.split()
     assert not {*heavy.split()} & set(done.stderr.split())
     text, _, examples = done.stdout.partition("Examples:")
-    assert (too_wide(text), "gqa" in examples) == ([], True)
+    assert ([line for line in text.splitlines() if len(line) > 80], "gqa" in examples) == ([], True)
     listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text.partition("\nOptions:")[2], re.MULTILINE)
     options = [next(name for name in option.opts if name.startswith("--")) for option in OPTIONS[program]]
     assert sorted(listed) == sorted([*options, "--help"])

@@ -178,6 +178,17 @@ def test_a_text_begins_as_the_tokenizer_begins_it(
     assert np.array_equal(ids(sampled(teacher, 8, source=plain)[0]), with_bos)
 
 
+def test_half_of_texts_begin_as_a_chat(teacher, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the special token that comes first in the template, after BOS; also where a run goes on."""
+    monkeypatch.setattr(module, "SAMPLED", 3)
+    plain = ids(sampled(teacher, 8, source=(model := without_bos(tmp_path)))[0])
+    for template, chats in (("{{ bos_token }}</s>", True), ("a</s>", False), ("{{ raise_exception('no') }}", False)):
+        edit_json(model / "tokenizer_config.json", lambda config, text=template: config | {"chat_template": text})
+        begun = ids([sampled(teacher, count, source=model)[0] for count in (3, 8)][1])
+        assert np.array_equal(begun[: 4 if chats else 8], plain[: 4 if chats else 8])
+        assert ([*begun[4:, 0], begun[7, 1]] == [2, 2, 2, 1, 2]) is chats
+
+
 def test_a_part_repeats_itself_unless_it_is_plain(teacher, cache: Path) -> None:
     """The same samples serve both; what repeats itself is another text to a state of training."""
     plain, mixed = (sampled(teacher, 8, plain=plain, size=40)[0] for plain in (True, False))
@@ -190,26 +201,25 @@ def test_a_part_repeats_itself_unless_it_is_plain(teacher, cache: Path) -> None:
 
 
 def test_specs() -> None:
-    expected = {
-        "self": (None, False), "self:64": (64, False), "self:1.5k": (1500, False), "self:plain": (None, True),
-        "self:plain:1k": (1000, True),
-    }  # fmt: skip
-    assert {spec: parse_self(spec) for spec in expected} == {key: SelfText(*value) for key, value in expected.items()}
+    expected = [SelfText(*of) for of in ((None, False), (64, False), (1500, False), (None, True), (1000, True))]
+    assert [*map(parse_self, ["self", "self:64", "self:1.5k", "self:plain", "self:plain:1k"])] == expected
     assert [is_self(spec) for spec in ("self:1M", "selfish.txt")] == [True, False]
     for spec in ("self:", "self:0", "self:many", "self:1M:2", "self:1M:plain"):
         with pytest.raises(CorpusError, match="self:1M for a number of tokens"):
             parse_self(spec)
 
 
-def test_samples_are_the_models_own(tmp_path: Path) -> None:
-    """The same for a seed; what generation_config.json asks for (top-p, penalties, an end) is not done."""
+def test_samples_are_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for a seed and from transformers' cache; what generation_config.json asks for (an end) is not done."""
     plain = samples(load(SOURCE), 16, seeds=[1], batch=6)
-    assert plain.shape == (6, 16)
-    assert (plain[:, 0] == 1).all(), "BOS"
+    assert (plain.shape, set(plain[:, 0].tolist())) == ((6, 16), {1}), "BOS"
     settings = {"do_sample": True, "top_k": 2, "repetition_penalty": 1.5, "max_length": 5, "eos_token_id": [2, 3]}
     (model := copy_source(tmp_path)).joinpath("generation_config.json").write_text(json.dumps(settings))
     assert torch.equal(plain, samples(load(model), 16, seeds=[1], batch=6))
     assert not torch.equal(plain, samples(load(model), 16, seeds=[2], batch=6))
+    ours = samples(load(SOURCE), 40, seeds=[1], batch=3)
+    monkeypatch.setattr(module, "_cache", lambda model: {})
+    assert torch.equal(ours, samples(load(SOURCE), 40, seeds=[1], batch=3))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
@@ -241,12 +251,6 @@ def test_tokens_are_drawn_by_the_cumulative_distribution() -> None:
     cdf = scores.double().softmax(-1).cumsum(-1)
     tokens = Draw(torch.Generator().manual_seed(0))(scores[:, :0], scores).argmax(-1)
     assert torch.equal(tokens, torch.searchsorted(cdf, shares * cdf[:, -1:], right=True)[:, 0])
-
-
-def test_the_cache_of_transformers_gives_the_same_samples(teacher, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = samples(teacher, 40, seeds=[1], batch=3)
-    monkeypatch.setattr(module, "_cache", lambda model: {})
-    assert torch.equal(ours, samples(teacher, 40, seeds=[1], batch=3))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])

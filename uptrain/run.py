@@ -82,7 +82,12 @@ def _export(setup: Setup, weights: dict[str, Tensor], record: dict[str, Any]) ->
         loading = loading_code(type(setup.model), output.out.name, source.side_files)
         write_text(work / "README.md", card(source, output.out.name, loading, record))
         write_text(work / "config.json", json.dumps(source.config, indent=2, ensure_ascii=False) + "\n")
-        _verify(work, source)
+        expected, written = (
+            {name: (spec.dtype, spec.shape) for name, spec in one.tensors.items()}
+            for one in (source, read_checkpoint(work))
+        )
+        if wrong := {name for name in expected.keys() | written.keys() if expected.get(name) != written.get(name)}:
+            raise OutputError(f"the result does not verify: {listing(wrong)} differ from {source.name}")
         output.commit(UPTRAINING, record)
     if not options.keep_state:
         shutil.rmtree(setup.states.directory, ignore_errors=True)
@@ -109,16 +114,6 @@ def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
     if cast.is_floating_point() and not bool(cast.isfinite().all()) and bool(tensor.isfinite().all()):
         raise OutputError(f"{spec.name} has become too large for {spec.dtype}, its dtype in {spec.file}")
     return cast
-
-
-def _verify(work: Path, source: Checkpoint) -> None:
-    """Raise OutputError unless the written headers have the source's tensors with the same dtypes and shapes."""
-    written = read_checkpoint(work).tensors
-    expected, actual = (
-        {name: (spec.dtype, spec.shape) for name, spec in tensors.items()} for tensors in (source.tensors, written)
-    )
-    if wrong := {name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)}:
-        raise OutputError(f"the result does not verify: {listing(wrong)} differ from {source.name}")
 
 
 def plan_text(setup: Setup) -> str:

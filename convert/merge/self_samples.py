@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,18 +85,19 @@ def sampled_blocks(
     trust_remote_code: bool = False,
 ) -> SampledBlocks:
     """The first `n_blocks` blocks of `size` tokens that the model of `checkpoint` writes at temperature 1. If its
-    tokenizer begins texts with BOS, all begin with it, otherwise one of START_EVERY. Unless `plain`, some get repeated
-    passages, since self-generated text does not exercise retrieval from the context.
+    tokenizer begins texts with BOS, all begin with it, otherwise one of START_EVERY. If chats begin with a special
+    token, so does half of the blocks (after BOS). Unless `plain`, some get repeated passages, since self-generated text
+    does not exercise retrieval from the context.
 
     `load(dtype=...)` loads the model on `device`; it is called if blocks are missing in the cache, with `device="auto"`
     if the weights do not fit on `device`. Raises RefusedError if the model cannot be sampled from.
     """
     source = as_it_is(checkpoint)
     start = first_token(read_config(source.config, source.name).text, source.name)
-    try:
-        lead = int(load_tokenizer(checkpoint, trust_remote_code)("a")["input_ids"][:1] != [start])
-    except RefusedError:  # no tokenizer
-        lead = 0
+    lead, chat = 0, None
+    with suppress(RefusedError):  # no tokenizer
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code)
+        lead, chat = int(tokenizer("a")["input_ids"][:1] != [start]), first_of_chat(tokenizer, start)
     # Sampling is random anyway, so use the device's fast dtype, whatever the stored one is.
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
     batch = max(1, min(SAMPLED, SAMPLED_BYTES // _cache_bytes(source, size, dtype)))
@@ -113,15 +114,27 @@ def sampled_blocks(
         several = max(1, at_once(source, size, dtype, least) // batch)
         for first in range(0, len(numbers), several):
             seeds = [derive_seed(seed, number) for number in numbers[first : first + several]]
-            rows = samples(model, size + lead, seeds=seeds, batch=batch, progress=watcher.update)
-            begins = (torch.arange(len(rows)) + numbers[first] * batch) % START_EVERY == START_EVERY - 1
+            index = torch.arange(len(seeds) * batch) + numbers[first] * batch
+            second = None if chat is None else torch.where(index // START_EVERY % 2 == 1, chat, -1)
+            rows = samples(model, size + lead, seeds=seeds, batch=batch, progress=watcher.update, second=second)
+            begins = index % START_EVERY == START_EVERY - 1
             yield rows[:, lead:].where(~begins[:, None], rows[:, :size])
 
     known = samples_identity(checkpoint, trust_remote_code)
-    identity = f"{known} {start} {lead * START_EVERY} {seed} {size} {batch} {dtype}"
+    identity = f"{known} {start} {'' if chat is None else chat} {lead * START_EVERY} {seed} {size} {batch} {dtype}"
     path = store_batches(identity, size, batch, n_blocks, sample)
     fingerprint = f"self {path.stem} {'plain' if plain else MIX}"
     return SampledBlocks(path, size, n_blocks, fingerprint, seed, start, plain)
+
+
+def first_of_chat(tokenizer: Any, start: int) -> int | None:
+    """The special token with which the tokenizer's chats begin, but for BOS `start`; None if there is none."""
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        first = next(token for token in tokenizer(text, add_special_tokens=False)["input_ids"] if token != start)
+        return first if first in tokenizer.added_tokens_decoder else None
+    except Exception:  # no template, or whatever it raises
+        return None
 
 
 def samples_identity(checkpoint: Checkpoint, trusted: bool) -> str:
@@ -174,13 +187,13 @@ def _cache_bytes(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int
 def samples(
     model: Any, length: int, *, seeds: Sequence[int], batch: int,
     progress: Callable[[int], object] = lambda tokens: None,
-    encoder_inputs: Mapping[str, Tensor] | None = None, banned: Sequence[int] = (),
+    encoder_inputs: Mapping[str, Tensor] | None = None, banned: Sequence[int] = (), second: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Sample (batch, length) token ids without the `banned` ones, reproducible for a seed, batch size and machine: one
     batch for each seed, concatenated. Raises RefusedError.
 
     EOS does not end a sequence: the model then starts another text, as in training. `encoder_inputs`: keyword arguments
-    for an encoder-decoder.
+    for an encoder-decoder. second: Second tokens of all sequences; -1 is sampled.
     """
     if not hasattr(model, "generate"):
         raise RefusedError(
@@ -193,7 +206,8 @@ def samples(
         suppress_tokens=list(banned) or None,
     )  # fmt: skip
     model.generation_config = settings  # else generate() fills unset fields from the checkpoint's
-    draw = LogitsProcessorList([Draw(*(torch.Generator().manual_seed(one) for one in seeds), progress=progress)])
+    generators = (torch.Generator().manual_seed(one) for one in seeds)
+    draw = LogitsProcessorList([Draw(*generators, second=second, progress=progress)])
     batch *= len(seeds)
     prompt = torch.full((batch, 1), start, device=model.device)
     try:
@@ -218,9 +232,12 @@ class Draw:
     needs one random number per row; torch.multinomial needs one per vocabulary entry, a third of a step's time.
     """
 
-    def __init__(self, *generators: torch.Generator, progress: Callable[[int], object] = lambda tokens: None) -> None:
-        """Each generator samples an equal share of the rows."""
-        self._generators, self._progress = generators, progress
+    def __init__(
+        self, *generators: torch.Generator, second: Tensor | None = None,
+        progress: Callable[[int], object] = lambda tokens: None,
+    ) -> None:  # fmt: skip
+        """Each generator samples an equal share of the rows. `second`: what is not sampled first; -1 is."""
+        self._generators, self._second, self._progress = generators, second, progress
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(B, V) logits -> the same shape, 0 for the token that is drawn and -inf for all others."""
@@ -233,6 +250,9 @@ class Draw:
         piece, drawn = _invert(pieces.sum(-1).to(precise), drawn.to(scores.device))
         token, _ = _invert(pieces.take_along_dim(piece[..., None], 1).squeeze(1).to(precise), drawn)
         tokens = (piece * _PIECE + token).clamp_max(scores.shape[1] - 1)
+        if self._second is not None and input_ids.shape[1] == 1:
+            second = self._second[:, None].to(tokens)
+            tokens = second.where(second >= 0, tokens)
         self._progress(len(scores))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
