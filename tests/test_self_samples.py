@@ -120,9 +120,7 @@ def test_samples_of_another_model_are_not_used(
 
 
 def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same text as batch by batch: each has a seed of its own. A CPU takes as many as a
-    GiB holds. A model whose weights are more than seven eighths of what its device has free is loaded to several.
-    """
+    """The same text as batch by batch; a CPU takes what a GiB holds, and what fills a device is loaded to several."""
     monkeypatch.setattr(module, "native_bfloat16", lambda device: False)
     weights = 4 * sum(tensor.numel() for tensor in teacher.parameters())
     batches, loads, texts, plain, float32 = list[int](), list[str](), list[bytes](), module.samples, teacher.float()
@@ -244,13 +242,15 @@ def test_samples_are_as_surprising_as_the_model_expects(
 
 
 def test_tokens_are_drawn_by_the_cumulative_distribution() -> None:
-    """Of any vocabulary, and none that is banned."""
+    """Of any vocabulary, and none that is banned; a second token that is given is not, if it is in the vocabulary."""
     scores = 3 * torch.randn(500, 150, generator=torch.Generator().manual_seed(1))
     scores[:, 1::2] = -torch.inf
     shares = torch.rand(500, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     cdf = scores.double().softmax(-1).cumsum(-1)
     tokens = Draw(torch.Generator().manual_seed(0))(scores[:, :0], scores).argmax(-1)
     assert torch.equal(tokens, torch.searchsorted(cdf, shares * cdf[:, -1:], right=True)[:, 0])
+    begun = Draw(torch.Generator().manual_seed(0), second=torch.tensor([7, 150]).repeat(250))(scores[:, :1], scores)
+    assert torch.equal(begun.argmax(-1), torch.where(torch.arange(500) % 2 == 1, tokens, 7))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])

@@ -252,7 +252,7 @@ class Draw:
         tokens = (piece * _PIECE + token).clamp_max(scores.shape[1] - 1)
         if self._second is not None and input_ids.shape[1] == 1:
             second = self._second[:, None].to(tokens)
-            tokens = second.where(second >= 0, tokens)
+            tokens = second.where((second >= 0) & (second < scores.shape[1]), tokens)  # a token without an embedding
         self._progress(len(scores))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
