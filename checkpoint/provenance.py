@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PROVENANCE = "gqa_conversion.json"
 UPTRAINING = "gqa_uptraining.json"
+METRICS = "gqa_uptraining.jsonl"
 TAG = "gqa"  # tag of models on the Hugging Face hub
 SOURCE_CARD = "# The source model's card"
 _CODE_TOKENIZER = re.compile(r"\.py$|\.model$|\.tiktoken$|^(tokenizer|vocab|merges|special_tokens|added_tokens)[^/]*$")
@@ -47,13 +48,15 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def portable(value: Any) -> Any:
-    """Arguments or options, JSON-ready; absolute paths, also after `--option=`, are cut to their last component."""
+    """Arguments or options, JSON-ready; absolute paths, also after `--option=` or `-o` and between commas, are cut to
+    their last component.
+    """
     if isinstance(value, list | tuple):
         return [portable(part) for part in value]
     if not isinstance(value, str | Path):
         return value
-    option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", str(value), re.DOTALL).groups(default="")  # type: ignore[union-attr]
-    return option + (Path(path).name if Path(path).is_absolute() else path)
+    option, path = re.fullmatch(r"(--[\w-]+=|-\w(?=/))?(.*)", str(value), re.DOTALL).groups(default="")  # type: ignore[union-attr]
+    return option + ",".join(Path(part).name if Path(part).is_absolute() else part for part in path.split(","))
 
 
 def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import COUNT, SEED, KVHeads, Number, Options, Text, flag, option, tokens_type
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import DEFAULT, GROUPINGS, METHODS
+from gqa.corpus.sources import states_tokens
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class ConvertOptions(Options):
             raise RefusedError("the number of KV heads is not clear; give either --groups G or --kv-budget SHARE")
         if self.kv_budget and self.dry_run:
             raise RefusedError("--kv-budget runs the model's layers, --dry-run runs nothing; leave one of them out")
+        if self.is_set("tokens") and states_tokens(self.data):
+            raise RefusedError("--data states the number of tokens; leave --tokens out, or give self")
         refuse_unused(self, (self.method, DEFAULT) if self.kv_budget else (self.method,), f"--method {self.method}")
 
 

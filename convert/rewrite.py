@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from gqa.checkpoint.errors import CorruptError, OutputError, RefusedError, listing
 from gqa.checkpoint.files import TensorSpec, new_shard, read_header, write_index
-from gqa.checkpoint.provenance import PROVENANCE
+from gqa.checkpoint.provenance import METRICS, PROVENANCE, UPTRAINING
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import DEFAULT_JOBS, Progress, copy_file, copy_range, no_progress, write_tensor, write_text
 from gqa.convert.heads.config import read_config, target_heads
@@ -127,7 +127,7 @@ def _merge(plan: Plan, change: Change, buffer: NDArray[np.uint8]) -> Tensor:
 def _write_side_files(plan: Plan, work: Path) -> None:
     """Everything that is not weights; index and config last, so that nothing earlier looks like a checkpoint."""
     for name in plan.checkpoint.side_files:
-        if name not in ("README.md", PROVENANCE):
+        if name not in ("README.md", PROVENANCE, UPTRAINING, METRICS):
             copy_file(plan.checkpoint.path(name), work / name)
     for name, text in plan.checkpoint.added.items():
         write_text(work / name, text)
@@ -165,7 +165,7 @@ def verify_shard(plan: Plan, path: Path, shard: Shard) -> None:
     actual = {name: (spec.dtype, spec.shape) for name, spec in tensors.items()}
     if wrong := {name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)}:
         raise OutputError(f"the result does not verify: {listing(wrong)} differ from the plan")
-    with path.open("rb", buffering=0) as copy:
+    with path.open("rb") as copy:  # an unbuffered read stops at 2 GiB
         for tensor in shard.tensors:
             spec = tensors[tensor.name]
             if tensor.change and not all_finite(written.read(spec)):

@@ -168,7 +168,7 @@ def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, A
             **request.get("options", {}),
             "kv_heads": plan.groups,
             "method": plan.method,
-            "seed": plan.merging.seed if plan.merging.traits.redraws and plan.method == plan.merging.method else None,
+            "seed": plan.merging.seed if plan.merging.traits.draws and plan.method == plan.merging.method else None,
             "dtype": plan.dtype,
         },
         **{name: planned[name] for name in ("heads", "config_edits")},

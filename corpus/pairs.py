@@ -39,6 +39,8 @@ class PairEncoder:
         nothing: tuple[list[int], list[int]] = [], [self.end]
         self._around = nothing, nothing
         if tokenizer is not None:
+            if getattr(tokenizer, "tgt_lang", "") is None:  # M2M-100 then encodes no target
+                tokenizer.tgt_lang = tokenizer.src_lang
             vocabulary, mask = tokenizer.get_vocab(), tokenizer.mask_token_id
             sentinels = (vocabulary.get(f"<extra_id_{i}>") for i in range(_SENTINELS))
             self.marks = [i for i in sentinels if i is not None] or ([] if mask is None else [mask])

@@ -46,21 +46,13 @@ _SUFFIXES = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suff
 ALLOWED = f"{_SUFFIXES} (text, JSON and CSV also with .gz, or with .zst where zstandard is installed)"
 
 
-@dataclass(frozen=True)
-class SelfText:
-    """Self-generated text: the number of tokens, if given; `plain`: without repeats."""
-
-    tokens: int | None
-    plain: bool
-
-
 def is_self(spec: str) -> bool:
     """Whether a spec means self-generated text: `self`, `self:1M`, `self:plain`."""
     return spec.split(":")[0] == "self"
 
 
-def parse_self(spec: str) -> SelfText:
-    """Parse a spec like `self:plain:1M`. Raises CorpusError."""
+def parse_self(spec: str) -> tuple[int | None, bool]:
+    """Tokens of a spec like `self:plain:1M`, if given, and whether it is plain: without repeats. Raises CorpusError."""
     match = re.fullmatch("self(:plain)?(?::(.+))?", spec)
     tokens = read_amount(match[2]) if match and match[2] else None
     if not match or (match[2] and not tokens):
@@ -68,7 +60,12 @@ def parse_self(spec: str) -> SelfText:
             f"{spec} is not a source of text; give self, self:1M for a number of tokens, or self:plain (self:plain:1M) "
             "for text without repeats"
         )
-    return SelfText(tokens, bool(match[1]))
+    return tokens, bool(match[1])
+
+
+def states_tokens(specs: Sequence[str]) -> bool:
+    """Whether all specs are `self:TOKENS`. Raises CorpusError."""
+    return bool(specs) and all(is_self(spec) and parse_self(spec)[0] for spec in specs)
 
 
 @dataclass(frozen=True)

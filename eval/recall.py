@@ -135,7 +135,7 @@ def _look_ups(
     colon, newline = _tokens(tokenizer, ":"), _tokens(tokenizer, "\n")
     line = 2 + len(colon) + len(newline)
     between = length - 2 * PAIRS * line
-    if between < 0 or len(filler) < between:
+    if between < 0 or len(filler) < between or len(words) < 2 * PAIRS:
         return
     windows, count = list[Window](), _sequences(length)
     for start in np.linspace(0, len(filler) - between, count).astype(int):
@@ -156,7 +156,7 @@ def _passkeys(
     """A passkey of random words at some depth of a text, repeated at its end."""
     question, newline = _tokens(tokenizer, _PASSKEY), _tokens(tokenizer, "\n")
     around = length - 2 * len(question) - 2 * DIGITS - len(newline) - 1
-    if around < DEPTHS or len(filler) < around:
+    if around < DEPTHS or len(filler) < around or len(words) < DIGITS:
         return
     windows = []
     for depth in np.linspace(0, 1, DEPTHS):

@@ -27,7 +27,7 @@ class Result:
 
     path: Path
     record: Mapping[str, Any] = field(repr=False)
-    # A temporary directory, deleted with this object.
+    # A temporary directory, deleted with this object, and the result that this was made from: it may be in its.
     _directory: Any = field(default=None, compare=False, repr=False)
 
     def __fspath__(self) -> str:
@@ -92,7 +92,8 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
         done = convert(prepare(settings, bar), settings, bar)
         for warning in done.warnings:
             bar.warn(warning)
-    return Result(path=done.out, record=done.record, _directory=directory)
+    kept = directory, model if isinstance(model, Result) else None
+    return Result(path=done.out, record=done.record, _directory=kept)
 
 
 def uptrain_model(
@@ -117,7 +118,8 @@ def uptrain_model(
         setup = prepare(settings, watcher=watcher)
         _, record = uptrain(setup, watcher)
     assert setup.options.output
-    return Result(path=setup.options.output, record=record, _directory=directory)
+    kept = directory, model if isinstance(model, Result) else None
+    return Result(path=setup.options.output, record=record, _directory=kept)
 
 
 def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options: Any) -> Evaluation:

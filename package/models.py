@@ -58,8 +58,9 @@ def options_of_call(
     bars = without_bars.set(bool(getattr(first, "quiet", options.get("quiet"))))
     logging.set_verbosity_error()
     try:
-        if isinstance(first, kind) and options:
-            raise TypeError(f"{kind.__name__} holds all options: change it instead of giving {', '.join(options)} too")
+        if isinstance(first, kind) and (options or models.get("teacher", "auto") != "auto"):
+            given = ", ".join(options) or "teacher"
+            raise TypeError(f"{kind.__name__} holds all options: change it instead of giving {given} too")
         if isinstance(first, kind):
             settings = first
         else:

@@ -25,19 +25,13 @@ CACHE_VARIABLE = "GQA_TEST_CACHE"
 SHARD_BYTES = 64_000_000
 
 
-def cache_directory() -> Path:
-    """Where prepared models are kept: $GQA_TEST_CACHE, or gqa-convert in the user's cache directory."""
-    if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gqa-convert"
-
-
 def real_checkpoint() -> Path:
     """The checkpoint's directory, prepared by the first run on a machine. Raises RuntimeError if it cannot be fetched.
 
     A second run that starts meanwhile waits; the directory appears complete or not at all.
     """
-    directory = cache_directory() / f"smollm2-135m-instruct-{VERSION}-{RECIPE}"
+    place = os.environ.get(CACHE_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "gqa-convert"
+    directory = Path(place).expanduser() / f"smollm2-135m-instruct-{VERSION}-{RECIPE}"
     if directory.is_dir():
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)

@@ -13,9 +13,11 @@ import torch
 from checkpoints import Recorder, check_refused, edit_json, run
 from documents import Counted
 from embedded import SOURCE, bring_class, bring_tokenizer, copy_source, tokenizer, without_bos
+from sentencepiece import SentencePieceTrainer
 from test_calibration import pairs
 from torch import Tensor
 from training import PAIRS
+from transformers import M2M100Tokenizer
 
 import gqa.convert.merge.options as module
 from gqa.checkpoint.console import SILENT
@@ -225,6 +227,18 @@ def test_plain_text_makes_pairs(pair_models: Path, name: str, mark: str) -> None
         assert len(encoder.add_special_tokens(source * 9, target * 9, length)[1]) == length
 
 
+def test_targets_of_m2m_100_without_a_language(pair_models: Path, tmp_path: Path) -> None:
+    """They begin with that of sources; the tokenizer alone encodes no target."""
+    texts = iter([row["said"] for row in PAIRS])
+    SentencePieceTrainer.train(sentence_iterator=texts, model_prefix=f"{tmp_path}/m", vocab_size=24, minloglevel=2)
+    (tmp_path / "vocab.json").write_text('{"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4}')
+    own = M2M100Tokenizer(str(tmp_path / "vocab.json"), f"{tmp_path}/m.model")
+    with pytest.raises(KeyError):
+        own(text_target="a")
+    encoder = PairEncoder(transformers_config(read_checkpoint(pair_models / "bart").config), own, "m2m")
+    assert encoder.add_special_tokens([4], [4], 9) == ([own.get_lang_id("en"), 4, 2],) * 2
+
+
 @pytest.mark.parametrize("name", ["t5", "marian"])
 def test_the_decoder_writes(pair_models: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same each time, other texts where it stands twice; a target ends where the decoder ends it; all are drawn
@@ -250,13 +264,14 @@ def test_the_command(pair_models: Path, tmp_path: Path) -> None:
     )
     assert (done.code, done.err.count("\n")) == (0, 1), done.err
     told = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())
-    assert told["maps"]["text"]["target_field"] == "meant"
+    assert (told["maps"]["text"]["target_field"], told["options"]["seed"]) == ("meant", 0)
 
 
 REFUSED_PAIRS = [
     ("marian", "--data text.jsonl --context 24", "neither sentinels nor a mask token, so plain text makes no pairs"),
     ("t5", "--data pairs.jsonl --field said --target-field nothing", "has no field 'nothing'; it has 'meant'"),
     ("t5", "--data pairs.jsonl --field said --target-field said", "are the same column; name two"),
+    ("llama", "--data self:512", "--data states the number of tokens; leave --tokens out, or give self"),
     ("bart", "--data text.jsonl --context 65", "bart-base has 64 positions, --context is 65; give at most 64"),
     ("t5", "--target-field meant", "--target-field is a column of --data; self has no columns: name data, or leave"),
     ("t5", "--data text.jsonl --data text.jsonl --context 24", "text.jsonl 2 times; name every file and data set once"),

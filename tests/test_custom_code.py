@@ -59,7 +59,11 @@ def all_converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         place = tmp_path_factory.mktemp(name)
         directory = write_checkpoint(build(tiny, QUERY_HEADS), place / "source")
         if name == "gpt2":
-            write_tokenizer(directory)
+            # One token a character, and nothing that names its class: as the first GPT-2 checkpoints.
+            tokens = ["<pad>", "<s>", "<|endoftext|>", "Ġ", *(chr(code) for code in range(33, 122))]
+            (directory / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+            (directory / "merges.txt").write_text("#version: 0.2\n")
+            (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
         made[name] = convert_checkpoint(directory, 2, place / "out", method="mean").out
     return made
 
@@ -158,15 +162,6 @@ FILES = sorted(Path(modelling.__path__[0]).glob("modeling_*.py"))
 
 def file_of(name: str) -> str:
     return custom_code.file_of(f"gqa_{name}")[0]
-
-
-def write_tokenizer(directory: Path) -> None:
-    """Of GPT-2's kind, one token a character, and nothing that names its class: as the first GPT-2 checkpoints."""
-    letters = ["Ġ", *(chr(code) for code in range(33, 122))]
-    vocabulary = {"<pad>": 0, "<s>": 1, "<|endoftext|>": 2} | {letter: 3 + i for i, letter in enumerate(letters)}
-    (directory / "vocab.json").write_text(json.dumps(vocabulary))
-    (directory / "merges.txt").write_text("#version: 0.2\n")
-    (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
 
 
 def test_every_file_has_a_tiny_model() -> None:

@@ -79,7 +79,7 @@ OTHERS = {
     "lm_eval": "tests/test_scoring.py runs it", "python": "another project's script",
 }  # fmt: skip
 PYTHON_ELSEWHERE = {
-    "llmcompressor": "is not installed", "trl": "is not installed", "BitsAndBytesConfig": "needs a GPU's library",
+    "trl": "is not installed", "BitsAndBytesConfig": "needs a GPU's library",
     "yield": "is part of a function", "general_model": "needs a published model",
 }  # fmt: skip
 

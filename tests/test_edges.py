@@ -94,15 +94,6 @@ def test_odd_tensors_are_copied(tmp_path: Path) -> None:
     check_result(out, merged(made, 4, 2))
 
 
-def pack_mlp(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the tests with each matrix of an MLP in these parts, by the ends of their names."""
-    made = weights()
-    for name in [name for name in made if ".mlp." in name]:
-        del made[name]
-        made |= {name.removesuffix("weight") + end: part for end, part in parts.items()}
-    return made
-
-
 PACKINGS: dict[str, dict[str, Tensor]] = {
     "fp8": {"weight": torch.ones(16, 32).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(1, 1)},
     "compressed-tensors": {"weight_packed": torch.ones(16, 4, dtype=torch.int32), "weight_shape": torch.ones(2).long(),
@@ -115,7 +106,10 @@ PACKINGS: dict[str, dict[str, Tensor]] = {
 @pytest.mark.parametrize("method", PACKINGS)
 def test_attention_that_is_not_quantised_is_converted(method: str, tmp_path: Path) -> None:
     """What is quantised beside it is copied, and config.json goes on saying how it is."""
-    made, key = pack_mlp(PACKINGS[method]), {"quant_method": method, "modules_to_not_convert": ["self_attn"]}
+    made, key = weights(), {"quant_method": method, "modules_to_not_convert": ["self_attn"]}
+    for name in [name for name in made if ".mlp." in name]:
+        del made[name]
+        made |= {name.removesuffix("weight") + end: part for end, part in PACKINGS[method].items()}
     model = llama(tmp_path / "m", shards=1, tensors=made, quantization_config=key)
     check_result(out := convert(model), merged(made, 4, 2))
     assert json.loads((out / "config.json").read_text())["quantization_config"] == key

@@ -187,11 +187,6 @@ EMBEDDING = "model.embed_tokens.weight"
 KEY, UP = "model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.up_proj.weight"
 
 
-def exchange_tokens(tokenizer: Any) -> None:
-    one, other, vocabulary = "▁import", "▁return", tokenizer["model"]["vocab"]
-    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
-
-
 def damaged(path: Path, damage: str) -> Path:
     """A copy of a checkpoint with one thing wrong."""
     changes: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
@@ -208,7 +203,8 @@ def damaged(path: Path, damage: str) -> Path:
     elif damage == "tokenizer":
         (path / "tokenizer.json").write_text("{")
     elif damage == "other tokenizer":
-        edit_json(path / "tokenizer.json", exchange_tokens)
+        swapped = {"▁import": 621, "▁return": 620}
+        edit_json(path / "tokenizer.json", lambda whole: whole["model"]["vocab"].update(swapped))
     return path
 
 

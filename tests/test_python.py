@@ -78,6 +78,8 @@ def test_a_model_in_memory_is_converted_and_unchanged(
         result.load(device="cuda:99")
     assert model.config.num_key_value_heads == 2
     assert [path.name for path in directory.parent.iterdir()] == ["teacher-gqa2-mean"]  # the saved model is removed
+    result = gqa.convert_model(result, kv_heads=1, method="mean", quiet=True)  # beside the first one
+    assert result.load().config.num_key_value_heads == 1
     del result
     gc.collect()
     assert not directory.exists()
@@ -177,6 +179,8 @@ def test_options_are_an_object_or_keywords() -> None:
     options: Any = gqa.EvaluateOptions(("model",), data="text")
     with pytest.raises(TypeError, match="EvaluateOptions holds all options"):
         gqa.evaluate(options, context=64)
+    with pytest.raises(TypeError, match="TrainOptions holds all options: change it instead of giving teacher too"):
+        gqa.uptrain_model(gqa.TrainOptions("model"), teacher="teacher")
     with pytest.raises(gqa.RefusedError, match="the model is a EvaluateOptions; give a directory"):
         gqa.evaluate(options, "another")
     with pytest.raises(TypeError, match="unexpected keyword argument 'contxt'"):

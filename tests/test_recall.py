@@ -52,6 +52,13 @@ def test_every_kind_has_every_distance(questions: list[Questions]) -> None:
         assert {window.ids[0] for window in question.windows} == {PREFIX}
 
 
+def test_a_small_vocabulary_has_no_words_to_look_up() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SOURCE)
+    for size, kinds in {24: {"text", "random", "passkey"}, 6: {"text", "random"}}.items():
+        few = make_questions({"text": np.arange(4096) % size}, tokenizer, size, CONTEXT, PREFIX)
+        assert {question.kind for question in few} == kinds
+
+
 def test_the_context_determines_answers(questions: list[Questions]) -> None:
     """By the first copy, by the key, and by the passkey at each of five depths."""
     for question in questions:

@@ -19,7 +19,7 @@ from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.options import CalibrationText
 from gqa.convert.merge.self_samples import Draw, SampledBlocks, attend_one, sampled_blocks, samples
-from gqa.corpus.sources import SelfText, is_self, parse_self
+from gqa.corpus.sources import is_self, parse_self
 from gqa.eval.recall import SAMPLES, self_samples
 from gqa.eval.subjects import Subject
 from gqa.uptrain.options import TrainOptions
@@ -199,7 +199,7 @@ def test_a_part_repeats_itself_unless_it_is_plain(teacher, cache: Path) -> None:
 
 
 def test_specs() -> None:
-    expected = [SelfText(*of) for of in ((None, False), (64, False), (1500, False), (None, True), (1000, True))]
+    expected = [(None, False), (64, False), (1500, False), (None, True), (1000, True)]
     assert [*map(parse_self, ["self", "self:64", "self:1.5k", "self:plain", "self:plain:1k"])] == expected
     assert [is_self(spec) for spec in ("self:1M", "selfish.txt")] == [True, False]
     for spec in ("self:", "self:0", "self:many", "self:1M:2", "self:1M:plain"):

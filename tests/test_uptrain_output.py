@@ -205,13 +205,13 @@ def test_records_and_cards_of_a_chain(place: Path, tmp_path: Path) -> None:
     )
     convert_checkpoint(source, 2, tmp_path / "converted", method="mean")
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    words = [str(tmp_path / "converted"), "--data", str(place / "data.jsonl"), f"--teacher={source}", "--alpha", "0.5"]
+    words = [f"{tmp_path}/converted", "--data", f"{place}/data.jsonl,{place}/b", f"--teacher={source}", f"-o{first}"]
     given = options_for(words[0], first, alpha=0.1, steps=None, heldout_tokens=256, teacher=str(source))
     _, record = trained(given, argv=words)
     written = json.loads((first / "gqa_uptraining.json").read_text())
     assert written.pop("files") == sorted(path.name for path in first.iterdir())
     assert record == written
-    assert record["argv"] == ["converted", "--data", "data.jsonl", "--teacher=source", "--alpha", "0.5"]
+    assert record["argv"] == ["converted", "--data", "data.jsonl,b", "--teacher=source", "-ofirst"]
     assert (record["model"], record["teacher"], record["data"]) == ("converted", "source", ["data.jsonl"])
     assert str(tmp_path) not in json.dumps(record)
     text, losses = (first / "README.md").read_text(), record["losses"]
@@ -227,6 +227,8 @@ def test_records_and_cards_of_a_chain(place: Path, tmp_path: Path) -> None:
         assert (record["trained_before"]["tool"], record["conversion"]["tool"]) == ("gqa-uptrain", "gqa-convert")
     sizes = [len((out / "README.md").read_text()) for out in (second, third)]
     assert abs(sizes[0] - sizes[1]) < 10
+    convert_checkpoint(third, 1, tmp_path / "again", method="mean")  # is not what was trained
+    assert len([*third.glob("gqa_uptraining*")]) > len([*(tmp_path / "again").glob("gqa_uptraining*")]) == 0
 
 
 def test_models_that_cannot_be_trained_so(tmp_path: Path) -> None:

@@ -131,9 +131,11 @@ def test_a_signal_saves_and_leaves(runs: Runs, tmp_path: Path, number: int, code
     assert "Traceback" not in stopped.err
     assert not out.exists()
     assert states(out).complete() == [state(out, 3)]
+    notes = Path(f"{out}-state", "notes")
+    notes.touch()
     runs.finish(*words, ranks=ranks)
     assert [record["step"] for record in metrics(out / "gqa_uptraining.jsonl")] == [1, 2, 3, 4]
-    assert not Path(f"{out}-state").exists()
+    assert [*notes.parent.iterdir()] == [notes]  # a file of somebody else
 
 
 def test_a_save_that_was_killed_is_never_picked_up(runs: Runs, tmp_path: Path) -> None:

@@ -158,8 +158,7 @@ def open_sampled(options: TrainOptions, tokenizer: Any, write: Write, longest: i
     """A dataloader of the text that the teacher writes. The first blocks are held out, unless --heldout names other
     text. Raises RefusedError and CorpusError.
     """
-    sample = parse_self(options.data[0])
-    data_tokens = sample.tokens or _ENDLESS
+    data_tokens = parse_self(options.data[0])[0] or _ENDLESS
     options = settle_steps(options, data_tokens, longest, ranks)
     n_blocks = count_blocks(options if options.lengths else replace(options, tokens=data_tokens), data_tokens)
     if n_blocks * options.block > data_tokens:
@@ -357,7 +356,7 @@ def build_data(
             return PairMaker(base, device, size, options.seed, watcher, trusted).sampled(count)
         attention, seed = options.attn_implementation, derive_seed(options.seed, "training")
         load = partial(load_model, str(base.directory), device=device, attention=attention, trust_remote_code=trusted)
-        plain = parse_self(options.data[0]).plain
+        _, plain = parse_self(options.data[0])
         return sampled_blocks(load, device, base, size, count, seed, plain, watcher, trust_remote_code=trusted)
 
     # The main process tokenises, or samples from the teacher; then the others read its cache, also if it fails.

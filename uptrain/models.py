@@ -56,7 +56,7 @@ def settle(options: TrainOptions, checkpoint: Checkpoint) -> tuple[TrainOptions,
         )
     data = options.data or ("self",)
     sampled = is_self(data[0])
-    tokens = options.tokens if options.lengths or (sampled and parse_self(data[0]).tokens) else TOKENS
+    tokens = options.tokens if options.lengths or (sampled and parse_self(data[0])[0]) else TOKENS
     method = METHODS.get(str(conversion_options.get("method")))
     train = options.train or ("attention" if method and method.aligns else "all")
     repeats = options.repeats

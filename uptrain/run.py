@@ -19,6 +19,7 @@ from gqa.checkpoint.files import TensorSpec, new_shard, shard_names, write_index
 from gqa.checkpoint.loading import on_main, out_of_memory
 from gqa.checkpoint.names import saved_tensors
 from gqa.checkpoint.provenance import (
+    METRICS,
     PROVENANCE,
     UPTRAINING,
     format_card,
@@ -38,7 +39,6 @@ from gqa.uptrain.setup import Setup
 from gqa.uptrain.state import TrainingProgress
 from gqa.uptrain.weights import gather, merge_adapters
 
-METRICS = "gqa_uptraining.jsonl"
 _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
 
 
@@ -90,7 +90,9 @@ def _export(setup: Setup, weights: dict[str, Tensor], record: dict[str, Any]) ->
             raise OutputError(f"the result does not verify: {listing(wrong)} differ from {source.name}")
         output.commit(UPTRAINING, record)
     if not options.keep_state:
-        shutil.rmtree(setup.states.directory, ignore_errors=True)
+        for state in setup.states.complete():
+            shutil.rmtree(state, ignore_errors=True)
+        setup.metrics.unlink(missing_ok=True)
 
 
 def _write_weights(model: PreTrainedModel, weights: dict[str, Tensor], source: Checkpoint, work: Path) -> None:

@@ -123,7 +123,7 @@ class States:
         message = f"another run is using {self.directory}; wait for it or give another output with -o"
         try:
             with locked(self.directory / "lock", message):
-                for leftover in [*self.directory.glob("*.partial"), *([] if keep else self.complete())]:
+                for leftover in [*self.directory.glob("step-*.partial"), *([] if keep else self.complete())]:
                     shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
                 yield
         finally:

@@ -136,6 +136,7 @@ def _check(config: ModelConfig, name: str) -> None:
         raise CorruptError(f"{name}: config.json has {layers or 'no'} layers, 1 to {MAX_COUNT} are allowed; correct it")
     try:
         heads = {config.heads(layer) for layer in range(config.layers)}
+        config.shares_kv(0)  # reads a number
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptError(
             f"{name}: the head counts in config.json make no sense: {explain(error)}; correct them"

@@ -71,11 +71,6 @@ class Change:
     groups: int
     module: str = ""
 
-    @property
-    def merges(self) -> bool:
-        """Whether the result has fewer heads."""
-        return self.groups < self.heads.kv
-
     def split(self, tensor: Tensor) -> dict[Part, Tensor]:
         """The heads in the source. Raises CorruptError if the config says another number."""
         try:

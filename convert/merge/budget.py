@@ -26,6 +26,7 @@ from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods import DEFAULT
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.targets import as_it_is
+from gqa.corpus.likelihood import kl_divergence
 
 TOKENS = 20_480  # of calibration text at most: layers are fitted to four fifths of them and measured on the rest
 
@@ -124,5 +125,5 @@ def losses_alone(plan: Plan, blocks: Tensor, measured: Tensor, options: MapsOpti
         base = pair.source.logits(true.hidden[rows]).log_softmax(-1)
         for layer, stream in enumerate(changed):
             log_probs = pair.source.logits(stream.hidden[rows]).log_softmax(-1)
-            lost[layer] += float((base.exp() * (base - log_probs)).sum())
+            lost[layer] += float(kl_divergence(base, log_probs).sum())
     return [nats / measured.numel() for nats in lost]

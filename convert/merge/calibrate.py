@@ -153,14 +153,6 @@ class Calibrator:
         return replace(result, weights=self.pair.stored({names[name]: best[name] for name in best}), error=error)
 
 
-def _module_output(module: nn.Module, weights: Mapping[str, Tensor], arguments: Arguments) -> Tensor:
-    """The output (B, T, D) of a module with other weights."""
-    args, kwargs = arguments
-    hidden = args[0] if args else kwargs["hidden_states"]
-    parameters = {name: tensor.to(hidden.dtype) for name, tensor in weights.items()}
-    return first_tensor(torch.func.functional_call(module, parameters, args, kwargs))
-
-
 def refine(
     module: nn.Module, start: Mapping[str, Tensor], arguments: Callable[[Tensor], Arguments], targets: Tensor,
     counts: Tensor, settings: Refinement,
@@ -183,9 +175,11 @@ def refine(
     def losses(rows: Tensor) -> Iterator[Tensor]:
         """The mean over blocks in parts, of as many blocks as fit into a layer at a time."""
         for part in rows.split(max(1, AT_ONCE // length)):
-            inputs = arguments(part)
+            args, kwargs = arguments(part)
+            dtype = (args[0] if args else kwargs["hidden_states"]).dtype
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                output = _module_output(module, weights, inputs)
+                cast = {name: tensor.to(dtype) for name, tensor in weights.items()}
+                output = first_tensor(torch.func.functional_call(module, cast, args, kwargs))
             errors = (output.float() - targets[part].to(device).float()).square().mean(-1)
             yield (errors * counts[part].to(device)).mean() / scale * (len(part) / len(rows))
 

@@ -172,7 +172,7 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
         "versions": versions("gqa", "torch", "transformers"),
     }
     if plan.merging.traits.reads_text:
-        text = {name: portable(value) for name, value in asdict(options.text).items()}
+        text = {name: portable(value) for name, value in asdict(options.text).items()} | {"tokens": options.text.taken}
         description |= {"text": text, "content": options.text.identify()}
         description |= {name: getattr(options, name) for name in ("ridge", "dtype", "batch", "check")}
     if plan.merging.traits.refines:

@@ -45,7 +45,7 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
     guess, free_keys, stream = plan.merging.traits.guesses, symmetry.free_keys(text), None
     modules = sorted(attention_modules(checkpoint, plan.config), key=lambda module: module.layer)
     changed = [(m, module_changes(m, plan.config, plan.groups, symmetry.rules)) for m in modules]
-    last = max(number for number, (_, changes) in enumerate(changed) if changes[0].merges)
+    last = max(number for number, (_, changes) in enumerate(changed) if changes[0].groups < changes[0].heads.kv)
     for number, (module, changes) in enumerate(changed[: last + 1]):
         heads, groups, stored = changes[0].heads, changes[0].groups, heads_of(checkpoint, changes)
         if not all(bool(tensor.sum().isfinite()) for tensor in stored.values()):
@@ -54,12 +54,12 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
         stream = stream or InputMoments(checkpoint, text, symmetry, width, guess, device)
         gain = norm_gain(checkpoint, module, symmetry, width).float()
         stream.enter(module)
-        for role in ("query", "key", "value") if changes[0].merges else ("value",):
+        for role in ("query", "key", "value") if groups < heads.kv else ("value",):
             rows = stream.project((stored[role] * gain).flatten(0, 1))
             stored[role] = rows.unflatten(0, stored[role].shape[:2])
         if number < last:
             stream.add(module, gain, stored["output"], stored["value"])
-        if not changes[0].merges:
+        if groups >= heads.kv:
             continue
         # Estimated moments do not show how frequencies correlate: merging each alone loses less.
         rotary, order = replace(symmetry.rotary(text, module.layer, heads.key_dim), frequencies=()), None

@@ -122,7 +122,7 @@ class CalibrationText:
                 text = self._parse(source)
                 parts.append(read_blocks(checkpoint, text, tokens, length, self.seed, self.repeats, trusted, most))
                 continue
-            plain, seed, count = parse_self(source).plain or not self.repeats, self._seed(number), -(-tokens // length)
+            plain, seed, count = parse_self(source)[1] or not self.repeats, self._seed(number), -(-tokens // length)
             written = sampled_blocks(
                 load, device, checkpoint, length, count, seed, plain, watcher, trust_remote_code=trusted
             )
@@ -179,7 +179,7 @@ class CalibrationText:
         """The sources with their numbers of tokens: `self:TOKENS` states it, the others share `tokens` equally. Raises
         RefusedError and CorpusError.
         """
-        fixed = [(parse_self(source).tokens or 0) if is_self(source) else 0 for source in self.sources]
+        fixed = [(parse_self(source)[0] or 0) if is_self(source) else 0 for source in self.sources]
         shares = [
             (source, count or self.tokens // fixed.count(0)) for source, count in zip(self.sources, fixed, strict=True)
         ]
