@@ -56,7 +56,7 @@ def portable(value: Any) -> Any:
     if not isinstance(value, str | Path):
         return value
     option, path = re.fullmatch(r"(--[\w-]+=|-\w(?=/))?(.*)", str(value), re.DOTALL).groups(default="")  # type: ignore[union-attr]
-    return option + ",".join(Path(part).name if Path(part).is_absolute() else part for part in path.split(","))
+    return option + ",".join(Path(part).name if Path(part).is_absolute() else part for part in re.split(",(?=/)", path))
 
 
 def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:

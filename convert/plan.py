@@ -148,7 +148,7 @@ def make_plan(checkpoint: Checkpoint, groups: Groups, method: str, seed: int = 0
     every_change = (change for module in modules for change in module_changes(module, config, groups, extra))
     changes = [change for change in every_change if change.groups != change.heads.kv]
     spread = getattr(config.text, "initializer_range", None)
-    merging = Merging(method, seed, spread if isinstance(spread, float) else 0.02)
+    merging = Merging(method, seed, spread if isinstance(spread, int | float) and spread > 0 else 0.02)
     if dtype and checkpoint.packed:
         raise RefusedError(f"--dtype does not go with quantised weights, which {checkpoint.name} has; leave it out")
     stored = STORED_DTYPES[dtype] if dtype else None

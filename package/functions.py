@@ -27,8 +27,8 @@ class Result:
 
     path: Path
     record: Mapping[str, Any] = field(repr=False)
-    # A temporary directory, deleted with this object, and the result that this was made from: it may be in its.
-    _directory: Any = field(default=None, compare=False, repr=False)
+    # Keeps temporary directories: its own, and that of the result from which this was made, where this may be.
+    _directories: Any = field(default=None, compare=False, repr=False)
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
@@ -88,12 +88,11 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
     from gqa.convert.api import convert, prepare
 
     call = options_of_call(ConvertOptions, options, tokenizer, model=model)
-    with call as (settings, directory), Watcher(settings.quiet) as bar:
+    with call as (settings, directories), Watcher(settings.quiet) as bar:
         done = convert(prepare(settings, bar), settings, bar)
         for warning in done.warnings:
             bar.warn(warning)
-    kept = directory, model if isinstance(model, Result) else None
-    return Result(path=done.out, record=done.record, _directory=kept)
+    return Result(path=done.out, record=done.record, _directories=directories)
 
 
 def uptrain_model(
@@ -114,12 +113,11 @@ def uptrain_model(
     from gqa.uptrain.setup import prepare
 
     call = options_of_call(TrainOptions, options, tokenizer, model=model, teacher=teacher)
-    with call as (settings, directory), fresh_accelerator(), Watcher(settings.quiet) as watcher:
+    with call as (settings, directories), fresh_accelerator(), Watcher(settings.quiet) as watcher:
         setup = prepare(settings, watcher=watcher)
         _, record = uptrain(setup, watcher)
     assert setup.options.output
-    kept = directory, model if isinstance(model, Result) else None
-    return Result(path=setup.options.output, record=record, _directory=kept)
+    return Result(path=setup.options.output, record=record, _directories=directories)
 
 
 def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options: Any) -> Evaluation:

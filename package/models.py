@@ -25,10 +25,10 @@ T = TypeVar("T")
 @contextmanager
 def options_of_call(
     kind: type[T], options: dict[str, Any], tokenizer: Any = None, **models: Any
-) -> Iterator[tuple[T, TemporaryDirectory[str]]]:
-    """Yield the options of a call and a temporary directory, which exists while it is referenced. Models in memory
-    are copied there until the block ends. `models`: the fields that name models; the first may be a `kind` with all
-    options instead.
+) -> Iterator[tuple[T, object]]:
+    """Yield the options of a call, and what keeps temporary directories while it is referenced: its own, and that of a
+    result among the models. Models in memory are copied to its own until the block ends. `models`: the fields that name
+    models; the first may be a `kind` with all options instead.
 
     Raises TypeError for unknown options. Errors name parameters, not options of the command. Meanwhile transformers
     logs errors only.
@@ -70,7 +70,7 @@ def options_of_call(
         if getattr(settings, "dry_run", False):
             raise RefusedError("dry_run is for the command line; leave it out")
         with parameters_in_errors(kind):
-            yield settings, directory
+            yield settings, (directory, first if isinstance(first, os.PathLike) else None)
     finally:
         logging.set_verbosity(verbosity)
         without_bars.reset(bars)

@@ -203,8 +203,7 @@ def damaged(path: Path, damage: str) -> Path:
     elif damage == "tokenizer":
         (path / "tokenizer.json").write_text("{")
     elif damage == "other tokenizer":
-        swapped = {"▁import": 621, "▁return": 620}
-        edit_json(path / "tokenizer.json", lambda whole: whole["model"]["vocab"].update(swapped))
+        edit_json(path / "tokenizer.json", lambda all: all["model"]["vocab"].update({"▁import": 621, "▁return": 620}))
     return path
 
 

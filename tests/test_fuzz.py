@@ -90,6 +90,7 @@ KEYS = sorted({key for extra in CONFIGS.values() for key in (*extra, *config())}
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([None, "bfloat16"]),
 )
+@example("mistral", {"num_kv_shared_layers": "0"}, False, 1, None)
 @example("mistral", {"num_kv_shared_layers": [None]}, False, 1, None)
 @example("mistral", {"initializer_range": ":"}, False, 1, None)
 @example("llama", {"layer_types": [1, 2]}, False, 2, None)
