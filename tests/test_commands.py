@@ -209,15 +209,15 @@ def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("method", ["refined", "aligned"])
 def test_the_total_of_the_bar_is_what_is_done(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers and the steps in each are counted."""
+    """The model writes, layers and the steps in each are calibrated, shards are written."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))  # nothing is sampled yet
     watcher = Recorder()
     monkeypatch.setattr(convert_cli, "Watcher", lambda *_, **__: watcher)
     words = ["--data", "self:320", "--context", 16, "--refine-steps", 3] if method == "refined" else []
     done = run(tiny_checkpoint(tmp_path / "model"), "-g", 1, "--method", method, *words, "-o", tmp_path / "out", "-q")
-    assert done.code == 0, done.err
-    assert len(watcher.stages) == (3 if words else 2), "the model writes, layers are calibrated, shards are written"
+    assert (done.code, len(watcher.stages)) == (0, 3 if words else 2), done.err
     assert all(total == done for total, done in watcher.stages)
+    assert ('"tokens": 320' in (tmp_path / "out" / "gqa_conversion.json").read_text()) == bool(words)
 
 
 @click.command()
