@@ -64,9 +64,7 @@ def _hub_errors(model: str) -> Iterator[None]:
 
 
 def default_output(model: str, suffix: str) -> Path:
-    """A model's path with a suffix: next to a local model, in the working directory for a hub id or a path in the hub's
-    cache.
-    """
+    """A model's path with a suffix: next to a local model; of a hub id or its cache, in the working directory."""
     path, (hub_id, _) = Path(model), cached_revision(Path(model))
     if path.is_dir() and not hub_id:
         path = path.resolve() if path.name in ("", "..") else path

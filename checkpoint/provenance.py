@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,9 +49,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def portable(value: Any) -> Any:
-    """Arguments or options, JSON-ready; absolute paths, also after `--option=` or `-o` and between commas, are cut to
-    their last component.
-    """
+    """Arguments or options, JSON-ready. Of absolute paths, also after `--option=`, `-o` or a comma, only names stay."""
     if isinstance(value, list | tuple):
         return [portable(part) for part in value]
     if not isinstance(value, str | Path):
@@ -62,6 +61,12 @@ def portable(value: Any) -> Any:
 def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:
     """Arguments and options of a command for its record, without absolute paths, JSON-ready."""
     return {"argv": portable(argv), "options": {name: portable(value) for name, value in asdict(options).items()}}
+
+
+def relative_path(directory: Path, out: Path) -> str | None:
+    """The path of a directory from `out`; None if the user's name is in it."""
+    path = Path(os.path.relpath(directory.resolve(), out.resolve()))
+    return None if Path.home().name in path.parts and Path.home().name != "root" else path.as_posix()
 
 
 def read_record(checkpoint: Checkpoint, name: str) -> Any:

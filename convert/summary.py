@@ -2,7 +2,6 @@
 card and a provenance file.
 """
 
-import os
 import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from gqa.checkpoint.provenance import (
     PROVENANCE,
     format_card,
     loading_code,
+    relative_path,
     request_text,
     source_card,
     stamp,
@@ -176,9 +176,7 @@ def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, A
         "versions": versions("torch", "transformers", "safetensors") | {"python": platform.python_version()},
     }
     if plan.checkpoint.hub_id is None:  # where training looks for its teacher; without the user's name
-        path = Path(os.path.relpath(plan.checkpoint.directory.resolve(), out.resolve()))
-        named = Path.home().name in path.parts and Path.home().name != "root"
-        record["source"]["path"] = None if named else path.as_posix()
+        record["source"]["path"] = relative_path(plan.checkpoint.directory, out)
     optional = {
         "recast": planned["recast"],
         "maps": maps and maps.description,

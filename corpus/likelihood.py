@@ -47,10 +47,9 @@ class ChunkedHead:
     def __init__(self, model: PreTrainedModel, compile_model: bool = False) -> None:
         self.model = model
         self._compiled: Callable[[Any], Any] = cache(torch.compile) if compile_model else _eager
-        self.backbone = model.base_model
         # T5 has no module for encoder plus decoder without head: the encoder runs first, the decoder is the backbone.
-        self._decoder = model.get_decoder() if self.backbone is model and model.config.is_encoder_decoder else None
-        self.backbone = self._decoder or self.backbone
+        self._decoder = model.get_decoder() if model.base_model is model and model.config.is_encoder_decoder else None
+        self.backbone = self._decoder or model.base_model
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self.split = self.backbone is not model
         self._checked = False

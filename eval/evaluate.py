@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from gqa.checkpoint.console import Watcher
-from gqa.checkpoint.loading import check_predicts_tokens, ranks
+from gqa.checkpoint.loading import check_predicts_tokens, on_main, ranks
 from gqa.checkpoint.provenance import request, versions
 from gqa.corpus.likelihood import ChunkedHead, Floats, kl_statistics, paired_ratio
 from gqa.eval import recall
@@ -20,7 +20,7 @@ from gqa.eval.decode import decode_contexts, time_decoding
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.scoring import Scores, Window, score
 from gqa.eval.subjects import Subject, input_device, numerics, open_subjects
-from gqa.eval.text import Text, choose_context, perplexity, prefix_token, read_text
+from gqa.eval.text import Text, check_models_agree, choose_context, perplexity, prefix_token, read_text
 
 SCHEMA = 4
 SHOWN = 4  # greedy texts of each model in a report
@@ -43,6 +43,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
         for subject in subjects:
             check_predicts_tokens(subject.config, subject.name, subject.trust_remote_code)
     if measures_recall:
+        check_models_agree(subjects, "text")
         recall.check_recall(subjects[0], context)
         results["recall"] = {"context": context}
     contexts = decode_contexts(subjects, options.decode_contexts, options.decode_steps) if options.decode else ()
@@ -52,9 +53,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     if text:
         results["text"] = {"data": options.data, **text.record()}
     if options.decode:
-        if state.is_main_process:  # decoding is not split
-            time_decoding(subjects, records, options, contexts)
-        state.wait_for_everyone()
+        on_main(lambda: time_decoding(subjects, records, options, contexts))  # is not split
     comparison = Comparison(subjects[0], text, options)
     if measures_recall:
         comparison.prepare_recall(context)

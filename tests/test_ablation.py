@@ -31,7 +31,7 @@ from training import BLOCK, Runs, expert_options, scratch, tiny_checkpoint, word
 from gqa.corpus.sources import row_digest
 from gqa.eval.study import ablation
 from gqa.eval.study import rows as study_rows
-from gqa.eval.study.options import AblateOptions, Cell
+from gqa.eval.study.options import ADVICE, AblateOptions, Cell
 from gqa.eval.study.report import write_study_report
 
 check_refused = partial(checkpoints.check_refused, program="gqa-ablate", advice="")
@@ -119,9 +119,6 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def copied(directory: Path) -> Path:
     """A finished study that may be changed."""
     return Path(shutil.copytree(study(), directory / "study"))
-
-
-# -------------------------------------------------------------------------------------------------------- oracle
 
 
 def follow(row: dict[str, Any]) -> str:
@@ -229,8 +226,6 @@ def test_measured_cells_are_not_measured_again(tmp_path: Path, monkeypatch: pyte
     assert (grown[:9], [row["method"] for row in grown[9:]]) == (before, ["random"])
 
 
-# ------------------------------------------------------------------------------------------------ stop, continue
-
 _TORN = """
 from gqa.eval.study import rows
 torn = '{"method": "first", "gro'
@@ -295,6 +290,7 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch
     errors = [row["error"] for row in rows(out)]
     assert errors == [None, *["RuntimeError: the disk is on fire"] * 3, None, None, "loss was not finite"]
     assert "the disk is on fire" in (out / "report.html").read_text()
+    assert ablate(out, methods="first", alphas="0").code == 0  # the failed ones are not asked for
     successes, again = [row for row in rows(out) if not row["error"]], measured(out)
     assert [row for row in again if row in successes] == successes
     latest = {Cell.of(row): row for row in untimed(again)}
@@ -306,7 +302,7 @@ def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, full = tmp_path / "study", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with monkeypatch.context() as patch:
         patch.setattr(study_rows, "os", Mock(fsync=Mock(side_effect=[None, None, full])))
-        check_refused(ablate(out, alphas="0"), "No space left", code=1, advice=study_rows.ADVICE)
+        check_refused(ablate(out, alphas="0"), "No space left", code=1, advice=ADVICE)
     before = rows(out)
     assert [row["method"] for row in before[:2]] == ["none", "mean"]
     assert measured(out, alphas="0")[: len(before)] == before
@@ -340,12 +336,15 @@ def test_a_directory_with_something_else(tmp_path: Path) -> None:
     refused(out, "holds another study: learning_rate: 0.003 -> 0.001", learning_rate=1e-3)
     refused(out, "content of the held-out text: ", "--overwrite", heldout=text)
     refused(out, "fingerprint: ", model=other, groups="1")
-    for name, file, content in (("thesis", "chapter.md", "one"), ("rows", "results.jsonl", '{"name": "no cell"}\n')):
+    for name, file, content, says in (
+        ("thesis", "chapter.md", "one", "holds no study"),
+        ("rows", "results.jsonl", '{"name": "no cell"}\n', "holds no rows of a study"),
+        ("torn", "results.jsonl", '{"name": 1}', "holds no rows of a study"),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(content)
-    for overwrite in (False, True):
-        refused(tmp_path / "thesis", "holds no study", overwrite=overwrite)
-        refused(tmp_path / "rows", "holds no rows of a study", overwrite=overwrite)
+        for overwrite in (False, True):
+            refused(tmp_path / name, says, overwrite=overwrite)
     check_refused(gqa_ablate("-o", tmp_path / "rows"), "holds no rows of a study")
     check_refused(gqa_ablate("-o", tmp_path / "none"), "has no measured study")
     check_refused(gqa_ablate("-o", tmp_path, "--groups", 2), "--groups has no effect without MODEL")
@@ -360,6 +359,9 @@ def test_overwrite_starts_over(tmp_path: Path) -> None:
     refused(out, "holds another study: ", "bits: 4 -> None", methods="mean")
     assert [row["options"]["learning_rate"] for row in measured(out, **grid, learning_rate=1e-4)] == [1e-4] * 2
     assert (out / "notes.txt").read_text() == "mine"
+    (out / "results.jsonl").unlink()  # a conversion may be one of other options, which the rows had
+    ablation.convert_checkpoint(place() / "model", 1, out / ".work" / "mean-g1" / "converted", method="first")
+    assert untimed(measured(out, methods="mean", alphas="0")) == untimed(rows(study()))[:2]
     refused(out, "--groups 3 is not possible", **grid, groups="3")
     for directory, options in ((out, grid), (tmp_path / "new", {"alphas": "0"})):
         with study_rows.locked_work(directory):
@@ -371,6 +373,9 @@ def test_every_part_uses_the_device_of_the_study(monkeypatch: pytest.MonkeyPatch
     study = AblateOptions(Path("study"), "model", device="cpu")
     parts = study.training(0.1, Path("model"), Path("place")), study.maps, study.evaluation
     assert {part.device for part in parts} == {"cpu"}
+    monkeypatch.chdir(SOURCE)
+    (line,) = AblateOptions(Path("study"), ".").commands(Cell("mean", 1, 0.0))
+    assert shlex.split(line)[-1] == f"{SOURCE}-gqa1-mean"
 
 
 def test_the_page_of_a_study(tmp_path: Path) -> None:

@@ -161,6 +161,7 @@ def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest
     ("T5 --data TEXT --target-field text", "are the same column; name two"),
     ("SRC --data PLACE/text.txt --field body", "text.txt has no columns: leave it out"),
     ("SRC --data TEXT --separator x", "--separator splits text files into documents; "),
+    ("SRC T5 --recall", "stdlib-mha and t5gemma have different"),
     ("T5 --recall", "--recall is for decoders, and t5gemma is an encoder-decoder"),
     ("T5 --data TEXT --target-field none", "has no field 'none'; it has 'other', 'text'"),
     ("T5 --data TEXT --target-field other --cache-bits 4", "--cache-bits is for decoders with key/value heads"),

@@ -264,3 +264,4 @@ def test_pictures_are_drawn_where_there_are_numbers(tmp_path: Path, monkeypatch:
     assert (heights[:-1] > heights[1:] + 0.08).all()
     assert heights[0] < 1
     assert heights[-1] > 0
+    assert draw_study([BASE, ROWS[2] | {"loss_increase": 50.0}], tmp_path)  # above the largest tick

@@ -91,9 +91,6 @@ def test_every_checkpoint_is_measured_with_it() -> None:
     assert others[1]["quality"]["nats_per_token"] == pytest.approx(merged["quality"]["nats_per_token"], abs=1e-2)
 
 
-# ---------------------------------------------------------------------------------------------------- decoding is timed
-
-
 Calls = list[tuple[Tensor, int]]
 
 

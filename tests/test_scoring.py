@@ -127,8 +127,6 @@ def test_rolling_windows_are_those_of_the_harness(count: int, context: int) -> N
     assert [i for w in rolling_windows(ids, context, P) for i in w.ids[-w.scored :]] == ids  # each once, in order
 
 
-# ------------------------------------------------------------------------------------------- lm-evaluation-harness
-
 TASK = """task: local_perplexity
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
@@ -168,9 +166,6 @@ def test_rolling_perplexity_is_that_of_the_harness(model: str, count: int, conte
     for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
         assert ours[name] == pytest.approx(theirs[f"{name},none"], rel=1e-5), name
         assert others[name] != pytest.approx(ours[name], rel=1e-2), name
-
-
-# ------------------------------------------------------------------------------------------------------ statistics
 
 
 def test_a_comparison_by_hand():

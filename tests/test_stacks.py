@@ -154,9 +154,6 @@ def test_what_several_parts_state_is_edited_in_each(tmp_path: Path) -> None:
     assert new["dtype"] == new["text_config"]["dtype"] == new["vision_config"]["dtype"] == "bfloat16"
 
 
-# ---------------------------------------------------------------------------------------- names that transformers loads
-
-
 # Whose tensors transformers stores under other names, or in other pieces, than those of the class.
 OTHERWISE = [
     "aria", "cohere2_moe", "ernie4_5_vl_moe", "flint", "gemma3", "granitemoehybrid", "internvl", "jamba", "lfm3_vl",

@@ -131,6 +131,7 @@ def refusals(place: Path, root: Path) -> Refusals:
         ({"model": headless}, "headless is a Qwen3VLTextModel, which does not predict the next token of a text"),
         ({"model": bare}, "bare has no tokenizer; copy its base model's tokenizer files into"),
         ({"output": packed}, "packed exists; choose another directory with -o"),
+        ({"context": 1}, "--context 1 leaves nothing to predict; give at least 2"),
         ({"context": 65}, "--context 65 is more than the 64 positions of model"),
         ({"attn_implementation": "magic"}, "magic"),
         ({"device": "nowhere"}, "device nowhere cannot be used"),

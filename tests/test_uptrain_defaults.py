@@ -82,6 +82,9 @@ def test_places_of_the_base_model(converted: Path, tmp_path: Path) -> None:
     assert settled(moved)[0].teacher == str(tmp_path / "deep" / "base")
     assert settled(moved, teacher="none", data=("text",))[0].teacher == "none"
     assert settled(moved, teacher=base)[0].teacher == base
+    # Of a training in another directory, beside another model of that name.
+    assert uptrain(converted, "--steps", 1, "--batch-size", 1, "-o", tmp_path / "deep" / "trained").code == 0
+    assert settled(tmp_path / "deep" / "trained")[0].teacher == base
 
 
 @pytest.mark.parametrize("record", ["[1]", '"x"', '{"options": null}', '{"source": "x"}', '{"source": {"model": 1}}'])
@@ -177,8 +180,6 @@ def test_a_short_run_has_steps_all_the_same(
     assert (found.context, found.batch_size) == (block, batch)
     found.check(ranks)
 
-
-# ---------------------------------------------------------------------------------------------------- rates and options
 
 HALF = 0.5 * (1 + math.cos(math.pi / 4)), 0.5 * (1 + math.cos(3 * math.pi / 4))
 

@@ -334,6 +334,8 @@ def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options
     config = config.get_text_config(decoder=True)
     check_ids(len(tokenizer) - 1, config.vocab_size, checkpoint.name)
     longest = positions(config)
+    if options.context == 1:
+        raise RefusedError("--context 1 leaves nothing to predict; give at least 2")
     if longest and options.context and options.context > longest:
         raise RefusedError(f"--context {options.context} is more than the {longest} positions of {checkpoint.name}")
     return options.context or min(longest or default, MAX_BLOCK)

@@ -25,6 +25,7 @@ from gqa.checkpoint.provenance import (
     format_card,
     loading_code,
     read_record,
+    relative_path,
     request,
     request_text,
     source_card,
@@ -39,7 +40,7 @@ from gqa.uptrain.setup import Setup
 from gqa.uptrain.state import TrainingProgress
 from gqa.uptrain.weights import gather, merge_adapters
 
-_WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
+_WRITTEN = frozenset({"README.md", UPTRAINING, METRICS})
 
 
 def uptrain(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, dict[str, Any]]:
@@ -75,18 +76,19 @@ def _export(setup: Setup, weights: dict[str, Tensor], record: dict[str, Any]) ->
         work = output.work
         require_space(source.nbytes, output.out)
         _write_weights(setup.model, weights, source, work)
-        for name in source.side_files:
+        for name in ("config.json", *source.side_files):
             if name not in _WRITTEN:
                 copy_file(source.path(name), work / name)
+        base = record["conversion"].get("source") if isinstance(record["conversion"], dict) else None
+        if isinstance(base, dict) and base.get("path"):  # from the new place; users edit such files
+            base["path"] = relative_path(source.directory / str(base["path"]), output.out)
+            write_text(work / PROVENANCE, json.dumps(record["conversion"], indent=2) + "\n")
         copy_file(setup.metrics, work / METRICS)
         loading = loading_code(type(setup.model), output.out.name, source.side_files)
         write_text(work / "README.md", card(source, output.out.name, loading, record))
-        write_text(work / "config.json", json.dumps(source.config, indent=2, ensure_ascii=False) + "\n")
-        expected, written = (
-            {name: (spec.dtype, spec.shape) for name, spec in one.tensors.items()}
-            for one in (source, read_checkpoint(work))
-        )
-        if wrong := {name for name in expected.keys() | written.keys() if expected.get(name) != written.get(name)}:
+        tables = (one.tensors.items() for one in (source, read_checkpoint(work)))
+        expected, written = ({(name, spec.dtype, spec.shape) for name, spec in table} for table in tables)
+        if wrong := {name for name, *_ in expected ^ written}:
             raise OutputError(f"the result does not verify: {listing(wrong)} differ from {source.name}")
         output.commit(UPTRAINING, record)
     if not options.keep_state:

@@ -182,8 +182,7 @@ def edit_config(
     config: ModelConfig, groups: Groups, name: str, dtype: str | None = None, quantised: bool = False
 ) -> tuple[ModelConfig, list[dict[str, Any]]]:
     """The new config, read back through transformers and checked, and its changes: dictionaries of a `key`, dotted from
-    the top of config.json, and its values `before` and `after`. Keys of quantisation are removed unless tensors are
-    `quantised`.
+    the top of config.json, and its values `before` and `after`. Keys of quantisation go unless tensors are `quantised`.
     """
     raw = copy.deepcopy(config.raw) if quantised else without_quantisation(config.raw)
     for part in _parts(raw) if dtype else ():

@@ -145,8 +145,7 @@ def samples_identity(checkpoint: Checkpoint, trusted: bool) -> str:
 
 def derive_seed(seed: int, label: int | str) -> int:
     """An independent seed for `label`: the number of a batch, so that earlier batches need not be sampled again, or a
-    use. Calibration uses `seed` itself; other uses need other text, as weights predict the text they were fitted to
-    better.
+    use. Calibration uses `seed` itself; others need other text, as weights predict what they were fitted to better.
     """
     return int.from_bytes(hashlib.sha256(f"{seed} {label}".encode()).digest()[:7], "big")
 

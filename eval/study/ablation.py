@@ -84,7 +84,7 @@ class Ablation:
         """
         options, evaluation = self.options, self.options.evaluation
         with rows.locked_work(options.output) as self._work:
-            if options.overwrite:
+            if options.overwrite or not rows.read_rows(options.output):
                 rows.remove_work(self._work)
                 for name in rows.FILES:
                     (options.output / name).unlink(missing_ok=True)

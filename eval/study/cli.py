@@ -8,7 +8,7 @@ import click
 
 from gqa.checkpoint.console import fail, run
 from gqa.checkpoint.options import command as command_of
-from gqa.eval.study.options import AblateOptions
+from gqa.eval.study.options import ADVICE, AblateOptions, Cell
 
 _EPILOG = """\b
 Examples:
@@ -33,18 +33,17 @@ def command(options: AblateOptions) -> None:
     transformers.utils.logging.set_verbosity_error()
     options.refuse_conflicts()
     if options.model:
-        Ablation(options).run(sys.argv[1:])
+        (study := Ablation(options)).run(sys.argv[1:])
     rows, recommendation, names = write_study_report(options.output, options.max_loss_increase)
     click.echo(short_table(rows).text())
     if not options.quiet:
         click.echo(f"\nwritten to {options.output}: {', '.join(names)}")
     click.echo(recommendation)
-    failed = sum(bool(row["error"]) for row in rows)
-    if options.model and failed:
-        message = f"{failed} of {len(rows) - 1} combinations failed (see {options.output}/report.html)"
-        fail("gqa-ablate", f"{message}; the same command tries them again", 1)
+    if options.model and (failed := sum(bool(row["error"]) for row in rows if Cell.of(row) in study.cells)):
+        combinations = f"{failed} of {len(study.cells) - 1} combinations failed (see {options.output}/report.html)"
+        fail("gqa-ablate", f"{combinations}; repeat the command without --overwrite to try them again", 1)
 
 
 def main() -> None:
     """Entry point; exit codes of `gqa.checkpoint.console.run`, and 1 if cells failed."""
-    run(command, "gqa-ablate", "measured rows are kept; repeat the command to continue")
+    run(command, "gqa-ablate", ADVICE)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.hub import default_output
 from gqa.checkpoint.options import COUNT, FROM_ZERO, SHARE, Options, flag, option, same_as, tokens_type
 from gqa.checkpoint.provenance import checkpoint_digest, portable
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 UNMERGED = "none"  # the method of cells with as many KV heads as the base model
 BASE = "base model"  # what reports call it
+ADVICE = "measured rows are kept; repeat the command without --overwrite to continue"
 
 
 class Cell(NamedTuple):
@@ -68,7 +70,7 @@ class AblateOptions(Options):
         ("mean", "first", "aligned", "calibrated", "refined"), "Methods to compare; random is a control.",
         click.Choice([*METHODS]), metavar="METHOD[,...]", free=True)
     kv_heads: tuple[int, ...] | None = option(
-        None, "Numbers of key/value heads.  [default: a half and a quarter of MODEL's, and 1; also all, as the "
+        None, "Numbers of key/value heads.  [default: the two largest divisors of MODEL's, and 1; also all, as the "
         "control, with --teacher none]", COUNT, short="-g", metavar="G[,...]", free=True)
     alphas: tuple[float, ...] = option(
         (0.0, 0.05), "Fractions of the data to train on; 0: no training.", SHARE, metavar="SHARE[,...]", free=True)
@@ -157,9 +159,9 @@ class AblateOptions(Options):
         return MapsOptions(text=text, refinement=refinement, device=find_device(self.device))
 
     def commands(self, cell: Cell) -> list[str]:
-        """Commands that make the model of a cell whose heads are merged, in the working directory."""
+        """Commands that make the model of a cell whose heads are merged."""
         assert self.model
-        out, method = f"{Path(self.model).name}-gqa{cell.groups}-{cell.method}", METHODS[cell.method]
+        out, method = str(default_output(self.model, f"-gqa{cell.groups}-{cell.method}")), METHODS[cell.method]
         words = ["gqa-convert", self.model, "--groups", str(cell.groups), "--method", cell.method, "-o", out]
         if method.reads_text and not states_tokens(self.data):
             words += ["--tokens", str(self.calibration_tokens)]

@@ -92,7 +92,7 @@ def _scale_losses(axis: Axes, losses: Any) -> None:
     conversions do not flatten the rest.
     """
     smallest = min(losses[losses > 0], default=0.0)
-    ticks = [tick for tick in (0.01, 0.03, 0.1, 0.3, 1, 3, 10) if 3.4 * tick > smallest]
+    ticks = [tick for tick in (0.01, 0.03, 0.1, 0.3, 1, 3, 10) if 3.4 * tick > smallest] or [10.0]
     axis.set_yscale("symlog", linthresh=ticks[0], linscale=0.5)
     axis.set_yticks(shown := [-ticks[0], 0, *ticks], [f"{tick:g}" for tick in shown])
     axis.yaxis.set_minor_locator(NullLocator())

@@ -17,8 +17,8 @@ from gqa.checkpoint.write import system_errors
 from gqa.convert.summary import size
 from gqa.eval.page import Column, Table, format_number, table, write_page
 from gqa.eval.report import describe_environment, describe_text
-from gqa.eval.study.options import BASE, UNMERGED, Cell
-from gqa.eval.study.rows import ADVICE, FILES, Row, read_rows
+from gqa.eval.study.options import ADVICE, BASE, UNMERGED, Cell
+from gqa.eval.study.rows import FILES, Row, read_rows
 
 _CELL: list[Column] = [
     ("method", lambda r: BASE if r["method"] == UNMERGED else r["method"]),

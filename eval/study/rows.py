@@ -17,12 +17,11 @@ from gqa.checkpoint.errors import RefusedError, differences
 from gqa.checkpoint.write import finite, locked, system_errors
 from gqa.eval.page import PAGE
 from gqa.eval.report import recall_by_kind
-from gqa.eval.study.options import Cell
+from gqa.eval.study.options import ADVICE, Cell
 
 Row = dict[str, Any]
 
 ROWS, WORK = "results.jsonl", ".work"
-ADVICE = "measured rows are kept; repeat the command to continue"
 FILES = (PAGE, "alphas.svg", "tradeoff.svg", ROWS)
 
 
@@ -55,8 +54,8 @@ def read_rows(directory: Path) -> dict[Cell, Row]:
     path = directory / ROWS
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        # A killed run may have left half a line.
-        rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        half = '{"method"'  # begins the last line of a killed run
+        rows = [json.loads(line) for line in text.splitlines(True) if line[-1] == "\n" or not half.startswith(line[:9])]
         latest = {Cell.of(row): {"error": row["error"], "options": row["options"], **row} for row in rows}
         return dict(sorted(latest.items(), key=lambda item: item[0].order))
     except (ValueError, KeyError, TypeError) as error:
