@@ -62,7 +62,7 @@ sys.exit((type(one), one) != (type(other), other))"""
 
 
 def questions() -> Iterator[tuple[str, str, Any]]:
-    """Kind, prompt, and the first line of the answer; of code all of `FUNCTIONS`."""
+    """Kind, prompt, and the first line of the answer; of code each of `FUNCTIONS` after three others as examples."""
     draw = random.Random(0)
     for _ in range(COUNT):
         words = [draw.sample(NAMES, 4) for _ in range(8)]
@@ -76,8 +76,9 @@ def questions() -> Iterator[tuple[str, str, Any]]:
         *sums, (a, b) = (draw.choices(range(1, 10), k=2) for _ in range(5))
         yield "sum", "\n".join([*(f"{c} + {d} = {c + d}" for c, d in sums), f"{a} + {b} ="]), str(a + b)
     for function in FUNCTIONS:
-        example = 'def increment(x):\n    """Return x plus one."""\n    return x + 1\n\n\n'
-        yield "code", f'{example}def {function[0]}:\n    """Return {function[1]}."""\n    return', function
+        for name, result, code, _ in draw.sample([other for other in FUNCTIONS if other is not function], 3):
+            example = f'def {name}:\n    """Return {result}."""\n    return {code}\n\n\n'
+            yield "code", f'{example}def {function[0]}:\n    """Return {function[1]}."""\n    return', function
 
 
 def is_right(answer: str, expected: Any) -> bool:
