@@ -62,7 +62,7 @@ sys.exit((type(one), one) != (type(other), other))"""
 
 
 def questions() -> Iterator[tuple[str, str, Any]]:
-    """Kind, prompt, and the first line of the answer; of code each of `FUNCTIONS` after three others as examples."""
+    """Kind, prompt, and the first line of the answer; of code each of `FUNCTIONS` after one of three others."""
     draw = random.Random(0)
     for _ in range(COUNT):
         words = [draw.sample(NAMES, 4) for _ in range(8)]

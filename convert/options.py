@@ -13,7 +13,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import COUNT, SEED, KVHeads, Number, Options, Text, flag, option, tokens_type
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import DEFAULT, GROUPINGS, METHODS
-from gqa.corpus.sources import states_tokens
+from gqa.corpus.sources import is_self, parse_self
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ConvertOptions(Options):
             raise RefusedError("the number of KV heads is not clear; give either --groups G or --kv-budget SHARE")
         if self.kv_budget and self.dry_run:
             raise RefusedError("--kv-budget runs the model's layers, --dry-run runs nothing; leave one of them out")
-        if self.is_set("tokens") and states_tokens(self.data):
+        if self.is_set("tokens") and self.data and all(is_self(one) and parse_self(one)[0] for one in self.data):
             raise RefusedError("--data states the number of tokens; leave --tokens out, or give self")
         refuse_unused(self, (self.method, DEFAULT) if self.kv_budget else (self.method,), f"--method {self.method}")
 

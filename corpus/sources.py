@@ -63,11 +63,6 @@ def parse_self(spec: str) -> tuple[int | None, bool]:
     return tokens, bool(match[1])
 
 
-def states_tokens(specs: Sequence[str]) -> bool:
-    """Whether all specs are `self:TOKENS`. Raises CorpusError."""
-    return bool(specs) and all(is_self(spec) and parse_self(spec)[0] for spec in specs)
-
-
 @dataclass(frozen=True)
 class Source:
     """Documents, or pairs of a source and a target, that can be read repeatedly, always in the same order.

@@ -17,7 +17,7 @@ from gqa.checkpoint.provenance import checkpoint_digest, portable
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions, refuse_unused
-from gqa.corpus.sources import is_self, states_tokens
+from gqa.corpus.sources import is_self
 from gqa.eval.options import EvaluateOptions
 from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
 
@@ -163,7 +163,7 @@ class AblateOptions(Options):
         assert self.model
         out, method = str(default_output(self.model, f"-gqa{cell.groups}-{cell.method}")), METHODS[cell.method]
         words = ["gqa-convert", self.model, "--groups", str(cell.groups), "--method", cell.method, "-o", out]
-        if method.reads_text and not states_tokens(self.data):
+        if method.reads_text:
             words += ["--tokens", str(self.calibration_tokens)]
         uses = {name: one.metadata["methods"] for name, one in ConvertOptions.__dataclass_fields__.items()}
         used = {name for name, use in uses.items() if use and getattr(method, use)} - {"precision", "context"}
