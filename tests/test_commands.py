@@ -43,11 +43,6 @@ COMMANDS: dict[str, click.Command] = {name: import_module(room).command for name
 OPTIONS = {name: [p for p in command.params if isinstance(p, click.Option)] for name, command in COMMANDS.items()}
 
 
-def test_there_are_at_most_120_options() -> None:
-    """--help and --version aside."""
-    assert sum(len(options) - 1 for options in OPTIONS.values()) <= 120
-
-
 def test_messages_name_options_that_are_there() -> None:
     """Every option in a string of ours is one of the commands, or of a program that the string names."""
     known = {name for options in OPTIONS.values() for option in options for name in option.opts + option.secondary_opts}
