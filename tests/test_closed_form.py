@@ -18,7 +18,7 @@ from gqa.checkpoint.loading import as_float64
 from gqa.convert.api import plan_conversion
 from gqa.convert.heads.family import Rotary
 from gqa.convert.merge import closed_form, from_weights, linear_algebra
-from gqa.convert.merge.closed_form import output_roots, significance_of
+from gqa.convert.merge.closed_form import LEAST_ENERGY, output_roots, position_weights, significance_of
 from gqa.convert.merge.from_weights import InputMoments, Mlp, gram
 from gqa.convert.merge.linear_algebra import shared_key, shared_value
 
@@ -157,6 +157,55 @@ def test_scores_count_by_what_they_move() -> None:
             moved, apart[: 5 - key] = moved + without, apart[: 5 - key] + without.sum(0)[key:]
         torch.testing.assert_close(found[:, head], moved, rtol=1e-3, atol=0.5)  # of up to 300
         torch.testing.assert_close(distances[head], apart, rtol=1e-3, atol=0.5)
+
+
+def stream_with(sizes: dict[int, float], unit: float = 1.0) -> Tensor:
+    """Hidden states (1, 64, 32) about as large as `unit`, those of some positions multiplied by `sizes`."""
+    stream = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(0))
+    for position, size in sizes.items():
+        stream[:, position] *= size
+    return stream * unit
+
+
+def test_errors_count_by_the_inverse_square_of_hidden_states() -> None:
+    """So positions that are hundreds of times as large as others hardly count."""
+    stream = stream_with({0: 300.0, 7: 20.0})
+
+    weights = position_weights(stream)
+
+    energies = stream.square().mean(-1)
+    torch.testing.assert_close(weights * energies, (1 / (1 / energies).mean()).expand(1, 64))
+    assert float(weights.mean()) == pytest.approx(1.0)
+    assert float(weights[0, 0] / weights[0, 1:7].mean()) < 1e-4
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1e-3])
+def test_no_position_owns_the_weight(size: float, unit: float) -> None:
+    """What is zero or tiny counts no more than a few others; whether it is rare, or more than half of the text."""
+    for tiny in ([5], [5, 6], range(40)):
+        weights = position_weights(stream_with(dict.fromkeys(tiny, size), unit))[0]
+
+        others = [position for position in range(64) if position not in tiny]
+        assert float(weights.max()) < 2 / LEAST_ENERGY * float(weights[others].mean())
+        assert float(weights.mean()) == pytest.approx(1.0)
+
+
+def test_hidden_states_of_zero_count_alike() -> None:
+    assert position_weights(torch.zeros(2, 3, 4)).tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1e6])
+def test_padding_does_not_weigh(size: float) -> None:
+    """Nor does it say how large hidden states are."""
+    is_text = torch.arange(64)[None] < 10
+    padded = stream_with(dict.fromkeys(range(10, 64), size) | {3: 0.0})
+
+    weights = position_weights(padded, is_text)
+
+    alone = position_weights(padded[:, :10])
+    torch.testing.assert_close(weights[:, :10] / weights[:, :10].mean(), alone)
+    assert not weights[:, 10:].any()
 
 
 @pytest.mark.parametrize(("device", "where"), [("cpu", "cpu"), ("cuda", "cuda"), ("mps", "cpu")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +20,7 @@ from gqa.convert.merge.pair import Pair, check_finite
 from gqa.convert.methods import HeadMaps, query_order
 from gqa.convert.plan import searches
 
+LEAST_ENERGY = 0.1  # of a hidden state, relative to the typical one; of trained tokens it is 0.5 and more
 _MIN_REMAINDER = 1e-2  # floor of 1 - a: below it v - o is lost in float32 rounding
 SAMPLED = 16_384  # tokens that key and value maps are fitted to: more hardly improve them, unlike W_O
 SCORES = 1 << 25  # scores of one head computed at a time
@@ -95,13 +97,42 @@ def output_roots(w_o: Tensor) -> Tensor:
     return roots.float()
 
 
-def position_weights(stream: Tensor, real: Tensor | None = None) -> Tensor:
-    """(N, T) weight of an error at each position, mean 1: 1 / mean(h^2), as the next norm divides by the RMS; 0 for
-    padding, where `real` (N, T) is False. h is hundreds of times as large at a few positions (the first).
+def position_weights(stream: Tensor, is_text: Tensor | None = None) -> Tensor:
+    """Weight of an error at each position: 1 / mean square of its hidden state, because the next norm divides by that.
+
+    Some positions, such as the first of a text, have hidden states that are hundreds of times as large as the others':
+    they get the small weight that belongs to them. The opposite does not hold. Where the hidden state is zero or tiny
+    (untrained or reserved tokens before the first layer), attention adds as much as elsewhere, and the next norm
+    divides by the sum. So a mean square below LEAST_ENERGY times the typical one counts as that: no position weighs
+    more than 1 / LEAST_ENERGY typical ones, in any units.
+
+    Args:
+        stream: (N, T, D) hidden states.
+        is_text: (N, T) bool, False for padding, whose weight is 0; None where nothing is padding.
+
+    Returns:
+        (N, T) weights with the mean 1.
     """
-    weights = 1 / mean_squares(stream).clamp_min(1e-30)
-    weights = weights if real is None else weights * real
+    energies = mean_squares(stream)
+    if is_text is None:
+        is_text = torch.ones_like(energies, dtype=torch.bool)
+
+    least = LEAST_ENERGY * _typical_energy(energies[is_text])
+    weights = is_text / energies.clamp_min(least)
     return weights / weights.mean()
+
+
+def _typical_energy(energies: Tensor) -> float:
+    """The upper quartile of the mean squares (n,) that are not zero; 1 if all are zero.
+
+    A quartile, because a few positions are thousands of times as large and would rule a mean; the upper one, because
+    tokens without an embedding may take up most of a short text.
+    """
+    positive = energies[energies > 0]
+    if not len(positive):
+        return 1.0
+    rank = math.ceil(0.75 * len(positive))
+    return float(positive.kthvalue(rank).values)
 
 
 def mean_squares(stream: Tensor) -> Tensor:
