@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.compat import attention_name
-from gqa.checkpoint.errors import RefusedError, explain, one_line
+from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import find_device, load_model, load_tokenizer, positions, ranks, read_auto_config
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
@@ -43,10 +43,7 @@ class Subject:
     @cached_property
     def config(self) -> Any:
         """transformers' config."""
-        try:
-            return read_auto_config(self.path, trust_remote_code=self.trust_remote_code)
-        except Exception as error:  # whatever a library raises about a config it cannot read
-            raise RefusedError(f"transformers cannot read the config of {self.name}: {explain(error)}") from error
+        return read_auto_config(self.path, trust_remote_code=self.trust_remote_code)
 
     @cached_property
     def tokenizer(self) -> Any:
