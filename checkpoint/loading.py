@@ -187,20 +187,23 @@ def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
 
     raw = read_json(Path(name), "config.json")
     check_numbers(raw, Path(name).name)
+    model_type, code = raw.get("model_type"), raw.get("auto_map")
+    known = config_class(model_type) if isinstance(model_type, str) else None
     try:
         with quiet_transformers(), _plain_config(name) as plain:
-            if raw.get("model_type") in MODEL_TYPES:
-                config = config_class(raw["model_type"]).from_pretrained(plain)
-            elif trust_remote_code and "auto_map" in raw:
-                config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=True)
+            if model_type in MODEL_TYPES:
+                config = known.from_pretrained(plain)
+            elif trust_remote_code and isinstance(code, dict) and "AutoConfig" in code:
+                # output_attentions is refused beside some implementations of attention.
+                options = {} if plain == name else {"output_attentions": False}
+                config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=True, **options)
                 if plain != name:
                     reset_run_flags(config)
             else:
-                known = isinstance(raw.get("model_type"), str) and config_class(raw["model_type"])
                 config = transformers.AutoConfig.from_pretrained(plain if known else name)
     except Exception as error:  # whatever a library, or code of a checkpoint, raises about a config
-        known = isinstance(raw.get("model_type"), str) and config_class(raw["model_type"])
-        cause = culprit(raw, lambda other: known.from_dict(without_run_flags(other))) if known else ""
+        entry = culprit(raw, lambda other: known.from_dict(without_run_flags(other))) if known else ""
+        cause = f" because of {entry}" if entry else ""
         raise RefusedError(f"transformers cannot read config.json of {name}{cause}: {explain(error)}") from error
     config.name_or_path = name
     return config

@@ -13,6 +13,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from gqa.checkpoint.errors import CorruptError
@@ -23,6 +24,9 @@ MAX_POSITIONS = 10**8  # ten times those of the longest published models
 _COUNTS = re.compile(r"(\w+_)?(layers?|heads?|blocks|depth|codebooks|quantizers|labels|experts|stages)")
 # Those that count layers with tensors of their own.
 _LAYERS = re.compile(r"(num_hidden|num|n|encoder|decoder|num_encoder|num_decoder)_layers?|depth")
+# Those that are a dimension of some stored tensor.
+_SIZES = re.compile(r"(\w+_)?(hidden|intermediate|vocab)_size|d_model|d_ff|n_embd|(\w+_)?ffn_dim|(\w+_)?head_dim")
+_PACKED = 8  # numbers in a stored one, at most
 _POSITIONS = re.compile(r"max_position_embeddings|max_(source|target)_positions|n_positions|n_ctx|max_seq_len\w*")
 # Shares of a head's dimensions.
 _SHARES = re.compile(r"partial_rotary_factor|rotary_pct|rope_pct|rotary_percent\w*")
@@ -36,7 +40,8 @@ RUN_FLAGS = frozenset((
     "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
 ))  # fmt: skip
-_SEARCH_SECONDS = 10.0  # for the key that makes a config unreadable
+_SEARCH_SECONDS = 3.0  # of computing, for the key that makes a config unreadable
+_searching: ContextVar[bool] = ContextVar("searching", default=False)
 
 
 def parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -73,12 +78,16 @@ def check_numbers(raw: dict[str, Any], name: str) -> None:
                 raise wrong(name, key, value, "a number from 0 to 1 is allowed")
 
 
-def check_layers(raw: dict[str, Any], name: str, tensors: int) -> None:
-    """Raise CorruptError for more layers than the checkpoint has `tensors`: each layer has one at least."""
+def check_against_headers(raw: dict[str, Any], name: str, tensors: int, largest: int) -> None:
+    """Raise CorruptError for more layers than the checkpoint has `tensors`, as each layer has one at least, and for
+    dimensions greater than the count of numbers in its `largest` tensor.
+    """
     for part in parts(raw):
         for key, value in part.items():
             if _LAYERS.fullmatch(key) and _exceeds(value, tensors):
                 raise wrong(name, key, value, f"but its weights are {tensors} tensors, at least one for each layer")
+            if _SIZES.fullmatch(key) and _exceeds(value, _PACKED * largest):
+                raise wrong(name, key, value, f"but its largest tensor has {largest:,} numbers")
 
 
 def _exceeds(value: Any, limit: int) -> bool:
@@ -102,25 +111,46 @@ def shown(value: Any, limit: int = 80) -> str:
 
 
 def culprit(raw: dict[str, Any], read: Callable[[dict[str, Any]], object]) -> str:
-    """`, because of KEY: VALUE` for the entry without which `read` takes a config that it refuses; empty if there is
-    none, or if `read` is too slow to find it.
+    """`KEY: VALUE`, the entry without which `read` takes a config that it refuses; empty if no entry is the only cause,
+    or if `read` is too slow to find it.
+
+    `read` may call this function, too: the inner call finds nothing, as the outer one is searching already.
     """
-    end = time.monotonic() + _SEARCH_SECONDS
+    if _searching.get():
+        return ""
+
+    token = _searching.set(True)
+    try:
+        return _search(raw, read)
+    finally:
+        _searching.reset(token)
+
+
+def _search(raw: dict[str, Any], read: Callable[[dict[str, Any]], object]) -> str:
+    end = time.thread_time() + _SEARCH_SECONDS
+    if _takes(read, raw):
+        return ""
+
     for path in _paths(raw):
-        if time.monotonic() > end:
+        if time.thread_time() > end:
             break
         other = copy.deepcopy(raw)
         value = _remove(other, path)
-        try:
-            read(other)
-        except Exception:  # it is not this entry, or not this one alone
-            continue
-        return f", because of {'.'.join(path)}: {shown(value)}"
+        if _takes(read, other):
+            return f"{'.'.join(path)}: {shown(value)}"
     return ""
 
 
+def _takes(read: Callable[[dict[str, Any]], object], raw: dict[str, Any]) -> bool:
+    try:
+        read(raw)
+    except Exception:  # whatever transformers raises about a config
+        return False
+    return True
+
+
 def _paths(raw: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The keys that lead to each entry, inner ones first, without those that name a class."""
+    """The keys that lead to each entry, inner ones first, without those that name a model type."""
     for key, value in raw.items():
         if isinstance(value, dict):
             yield from _paths(value, (*above, key))

@@ -26,7 +26,7 @@ from gqa.checkpoint.files import (
     weight_files,
 )
 from gqa.checkpoint.json_text import read_json_file
-from gqa.checkpoint.model_config import check_layers, check_numbers
+from gqa.checkpoint.model_config import check_against_headers, check_numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -212,7 +212,7 @@ def read_checkpoint(
     hub_id, revision = cached_revision(directory)
     name = hub_id.split("/")[-1] if hub_id else directory.resolve().name
     check_numbers(config, name)
-    check_layers(config, name, len(tensors))
+    check_against_headers(config, name, len(tensors), max(spec.numel for spec in tensors.values()))
     return Checkpoint(
         name, directory, config, tensors, tuple(files), side, left_out, revision, hub_id,
         _pickled={file: stored for file, (stored, _) in pickled.items()},

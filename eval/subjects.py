@@ -24,7 +24,7 @@ from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import find_device, load_model, load_tokenizer, positions, ranks, read_auto_config
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.heads.config import KVCache, groups_per_head, read_config
+from gqa.convert.heads.config import KVCache, check_config, groups_per_head, read_config
 from gqa.convert.merge.layerwise import PLAIN, register
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.pairs import PairEncoder
@@ -119,6 +119,8 @@ def open_subjects(
     if revision is not None and all(map(os.path.lexists, models)):
         raise RefusedError("--revision is for hub ids, and all of these are local paths")
     checkpoints = [open_model(model, None if os.path.lexists(model) else revision) for model in models]
+    for checkpoint in checkpoints:
+        check_config(checkpoint.config, checkpoint.name)
     names = [checkpoint.hub_id or checkpoint.name for checkpoint in checkpoints]
     if len({*names}) < len({*models}):  # of two with one name, say what the user named
         names = [*models]

@@ -34,6 +34,7 @@ from gqa.checkpoint.model_config import (
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
 from gqa.convert.heads.family import Edits, Family, Groups, LayerHeads, Symmetry
 
+MAX_DIM = 65_536  # of a head, which published models have 32 to 1,024 of
 QUANTISATION = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
 QUANTISATION_GROUP = 64  # numbers that share a scale, at most
 SCALE_BYTES = 4  # minimum and scale of a group, 16 bits each
@@ -95,6 +96,16 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
     return config
 
 
+def check_config(raw: dict[str, Any], name: str) -> None:
+    """Raise CorruptError for a config with which nothing can be computed; model types that cannot be converted pass."""
+    try:
+        read_config(raw, name)
+    except CorruptError:
+        raise
+    except RefusedError:
+        return
+
+
 def find_text(raw: dict[str, Any], name: str) -> ModelConfig:
     """The same without checks of the values of the text part."""
     text: Any = read_top(raw, name)
@@ -132,7 +143,8 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
     try:
         return transformers_config(raw)
     except Exception as error:  # any error of a config class means that the config is wrong
-        cause = culprit(raw, transformers_config)
+        entry = culprit(raw, transformers_config)
+        cause = f" because of {entry}" if entry else ""
         raise CorruptError(
             f"{name}: transformers cannot read config.json as {model_type}{cause}: {explain(error)}; correct it"
         ) from error
@@ -157,7 +169,8 @@ def _check(config: ModelConfig, name: str) -> None:
     try:
         heads = {config.heads(layer) for layer in range(layers)}
     except _SENSELESS as error:
-        cause = culprit(config.raw, _read_heads)
+        entry = culprit(config.raw, _read_heads)
+        cause = f" because of {entry}" if entry else ""
         raise CorruptError(
             f"{name}: the head counts in config.json make no sense{cause}: {explain(error)}; correct them"
         ) from error
@@ -235,6 +248,11 @@ def _check_heads(heads: Iterable[LayerHeads], name: str) -> None:
             raise CorruptError(
                 f"{name}: config.json asks for {h.query} query and {h.kv} key/value heads of dimension {h.key_dim}; "
                 "natural numbers are allowed, the second a divisor of the first"
+            )
+        if max(h.key_dim, h.value_dim) > MAX_DIM:  # a list of each dimension's frequency is made
+            raise CorruptError(
+                f"{name}: config.json asks for heads of dimension {max(h.key_dim, h.value_dim)}, at most {MAX_DIM} is "
+                "allowed; correct it"
             )
 
 

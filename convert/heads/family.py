@@ -271,6 +271,8 @@ class Symmetry:
         # Type `proportional` rotates all pairs, those beyond the factor by zero.
         if share is None or parameters.get("rope_type") == "proportional":
             share = 1.0
+        if not 0 <= share <= 1:
+            raise ValueError(f"{share} of a head's dimensions are rotated, 0 to 1 are possible")
         dims = int(dim * share)
         longest = getattr(config, "max_position_embeddings", None)
         if not longest or not self.free_keys(config):
