@@ -1,7 +1,7 @@
 """Render a checkpoint's chat template within limits.
 
 transformers renders templates in jinja's sandbox, which keeps them from running code, but limits neither time nor
-memory. Two nested loops of 99,999 turns do not end, and `{{ 10 ** 10 ** 8 }}` or a long string that is multiplied is
+memory. Two nested loops of 99,999 turns do not end, and `{{ 7 ** 99999999 }}` or a long string that is multiplied is
 one call into C, which no signal handler, timer or thread interrupts. So a process of its own renders, and the system
 ends it: that works from any thread, and whatever the template does.
 """

@@ -188,7 +188,7 @@ def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
     raw = read_json(Path(name), "config.json")
     check_numbers(raw, Path(name).name)
     model_type, code = raw.get("model_type"), raw.get("auto_map")
-    known = config_class(model_type) if isinstance(model_type, str) else None
+    known: Any = config_class(model_type) if isinstance(model_type, str) else None
     try:
         with quiet_transformers(), _plain_config(name) as plain:
             if model_type in MODEL_TYPES:

@@ -17,7 +17,7 @@ from gqa.checkpoint.read import read_checkpoint
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
 # One call into C each, which nothing inside the process interrupts.
-POWER = "{{ 10 ** 10 ** 8 }}"
+POWER = "{{ 7 ** 99999999 }}"
 LONG_STRING = "{{ 'x' * 10 ** 11 }}"
 LONG_CHAT = "{{ 'x' * 200000 }}"
 ORDINARY = (
