@@ -77,6 +77,23 @@ def attention_name(model: Any) -> str:
     return str(model.config._attn_implementation)
 
 
+def reset_run_flags(config: Any) -> None:
+    """Let a config object, and those inside it, have transformers' own defaults for how a model is run."""
+    from transformers import PreTrainedConfig
+
+    # PreTrainedConfig._attn_implementation, transformers 4, and _experts_implementation, transformers 5: what
+    # config.json names stays there, and no public function takes it away.
+    config._attn_implementation = None
+    config._experts_implementation = None
+    config.output_attentions = False
+    config.output_hidden_states = False
+    config.return_dict = True
+    config.use_cache = True
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            reset_run_flags(part)
+
+
 def supports_sdpa(cls: Any) -> bool:
     """Whether the classes' attention may be torch's; gpt_oss and its like have sinks, which it lacks."""
     # PreTrainedModel._supports_sdpa, transformers 4: else a class would be built to fail.

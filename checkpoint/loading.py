@@ -6,6 +6,7 @@ At the end: devices, their memory and precision.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import re
@@ -20,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gqa.checkpoint.compat import reset_run_flags
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class, custom_class
 from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.files import TOKENIZER_FILES
+from gqa.checkpoint.model_config import check_numbers, culprit, has_run_flags, without_run_flags
 from gqa.checkpoint.read import Checkpoint, read_json
 
 FILLED = 7 / 8  # of an accelerator's free memory, by weights alone
@@ -67,13 +70,16 @@ def load_model(
         )
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
-        with quiet_transformers():
+        with quiet_transformers(), _plain_config(name) as plain:
             config = read_auto_config(name, trust_remote_code)
             cls = model_class(config, trust_remote_code)
             if not weights:
                 return _empty(cls, config, dtype, options | {"trust_remote_code": trust_remote_code})
             if device == "auto":
                 options |= _spread()
+            if plain != name:
+                # Code of a checkpoint is found by the path of its config, so that gets the object.
+                options["config"] = config if _is_auto(cls) else plain
             model, info = cls.from_pretrained(
                 name, dtype=dtype, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,
                 output_loading_info=True, **options,
@@ -167,20 +173,60 @@ def _empty(cls: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTra
 
     options["dtype"] = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
     with torch.device("meta"):
-        if hasattr(cls, "from_config"):  # an Auto class
+        if _is_auto(cls):
             return cls.from_config(config, **options).eval()
         del options["trust_remote_code"]
         return build_model(cls, config, **options).eval()
 
 
 def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
-    """transformers' config object of the model at `name`, whose classes may be ours. Raises errors of transformers."""
+    """transformers' config object of the model in the directory `name`, whose classes may be ours, without the entries
+    that say how a model is run (`RUN_FLAGS`). Raises RefusedError.
+    """
     import transformers
 
-    raw, _ = transformers.PreTrainedConfig.get_config_dict(name)
-    if raw.get("model_type") in MODEL_TYPES:
-        return config_class(raw["model_type"]).from_pretrained(name)
-    return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    raw = read_json(Path(name), "config.json")
+    check_numbers(raw, Path(name).name)
+    model_type, code = raw.get("model_type"), raw.get("auto_map")
+    known: Any = config_class(model_type) if isinstance(model_type, str) else None
+    try:
+        with quiet_transformers(), _plain_config(name) as plain:
+            if model_type in MODEL_TYPES:
+                config = known.from_pretrained(plain)
+            elif trust_remote_code and isinstance(code, dict) and "AutoConfig" in code:
+                # output_attentions is refused beside some implementations of attention.
+                options = {} if plain == name else {"output_attentions": False}
+                config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=True, **options)
+                if plain != name:
+                    reset_run_flags(config)
+            else:
+                config = transformers.AutoConfig.from_pretrained(plain if known else name)
+    except Exception as error:  # whatever a library, or code of a checkpoint, raises about a config
+        entry = culprit(raw, lambda other: known.from_dict(without_run_flags(other))) if known else ""
+        cause = f" because of {entry}" if entry else ""
+        raise RefusedError(f"transformers cannot read config.json of {name}{cause}: {explain(error)}") from error
+    config.name_or_path = name
+    return config
+
+
+@contextmanager
+def _plain_config(name: str) -> Iterator[str]:
+    """A directory with the config.json of the directory `name`, but without `RUN_FLAGS`: a temporary one, or `name`
+    itself if its config has none.
+    """
+    raw = read_json(Path(name), "config.json")
+    if not has_run_flags(raw):
+        yield name
+        return
+
+    with tempfile.TemporaryDirectory(prefix="gqa-config-") as directory:
+        Path(directory, "config.json").write_text(json.dumps(without_run_flags(raw)), encoding="utf-8")
+        yield directory
+
+
+def _is_auto(cls: Any) -> bool:
+    """Whether a class is one of transformers' Auto classes, which choose the class of a checkpoint."""
+    return hasattr(cls, "from_config")
 
 
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:
@@ -281,9 +327,11 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, inst
     if not any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise none
     try:
-        model_type = read_json(directory, "config.json").get("model_type")  # a view's is another
-        ours = {"config": config_class(model_type).from_pretrained(directory)} if model_type in MODEL_TYPES else {}
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, **ours)
+        raw = read_json(directory, "config.json")  # a view's is another
+        options: dict[str, Any] = {}
+        if raw.get("model_type") in MODEL_TYPES or has_run_flags(raw):  # else transformers reads the file itself
+            options["config"] = read_auto_config(str(directory), trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, **options)
         words = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)
     except Exception as error:  # whatever a library raises about files that it cannot read
         if not trust_remote_code and "trust_remote_code" in str(error):

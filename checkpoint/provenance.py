@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, auto_map
+from gqa.checkpoint.errors import CorruptError
+from gqa.checkpoint.json_text import read_json_file
 from gqa.checkpoint.write import DEFAULT_JOBS
 
 if TYPE_CHECKING:
@@ -72,8 +74,8 @@ def relative_path(directory: Path, out: Path) -> str | None:
 def read_record(checkpoint: Checkpoint, name: str) -> Any:
     """The record `name` that a conversion or a training wrote next to the weights; None if it cannot be read."""
     try:
-        return json.loads(checkpoint.path(name).read_text())
-    except (OSError, ValueError, RecursionError):
+        return read_json_file(checkpoint.path(name), name)
+    except (OSError, CorruptError):
         return None
 
 

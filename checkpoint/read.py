@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
@@ -26,6 +25,8 @@ from gqa.checkpoint.files import (
     side_files,
     weight_files,
 )
+from gqa.checkpoint.json_text import read_json_file
+from gqa.checkpoint.model_config import check_against_headers, check_numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -171,12 +172,7 @@ def member_path(directory: Path, name: str) -> Path:
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
     """A JSON object in UTF-8 that can be written again. Raises CorruptError."""
-    path = member_path(directory, name)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for half of a surrogate pair
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{name} is not JSON in UTF-8 ({error}); download it again") from error
+    value = read_json_file(member_path(directory, name), name)
     if not isinstance(value, dict):
         raise CorruptError(f"{name} holds a JSON {type(value).__name__}, not an object; download it again")
     return value
@@ -215,6 +211,8 @@ def read_checkpoint(
     side, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, index, *files})
     hub_id, revision = cached_revision(directory)
     name = hub_id.split("/")[-1] if hub_id else directory.resolve().name
+    check_numbers(config, name)
+    check_against_headers(config, name, len(tensors), max(spec.numel for spec in tensors.values()))
     return Checkpoint(
         name, directory, config, tensors, tuple(files), side, left_out, revision, hub_id,
         _pickled={file: stored for file, (stored, _) in pickled.items()},

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES
 from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
 from gqa.checkpoint.files import TensorSpec, byte_size, shard_names
 from gqa.checkpoint.loading import model_class, quiet_transformers
+from gqa.checkpoint.model_config import culprit
 from gqa.checkpoint.read import STORED_DTYPES, TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.config import (
     KVCache,
@@ -131,6 +132,20 @@ def make_plan(checkpoint: Checkpoint, groups: Groups, method: str, seed: int = 0
 
     `groups` that are the same in all layers become one number.
     """
+
+    def plan(config: dict[str, Any]) -> Plan:
+        return _plan(replace(checkpoint, config=config), groups, method, seed, dtype)
+
+    try:
+        return plan(checkpoint.config)
+    except CorruptError as error:
+        entry = culprit(checkpoint.config, plan)
+        if not entry or entry in str(error):
+            raise
+        raise CorruptError(f"{error} (without {entry} in config.json it would fit)") from error
+
+
+def _plan(checkpoint: Checkpoint, groups: Groups, method: str, seed: int, dtype: str | None) -> Plan:
     requested, groups = groups, groups[0] if isinstance(groups, tuple) and len(set(groups)) == 1 else groups
     if isinstance(groups, tuple) or checkpoint.config.get("model_type") in RECAST_TYPES:
         checkpoint = recast(checkpoint, groups)
@@ -139,6 +154,7 @@ def make_plan(checkpoint: Checkpoint, groups: Groups, method: str, seed: int = 0
     modules = attention_modules(checkpoint, config)
     merges = (groups if isinstance(groups, int) else min(groups)) < config.main.kv
     if merges and (reason := obstacle(METHODS[method], checkpoint, config, modules)):
+        _check_source(checkpoint)  # the reason may be that config.json belongs to other weights
         usable = (one.name for one in available_methods(checkpoint, config, modules))
         raise RefusedError(f"{reason}; use --method {alternatives(usable)}")
     extra: tuple[Rule, ...] = ()  # of the tensors that the method changes beside keys and values
@@ -169,6 +185,11 @@ def make_plan(checkpoint: Checkpoint, groups: Groups, method: str, seed: int = 0
         dtype=stored,
         warnings=(*_warnings(checkpoint), *unread),
     )
+
+
+def _check_source(checkpoint: Checkpoint) -> None:
+    """Raise CorruptError if the weights do not belong to config.json, as far as `check_loads` knows."""
+    list(check_loads(checkpoint.config, _outputs(checkpoint, (), Merging(), None), checkpoint))
 
 
 def obstacle(method: Method, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]) -> str:
@@ -262,7 +283,7 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
     """Load the tensors of a result into the class of its config.json on the meta device, without weights or packed
     tensors. Yield warnings: tensors that transformers does not read, or why this could not be checked.
 
-    Raises RefusedError if a parameter is missing, which transformers would initialise at random, or has another shape.
+    Raises CorruptError if a parameter is missing, which transformers would initialise at random, or has another shape.
     """
     import torch
     import transformers
@@ -299,7 +320,7 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
     if problem := _problem(cls.__name__, missing, unexpected, info["mismatched_keys"]):
         named = checkpoint.classes[-1].architecture in (cls.__name__, None)
         if (named and "auto_map" not in raw) or cls.__module__.startswith("gqa."):
-            raise RefusedError(f"{checkpoint.name}: {problem}")
+            raise CorruptError(f"{checkpoint.name}: {problem}")
         yield f"transformers' {cls.__name__} does not load the result (other classes were not tried): {problem}"
     elif unexpected:
         yield f"transformers' {cls.__name__} does not read these copied tensors: {listing(unexpected, _LISTED)}"

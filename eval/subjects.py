@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.compat import attention_name
-from gqa.checkpoint.errors import RefusedError, explain, one_line
+from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import find_device, load_model, load_tokenizer, positions, ranks, read_auto_config
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.heads.config import KVCache, groups_per_head, read_config
+from gqa.convert.heads.config import KVCache, check_config, groups_per_head, read_config
 from gqa.convert.merge.layerwise import PLAIN, register
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.pairs import PairEncoder
@@ -43,10 +43,7 @@ class Subject:
     @cached_property
     def config(self) -> Any:
         """transformers' config."""
-        try:
-            return read_auto_config(self.path, trust_remote_code=self.trust_remote_code)
-        except Exception as error:  # whatever a library raises about a config it cannot read
-            raise RefusedError(f"transformers cannot read the config of {self.name}: {explain(error)}") from error
+        return read_auto_config(self.path, trust_remote_code=self.trust_remote_code)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -122,6 +119,8 @@ def open_subjects(
     if revision is not None and all(map(os.path.lexists, models)):
         raise RefusedError("--revision is for hub ids, and all of these are local paths")
     checkpoints = [open_model(model, None if os.path.lexists(model) else revision) for model in models]
+    for checkpoint in checkpoints:
+        check_config(checkpoint.config, checkpoint.name)
     names = [checkpoint.hub_id or checkpoint.name for checkpoint in checkpoints]
     if len({*names}) < len({*models}):  # of two with one name, say what the user named
         names = [*models]

@@ -20,6 +20,7 @@ from gqa.checkpoint.hub import default_output, open_model
 from gqa.checkpoint.loading import check_predicts_tokens, find_device, load_tokenizer, ranks, read_auto_config
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import OutputDirectory, require_space
+from gqa.convert.heads.config import check_config
 from gqa.uptrain.dataloader import Dataloader, build_data
 from gqa.uptrain.models import build_model, build_teacher, check_exportable, check_teacher, settle
 from gqa.uptrain.options import TrainOptions
@@ -71,6 +72,7 @@ def prepare(options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = 
     checkpoint = open_model(options.model, options.revision)
     if checkpoint.packed:
         raise RefusedError(f"{checkpoint.name} has quantised weights, which are not trained; uptrain the original")
+    check_config(checkpoint.config, checkpoint.name)
     config = read_auto_config(str(checkpoint.directory), options.trust_remote_code)
     check_predicts_tokens(config, checkpoint.name, options.trust_remote_code)
     options, base, teacher_text = settle(options, checkpoint)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import json
-import re
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -22,15 +22,22 @@ from gqa.checkpoint.custom_code import config_class, listed_as, loads_as_decilm
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
 from gqa.checkpoint.files import BITS
 from gqa.checkpoint.loading import quiet_transformers
+from gqa.checkpoint.model_config import (
+    MAX_COUNT,
+    check_numbers,
+    culprit,
+    is_number,
+    parts,
+    without_run_flags,
+    wrong,
+)
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
 from gqa.convert.heads.family import Edits, Family, Groups, LayerHeads, Symmetry
 
-MAX_COUNT = 20_000  # layers, heads, blocks
+MAX_DIM = 65_536  # of a head, which published models have 32 to 1,024 of
 QUANTISATION = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
 QUANTISATION_GROUP = 64  # numbers that share a scale, at most
 SCALE_BYTES = 4  # minimum and scale of a group, 16 bits each
-# Names of keys that count modules: large values would exhaust time and memory.
-_COUNTS = re.compile(r"(\w+_)?(layers?|heads?|blocks|depth|codebooks|quantizers|labels)")
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,26 @@ class ModelConfig:
 
 
 def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
-    """Find the family and the owner of the head counts. Raises RefusedError with the reason."""
+    """Find the family and the owner of the head counts, and check what is computed with. Raises RefusedError with the
+    reason.
+    """
+    config = find_text(raw, name)
+    _check(config, name)
+    return config
+
+
+def check_config(raw: dict[str, Any], name: str) -> None:
+    """Raise CorruptError for a config with which nothing can be computed; model types that cannot be converted pass."""
+    try:
+        read_config(raw, name)
+    except CorruptError:
+        raise
+    except RefusedError:
+        return
+
+
+def find_text(raw: dict[str, Any], name: str) -> ModelConfig:
+    """The same without checks of the values of the text part."""
     text: Any = read_top(raw, name)
     model_type: Any = raw["model_type"]
     path = NESTED.get(model_type, ())
@@ -98,19 +124,12 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
             f"{name} is of model type {model_type}, which is not supported ({known}; see docs/models.md)"
         )
     owner = path if _descend(raw, path) is not None else ()
-    config = ModelConfig(raw, owner, text, family)
-    _check(config, name)
-    return config
+    return ModelConfig(raw, owner, text, family)
 
 
 def read_top(raw: dict[str, Any], name: str) -> Any:
     """transformers' config object of the whole model; no code of a checkpoint is imported. Raises RefusedError."""
-    for part in _parts(raw):
-        for key, value in part.items():  # larger counts would exhaust time and memory
-            if isinstance(value, int) and value > MAX_COUNT and _COUNTS.fullmatch(key):
-                raise CorruptError(
-                    f"{name}: config.json says {key}: {value}, at most {MAX_COUNT} are allowed; correct it"
-                )
+    check_numbers(raw, name)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise CorruptError(f"{name}: config.json has no model_type; docs/models.md lists what is supported")
@@ -124,28 +143,116 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
     try:
         return transformers_config(raw)
     except Exception as error:  # any error of a config class means that the config is wrong
+        entry = culprit(raw, transformers_config)
+        cause = f" because of {entry}" if entry else ""
         raise CorruptError(
-            f"{name}: transformers cannot read config.json as {model_type}: {explain(error)}; correct it"
+            f"{name}: transformers cannot read config.json as {model_type}{cause}: {explain(error)}; correct it"
         ) from error
 
 
 def _check(config: ModelConfig, name: str) -> None:
-    """Raise CorruptError for impossible numbers of layers or heads, which config classes accept."""
+    """Raise CorruptError for values that config classes accept, and with which nothing can be computed: impossible
+    numbers of layers or heads, and values of another kind in an entry that this package reads.
+    """
     layers = getattr(config.text, config.family.layers)
     if type(layers) is not int or not 0 < layers <= MAX_COUNT:
         raise CorruptError(f"{name}: config.json has {layers or 'no'} layers, 1 to {MAX_COUNT} are allowed; correct it")
+
+    for key, (allows, allowed) in _ENTRIES.items():
+        value = getattr(config.text, key, None)
+        if value is not None and not allows(value):
+            raise wrong(name, key, value, f"{allowed} is allowed")
+    shared = getattr(config.text, "num_kv_shared_layers", None) or 0
+    if shared >= layers:
+        raise wrong(name, "num_kv_shared_layers", shared, f"a number below that of the layers, {layers}, is allowed")
+
     try:
-        heads = {config.heads(layer) for layer in range(config.layers)}
-        config.shares_kv(0)  # reads a number
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        heads = {config.heads(layer) for layer in range(layers)}
+    except _SENSELESS as error:
+        entry = culprit(config.raw, _read_heads)
+        cause = f" because of {entry}" if entry else ""
         raise CorruptError(
-            f"{name}: the head counts in config.json make no sense: {explain(error)}; correct them"
+            f"{name}: the head counts in config.json make no sense{cause}: {explain(error)}; correct them"
         ) from error
+    _check_heads(heads, name)
+
+    try:
+        _read_rotary(config)
+    except _SENSELESS as error:
+        value, reason = getattr(config.text, "rope_parameters", None), explain(error)
+        raise wrong(name, "rope_parameters", value, f"of which no rotary embedding is made ({reason})") from error
+
+
+# What arithmetic on values of another kind raises.
+_SENSELESS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(part, str) for part in value)
+
+
+def _is_list_of_integers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(part, int) for part in value)
+
+
+def _is_factor(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
+# Entries of the text part's config that this package computes with, where they are set: what they may be.
+_ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "hidden_size": (lambda value: type(value) is int and value > 0, "a positive integer"),
+    "vocab_size": (lambda value: type(value) is int and value > 0, "a positive integer"),
+    "max_position_embeddings": (lambda value: type(value) is int and value > 0, "a positive integer"),
+    # 0, -1 and false stand for none.
+    "sliding_window": (lambda value: value is False or (type(value) is int and value >= -1), "a number of tokens"),
+    "attention_chunk_size": (_is_count, "a number of tokens"),
+    "num_kv_shared_layers": (_is_count, "a number of layers"),
+    "layer_types": (_is_names, "a list of names"),
+    "layers_block_type": (_is_names, "a list of names"),
+    "no_rope_layers": (_is_list_of_integers, "a list of 0 and 1"),
+    "embedding_multiplier": (_is_factor, "a positive number"),
+    "residual_multiplier": (_is_factor, "a positive number"),
+}
+
+
+def _read_heads(raw: dict[str, Any]) -> object:
+    """The heads of every layer of a config. Raises whatever its values cause."""
+    config = find_text(raw, "")
+    return [config.heads(layer) for layer in range(config.layers)]
+
+
+def _read_rotary(config: ModelConfig) -> None:
+    """Make the rotary embedding of each kind of layer. Raises whatever values of the config cause."""
+    symmetry = config.symmetry
+    if not isinstance(symmetry, Symmetry):
+        return
+
+    kinds = getattr(config.text, "layer_types", None) or [""]
+    for kind in set(kinds):
+        layer = kinds.index(kind)
+        if layer < config.layers:
+            rotary = symmetry.rotary(config.text, layer, config.heads(layer).key_dim)
+            if not all(map(math.isfinite, rotary.frequencies)):
+                raise ValueError("its frequencies are not finite")
+
+
+def _check_heads(heads: Iterable[LayerHeads], name: str) -> None:
+    """Raise CorruptError for numbers of heads that do not go together."""
     for h in heads:
         if not all(type(n) is int and n > 0 for n in (h.query, h.kv, h.key_dim, h.value_dim)) or h.query % h.kv:
             raise CorruptError(
                 f"{name}: config.json asks for {h.query} query and {h.kv} key/value heads of dimension {h.key_dim}; "
                 "natural numbers are allowed, the second a divisor of the first"
+            )
+        if max(h.key_dim, h.value_dim) > MAX_DIM:  # a list of each dimension's frequency is made
+            raise CorruptError(
+                f"{name}: config.json asks for heads of dimension {max(h.key_dim, h.value_dim)}, at most {MAX_DIM} is "
+                "allowed; correct it"
             )
 
 
@@ -185,7 +292,7 @@ def edit_config(
     the top of config.json, and its values `before` and `after`. Keys of quantisation go unless tensors are `quantised`.
     """
     raw = copy.deepcopy(config.raw) if quantised else without_quantisation(config.raw)
-    for part in _parts(raw) if dtype else ():
+    for part in parts(raw) if dtype else ():
         part |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(part.get(key), str)}
     owner: dict[str, Any] = _descend(raw, config.owner)
     most = groups if isinstance(groups, int) else max(groups)
@@ -236,18 +343,10 @@ def _difference(prefix: str, before: Any, after: Any) -> Iterator[dict[str, Any]
         yield {"key": prefix, "before": before, "after": after}
 
 
-def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The config and every config inside it."""
-    yield raw
-    for value in raw.values():
-        if isinstance(value, dict):
-            yield from _parts(value)
-
-
 def without_quantisation(raw: dict[str, Any]) -> dict[str, Any]:
     """A copy of a config, and of every config inside it, without the keys that say how weights are quantised."""
     copied = copy.deepcopy(raw)
-    for part in _parts(copied):
+    for part in parts(copied):
         for key in QUANTISATION & part.keys():
             del part[key]
     return copied
@@ -261,8 +360,10 @@ def _descend(raw: Any, path: tuple[str, ...]) -> Any:
 
 
 def transformers_config(raw: dict[str, Any]) -> Any:
-    """The config object of a config.json of a model type that transformers has, or that is ours."""
-    return copy.deepcopy(_read(json.dumps(raw)))  # callers may change it
+    """The config object of a config.json of a model type that transformers has, or that is ours, without the entries
+    that say how the model is run (`RUN_FLAGS`).
+    """
+    return copy.deepcopy(_read(json.dumps(without_run_flags(raw))))  # callers may change it
 
 
 @lru_cache(maxsize=8)
@@ -341,9 +442,14 @@ def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache
 
 
 def _window(text: Any, layer: int) -> int | None:
+    """Tokens that a layer caches at most; None without such a limit."""
     types = getattr(text, "layer_types", None)
     if types and layer < len(types):
-        if "chunked" in types[layer]:
-            return getattr(text, "attention_chunk_size", None)
-        return getattr(text, "sliding_window", None) if "sliding" in types[layer] else None
-    return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+        chunked, slides = "chunked" in types[layer], "sliding" in types[layer]
+    else:
+        chunked, slides = False, bool(getattr(text, "use_sliding_window", True))
+    if not (chunked or slides):
+        return None
+
+    window = getattr(text, "attention_chunk_size" if chunked else "sliding_window", None) or 0
+    return window if window > 0 else None

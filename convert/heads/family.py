@@ -267,9 +267,13 @@ class Symmetry:
         rotates = self.rotates if isinstance(self.rotates, bool) else self.rotates(config, layer)
         if parameters is None or not rotates:
             return Rotary(0, self.pairing)
+        share = parameters.get("partial_rotary_factor")
         # Type `proportional` rotates all pairs, those beyond the factor by zero.
-        all_pairs = parameters.get("rope_type") == "proportional"
-        dims = dim if all_pairs else int(dim * (parameters.get("partial_rotary_factor") or 1.0))
+        if share is None or parameters.get("rope_type") == "proportional":
+            share = 1.0
+        if not 0 <= share <= 1:
+            raise ValueError(f"{share} of a head's dimensions are rotated, 0 to 1 are possible")
+        dims = int(dim * share)
         longest = getattr(config, "max_position_embeddings", None)
         if not longest or not self.free_keys(config):
             return Rotary(dims, self.pairing)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import CorruptError, RefusedError, differences
+from gqa.checkpoint.json_text import parse_json
 from gqa.checkpoint.loading import out_of_memory, predicts_tokens
 from gqa.checkpoint.provenance import checkpoint_digest, portable, versions
 from gqa.checkpoint.write import replacing
@@ -219,7 +220,7 @@ class FinishedLayers:
         """Count the stored layers. Raises RefusedError if they are of another run, or damaged."""
         try:
             with safe_open(self._state, framework="pt") as file:
-                progress = json.loads(file.metadata()["progress"])
+                progress = parse_json(file.metadata()["progress"], self._state.name)
             for layer in range(progress["layers"]):
                 (self.directory / f"{layer:05d}.safetensors").stat()
             both = self._description, progress["description"]

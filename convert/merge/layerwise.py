@@ -133,9 +133,10 @@ class Layer:
 
     @torch.no_grad()
     def run(self, hidden: Tensor, arguments: Arguments) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
+        """(B, T, D) -> (B, T, D). Raises LayerwiseError where the layer fails."""
         args, kwargs = send(arguments, self.device)
-        return first_tensor(self.module(hidden.to(self.device), *args, **kwargs))
+        with _failing(f"a layer {type(self.module).__name__}"):
+            return first_tensor(self.module(hidden.to(self.device), *args, **kwargs))
 
     def pass_through(self, stream: Stream, head_outputs: Tensor | None = None) -> None:
         """Replace the hidden states by the layer's output. `head_outputs` (N, T, H e) are what W_O is multiplied with,
@@ -285,7 +286,7 @@ class Layerwise:
         path = next(path for path, module in self.model.named_modules() if module is head)
         self._fill([f"{path}.{name}" for name, weight in head.named_parameters() if weight.is_meta], {})
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
-        with self._bypassed(hidden.to(self.device)):
+        with self._bypassed(hidden.to(self.device)), _failing(type(self.model).__name__):
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
         return logits.float()
 
@@ -302,13 +303,8 @@ class Layerwise:
 
     def _run(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """The output of the encoder or decoder. Raises LayerwiseError where it fails."""
-        try:
+        with _failing(type(self.model).__name__):
             return module(**send(dict(inputs), self.device))
-        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, RefusedError) or out_of_memory(error):
-                raise
-            name = type(self.model).__name__
-            raise LayerwiseError(f"{name} cannot be run layer by layer: {explain(error)}") from error
 
     @torch.no_grad()
     def layer_inputs(self, inputs: Mapping[str, Any]) -> tuple[Tensor, dict[int, Arguments]]:
@@ -346,6 +342,19 @@ class Layerwise:
         finally:
             for layer in self.layers:
                 del layer.forward
+
+
+@contextmanager
+def _failing(name: str) -> Iterator[None]:
+    """Within the block code of transformers computes by the checkpoint's config, and may raise anything; turn that into
+    LayerwiseError.
+    """
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, RefusedError) or out_of_memory(error):
+            raise
+        raise LayerwiseError(f"{name} cannot be run layer by layer: {explain(error)}") from error
 
 
 def send(value: Any, device: str | torch.device) -> Any:

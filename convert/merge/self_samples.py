@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, Logits
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import sdpa_mask
 
+from gqa.checkpoint.chat_template import render_chat
 from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import RefusedError, explain
@@ -95,9 +96,10 @@ def sampled_blocks(
     source = as_it_is(checkpoint)
     start = first_token(read_config(source.config, source.name).text, source.name)
     lead, chat = 0, None
-    with suppress(RefusedError):  # no tokenizer
-        tokenizer = load_tokenizer(checkpoint, trust_remote_code)
-        lead, chat = int(tokenizer("a")["input_ids"][:1] != [start]), first_of_chat(tokenizer, start)
+    if tokenizer := _tokenizer(checkpoint, trust_remote_code):
+        lead = int(tokenizer("a")["input_ids"][:1] != [start])
+        chat = first_of_chat(tokenizer, checkpoint, start)
+
     # Sampling is random anyway, so use the device's fast dtype, whatever the stored one is.
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
     batch = max(1, min(SAMPLED, SAMPLED_BYTES // _cache_bytes(source, size, dtype)))
@@ -127,14 +129,26 @@ def sampled_blocks(
     return SampledBlocks(path, size, n_blocks, fingerprint, seed, start, plain)
 
 
-def first_of_chat(tokenizer: Any, start: int) -> int | None:
-    """The special token with which the tokenizer's chats begin, but for BOS `start`; None if there is none."""
+def _tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    """The tokenizer; None if there is none that can be loaded."""
     try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-        first = next(token for token in tokenizer(text, add_special_tokens=False)["input_ids"] if token != start)
-        return first if first in tokenizer.added_tokens_decoder else None
-    except Exception:  # no template, or whatever it raises
+        return load_tokenizer(checkpoint, trust_remote_code)
+    except RefusedError:
         return None
+
+
+def first_of_chat(tokenizer: Any, checkpoint: Checkpoint, start: int) -> int | None:
+    """The special token with which the tokenizer's chats begin, but for BOS `start`; None if there is none.
+
+    Raises RefusedError for a chat template that does not end (`render_chat`).
+    """
+    text = render_chat(tokenizer, checkpoint, "a")
+    if not text:
+        return None
+
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    first = next((token for token in tokens if token != start), None)
+    return first if first in tokenizer.added_tokens_decoder else None
 
 
 def samples_identity(checkpoint: Checkpoint, trusted: bool) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import RefusedError, differences
+from gqa.checkpoint.json_text import parse_json
 from gqa.checkpoint.write import finite, locked, system_errors
 from gqa.eval.page import PAGE
 from gqa.eval.report import recall_by_kind
@@ -55,7 +56,8 @@ def read_rows(directory: Path) -> dict[Cell, Row]:
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         half = '{"method"'  # begins the last line of a killed run
-        rows = [json.loads(line) for line in text.splitlines(True) if line[-1] == "\n" or not half.startswith(line[:9])]
+        whole = [line for line in text.splitlines(True) if line[-1] == "\n" or not half.startswith(line[:9])]
+        rows = [parse_json(line, ROWS) for line in whole]
         latest = {Cell.of(row): {"error": row["error"], "options": row["options"], **row} for row in rows}
         return dict(sorted(latest.items(), key=lambda item: item[0].order))
     except (ValueError, KeyError, TypeError) as error:
