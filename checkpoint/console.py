@@ -99,12 +99,20 @@ def fail(program: str, message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
+class TerminatedError(SystemExit):
+    """SIGTERM ends the command: as an exit, so that no handler of errors takes it for one."""
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise TerminatedError(128 + number)
+
+
 def run(command: click.Command, program: str, interrupted: str) -> None:
     """Run a command.
 
     Exit codes: 0 done, 2 wrong usage or refused, 130 interrupted (143 terminated), 1 anything else.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints a trace when another process ended
     try:
         command.main(prog_name=program, standalone_mode=False)
@@ -112,6 +120,8 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
         fail(program, f"{error.format_message().rstrip('.')}; see {program} --help", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         fail(program, f"interrupted; {interrupted}", 130)
+    except TerminatedError as error:
+        fail(program, f"terminated; {interrupted}", int(str(error)))
     except Exception as error:  # always one line; -v adds the traceback
         from gqa.checkpoint.loading import out_of_memory
 

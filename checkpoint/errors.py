@@ -13,6 +13,10 @@ class CorruptError(RefusedError):
     """A checkpoint whose files are broken or hostile."""
 
 
+class MissingError(CorruptError):
+    """A checkpoint that lacks a file."""
+
+
 class LayerwiseError(RefusedError):
     """A model that cannot be run layer by layer."""
 
@@ -26,6 +30,10 @@ class CorpusError(RefusedError):
 
 class OutputError(OSError):
     """The output could not be written or did not verify. Exit code 1."""
+
+
+class CacheError(OutputError):
+    """A cache of the Hugging Face libraries, below HF_HOME, cannot be written. Exit code 1."""
 
 
 class DivergedError(Exception):

@@ -36,7 +36,7 @@ _OLD_MODEL = (
     "*.onnx[._]data*", "*.mlpackage/*", "lit_config.json", "model_config.yaml", "kv_cache_scales.json",
 )  # fmt: skip
 # Further modules of Sentence Transformers, which have weights of their own, and the voices of Qwen2.5-Omni.
-_FURTHER = re.compile(r"\d+_[A-Z]\w*/|(.*/)?spk_dict\.pt$")
+FURTHER_MODULE = re.compile(r"\d+_[A-Z]\w*/|(.*/)?spk_dict\.pt$")
 MAX_HEADER_BYTES = 20_000_000  # of one file; a tensor takes about 150 bytes
 BITS = {
     **dict.fromkeys(["F4"], 4),
@@ -155,7 +155,8 @@ def side_files(names: Collection[str]) -> tuple[list[str], list[str]]:
     weights = {
         name
         for name in visible
-        if (Path(name).suffix.lower() in WEIGHT_SUFFIXES or name.endswith(".index.json")) and not _FURTHER.match(name)
+        if (Path(name).suffix.lower() in WEIGHT_SUFFIXES or name.endswith(".index.json"))
+        and not FURTHER_MODULE.match(name)
     }
     other_models = tuple({name.rpartition("/")[0] + "/" for name in weights if "/" in name})
     left_out = [

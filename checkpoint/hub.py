@@ -1,8 +1,10 @@
 """Open a model from a local directory or, through huggingface_hub (which --help does not import), from the hub."""
 
+import errno
 import importlib
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,10 +18,12 @@ from typing import Any
 
 import click
 
-from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.errors import CacheError, CorruptError, MissingError, RefusedError, explain
 from gqa.checkpoint.files import MAX_HEADER_BYTES, TensorSpec, read_header, side_files, weight_files
 from gqa.checkpoint.read import ADVICE, Checkpoint, cached_revision, read_checkpoint, read_json
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+_UNWRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR})
 FIRST_BYTES = 2**16  # read first from a shard at the hub: nearly always its whole header
 # True if a caller from Python wants no progress bars.
 without_bars: ContextVar[bool] = ContextVar("without_bars", default=False)
@@ -30,13 +34,15 @@ def open_model(model: str, revision: str | None = None, headers_only: bool = Fal
 
     headers_only: Fetch only the headers of a hub id's weights, unless they have none (.bin); call `fetch_weights`
         before reading tensors.
-    Raises RefusedError if the model cannot be fetched, OSError if this machine is the cause.
+    Raises RefusedError if the model cannot be fetched or read, CacheError if the hub's cache cannot be written, OSError
+    if this machine is the cause.
     """
     if os.path.lexists(model):
         if revision is not None:
             raise RefusedError(f"--revision is for hub ids; {model} is a local path")
         return read_checkpoint(Path(model))
-    with _hub_errors(model):
+    _check_hub_id(model)
+    with quiet("huggingface_hub"):
         return _from_hub(model, revision, headers_only)
 
 
@@ -44,23 +50,53 @@ def fetch_weights(checkpoint: Checkpoint) -> None:
     """Fetch the weights of a hub id that was opened with `headers_only`. Raises what `open_model` raises."""
     if checkpoint.hub_id is None or all((checkpoint.directory / file).exists() for file in checkpoint.files):
         return
-    with _hub_errors(checkpoint.hub_id):
+    with quiet("huggingface_hub"):
         _fetch(checkpoint.hub_id, checkpoint.revision, *checkpoint.files)
+
+
+def _check_hub_id(model: str) -> None:
+    """Raise RefusedError for a name that can only be a path."""
+    if model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1:
+        raise RefusedError(
+            f"there is no directory {model}; give a directory with config.json, or a hub id (owner/name)"
+        )
 
 
 @contextmanager
 def _hub_errors(model: str) -> Iterator[None]:
-    """Turn errors of the hub and of its clients into RefusedError."""
+    """Turn errors of the hub and of its clients into RefusedError, errors of its cache into CacheError."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
+
     try:
-        with quiet("huggingface_hub"):
-            yield
+        yield
     except RefusedError:
         raise
+    except HFValidationError as error:
+        raise RefusedError(
+            f"there is no directory {model}, and it is no hub id (owner/name): {explain(error)}"
+        ) from error
     except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
-        if isinstance(error, OSError) and error.errno is not None:  # local: no space, no permission
+        if cause := local_cause(error):
+            raise cache_error(cause, Path(constants.HF_HUB_CACHE)) from error
+        if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = hub_reason(error) or f"{model} at the hub: {type(error).__name__}: {explain(error)}"
         raise RefusedError(f"there is no directory {model}, and {reason}") from error
+
+
+@contextmanager
+def _cached(model: str, directory: Path) -> Iterator[None]:
+    """Say in errors about the files of a hub id that they are in the hub's cache, where they stay until deleted."""
+    try:
+        yield
+    except MissingError:
+        raise
+    except CorruptError as error:
+        advice = f"to download it again delete {directory.parent.parent}"
+        raise type(error)(f"{error}; it is in the cache of the hub, as {model}: {advice}") from error
+    except RefusedError as error:
+        raise RefusedError(f"{model}: {error}") from error
 
 
 def default_output(model: str, suffix: str) -> Path:
@@ -73,37 +109,66 @@ def default_output(model: str, suffix: str) -> Path:
 
 
 def _from_hub(model: str, revision: str | None, headers_only: bool) -> Checkpoint:
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
     directory = _fetch(model, revision, "config.json")
     commit = directory.name
-    try:
-        names = set(HfApi().list_repo_files(model, revision=commit))
-    except HfHubHTTPError:
-        raise
-    except Exception as unreachable:  # offline or no answer: use the cache
-        try:
-            return read_checkpoint(directory)
-        except RefusedError as incomplete:
-            raise unreachable from incomplete
+    names, unreachable = _names_at_hub(model, commit)
+    if names is None:
+        return _read_cache(model, directory, unreachable)
+
     fetch = partial(_fetch, model, commit)
     if "config.json" not in names:
         raise RefusedError(f"{model} has no config.json; {ADVICE}")
-    files, _ = weight_files(read_json(directory, "config.json"), names, lambda name: read_json(fetch(name), name))
+    with _cached(model, directory):
+        config = read_json(directory, "config.json")
+        files, _ = weight_files(config, names, lambda name: read_json(fetch(name), name))
     side, _ = side_files(names.difference(files))
     fetch(*side)
     stored = all((directory / file).exists() for file in files)
     if headers_only and not stored and not files[0].endswith(".bin"):
-        return read_checkpoint(directory, partial(_remote_table, model, commit), names)
-    return read_checkpoint(fetch(*files), present=names)
+        with _hub_errors(model):
+            return read_checkpoint(directory, partial(_remote_table, model, commit), names)
+    fetch(*files)
+    with _cached(model, directory):
+        return read_checkpoint(directory, present=names)
+
+
+def _names_at_hub(model: str, commit: str) -> tuple[set[str] | None, Exception | None]:
+    """The names of a repository's files; or None, and why the hub cannot be reached. Raises RefusedError if the hub
+    refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    with _hub_errors(model):
+        try:
+            return set(HfApi().list_repo_files(model, revision=commit)), None
+        except HfHubHTTPError:
+            raise
+        except Exception as error:  # offline or no answer
+            return None, error
+
+
+def _read_cache(model: str, directory: Path, unreachable: Exception | None) -> Checkpoint:
+    """The checkpoint in the hub's cache, if all of it is there. Raises RefusedError with what is wrong with it: that
+    the hub cannot be reached only if something is missing.
+    """
+    try:
+        with _cached(model, directory):
+            return read_checkpoint(directory)
+    except MissingError as error:
+        reason = unreachable and hub_reason(unreachable)
+        if reason is None:
+            raise
+        raise RefusedError(f"{model} is not complete in the cache of the hub ({error}), and {reason}") from error
 
 
 def _fetch(model: str, revision: str | None, *names: str) -> Path:
     """Fetch those of the files that the repository has; return their directory in the hub's cache."""
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model, revision=revision, allow_patterns=[escape(name) for name in names]))
+    patterns = [escape(name) for name in names]
+    with _hub_errors(model):
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
 
 
 def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
@@ -152,6 +217,30 @@ def error_chain(error: BaseException) -> list[BaseException]:
             break
         chain.append(cause)
     return chain
+
+
+def local_cause(error: BaseException) -> OSError | None:
+    """The error in a chain that a file or a disk of this machine caused; None if there is none."""
+    for cause in error_chain(error):
+        if isinstance(cause, OSError):
+            has_path = cause.filename is not None  # errors of sockets have none
+            if cause.errno in _FULL or (has_path and cause.errno in _UNWRITABLE):
+                return cause
+        number = re.search(r"\(os error (\d+)\)", str(cause))  # of a library in Rust
+        if number and int(number[1]) in _FULL | _UNWRITABLE:
+            return OSError(int(number[1]), os.strerror(int(number[1])))
+    return None
+
+
+def cache_error(cause: OSError, directory: Path | None = None) -> CacheError:
+    """The one-line error for a cache below HF_HOME, or this directory, that cannot be written."""
+    from huggingface_hub import constants
+
+    what = os.strerror(cause.errno or errno.EIO)
+    return CacheError(
+        f"the cache {directory or constants.HF_HOME} cannot be written: {what}; free some space there, or set HF_HOME "
+        "to a directory that can be written"
+    )
 
 
 def hub_reason(error: BaseException) -> str | None:

@@ -8,15 +8,18 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
+from gqa.checkpoint.errors import CorruptError, MissingError, RefusedError, explain, listing
 from gqa.checkpoint.files import (
     BITS,
+    FURTHER_MODULE,
     INDEX,
     SINGLE,
+    TOKENIZER_FILES,
     TORCH_INDEX,
     TORCH_SINGLE,
     WEIGHT_SUFFIXES,
@@ -66,6 +69,7 @@ class Checkpoint:
 
     source: The stored checkpoint, if this is a view of it in another class; `way`: `native` or `custom modelling code`.
     added: Additional text files of the result: contents by name.
+    warnings: About files that a result would lack.
     """
 
     name: str
@@ -80,6 +84,7 @@ class Checkpoint:
     source: Checkpoint | None = None
     way: str | None = None
     added: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
     _pickled: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def path(self, file: str) -> Path:
@@ -147,19 +152,26 @@ def stored_as(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def member_path(directory: Path, name: str) -> Path:
-    """The real path of a file of the checkpoint. Links may lead to the same hub cache entry's blobs, nowhere else."""
+    """The real path of a file of the checkpoint.
+
+    Links may lead to other files of the directory and into a cache of the hub; from such a cache, to blobs of the same
+    model. Raises MissingError if there is no such file, CorruptError if the link leaves, PermissionError.
+    """
     if not name or name.startswith(("/", "\\")) or ".." in Path(name).parts or Path(name).drive:
         raise CorruptError(f"{name!r} is not the name of a file inside {directory}; download the checkpoint again")
+    path = directory / name
     try:
-        real = (directory / name).resolve(strict=True)
+        real = path.resolve(strict=True)
     except PermissionError:
         raise
     except (OSError, RuntimeError, ValueError) as error:  # missing, a link to itself, or an impossible name
-        raise CorruptError(f"{directory} has no file {name}; download it again") from error
-    roots = [directory.resolve()]
-    if roots[0].parent.name == "snapshots":
-        roots.append(roots[0].parent.parent / "blobs")
-    if not any(real.is_relative_to(root) for root in roots):
+        if os.path.islink(path):
+            raise MissingError(
+                f"{name} in {directory} is a broken link: it points to {os.readlink(path)}, which does not exist; put "
+                "the file itself in its place"
+            ) from error
+        raise MissingError(f"{directory} has no file {name}; download it again") from error
+    if not _is_allowed_target(directory, real):
         raise CorruptError(
             f"{name} is a link that leaves {directory}: it points to {real}; put the file itself in its place"
         )
@@ -168,6 +180,20 @@ def member_path(directory: Path, name: str) -> Path:
     if not os.access(real, os.R_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(real))
     return real
+
+
+def _is_allowed_target(directory: Path, real: Path) -> bool:
+    """Whether links of a checkpoint may lead to a real path: only the real path counts, so that nothing that a download
+    contains (such as a directory that looks like a cache, with links in it) leads to other files of the user.
+    """
+    root = directory.resolve()
+    if real.is_relative_to(root):
+        return True
+    if root.parent.name == "snapshots":
+        return real.is_relative_to(root.parent.parent / "blobs")
+    return any(
+        parent.name in ("blobs", "snapshots") and parent.parent.name.startswith("models--") for parent in real.parents
+    )
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
@@ -191,12 +217,12 @@ def read_checkpoint(
         raise RefusedError(f"{directory} is not a directory; give the one that contains config.json")
     present = present or {p.name for p in directory.iterdir()}
     if "config.json" not in present:
-        raise RefusedError(f"{directory} has no config.json; {ADVICE}")
+        raise MissingError(f"{directory} has no config.json; {ADVICE}")
     config = read_json(directory, "config.json")
     files, index = weight_files(config, present, partial(read_json, directory))
     if not files:
         others = listing(n for n in present if Path(n).suffix in WEIGHT_SUFFIXES) or "no weights at all"
-        raise RefusedError(
+        raise MissingError(
             f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}; {ADVICE}"
         )
     pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}
@@ -208,14 +234,14 @@ def read_checkpoint(
     else:
         tables = {file: read_header(member_path(directory, file), file) for file in files}
     tensors = merge_tables(tables, read_json(directory, index) if index else None)
-    side, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, index, *files})
+    side, left_out, warnings = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, index, *files})
     hub_id, revision = cached_revision(directory)
     name = hub_id.split("/")[-1] if hub_id else directory.resolve().name
     check_numbers(config, name)
     check_against_headers(config, name, len(tensors), max(spec.numel for spec in tensors.values()))
     return Checkpoint(
         name, directory, config, tensors, tuple(files), side, left_out, revision, hub_id,
-        _pickled={file: stored for file, (stored, _) in pickled.items()},
+        warnings=warnings, _pickled={file: stored for file, (stored, _) in pickled.items()},
     )  # fmt: skip
 
 
@@ -287,16 +313,57 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
     return {name: tensor.detach() for name, tensor in state.items()}, table
 
 
-def _side_files(directory: Path, rewritten: AbstractSet[str | None]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`side_files` of a directory, checked with `member_path`. Raises RefusedError or CorruptError."""
-    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*")}
-    if links := [name for name, path in paths.items() if path.is_symlink() and path.is_dir()]:
-        raise RefusedError(
-            f"{links[0]} in {directory} is a link to a directory, which is not followed; replace it by the directory "
-            "itself, or remove it"
-        )
-    names = [name for name, path in paths.items() if name not in rewritten and not path.is_dir()]
-    side, left_out = side_files(names)
+def _side_files(
+    directory: Path, rewritten: AbstractSet[str | None]
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """`side_files` of a directory, checked with `member_path`, and warnings about links that are left out.
+
+    Raises CorruptError and PermissionError for files that transformers would read.
+    """
+    names, not_followed = _names_below(directory)
+    side, left_out = side_files([name for name in names if name not in rewritten])
+    broken = dict[str, str]()
     for name in side:
-        member_path(directory, name)
-    return tuple(side), tuple(left_out)
+        try:
+            member_path(directory, name)
+        except CorruptError as error:
+            if _is_read(name) or not os.path.islink(directory / name):
+                raise
+            broken[name] = str(error).rpartition("; ")[0]
+    side = [name for name in side if name not in broken]
+    warnings = [f"{why}; it is left out" for why in (*broken.values(), *not_followed.values())]
+    return tuple(side), tuple(left_out), tuple(warnings)
+
+
+def _is_read(name: str) -> bool:
+    """Whether libraries read a file of a model: its tokenizer, configs and code; not its logs, pictures and texts."""
+    if "/" in name and not FURTHER_MODULE.match(name):
+        return False
+    return any(fnmatchcase(name, pattern) for pattern in (*TOKENIZER_FILES, "*.json", "*.py", "*.jinja"))
+
+
+def _names_below(directory: Path) -> tuple[list[str], dict[str, str]]:
+    """Names of all files below a directory; and by name, why a link to a directory is not followed.
+
+    Links to directories are followed as those of files. One that leads to where it is, or where another link leads, is
+    ignored: its files are listed already.
+    """
+    names, not_followed = list[str](), dict[str, str]()
+    followed = set[Path]()
+    waiting = [directory]
+    while waiting:
+        for path in sorted(waiting.pop().iterdir()):
+            name = path.relative_to(directory).as_posix()
+            if not path.is_dir():
+                names.append(name)
+                continue
+            if path.is_symlink():
+                real = path.resolve()
+                if not _is_allowed_target(directory, real):
+                    not_followed[name] = f"{name} is a link that leaves {directory}: it points to {real}"
+                    continue
+                if real in followed or path.parent.resolve().is_relative_to(real):
+                    continue
+                followed.add(real)
+            waiting.append(path)
+    return names, not_followed

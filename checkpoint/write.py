@@ -100,10 +100,15 @@ class OutputDirectory:
         with self._stack:
             self._restore()
             shutil.rmtree(self._old, ignore_errors=True)
-        if isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT) and self._is_near(value):
             raise OutputError(
                 f"no space left for {self.out}: nothing was kept; free some space or give another directory with -o"
             ) from value
+
+    def _is_near(self, error: OSError) -> bool:
+        """Whether an error may be about a file beside the output: not if it names another place, such as a cache."""
+        name = error.filename
+        return not isinstance(name, str) or Path(os.path.realpath(name)).is_relative_to(self.out.parent)
 
     def _restore(self) -> None:
         """Undo an --overwrite that was stopped between its two renames."""

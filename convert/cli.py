@@ -172,6 +172,5 @@ def _warn(warnings: Sequence[str]) -> None:
 
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
-    console.run(
-        command, "gqa-convert", "no partial result is left; the same command continues after the last stored layer"
-    )
+    kept = "stored layers and finished batches of generated text are kept, the same command continues after them"
+    console.run(command, "gqa-convert", f"no partial result is left; {kept}")

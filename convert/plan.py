@@ -277,6 +277,7 @@ def _warnings(checkpoint: Checkpoint) -> Iterable[str]:
         yield "config.json names remote code (auto_map): it is copied, not run; check that it reads the KV-head count"
     if checkpoint.left_out:
         yield f"not copied, because they belong to the old weights: {', '.join(checkpoint.left_out)}"
+    yield from checkpoint.warnings
 
 
 def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint: Checkpoint) -> Iterator[str]:

@@ -11,39 +11,34 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import logging
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.errors import CorpusError, explain, listing
-from gqa.checkpoint.hub import error_chain, hub_reason, quiet
+from gqa.checkpoint.errors import CacheError, CorpusError, explain, listing
+from gqa.checkpoint.hub import cache_error, error_chain, hub_reason, local_cause, quiet
 from gqa.checkpoint.options import read_amount
 from gqa.checkpoint.provenance import file_digests
+from gqa.corpus.cache import datasets_cache
+from gqa.corpus.readers import FORMATS, check_text, file_format, load_files
 from gqa.corpus.stdlib import stdlib_texts
 
 _NO_DATA = "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train"
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
 _ROWS = 64  # read at a time
-FORMATS = {
-    "text": (".txt",),
-    "json": (".jsonl", ".json", ".ndjson"),
-    "csv": (".csv",),
-    "parquet": (".parquet",),
-    "arrow": (".arrow",),
-}
-_COMPRESSED = (".gz", ".zst")
 _SKIPPED = re.compile(r"(readme|license)\.txt|cache-.*\.arrow", re.I)  # of directories and patterns
 _SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(?![a-z])")
 _SUFFIXES = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
-ALLOWED = f"{_SUFFIXES} (text, JSON and CSV also with .gz, or with .zst where zstandard is installed)"
+ALLOWED = f"{_SUFFIXES} (text, JSON and CSV also with .gz or .zst)"
 
 
 def is_self(spec: str) -> bool:
@@ -117,24 +112,17 @@ class Source:
         """The rows of a data set made from `dataset()`. Raises CorpusError."""
         try:
             yield from data
-        except CorpusError:
+        except (CorpusError, CacheError):
             raise
         except Exception as error:  # the readers of `datasets` raise many kinds
-            if not self.files:
-                raise hub_error(error, self.spec) from error
-            state = data.state_dict()
-            while "examples_iterable" in state:
-                state = state["examples_iterable"]
-            raise file_error(error, self.files[state.get("shard_idx", 0) % len(self.files)]) from error
+            raise hub_error(error, self.spec) from error
 
     def _texts(self, batch: dict[str, list[Any]]) -> dict[str, list[str]]:
         """The rows of a batch with text in all columns, cut at the separator."""
         rows = list[tuple[str, ...]]()
         for row in zip(*(batch[column] for column in self.columns), strict=True):
             for column, value in zip(self.columns, row, strict=True):
-                if not isinstance(value, str | None):
-                    kind = type(value).__name__
-                    raise CorpusError(f"{self.spec}: field {column!r} has type {kind}; name a column of text")
+                check_text(value, column, self.spec)
             parts = [row] if self.separator is None else [(text.strip("\n"),) for text in row[0].split(self.separator)]
             rows += [part for part in parts if all(value and value.strip() for value in part)]
         if self.takes is not None:
@@ -246,33 +234,37 @@ def in_lowest_fraction(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < int(Fraction(repr(float(fraction))) * 2**64)
 
 
-def file_format(path: Path) -> str | None:
-    """The key of FORMATS for the suffixes of a file, or None."""
-    name = path.name.lower()
-    for suffix in _COMPRESSED:
-        name = name.removesuffix(suffix)
-    return next((kind for kind, suffixes in FORMATS.items() if name.endswith(suffixes)), None)
-
-
 def find_files(spec: str) -> tuple[Path, ...]:
     """The files of one format that a file, a directory or a glob names, sorted by path, without those of no bytes.
 
-    Directories are searched recursively, without hidden files, cards, and caches of `datasets`. Raises CorpusError if
-    there is no file, or files of several formats, or a directory holds several splits.
+    Directories are searched recursively, without hidden files, cards, and caches of `datasets`. Links are followed; a
+    file that has several paths counts once, with the first of them. Raises CorpusError if there is no file, or files of
+    several formats, or a directory holds several splits.
     """
     path = Path(os.path.expanduser(spec))  # pathlib raises where there is no such user
-    is_file, is_directory = os.path.isfile(path), os.path.isdir(path)  # pathlib raises where a name is too long
-    pattern = f"{glob.escape(str(path))}/**" if is_directory else str(path)
-    names = [str(path)] if is_file else glob.iglob(pattern, recursive=True)  # skips hidden files
-    files = [file for file in sorted(map(Path, names)) if file_format(file) and file.is_file()]
+    # pathlib raises where a name is too long
+    is_file = os.path.isfile(path)
+    is_directory = os.path.isdir(path)
+    if is_file:
+        paths = [path]
+    elif is_directory:
+        paths = [file for file in _below(path) if not file.is_dir()]
+    else:
+        paths = [*_matches(Path(path.anchor), path.relative_to(path.anchor).parts)]
+
+    files = [file for file in sorted(paths) if file_format(file) and os.path.isfile(file)]
     files = [file for file in files if is_file or not _SKIPPED.fullmatch(file.name)]
+    files = _without_repeats(files)
     if not files:
         raise CorpusError(f"there is no file or directory {spec} with text; allowed are {ALLOWED}, and patterns")
-    splits = {split for file in files for split in _SPLITS.findall(str(file.relative_to(path)))} if is_directory else {}
+
+    splits = set[str]()
+    if is_directory:
+        splits = {split for file in files for split in _SPLITS.findall(str(file.relative_to(path)))}
     if len(splits) > 1:
+        pattern = shlex.quote(f"{glob.escape(spec.rstrip('/'))}/**/*train*")
         raise CorpusError(
-            f"the directory {spec} holds several splits ({listing(splits)}); give the files of one, like "
-            f"'{spec.rstrip('/')}/**/*train*'"
+            f"the directory {spec} holds several splits ({listing(splits)}); give the files of one, like {pattern}"
         )
     formats = {file_format(file): str(file) for file in files}
     if len(formats) > 1:
@@ -283,34 +275,64 @@ def find_files(spec: str) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def load_files(files: Sequence[Path], columns: Sequence[str]) -> Any:
-    """A `datasets.IterableDataset` of files of one format, with a shard for each. A text file is one row, "text"."""
-    import datasets
+def _without_repeats(files: Sequence[Path]) -> list[Path]:
+    """The files without links, symbolic or hard, to those before."""
+    first = dict[tuple[int, int], Path]()
+    for file in files:
+        status = file.stat()
+        first.setdefault((status.st_dev, status.st_ino), file)
+    return list(first.values())
 
-    kind = str(file_format(files[0]))
-    options: dict[str, Any] = {}
-    if kind == "text":
-        options = {"sample_by": "document", "encoding": "utf-8-sig"}
-    elif kind == "csv":  # by default pandas reads 007 as a number and NA as missing
-        features = datasets.Features({name: datasets.Value("string") for name in columns})
-        options = {"features": features, "na_filter": False}
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # they log what they raise
-    names = [glob.escape(str(file.absolute())) for file in files]
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else it reports every load to a server
+
+def _matches(directory: Path, pattern: Sequence[str]) -> Iterator[Path]:
+    """The paths that a glob names, as `glob.iglob` does, but a part that exists as it is written is no pattern, and
+    `**` ends where directories contain links to themselves.
+    """
+    if not pattern:
+        yield directory
+        return
+    part, *rest = pattern
+    if part == "**":
+        for path in [directory, *_below(directory)]:
+            if path.is_dir():
+                yield from _matches(path, rest)
+            elif not rest:
+                yield path
+    elif not glob.has_magic(part) or os.path.lexists(directory / part):
+        if os.path.lexists(directory / part):
+            yield from _matches(directory / part, rest)
+    else:
+        for path in _entries(directory):
+            if fnmatchcase(path.name, part) and (part.startswith(".") or not path.name.startswith(".")):
+                yield from _matches(path, rest)
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    """Files and directories below a directory, in any depth, without hidden ones. Links to directories are followed,
+    but each directory is searched once.
+    """
+    searched = {os.path.realpath(directory)}
+    waiting = [directory]
+    while waiting:
+        for path in _entries(waiting.pop()):
+            if path.name.startswith("."):
+                continue
+            if path.is_dir():
+                real = os.path.realpath(path)
+                if real in searched:
+                    continue
+                searched.add(real)
+                waiting.append(path)
+            yield path
+
+
+def _entries(directory: Path) -> list[Path]:
+    """The paths in a directory, sorted; none of what cannot be listed."""
     try:
-        with quiet("datasets"):
-            return datasets.load_dataset(kind, data_files=names, split="train", streaming=True, **options)
-    except Exception as error:  # pyarrow's, pandas' and Python's
-        raise file_error(error, files[0]) from error
-
-
-def file_error(error: BaseException, file: Path) -> CorpusError:
-    """The one-line error for what a reader of `datasets` raised."""
-    if isinstance(error, UnicodeDecodeError):
-        return CorpusError(f"{file} is not UTF-8: {explain(error)}; convert it, for instance with iconv")
-    if isinstance(error, KeyError):
-        return CorpusError(f"{file} lacks a column that was named: {explain(error)}")
-    return CorpusError(f"{file} cannot be read: {explain(error)}")
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return []
+    return [directory / name for name in names]
 
 
 def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
@@ -320,6 +342,7 @@ def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
     import datasets
     from huggingface_hub import HfApi, constants
 
+    datasets_cache()
     try:
         with quiet("datasets"):
             # The hub's own error comes first: `datasets` retries for half a minute and says less.
@@ -329,8 +352,10 @@ def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
         raise hub_error(error, name) from error
 
 
-def hub_error(error: BaseException, name: str) -> CorpusError:
+def hub_error(error: BaseException, name: str) -> CorpusError | CacheError:
     """The one-line error for a data set that cannot be loaded: the cause, and what to do about it."""
+    if cause := local_cause(error):
+        return cache_error(cause)
     if reason := hub_reason(error):
         return CorpusError(f"there is no file or directory {name}, and {reason}")
     message = explain(error_chain(error)[-1]).partition(" Example of usage")[0].rstrip(".")

@@ -30,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError, RefusedError, explain
-from gqa.checkpoint.hub import quiet
+from gqa.checkpoint.hub import local_cause, quiet
+from gqa.corpus.cache import cache_errors, datasets_cache
 from gqa.corpus.sources import Source, row_digest
 
 if TYPE_CHECKING:
@@ -101,7 +102,6 @@ def tokenise_columns(
     wait. Raises CorpusError.
     """
     import datasets
-    from datasets.exceptions import DatasetGenerationError
 
     columns = {name: datasets.List(datasets.Value("int32")) for name in encoders}
     features = datasets.Features(columns | {"digest": datasets.Value("binary")})
@@ -118,20 +118,31 @@ def tokenise_columns(
     for source in sources:
         key = f"gqa tokens {source.identify()} {identity}"
         keys.append(hashlib.sha256(key.encode()).hexdigest()[:32])
-        try:
-            with quiet("datasets"):
-                part = datasets.Dataset.from_generator(partial(rows, source), features, fingerprint=keys[-1])
-        except DatasetGenerationError as error:  # wraps the error of the source
-            reason = error.__cause__ or error
-            raise reason from reason.__cause__
-        except (OSError, ValueError) as error:  # errors of pyarrow have no errno
-            if isinstance(error, OSError) and error.errno:
-                raise
-            directory = Path(datasets.config.HF_DATASETS_CACHE) / "generator" / f"default-fingerprint={keys[-1]}"
-            raise CorpusError(f"stored tokens cannot be read: {explain(error)}; delete {directory}") from error
-        parts.append(part)
+        parts.append(_stored(partial(rows, source), features, keys[-1]))
     fingerprint = hashlib.sha256(" ".join(keys).encode()).hexdigest()[:32]
     return Documents(datasets.concatenate_datasets(parts), fingerprint)
+
+
+def _stored(rows: Callable[[], Iterator[dict[str, Any]]], features: Any, key: str) -> Any:
+    """A `datasets.Dataset` of rows in the cache, where it may be already. Raises CorpusError and CacheError."""
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    directory = datasets_cache()
+    with cache_errors():
+        try:
+            with quiet("datasets"):
+                return datasets.Dataset.from_generator(rows, features, fingerprint=key)
+        except DatasetGenerationError as error:  # wraps the error of the source, or of writing
+            reason = error.__cause__ or error
+            raise reason from reason.__cause__
+        except RefusedError:
+            raise
+        except (OSError, ValueError) as error:
+            if local_cause(error):
+                raise
+            place = directory / "generator" / f"default-fingerprint={key}"
+            raise CorpusError(f"stored tokens cannot be read: {explain(error)}; delete {place}") from error
 
 
 class Encoder:

@@ -51,7 +51,7 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
         results["memory"] = {"bytes": options.memory, "context": context}
     text = read_text(subjects, options, context) if options.data else None
     if text:
-        results["text"] = {"data": options.data, **text.record()}
+        results["text"] = {"data": ", ".join(options.data or ()), **text.record()}
     if options.decode:
         on_main(lambda: time_decoding(subjects, records, options, contexts))  # is not split
     comparison = Comparison(subjects[0], text, options)

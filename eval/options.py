@@ -21,9 +21,9 @@ class EvaluateOptions(Options):
 
     # fmt: off
     models: tuple[str, ...] = option((), argument="BASELINE [MODEL]...")
-    data: str | None = option(
+    data: tuple[str, ...] | None = option(
         None, "Text to evaluate on: a file (txt, jsonl, csv, parquet, arrow), a directory, a glob, "
-        "stdlib:heldout, or a hub data set.", metavar="SOURCE")
+        "stdlib:heldout, or a hub data set. Repeat it or use commas for several.", metavar="SOURCE[,...]")
     field: str = same_as(ConvertOptions, "field", needs=("data",))
     separator: str | None = same_as(ConvertOptions, "separator", needs=("data",))
     target_field: str | None = option(

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gqa.checkpoint.errors import RefusedError, plural
 from gqa.corpus.likelihood import Floats
 from gqa.corpus.pairs import PairEncoder
-from gqa.corpus.sources import check_text_options, parse_source
+from gqa.corpus.sources import check_text_options, parse_sources
 from gqa.corpus.tokens import check_ids
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.scoring import Window, rolling_windows
@@ -28,13 +28,18 @@ MAX_CONTEXT = 2048  # default: for a model with 128k positions, windows of 128k 
 def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: int) -> Text:
     """The text of `options`, tokenised for the first checkpoint. Raises RefusedError and CorpusError."""
     check_target_field(subjects[0], options.target_field)
-    check_text_options([str(options.data)], options.field, options.separator)
-    source = parse_source(
-        str(options.data), field=options.field, target_field=options.target_field, split="test",
+    specs = options.data or ()
+    check_text_options(specs, options.field, options.separator)
+    sources = parse_sources(
+        specs,
+        field=options.field,
+        target_field=options.target_field,
+        split="test",
         separator=options.separator,
-    )  # fmt: skip
-    check_models_agree(subjects, next(source.texts())[:2000])
-    return cut_text(subjects, source.rows(), context, options.tokens)
+    )
+    check_models_agree(subjects, next(sources[0].texts())[:2000])
+    rows = chain.from_iterable(source.rows() for source in sources)
+    return cut_text(subjects, rows, context, options.tokens)
 
 
 def check_target_field(subject: Subject, target_field: str | None) -> None:

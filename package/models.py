@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
 
 Model: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
 T = TypeVar("T")
+_FUNCTIONS = {
+    "ConvertOptions": "convert_model",
+    "TrainOptions": "uptrain_model",
+    "EvaluateOptions": "evaluate",
+    "AblateOptions": "ablate",
+}
 
 
 @contextmanager
@@ -54,6 +62,7 @@ def options_of_call(
                 tokenizer.save_pretrained(path)
         return str(path)
 
+    options = _by_name(kind, options)
     first, verbosity = next(iter(models.values())), logging.get_verbosity()
     bars = without_bars.set(bool(getattr(first, "quiet", options.get("quiet"))))
     logging.set_verbosity_error()
@@ -78,6 +87,26 @@ def options_of_call(
             shutil.rmtree(path, ignore_errors=True)
         if not copies:
             directory.cleanup()
+
+
+def _by_name(kind: type, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call by the names of fields: `groups` is `kv_heads`, as on the command line.
+
+    Raises TypeError, which names what is allowed, for others.
+    """
+    function = _FUNCTIONS[kind.__name__]
+    known = [field.name for field in fields(kind)]
+    named = dict(options)
+    if "groups" in named and "kv_heads" in known:
+        if "kv_heads" in named:
+            raise TypeError(f"{function}() got both kv_heads and groups, which are the same: give one")
+        named["kv_heads"] = named.pop("groups")
+    for name in named:
+        if name not in known:
+            similar = difflib.get_close_matches(name, [*known, "groups"], 1)
+            hint = f"did you mean {similar[0]}?" if similar else f"it has {', '.join(known)}"
+            raise TypeError(f"{function}() has no option {name}; {hint}")
+    return named
 
 
 def _name(model: Any) -> str:

@@ -106,6 +106,18 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with the embedded tokenizer, which no test may change."""
+    from dataclasses import replace
+
+    from evaluations import with_tokenizer
+    from tiny_models import TINY, build
+
+    tiny = replace(TINY["llama"], options={"vocab_size": 4096})
+    return with_tokenizer(build(tiny, 4), tmp_path_factory.mktemp("small") / "model")
+
+
+@pytest.fixture(scope="session")
 def place() -> Path:
     """Tiny models (`model`, `teacher` ...) and `data.jsonl` to train on."""
     from training import material

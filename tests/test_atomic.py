@@ -27,9 +27,11 @@ from gqa.checkpoint.write import write_tensor
 from gqa.convert import rewrite
 from gqa.convert.api import convert_checkpoint, plan_conversion
 
-INTERRUPTED = (
-    "gqa-convert: interrupted; no partial result is left; the same command continues after the last stored layer"
-)
+KEPT = "stored layers and finished batches of generated text are kept, the same command continues after them"
+STOPPED = {
+    signal.SIGINT: f"gqa-convert: interrupted; no partial result is left; {KEPT}",
+    signal.SIGTERM: f"gqa-convert: terminated; no partial result is left; {KEPT}",
+}
 
 
 def small(directory: Path, seed: int = 0) -> Path:
@@ -96,7 +98,7 @@ def test_killed_at_every_change_of_a_name(runs: Runs, tmp_path: Path, overwrite:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted(runs: Runs, big: Path, tmp_path: Path, number: int, code: int) -> None:
-    """Soon over, nothing left, and one line where somebody sits at the terminal."""
+    """Soon over, nothing left, and one line that says so."""
     out = tmp_path / "out"
     words = [*MERGED, "-q", "-o", out, big]
     running = runs.begin(*words)
@@ -111,8 +113,8 @@ def test_interrupted(runs: Runs, big: Path, tmp_path: Path, number: int, code: i
     if not out.exists():
         assert sorted(tmp_path.iterdir()) == []
     assert "Traceback" not in running.said()
-    if number == signal.SIGINT and not out.exists():
-        assert running.said().strip() == INTERRUPTED
+    if not out.exists():
+        assert running.said().strip() == STOPPED[signal.Signals(number)]
 
 
 def test_two_at_a_time(runs: Runs, big: Path, tmp_path: Path) -> None:

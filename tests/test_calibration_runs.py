@@ -9,7 +9,6 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -108,6 +107,45 @@ Calibrator.run = lambda self, layer, *rest: os.kill(os.getpid(), {}) if layer el
 """
 
 
+@pytest.fixture
+def stopped(small: Path, tmp_path: Path, runs: Runs) -> tuple[object, ...]:
+    """The words of a conversion that was stopped after its first layer."""
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 999)
+    words = (small, "-g", 2, "--data", text, "--context", 16, "--tokens", 256, "-o", tmp_path / "out")
+    ended = runs.run(*words, program="convert", before=_STOPPED.format(int(signal.SIGKILL)))
+    assert ended.code == -signal.SIGKILL, ended.err
+    return words
+
+
+def test_a_stopped_conversion_names_the_options_that_differ(stopped: tuple[object, ...]) -> None:
+    result = checkpoints.run(*stopped, "--seed", 3, "--precision", "bfloat16")
+    message = checkpoints.check_refused(result, "(--precision: float32 -> bfloat16; --seed: 0 -> 3)")
+    assert not set("{}[]'") & set(message)
+
+
+def test_a_stopped_conversion_is_continued_without_its_check_and_has_the_same_layers(
+    stopped: tuple[object, ...], tmp_path: Path
+) -> None:
+    whole = checkpoints.run(*stopped[:-1], tmp_path / "whole")
+    continued = checkpoints.run(*stopped, "--no-check")
+    assert (whole.code, continued.code) == (0, 0), continued
+    assert "continues   after layer 1 of 2" in continued.err
+    assert "quality     not measured" in continued.out
+    assert checkpoints.contents(tmp_path / "out") == checkpoints.contents(tmp_path / "whole")
+
+
+def test_a_conversion_that_was_stopped_without_its_check_says_that_it_cannot_be_checked(
+    small: Path, tmp_path: Path, runs: Runs
+) -> None:
+    words = (small, "-g", 2, "--context", 16, "--tokens", 256, "-o", tmp_path / "out")
+    runs.run(*words, "--no-check", program="convert", before=_STOPPED.format(int(signal.SIGKILL)))
+    continued = checkpoints.run(*words)
+    assert continued.code == 0, continued
+    assert "continues   after layer 1 of 2" in continued.err
+    assert "warning: the quality is not measured, because the run that is continued had --no-check" in continued.err
+
+
 def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, runs: Runs) -> None:
     """As without interruption, and nothing is left. Refused: other options, and other content of model or text."""
     model, text, out = Path(shutil.copytree(small, tmp_path / "model")), tmp_path / "text.txt", tmp_path / "out"
@@ -125,12 +163,15 @@ def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, r
     assert ".out.gqa-work/state.safetensors is damaged; start over" in checkpoints.run(*words(out)).err
     kept.rename(layer)
     other = checkpoints.run(*words(out), "--tokens", 512).err
-    assert "holds layers of another run (tokens: 256 -> 512); finish that with its options, or" in other
+    assert "holds layers of another run (--tokens: 256 -> 512); finish that with its options, or" in other
     checkpoints.edit_tensors(model, lambda t: {n: t[n].flip(0) if ".mlp." in n else t[n] for n in t})
-    assert re.search(r"holds layers of another run \(model: \w+ -> \w+\); finish", checkpoints.run(*words(out)).err)
+    assert re.search(
+        r"holds layers of another run \(content of the model: \w{12} -> \w{12}\); finish",
+        checkpoints.run(*words(out)).err,
+    )
     shutil.copytree(small, model, dirs_exist_ok=True, copy_function=shutil.copyfile)
     text.write_text("others " * 999)
-    assert re.search(r"holds layers of another run \(content: .*\); finish", checkpoints.run(*words(out)).err)
+    assert re.search(r"holds layers of another run \(content of --data: .*\); finish", checkpoints.run(*words(out)).err)
     text.write_text("words " * 999)
     records = []
     for place in (out, tmp_path / "whole"):
@@ -157,13 +198,6 @@ def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> 
 
 
 # ------------------------------------------------------------------------------------------------- refusals
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with the embedded tokenizer."""
-    tiny = replace(TINY["llama"], options={"vocab_size": 4096})
-    return with_tokenizer(build(tiny, 4), tmp_path_factory.mktemp("small") / "model")
 
 
 def broken(directory: Path, name: str, value: float) -> None:

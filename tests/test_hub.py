@@ -186,8 +186,9 @@ def test_broken_repository(
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["a/b/c"], "there is no directory a/b/c, and huggingface_hub says: Repo id must be in the form"),
-    (["lab/bad--name"], "Cannot have -- or .. in repo_id: 'lab/bad--name'"),
+    *(([path], f"there is no directory {path}; give a directory with config.json, or a hub id (owner/name)\n")
+      for path in ("a/b/c", "./Llama-2-7b-hf", "../lab", "/lab", "labs/")),
+    (["lab/bad--name"], "lab/bad--name, and it is no hub id (owner/name): Cannot have -- or .. in repo_id"),
     (["--revision", "", NAME], "Invalid value for '--revision': '' is not a name"),
     (["lab/here"], "lab/here has no config.json"),
     (["--revision", "main", "lab/here"], "--revision is for hub ids; lab/here is a local path"),

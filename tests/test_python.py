@@ -183,8 +183,34 @@ def test_options_are_an_object_or_keywords() -> None:
         gqa.uptrain_model(gqa.TrainOptions("model"), teacher="teacher")
     with pytest.raises(gqa.RefusedError, match="the model is a EvaluateOptions; give a directory"):
         gqa.evaluate(options, "another")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'contxt'"):
+    with pytest.raises(TypeError, match=r"^evaluate\(\) has no option contxt; did you mean context\?$"):
         gqa.evaluate("model", data="text", contxt=3)
+    with pytest.raises(TypeError, match=r"^convert_model\(\) has no option zzz; it has .*, kv_heads, "):
+        gqa.convert_model("model", zzz=3)
+
+
+def test_groups_are_kv_heads(place: Path, tmp_path: Path) -> None:
+    """As on the command line."""
+    result = gqa.convert_model(place / "teacher", groups=2, method="mean", output=tmp_path / "out", quiet=True)
+    assert result.record["options"]["kv_heads"] == 2
+    with pytest.raises(TypeError, match=r"^convert_model\(\) got both kv_heads and groups, which are the same"):
+        gqa.convert_model(place / "teacher", groups=2, kv_heads=2)
+
+
+def test_several_texts_are_evaluated_like_one_of_their_documents(small: Path, tmp_path: Path) -> None:
+    """A list, as calibration and training take it."""
+    texts = ["one two three " * 99, "red green blue " * 99]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    (tmp_path / "both.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    model, files = small, [str(tmp_path / f"{number}.jsonl") for number in range(2)]
+    records = [gqa.evaluate(model, data=data, context=32).record for data in (files, str(tmp_path / "both.jsonl"))]
+    assert records[0]["models"][0]["quality"] == records[1]["models"][0]["quality"]
+    assert records[0]["text"]["data"] == ", ".join(files)
+    one = gqa.evaluate(model, data=files[:1], context=64).record
+    assert one["models"][0]["quality"] != records[0]["models"][0]["quality"]
+    with pytest.raises(gqa.CorpusError, match=r"names \S+ 2 times"):
+        gqa.evaluate(model, data=files * 2)
 
 
 def test_the_callers_logging_stays(place: Path, tmp_path: Path) -> None:

@@ -99,19 +99,18 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
 
 # What is in a file, and how what is said of it goes on after its name.
 EMPTY = " holds no text: it is empty or blank, or held out"
-NOT_UTF8 = " is not UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 3: "
+NOT_UTF8 = " is not UTF-8: 'utf-8' codec can't decode byte 0xe9 in position "
 UNREADABLE = " cannot be read: "  # and what the library says
 BROKEN: dict[str, tuple[bytes, str]] = {
     "empty.txt": (b"", EMPTY),
     "head.csv": (b"text\n", EMPTY),
     "latin.txt": (b"caf\xe9 au lait", NOT_UTF8),
-    "latin.jsonl": (b'{"text": "a"}\n{"text": "caf\xe9"}\n', NOT_UTF8),
-    "cut.jsonl": (b'{"text": "a"}\n\n{"text": "b\n', UNREADABLE),
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', UNREADABLE),
     "number.jsonl": (b'{"text": 4}\n{"text": null}\n{"text": 5}\n',
                      ": field 'text' has type int; name a column of text"),
     "missing.jsonl": (b'{"title": "a", "b\\n": 1}\n', " has no field 'text'; it has 'b\\n', 'title'"),
-    "missing.csv": (b"title,body\na,b\n", " lacks a column that was named: 'Field \"text\" does not exist in schema'"),
+    "missing.csv": (b"title,body\na,b\n", " has no field 'text'; it has 'body', 'title'"),
+    "surrogate.jsonl": (b'{"text": "\\ud800"}\n', ": field 'text' is not Unicode: "),
     "long.csv": (b"id,text\n1,a\n2,b,c\n", UNREADABLE),
     "not.gz.txt.gz": (b"plain", UNREADABLE),
     "cut.txt.gz": (gzip.compress(b"a" * 1000)[:-12], UNREADABLE),
@@ -138,7 +137,13 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for number in range(4):
         lines(Path("many", f"{number}.jsonl"), {"text": f"{number}"})
     Path("many/2.jsonl").write_text("{")
+    Path("cut.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b\n')
+    Path("latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
+    pq.write_table(pa.table({"title": ["a"], "body": ["b"]}), "missing.parquet")
     wanted = {name: name + said for name, (_, said) in BROKEN.items()} | {
+        "cut.jsonl": f"line 3 of cut.jsonl{UNREADABLE}",
+        "latin.jsonl": f"line 2 of latin.jsonl{NOT_UTF8}",
+        "missing.parquet": "missing.parquet has no field 'text'; it has 'body', 'title'",
         "cut.parquet": "cut.parquet cannot be read: ",
         "ints.parquet": "ints.parquet: field 'text' has type int; name a column of text",
         "cut.arrow": "cut.arrow cannot be read: ",

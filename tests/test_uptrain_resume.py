@@ -118,6 +118,17 @@ def test_more_or_fewer_ranks_may_continue(
     assert losses(out) == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
 
 
+@pytest.mark.parametrize(("number", "code", "what"), [(15, 143, "terminated"), (2, 130, "interrupted")])
+def test_a_training_that_is_stopped_while_it_generates_text_says_what_is_kept(
+    small: Path, tmp_path: Path, runs: Runs, number: int, code: int, what: str
+) -> None:
+    words = (small, "--teacher", small, "--data", "self:2K", "--seed", number, "--steps", 1, "--context", 16)
+    stopped = runs.run(*words, "-o", tmp_path / "out", before=f"stop_while_sampling({number})")
+    kept = "finished batches of generated text are kept, the same command continues after them"
+    says = f"gqa-uptrain: {what}; no partial result is left; {kept}"
+    assert (stopped.code, stopped.err.strip().splitlines()[-1]) == (code, says)
+
+
 @pytest.mark.parametrize(("number", "code", "ranks"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)])
 def test_a_signal_saves_and_leaves(runs: Runs, tmp_path: Path, number: int, code: int, ranks: int) -> None:
     """Also where only one rank was signalled, and where nothing else asked for saves."""

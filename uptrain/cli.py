@@ -54,4 +54,5 @@ def command(options: TrainOptions) -> None:
 
 def main() -> None:
     """Entry point; `gqa.checkpoint.console.run` documents the exit codes."""
-    run(command, "gqa-uptrain", "no partial result is left")
+    kept = "finished batches of generated text are kept, the same command continues after them"
+    run(command, "gqa-uptrain", f"no partial result is left; {kept}")

@@ -70,6 +70,8 @@ def prepare(options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = 
     options = replace(options, output=output)
     options.check(processes)
     checkpoint = open_model(options.model, options.revision)
+    for warning in checkpoint.warnings:
+        watcher.warn(warning)
     if checkpoint.packed:
         raise RefusedError(f"{checkpoint.name} has quantised weights, which are not trained; uptrain the original")
     check_config(checkpoint.config, checkpoint.name)

@@ -7,6 +7,7 @@ calibrated, so no model is loaded for it.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,7 +53,8 @@ def with_maps(
     Layers calibrated on text are stored beside `out` until the block succeeds, so that the same call can continue after
     the last of them.
     """
-    reads_text, layers = plan.merging.traits.reads_text, FinishedLayers(out, describe(plan, options), overwrite)
+    reads_text = plan.merging.traits.reads_text
+    layers = FinishedLayers(out, describe(plan, options), overwrite, holds_out=options.check)
     quality, continued = None, layers.count > 0
     try:
         if reads_text:
@@ -87,14 +89,18 @@ def _look_at_weights(plan: Plan, layers: FinishedLayers, options: MapsOptions, w
 
 def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher) -> dict[str, Any] | None:
     """Calibrate the layers that are not finished; return the quality of the result on held-out text, if any."""
-    most = CHECKED if options.check else 0
+    most = CHECKED if layers.holds_out else 0
     inputs, blocks = options.text.inputs(plan.checkpoint, options.device, watcher, most)
     state = layers.state()
     calibrator = Calibrator(plan, inputs, options, state)
     has_head = predicts_tokens(transformers_config(plan.new_config)) and (
         calibrator.pair.source.model.get_output_embeddings() is not None
     )
-    check = Check(calibrator.pair, blocks, state) if blocks is not None and len(blocks) and has_head else None
+    check = None
+    if options.check and layers.count and not any(name.startswith("text ") for name in state):
+        watcher.warn("the quality is not measured, because the run that is continued had --no-check; use gqa-eval")
+    elif options.check and blocks is not None and len(blocks) and has_head:
+        check = Check(calibrator.pair, blocks, state)
     heldout = list(check.streams.values()) if check else []
     if layers.count:
         watcher.note(f"continues   after layer {layers.count} of {calibrator.layers}, where a run was stopped")
@@ -175,10 +181,52 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
     if plan.merging.traits.reads_text:
         text = {name: portable(value) for name, value in asdict(options.text).items()} | {"tokens": options.text.taken}
         description |= {"text": text, "content": options.text.identify()}
-        description |= {name: getattr(options, name) for name in ("ridge", "dtype", "batch", "check")}
+        description |= {name: getattr(options, name) for name in ("ridge", "dtype", "batch")}
     if plan.merging.traits.refines:
         description["refinement"] = asdict(options.refinement)
     return dict(json.loads(json.dumps(description)))
+
+
+# What options are called in errors; the others have the names of `describe`.
+_NAMES = {
+    "method": "--method",
+    "groups": "--groups",
+    "grouping": "--grouping",
+    "name": "name of the model",
+    "model": "content of the model",
+    "device": "--device",
+    "content": "content of --data",
+    "dtype": "--precision",
+    "text sources": "--data",
+    "text tokens": "--tokens",
+    "text length": "--context",
+    "text seed": "--seed",
+    "text field": "--field",
+    "text target_field": "--target-field",
+    "text separator": "--separator",
+    "text trust_remote_code": "--trust-remote-code",
+    "refinement steps": "--refine-steps",
+    "refinement seed": "--seed",
+}
+
+
+def _flat(description: Mapping[str, Any], within: str = "") -> dict[str, str]:
+    """A description for people: options by their names, values as they are typed, hashes shortened."""
+    flat = dict[str, str]()
+    for key, value in description.items():
+        name = f"{within} {key}".strip()
+        if isinstance(value, dict):
+            flat |= _flat(value, name)
+        elif isinstance(value, list):
+            flat[_NAMES.get(name, name)] = ",".join(_short(str(one)) for one in value)
+        else:
+            flat[_NAMES.get(name, name)] = _short("none" if value is None else str(value))
+    return flat
+
+
+def _short(text: str) -> str:
+    """A text, in which hashes have 12 digits."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}", r"\1", text)
 
 
 def maps_tensors(maps: Iterable[tuple[str, HeadMaps]]) -> dict[str, Tensor]:
@@ -203,12 +251,16 @@ class FinishedLayers:
     time to time `state.safetensors` with what the next one needs, and their number.
     """
 
-    def __init__(self, out: Path, description: Mapping[str, Any], overwrite: bool) -> None:
+    def __init__(self, out: Path, description: Mapping[str, Any], overwrite: bool, holds_out: bool) -> None:
         """Count the finished layers of a run with the same description. Raises RefusedError for layers of another run;
         with `overwrite` these are removed.
+
+        holds_out: Whether text is held out for the check, and so is no calibration text. A run that continues another
+            one takes the same text, whether or not it checks the result.
         """
         self.directory = out.absolute().with_name(f".{out.absolute().name}.gqa-work")
         self._state, self._description = self.directory / "state.safetensors", description
+        self.holds_out = holds_out
         self.count, self.errors, self._saved = 0, list[float | None](), time.monotonic()
         if self._state.exists():
             with suppress(RefusedError) if overwrite else nullcontext():
@@ -223,14 +275,14 @@ class FinishedLayers:
                 progress = parse_json(file.metadata()["progress"], self._state.name)
             for layer in range(progress["layers"]):
                 (self.directory / f"{layer:05d}.safetensors").stat()
-            both = self._description, progress["description"]
-            now, before = ({**one, **one.get("text", {}), "text": ""} for one in both)
+            now, before = _flat(self._description), _flat(progress["description"])
+            holds_out = bool(progress["holds_out"])
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise CorruptError(f"{self._state} is damaged; start over with --overwrite") from error
         if changed := differences(now, before):
             advice = "finish that with its options, or start over with --overwrite"
             raise RefusedError(f"{self.directory} holds layers of another run ({'; '.join(changed)}); {advice}")
-        self.count, self.errors = progress["layers"], progress["errors"]
+        self.count, self.errors, self.holds_out = progress["layers"], progress["errors"], holds_out
 
     def add(
         self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor] | None = None, error: float | None = None
@@ -242,8 +294,13 @@ class FinishedLayers:
         if state is not None:
             self.errors.append(error)
             if time.monotonic() - self._saved >= _INTERVAL:
-                progress = json.dumps({"description": self._description, "layers": self.count, "errors": self.errors})
-                _save(self._state, state, {"progress": progress})
+                progress = {
+                    "description": self._description,
+                    "layers": self.count,
+                    "errors": self.errors,
+                    "holds_out": self.holds_out,
+                }
+                _save(self._state, state, {"progress": json.dumps(progress)})
                 self._saved = time.monotonic()
 
     def state(self) -> dict[str, Tensor]:

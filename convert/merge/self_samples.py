@@ -34,6 +34,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config
 from gqa.convert.merge.layerwise import attend_sdpa, register
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
+from gqa.corpus.cache import cache_errors, datasets_cache
 from gqa.corpus.tokens import MIX, START_EVERY, Block, Ints, first_token, with_repeats
 
 SAMPLED = 64  # largest batch of sequences sampled with one seed
@@ -169,12 +170,20 @@ def store_batches(
 ) -> Path:
     """A file in the cache of `datasets`, named by the hash of `identity`, with at least `rows` rows (size,) of int32.
     `sample(numbers)` yields the missing batches of `batch` rows with these numbers, one or several at a time. Raises
-    RefusedError.
+    RefusedError and CacheError.
     """
-    from datasets.config import HF_DATASETS_CACHE
+    name = hashlib.sha256(identity.encode()).hexdigest()[:32]
+    path = datasets_cache() / "gqa-samples" / f"{name}.int32"
+    with cache_errors():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _append_batches(path, size, batch, rows, sample)
+    return path
 
-    path = Path(HF_DATASETS_CACHE) / "gqa-samples" / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.int32"
-    path.parent.mkdir(parents=True, exist_ok=True)
+
+def _append_batches(
+    path: Path, size: int, batch: int, rows: int, sample: Callable[[Sequence[int]], Iterable[Tensor]]
+) -> None:
+    """Append the batches that a file lacks; see `store_batches`."""
     with FileLock(f"{path}.lock"), path.open("ab") as file:
         stored = file.tell() // (4 * size * batch)
         file.truncate(4 * size * batch * stored)  # drop the partial batch of an interrupted run
@@ -182,7 +191,6 @@ def store_batches(
             for ids in sample(missing):
                 file.write(ids.numpy().astype(np.int32).tobytes())
                 file.flush()
-    return path
 
 
 def at_once(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:

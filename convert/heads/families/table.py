@@ -44,6 +44,7 @@ _NO_FIELD = (
     "the class in transformers has no number of key/value heads: a checkpoint with fewer would not load, or would "
     "compute something else; use a related model with grouped-query attention"
 )
+_ENCODER = "it is an encoder, which reads a whole text at once: it has no KV cache to shrink"
 _MLA = "multi-head latent attention: its cache holds one compressed vector a token, there are no KV heads to merge"
 
 REFUSED: dict[str, str] = {
@@ -55,10 +56,14 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("gpt_neox_japanese", "longt5", "switch_transformers", "blenderbot", "blenderbot-small", "plbart", "biogpt",
-         "mvp", "led", "fsmt", "xglm", "persimmon", "openai-gpt", "ctrl", "imagegpt", "bert", "roberta", "modernbert",
-         "modernbert-decoder", "hrm_text", "xlnet", "xlm", "bloom", "gpt_neo", "mpt", "umt5",
-         "whisper", "gptj", "codegen"),
+         "mvp", "led", "fsmt", "xglm", "persimmon", "openai-gpt", "ctrl", "imagegpt", "modernbert-decoder", "hrm_text",
+         "xlnet", "xlm", "bloom", "gpt_neo", "mpt", "umt5", "whisper", "gptj", "codegen"),
         _NO_FIELD,
+    ),
+    **dict.fromkeys(
+        ("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "esm", "longformer",
+         "modernbert", "mpnet", "nomic_bert", "roberta", "roformer", "squeezebert", "xlm-roberta", "xlm-roberta-xl"),
+        _ENCODER,
     ),
     **dict.fromkeys(
         ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"),

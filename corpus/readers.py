@@ -1,0 +1,236 @@
+"""Read the rows of local files: text, JSON, CSV, Parquet and Arrow.
+
+Only the columns that are named are read, so a file may have any other columns, of any type. Files of one source need
+not have the same columns or types: each is read by itself, and one without rows has no text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from gqa.checkpoint.errors import CorpusError, RefusedError, explain, listing
+from gqa.corpus.cache import cache_errors, datasets_cache
+
+FORMATS = {
+    "text": (".txt",),
+    "json": (".jsonl", ".json", ".ndjson"),
+    "csv": (".csv",),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+}
+COMPRESSED = (".gz", ".zst")
+_ROWS = 1024  # of Parquet and CSV that are in memory at a time
+
+Row = dict[str, Any]
+
+
+def file_format(path: Path) -> str | None:
+    """The key of FORMATS for the suffixes of a file, or None."""
+    name = path.name.lower()
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    return next((kind for kind, suffixes in FORMATS.items() if name.endswith(suffixes)), None)
+
+
+def load_files(files: Sequence[Path], columns: Sequence[str]) -> Any:
+    """A `datasets.IterableDataset` of files of one format, with a shard for each. A text file is one row, "text"."""
+    import datasets
+
+    datasets_cache()  # `datasets` puts a lock there
+    arguments = {"files": [str(file) for file in files], "columns": tuple(columns)}  # a list is split into shards
+    with cache_errors():
+        return datasets.IterableDataset.from_generator(read_rows, gen_kwargs=arguments)
+
+
+def read_rows(files: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
+    """The rows of files, with `columns` only; a text or None in each. Raises CorpusError, which names the file."""
+    for file in files:
+        path = Path(file)
+        try:
+            for row in _READERS[str(file_format(path))](path, columns):
+                for column in columns:
+                    check_text(row[column], column, file)
+                yield row
+        except RefusedError:
+            raise
+        except UnicodeDecodeError as error:
+            raise _not_utf8(file, error) from error
+        except Exception as error:  # pyarrow's, pandas', Python's
+            raise CorpusError(f"{file} cannot be read: {explain(error)}") from error
+
+
+def check_text(value: Any, column: str, where: str) -> None:
+    """Raise CorpusError unless a value of a column is None or a text that UTF-8 can express."""
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise CorpusError(f"{where}: field {column!r} has type {type(value).__name__}; name a column of text")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can express
+            raise CorpusError(f"{where}: field {column!r} is not Unicode: {explain(error)}; remove it") from error
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> CorpusError:
+    return CorpusError(f"{where} is not UTF-8: {explain(error)}; convert it, for instance with iconv")
+
+
+def _check_columns(columns: Sequence[str], present: Iterable[str], file: Path) -> None:
+    """Raise CorpusError unless a file has the columns."""
+    names = list(present)
+    missing = [column for column in columns if column not in names]
+    if missing:
+        raise CorpusError(f"{file} has no field {missing[0]!r}; it has {listing(map(repr, names)) or 'none'}")
+
+
+def _open(path: Path) -> io.BufferedReader:
+    """The bytes of a file, decompressed if its suffix says that it is compressed."""
+    import gzip
+
+    import pyarrow as pa  # type: ignore[import-untyped]
+
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return io.BufferedReader(gzip.open(path, "rb"))
+    if suffix == ".zst":
+        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
+    return path.open("rb")
+
+
+def _read_text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    with _open(path) as stream:
+        yield {column: io.TextIOWrapper(stream, encoding="utf-8-sig").read() for column in columns}
+
+
+def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """JSON Lines, or one JSON value: a list of objects, an object of columns, or one object.
+
+    A key that only some objects have is None in the others; one that none has is an error.
+    """
+    present = set[str]()
+    rows = 0
+    for number, value in _json_values(path):
+        if not isinstance(value, dict):
+            kind = type(value).__name__
+            raise CorpusError(f"{path} cannot be read: row {number} is a JSON {kind}; give an object in every line")
+        rows += 1
+        present.update(value)
+        yield {column: value.get(column) for column in columns}
+    if rows:
+        _check_columns(columns, present, path)
+
+
+def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
+    """The values in a JSON file, each with its number, from 1: of JSON Lines that of its line."""
+    with _open(path) as stream:
+        lines = enumerate(stream, 1)
+        start, first = next(((n, line) for n, line in lines if _without_mark(line).strip()), (0, b""))
+        first = _without_mark(first)
+        if not first:
+            return
+
+        if first.lstrip().startswith(b"[") or not _is_json(first):
+            whole = _parse(first + stream.read(), str(path))
+            yield from enumerate(_rows_of_value(whole), 1)
+            return
+
+        for number, line in chain([(start, first)], lines):
+            if line.strip():
+                yield number, _parse(line, f"line {number} of {path}")
+
+
+def _without_mark(line: bytes) -> bytes:
+    """A line without the byte order mark."""
+    return line.removeprefix(codecs.BOM_UTF8)
+
+
+def _is_json(line: bytes) -> bool:
+    """Whether a line is a whole JSON value."""
+    try:
+        json.loads(line, strict=False)
+    except UnicodeDecodeError:
+        return True  # so that the error names the line
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _parse(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text.decode(), strict=False)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where, error) from error
+    except (ValueError, RecursionError) as error:
+        raise CorpusError(f"{where} cannot be read: {explain(error)}") from error
+
+
+def _rows_of_value(value: Any) -> Iterable[Any]:
+    """The rows of a JSON value: of a list its items (texts are the column "text"), of an object of lists its columns'
+    entries, of another object itself.
+    """
+    if isinstance(value, list):
+        return [{"text": item} if isinstance(item, str) else item for item in value]
+    if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
+        length = max(map(len, value.values()))
+        padded = {name: [*column, *[None] * (length - len(column))] for name, column in value.items()}
+        return [{name: padded[name][number] for name in padded} for number in range(length)]
+    return [value]
+
+
+def _read_csv(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """All values are text: by default pandas reads 007 as a number and NA as missing."""
+    import pandas
+
+    with _open(path) as stream:
+        try:
+            frames = pandas.read_csv(stream, dtype=str, na_filter=False, chunksize=_ROWS)
+        except pandas.errors.EmptyDataError:
+            return
+        with frames:
+            for frame in frames:
+                _check_columns(columns, map(str, frame.columns), path)
+                for values in zip(*(frame[column] for column in columns), strict=True):
+                    yield dict(zip(columns, values, strict=True))
+
+
+def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    with pq.ParquetFile(path) as file:
+        _check_columns(columns, file.schema_arrow.names, path)
+        for batch in file.iter_batches(batch_size=_ROWS, columns=list(columns)):
+            yield from batch.select(columns).to_pylist()
+
+
+def _read_arrow(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """A stream, as `datasets` writes it, or a file with an index (Feather)."""
+    import pyarrow as pa
+
+    with pa.OSFile(str(path)) as stream:
+        try:
+            reader = pa.ipc.open_stream(stream)
+            batches = iter(reader)
+        except (OSError, pa.ArrowInvalid):
+            reader = pa.ipc.open_file(stream)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        _check_columns(columns, reader.schema.names, path)
+        for batch in batches:
+            part = batch.select(columns)
+            part.validate(full=True)
+            yield from part.to_pylist()
+
+
+_READERS = {
+    "text": _read_text,
+    "json": _read_json,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+}
