@@ -13,6 +13,10 @@ class CorruptError(RefusedError):
     """A checkpoint whose files are broken or hostile."""
 
 
+class EntryError(CorruptError):
+    """A config.json that makes no sense; the message names the entry, where a single one is the cause."""
+
+
 class LayerwiseError(RefusedError):
     """A model that cannot be run layer by layer."""
 
