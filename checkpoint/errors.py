@@ -17,6 +17,10 @@ class MissingError(CorruptError):
     """A checkpoint that lacks a file."""
 
 
+class EntryError(CorruptError):
+    """A config.json that makes no sense; the message names the entry, where a single one is the cause."""
+
+
 class LayerwiseError(RefusedError):
     """A model that cannot be run layer by layer."""
 

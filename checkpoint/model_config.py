@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from gqa.checkpoint.errors import CorruptError
+from gqa.checkpoint.errors import EntryError
 
 MAX_COUNT = 20_000  # layers, heads, blocks, experts
 MAX_POSITIONS = 10**8  # ten times those of the longest published models
@@ -67,7 +67,7 @@ def without_run_flags(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_numbers(raw: dict[str, Any], name: str) -> None:
-    """Raise CorruptError for numbers of modules, positions and rotated dimensions that no model has."""
+    """Raise EntryError for numbers of modules, positions and rotated dimensions that no model has."""
     for part in parts(raw):
         for key, value in part.items():
             if _COUNTS.fullmatch(key) and _exceeds(value, MAX_COUNT):
@@ -79,7 +79,7 @@ def check_numbers(raw: dict[str, Any], name: str) -> None:
 
 
 def check_against_headers(raw: dict[str, Any], name: str, tensors: int, largest: int) -> None:
-    """Raise CorruptError for more layers than the checkpoint has `tensors`, as each layer has one at least, and for
+    """Raise EntryError for more layers than the checkpoint has `tensors`, as each layer has one at least, and for
     dimensions greater than the count of numbers in its `largest` tensor.
     """
     for part in parts(raw):
@@ -99,9 +99,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def wrong(name: str, key: str, value: Any, allowed: str) -> CorruptError:
+def wrong(name: str, key: str, value: Any, allowed: str) -> EntryError:
     """The error for a value of config.json; `allowed`: what would be, or what it contradicts."""
-    return CorruptError(f"{name}: config.json says {key}: {shown(value)}, {allowed}; correct it")
+    return EntryError(f"{name}: config.json says {key}: {shown(value)}, {allowed}; correct it")
 
 
 def shown(value: Any, limit: int = 80) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES
-from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
+from gqa.checkpoint.errors import CorruptError, EntryError, RefusedError, alternatives, explain, listing
 from gqa.checkpoint.files import TensorSpec, byte_size, shard_names
 from gqa.checkpoint.loading import model_class, quiet_transformers
 from gqa.checkpoint.model_config import culprit
@@ -138,7 +138,9 @@ def make_plan(checkpoint: Checkpoint, groups: Groups, method: str, seed: int = 0
 
     try:
         return plan(checkpoint.config)
-    except CorruptError as error:
+    except EntryError:
+        raise
+    except CorruptError as error:  # the weights contradict config.json: say which entry of it, if one alone does
         entry = culprit(checkpoint.config, plan)
         if not entry or entry in str(error):
             raise

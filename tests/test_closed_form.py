@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded import SOURCE, load, texts, tokenizer
+from checkpoints import edit_tensors
+from embedded import SOURCE, copy_source, load, texts, tokenizer
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
@@ -297,6 +298,17 @@ def test_the_guess_is_like_what_the_model_sees(monkeypatch: pytest.MonkeyPatch) 
     for guess, true in zip(guessed, seen, strict=True):
         assert float(guess.trace()) == pytest.approx(len(guess))
         assert alike(guess, true) > 1.5 * alike(independent, true)
+
+
+def test_no_embedding_owns_the_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that is a thousand times as large as others is one of 4,096, as what layers read is normed."""
+    model = copy_source(tmp_path)
+    edit_tensors(model, lambda tensors: tensors["model.embed_tokens.weight"][300].mul_(1e3))
+
+    plain, guessed = given(SOURCE, 2, monkeypatch), given(model, 2, monkeypatch)
+
+    for one, other in zip(plain, guessed, strict=True):
+        assert alike(one, other) > 0.99
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2"])

@@ -90,10 +90,17 @@ def attention(tiny: Tiny) -> str:
     return attention_of(tiny.name.split("+")[0])
 
 
-def scrambled(tiny: Tiny, place: Path, pairing: str | None = None) -> tuple[Path, Tensor, int]:
-    """A checkpoint with scrambled heads, the logits that it must have, and the number of heads that suffice."""
+def scrambled(
+    tiny: Tiny, place: Path, pairing: str | None = None, empty: tuple[int, ...] = ()
+) -> tuple[Path, Tensor, int]:
+    """A checkpoint with scrambled heads, the logits that it must have, and the number of heads that suffice.
+
+    The embeddings of the tokens `empty` are zero.
+    """
     kv = 2 if 2 in tiny.kv_counts else 1
     model = louder(tiny, build(tiny, kv, attention=attention(tiny)))
+    if empty:
+        model.get_input_embeddings().weight.data[list(empty)] = 0
     directory = convert_checkpoint(write_checkpoint(model, place / "source"), QUERY_HEADS, place / "scrambled").out
     scramble(directory, pairing=pairing)
     return directory, logits(tiny, model, inputs(tiny)), kv
@@ -169,6 +176,26 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     symmetry = plan.config.symmetry
     if kv == 2 and isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text):
         check_places(tiny, directory, expected, example)
+
+
+# Decoders, one of each kind of them; encoder-decoders and types with several tables of embeddings are above.
+DECODERS = sorted(
+    name
+    for name in EXAMPLES & CASES.keys()
+    if name.partition("+")[0] not in UNSERVED and [*CASES[name].token_inputs] == ["input_ids"]
+)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_heads_are_recovered_where_tokens_have_no_embedding(name: str, tmp_path: Path) -> None:
+    """As rows of padding and untrained tokens, which a model's own samples contain."""
+    tiny = CASES[name]
+    directory, expected, kv = scrambled(tiny, tmp_path, empty=(10, 11))
+    plan = by(plan_conversion(directory, kv, method="procrustes"), "calibrated")
+
+    _, maps = calibrated(text_of(tiny), plan)
+
+    assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
 
 
 def calibrated(given: dict[str, Tensor], plan: Plan, **options: Any) -> tuple[Calibrator, dict[str, HeadMaps]]:

@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from gqa.checkpoint.custom_code import config_class, listed_as, loads_as_decilm
-from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
+from gqa.checkpoint.errors import CorruptError, EntryError, RefusedError, explain, listing
 from gqa.checkpoint.files import BITS
 from gqa.checkpoint.loading import quiet_transformers
 from gqa.checkpoint.model_config import (
@@ -145,7 +145,7 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
     except Exception as error:  # any error of a config class means that the config is wrong
         entry = culprit(raw, transformers_config)
         cause = f" because of {entry}" if entry else ""
-        raise CorruptError(
+        raise EntryError(
             f"{name}: transformers cannot read config.json as {model_type}{cause}: {explain(error)}; correct it"
         ) from error
 
@@ -171,7 +171,7 @@ def _check(config: ModelConfig, name: str) -> None:
     except _SENSELESS as error:
         entry = culprit(config.raw, _read_heads)
         cause = f" because of {entry}" if entry else ""
-        raise CorruptError(
+        raise EntryError(
             f"{name}: the head counts in config.json make no sense{cause}: {explain(error)}; correct them"
         ) from error
     _check_heads(heads, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +13,7 @@ from gqa.checkpoint.loading import as_float64, float64_device
 from gqa.convert.heads.family import Rotary
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.merge.layerwise import Layer, Stream
-from gqa.convert.merge.linear_algebra import CUT, add_products, pseudo_inverse, ridge, unrotate
+from gqa.convert.merge.linear_algebra import CUT, add_products, pseudo_inverse, ridge, typical_energy, unrotate
 from gqa.convert.merge.moments import Moments, find_order, head_maps, heads_of, stack_groups
 from gqa.convert.merge.pair import Pair, check_finite
 from gqa.convert.methods import HeadMaps, query_order
@@ -117,22 +116,9 @@ def position_weights(stream: Tensor, is_text: Tensor | None = None) -> Tensor:
     if is_text is None:
         is_text = torch.ones_like(energies, dtype=torch.bool)
 
-    least = LEAST_ENERGY * _typical_energy(energies[is_text])
+    least = LEAST_ENERGY * typical_energy(energies[is_text])
     weights = is_text / energies.clamp_min(least)
     return weights / weights.mean()
-
-
-def _typical_energy(energies: Tensor) -> float:
-    """The upper quartile of the mean squares (n,) that are not zero; 1 if all are zero.
-
-    A quartile, because a few positions are thousands of times as large and would rule a mean; the upper one, because
-    tokens without an embedding may take up most of a short text.
-    """
-    positive = energies[energies > 0]
-    if not len(positive):
-        return 1.0
-    rank = math.ceil(0.75 * len(positive))
-    return float(positive.kthvalue(rank).values)
 
 
 def mean_squares(stream: Tensor) -> Tensor:

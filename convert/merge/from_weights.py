@@ -20,13 +20,14 @@ from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.family import LayerHeads, Symmetry
 from gqa.convert.heads.modules import AttentionModule, attention_modules, find_embeddings, find_mlp, module_changes
-from gqa.convert.merge.linear_algebra import procrustes_key, procrustes_value
+from gqa.convert.merge.linear_algebra import procrustes_key, procrustes_value, typical_energy
 from gqa.convert.merge.moments import Moments, find_order, head_maps, heads_of
 from gqa.convert.methods import HeadMaps, query_order
 from gqa.convert.plan import Plan
 
 MlpInput = Literal["normed", "residual", "attention_input"]
 _ATTENDED_TOKENS = 2  # attention averages the values of so many tokens
+_MOST_ENERGY = 10.0  # of an embedding, relative to the typical one; trained tokens have up to 5 times as much
 _SHRINKAGE = 0.01  # weight of the identity; keeps the estimate positive definite
 _NODES = 241  # quadrature nodes for Gaussian integrals
 _ROWS = 16_384  # embeddings converted to float64 at a time
@@ -161,14 +162,26 @@ class InputMoments:
         return root if scale == 1 else root * float(scale)
 
     def _embedded(self) -> Tensor | None:
-        """Moments of token embeddings (all tokens equally likely) and learned positions; None without such a table."""
-        moments = torch.zeros(self._width, self._width, dtype=torch.float64)
+        """Moments of token embeddings (all tokens equally likely) and learned positions; None without such a table.
+
+        Layers read hidden states through norms, in which a token with a larger embedding weighs no more. So the energy
+        of a row counts up to _MOST_ENERGY times the typical one: none rules the moments.
+        """
         tables = find_embeddings(self._checkpoint, self._config, self._width)
+        if not tables:
+            return None
+
+        moments = torch.zeros(self._width, self._width, dtype=torch.float64)
         for spec in tables:
-            for stored in self._checkpoint.read(spec).split(_ROWS):
-                rows = stored.double()
-                moments += rows.mT @ rows / spec.shape[0]
-        return moments * self._symmetry.embedded(self._config) ** 2 if tables else None
+            table = self._checkpoint.read(spec)
+            energies = torch.cat([rows.double().square().sum(1) for rows in table.split(_ROWS)])
+            most = _MOST_ENERGY * typical_energy(energies)
+
+            for rows, energy in zip(table.split(_ROWS), energies.split(_ROWS), strict=True):
+                shares = (most / energy.clamp_min(most)).sqrt()
+                bounded = rows.double() * shares[:, None]
+                moments += bounded.mT @ bounded / len(table)
+        return moments * self._symmetry.embedded(self._config) ** 2
 
     def _find_mlp(self, module: AttentionModule, gain: Tensor) -> Mlp | None:
         """The layer's MLP, or None if the layer has other parts."""

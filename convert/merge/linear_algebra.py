@@ -293,6 +293,19 @@ def pseudo_inverse(matrices: Tensor, cut: float = CUT) -> Tensor:
     return inverses
 
 
+def typical_energy(energies: Tensor) -> float:
+    """The upper quartile of the energies (n,) that are not zero; 1 if all are zero.
+
+    A quartile, because a few vectors are thousands of times as large as the others and would rule a mean; the upper
+    one, because tokens without an embedding may take up most of a short text.
+    """
+    positive = energies[energies > 0]
+    if not len(positive):
+        return 1.0
+    rank = math.ceil(0.75 * len(positive))
+    return float(positive.kthvalue(rank).values)
+
+
 def add_products(sums: Tensor, rows: Tensor, columns: Tensor | None = None) -> None:
     """Add rows^T columns to the float64 `sums`: (..., n, p) of (..., L, n) and (..., L, p), or of the rows alone. The
     products of _ROWS rows are summed in float32, which is twice as fast and exact to well below CUT.
