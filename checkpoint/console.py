@@ -1,12 +1,14 @@
 """Shared by the commands: version, progress, one-line errors, exit codes. Imports no torch."""
 
 import io
+import json
 import os
 import re
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from importlib.metadata import version as installed
 from typing import Any, NoReturn, Self
 
@@ -15,6 +17,8 @@ import click
 from gqa.checkpoint.errors import DivergedError, RefusedError, StoppedError, explain, one_line
 
 _LOG_SECONDS = 30.0  # between lines of progress in a log
+_LONGEST_LINE = 4000
+_LONGEST_STAGE = 60
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -23,6 +27,19 @@ def version_option(command: click.Command) -> click.Command:
     versions = "%(prog)s %(version)s (torch {}, transformers {})".format(*map(installed, ("torch", "transformers")))
     text = "Print the versions of gqa, torch and transformers, and exit."
     return click.version_option(installed("gqa"), message=versions, help=text)(command)
+
+
+def print_lines(lines: Iterable[str], err: bool = False) -> None:
+    """Print lines for people. Together with `Watcher` and `print_json` this is the only way in which anything is
+    printed: names out of checkpoints and data files never reach the terminal with line breaks or escape sequences.
+    """
+    for line in lines:
+        click.echo(one_line(line, _LONGEST_LINE), err=err)
+
+
+def print_json(record: Any) -> None:
+    """Print one JSON object for programs; all but ASCII is escaped. Raises ValueError for NaN and infinity."""
+    click.echo(json.dumps(record, allow_nan=False))
 
 
 # The remaining time comes first, so that a narrow terminal never cuts it off; the bar fills the remaining columns.
@@ -46,15 +63,15 @@ class Watcher:
         self._next_line = float("inf") if interactive or self._quiet else time.monotonic() + _LOG_SECONDS
         file, style, seconds = (sys.stderr, _BAR, 0.1) if interactive else (io.StringIO(), _LINE, _LOG_SECONDS)
         self._bar = tqdm(
-            total=total, initial=done, unit=unit, unit_scale=total > 9999, desc=name, file=file, leave=False,
+            total=total, initial=done, unit=unit, unit_scale=total > 9999, file=file, leave=False,
             dynamic_ncols=interactive, bar_format=style if total else None, disable=self._quiet, mininterval=seconds,
-            miniters=1,
+            miniters=1, desc=one_line(name, _LONGEST_STAGE),
         )  # fmt: skip
 
     def update(self, count: int = 1, note: str = "") -> None:
         """Count `count` more units as done; callable from any thread. `note`: shown beside the progress."""
         if note:
-            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.set_postfix_str(one_line(note), refresh=False)
         self._bar.update(count)
         if (now := time.monotonic()) >= self._next_line:
             self._next_line = now + _LOG_SECONDS
@@ -69,7 +86,7 @@ class Watcher:
         """Print a line above the bar."""
         if self._bar is not None and is_interactive():
             self._bar.clear()
-        click.echo(one_line(text), err=True)
+        print_lines([text], err=True)
 
     def warn(self, text: str) -> None:
         self.say(f"warning: {text}")
@@ -126,7 +143,7 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
         from gqa.checkpoint.loading import out_of_memory
 
         if any(re.fullmatch("--verbose|-[a-z]*v[a-z]*", word) for word in sys.argv):  # also in -qv
-            traceback.print_exc()
+            print_lines(traceback.format_exc().rstrip("\n").split("\n"), err=True)
         if isinstance(error, RefusedError):
             fail(program, str(error), 2)
         if isinstance(error, StoppedError):

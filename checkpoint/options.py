@@ -261,6 +261,18 @@ def parameters_in_errors(command: type) -> Iterator[None]:
         raise
 
 
+def default_text(default: Any) -> str:
+    """How --help shows a default: `  [default: 0]`; empty for what is off, or depends on other things."""
+    if default is True:
+        return "  [default: on]"
+    # By identity: 0 and 0.0 are equal to False, and are defaults like others.
+    if default in ((), None) or default is MISSING or default is False:
+        return ""
+    values = default if isinstance(default, tuple) else (default,)
+    shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+    return f"  [default: {','.join(shown)}]"
+
+
 def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
     """The option or argument that a field is, of this name."""
     kind, several = _types(owner)[one.name]
@@ -269,9 +281,7 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
         nargs = -1 if several else 1
         return click.Argument([name], type=Text(), nargs=nargs, required=required, metavar=metadata["argument"])
     names = [name, *filter(None, [metadata["short"]]), flag(name)]
-    text = metadata["help"]
-    if one.default not in (None, MISSING, (), False, True):
-        text += f"  [default: {','.join(map(str, one.default)) if several else one.default}]"
+    text = metadata["help"] + default_text(one.default)
     if kind is _FLAG:
         if one.default is not False:
             names[-1] += f"/--no-{flag(name)[2:]}"

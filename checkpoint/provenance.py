@@ -1,4 +1,4 @@
-"""Records and model cards that say how a checkpoint was made; hashes of checkpoints."""
+"""Records that say how a checkpoint was made; hashes of checkpoints."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import importlib.metadata
 import json
 import os
 import re
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.custom_code import MODEL_TYPES, auto_map
 from gqa.checkpoint.errors import CorruptError
 from gqa.checkpoint.json_text import read_json_file
 from gqa.checkpoint.write import DEFAULT_JOBS
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
 PROVENANCE = "gqa_conversion.json"
 UPTRAINING = "gqa_uptraining.json"
 METRICS = "gqa_uptraining.jsonl"
-TAG = "gqa"  # tag of models on the Hugging Face hub
-SOURCE_CARD = "# The source model's card"
 _CODE_TOKENIZER = re.compile(r"\.py$|\.model$|\.tiktoken$|^(tokenizer|vocab|merges|special_tokens|added_tokens)[^/]*$")
 
 
@@ -51,13 +46,23 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def portable(value: Any) -> Any:
-    """Arguments or options, JSON-ready. Of absolute paths, also after `--option=`, `-o` or a comma, only names stay."""
+    """Arguments or options, JSON-ready. Of paths that say where this machine has its files (absolute ones, and those
+    that begin with `..` or `~`), also after `--option=`, `-o` or a comma, only names stay.
+    """
     if isinstance(value, list | tuple):
         return [portable(part) for part in value]
     if not isinstance(value, str | Path):
         return value
-    option, path = re.fullmatch(r"(--[\w-]+=|-\w(?=/))?(.*)", str(value), re.DOTALL).groups(default="")  # type: ignore[union-attr]
-    return option + ",".join(Path(part).name if Path(part).is_absolute() else part for part in re.split(",(?=/)", path))
+    match = re.fullmatch(r"(--[\w-]+=|-\w(?=/|\.\./|~))?(.*)", str(value), re.DOTALL)
+    assert match  # whatever the text is
+    option, paths = match.groups(default="")
+    return option + ",".join(map(_portable_path, re.split(r",(?=/|\.\./|~)", paths)))
+
+
+def _portable_path(text: str) -> str:
+    path = Path(text)
+    is_of_this_machine = path.is_absolute() or text.startswith("~") or ".." in path.parts[:-1]
+    return path.name if is_of_this_machine else text
 
 
 def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:
@@ -77,63 +82,6 @@ def read_record(checkpoint: Checkpoint, name: str) -> Any:
         return read_json_file(checkpoint.path(name), name)
     except (OSError, CorruptError):
         return None
-
-
-def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any], str]:
-    """Metadata and text of a checkpoint's README.md. If this tool wrote it, return only the original model's card in it
-    (unless `whole`), so that cards do not grow with every step.
-    """
-    from huggingface_hub import ModelCard
-
-    from gqa.checkpoint.hub import quiet
-
-    if "README.md" not in source.side_files:
-        return {}, ""
-    text = source.path("README.md").read_text(encoding="utf-8", errors="replace")
-    metadata: dict[str, Any] = {}
-    # A card that cannot be parsed or written again is copied without its metadata being read.
-    with suppress(Exception), quiet("huggingface_hub"):
-        loaded = ModelCard(text, ignore_metadata_errors=True)
-        fields = dict(loaded.data.to_dict())
-        fields["tags"] = [tag for tag in fields.get("tags") or [] if isinstance(tag, str)]
-        format_card(fields)
-        metadata, text = fields, loaded.text
-    card, mark, original = text.partition(SOURCE_CARD)
-    return metadata, (text if whole else original if mark else card).strip()
-
-
-def format_card(metadata: Mapping[str, Any], *parts: str, original: str = "") -> str:
-    """Text of README.md: `parts` of Markdown, then the `original` model's card. Adds the tag `gqa`."""
-    from huggingface_hub import ModelCard, ModelCardData
-
-    text = "\n\n".join([*parts, *([SOURCE_CARD, original] if original else [])])
-    data = ModelCardData(**{**metadata, "tags": list(dict.fromkeys([*metadata["tags"], TAG]))})
-    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))
-
-
-def loading_code(model_class: Any, name: str, side_files: Iterable[str]) -> str:
-    """Markdown: how transformers loads the checkpoint `name`; with the code in it only where the class is ours."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    classes, arguments = [model_class.__name__], f'"{name}"'
-    model_type = getattr(getattr(model_class, "config_class", None), "model_type", None)  # none of an Auto class
-    if model_type in MODEL_TYPES:
-        auto_of = {reference.rpartition(".")[2]: auto for auto, reference in auto_map(model_type).items()}
-        classes, arguments = [auto_of[model_class.__name__]], f"{arguments}, trust_remote_code=True"
-    elif classes[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        classes = ["AutoModelForCausalLM"]
-    lines = [f"model = {classes[0]}.from_pretrained({arguments})"]
-    if any(file.startswith("tokenizer") for file in side_files):
-        classes.append("AutoTokenizer")
-        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({arguments})")
-    return "\n".join(["```python", f"from transformers import {', '.join(sorted(classes))}", "", *lines, "```"])
-
-
-def request_text(tool: str, argv: Sequence[str], options: Mapping[str, Any]) -> str:
-    """Markdown: the options that have a value, and the command, if any."""
-    values = {name: value for name, value in options.items() if value is not False and value not in (None, [])}
-    named = ", ".join(f"`{name}={value!r}`" for name, value in values.items())
-    return f"Options: {named}." + (f"\n\n```\n{shlex.join([tool, *argv])}\n```" if argv else "")
 
 
 def checkpoint_digest(checkpoint: Checkpoint) -> str:

@@ -11,16 +11,19 @@ from typing import Any
 
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import LayerwiseError, RefusedError, alternatives
-from gqa.checkpoint.hub import default_output, fetch_weights, open_model
+from gqa.checkpoint.hub import fetch_weights, open_model
 from gqa.checkpoint.options import parameters_in_errors
 from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import OutputDirectory, require_space, write_text
+from gqa.convert import advice
+from gqa.convert.card import model_card
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.options import ConvertOptions
+from gqa.convert.output import output_of
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.rewrite import write
-from gqa.convert.summary import model_card, provenance, quality_warnings
+from gqa.convert.summary import provenance
 
 __all__ = ["Conversion", "Plan", "convert", "convert_checkpoint", "plan_conversion", "prepare"]
 
@@ -115,22 +118,8 @@ def convert(
         write(plan, output.work, watcher.update)
         write_text(output.work / "README.md", model_card(plan, out.name, command))
         record = output.commit(PROVENANCE, provenance(plan, out, command))
-    return Conversion(out, plan, (*plan.warnings, *quality_warnings(plan)), record)
-
-
-def output_of(options: ConvertOptions, plan: Plan) -> Path:
-    """`output`, or by default `MODEL-gqa4-refined` next to a local model, in the working directory for a hub id.
-
-    `MODEL-mqa-refined` for one head; `MODEL-gqa32` if none are merged; `MODEL-kv56-refined` if heads differ by layer
-    and 56 % of the KV cache remains.
-    """
-    if options.output:
-        return options.output
-    suffix = "-mqa" if plan.groups == 1 else f"-gqa{plan.groups}"
-    if isinstance(plan.groups, tuple):
-        suffix = f"-kv{100 * sum(plan.groups) / len(plan.groups) / plan.config.main.kv:.0f}"
-    suffix += f"-{plan.method}" if plan.fewest < plan.config.main.kv else ""
-    return default_output(plan.checkpoint.hub_id or options.model, suffix)
+    warnings = (*plan.warnings, *advice.warnings(plan, options, out, record["source"]))
+    return Conversion(out, plan, warnings, record)
 
 
 def plan_conversion(model: str | os.PathLike[str], kv_heads: int | tuple[int, ...], **options: Any) -> Plan:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from gqa.checkpoint import console
-from gqa.checkpoint.console import Watcher
-from gqa.checkpoint.errors import OutputError, RefusedError, one_line
+from gqa.checkpoint.console import Watcher, print_json, print_lines
+from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.options import command as command_of
+from gqa.checkpoint.write import finite
 from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions
 
 if TYPE_CHECKING:
-    from gqa.convert.api import Conversion, Plan
+    from gqa.convert.api import Plan
 
 
 _LONG = 15 * 60  # seconds
@@ -36,7 +33,7 @@ Examples:
   gqa-convert --groups 8 ./Llama-2-7b-hf
   gqa-convert --groups 8 --dry-run meta-llama/Llama-2-7b-hf
   gqa-convert --groups 8 --method refined ./Llama-2-7b-hf
-  gqa-convert --groups 8 --method mean ./Llama-2-7b-hf    (as in the GQA paper; it needs training)
+  gqa-convert --groups 8 --method mean ./Llama-2-7b-hf    # as in the GQA paper; it needs training
 """
 
 
@@ -61,27 +58,29 @@ def command(options: ConvertOptions) -> None:
         record = plan_record(plan, options.kv_budget) | {"dry_run": options.dry_run}
         record |= _dry_run(plan, options) if options.dry_run else _convert(plan, options)
         if options.json:
-            click.echo(json.dumps(record))
+            print_json(finite(record))
 
 
 def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     """Convert, print the result, and return its part of the record, JSON-ready."""
+    from gqa.convert.advice import next_line, quality_line
     from gqa.convert.api import convert
-    from gqa.convert.summary import errors_text, plan_text, size
+    from gqa.convert.summary import error_lines, plan_lines, size
 
     start = time.monotonic()
     if plan.needs_maps:
         _say_cost(plan, options)
     with Watcher(options.quiet) as bar:
         result = convert(plan, options, bar, sys.argv[1:])
-    _say(plan_text(plan, tensors=options.verbose), options)
-    if errors := errors_text(result.plan):
-        _say(errors, options)
-    _warn(result.warnings)
+    _say_lines(plan_lines(plan, tensors=options.verbose), options)
+    _say_lines(error_lines(result.plan), options)
     seconds = time.monotonic() - start
     _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
     if plan.method in METHODS and not options.quiet:
-        _say_next(result, options)
+        _say(f"quality     {quality_line(result.plan, options, result.out)}", options)
+        if advice := next_line(result.plan, options, result.out, result.record["source"]):
+            _say(f"next        {advice}", options)
+    _warn(result.warnings)
     quality = {name: value for name, value in result.record.items() if name in ("quality", "layer_errors")}
     return {"output": str(result.out), **quality, "warnings": list(result.warnings)}
 
@@ -116,9 +115,9 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     """Print the plan, and time and memory of every method that the model allows; the latter JSON-ready."""
     from gqa.convert.api import open_output
     from gqa.convert.estimate import duration, estimate
-    from gqa.convert.summary import plan_text, size
+    from gqa.convert.summary import plan_lines, size
 
-    _say(plan_text(plan, tensors=options.verbose), options)
+    _say_lines(plan_lines(plan, tensors=options.verbose), options)
     costs, warnings = {}, list[str]()
     try:
         open_output(options, plan)
@@ -138,36 +137,17 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     return {"estimates": costs} if costs else {}
 
 
-def _say_next(result: Conversion, options: ConvertOptions) -> None:
-    """Print the quality of the result, or what measures it, and what improves it: the best method that the model
-    allows, or training.
-    """
-    from gqa.checkpoint.loading import predicts_tokens
-    from gqa.convert.heads.config import transformers_config
-    from gqa.convert.summary import quality_text
-
-    plan, config = result.plan, transformers_config(result.plan.new_config)
-    if not predicts_tokens(config):
-        _say("quality     not measured: the model has no head that predicts tokens", options)
-        return
-    text = ("--data", "TEXT", "--target-field", "NAME") if config.is_encoder_decoder else ("--recall",)
-    evaluation = shlex.join(["gqa-eval", options.model, str(result.out), *text])
-    _say(f"quality     {quality_text(plan) or f'not measured; to measure it: {evaluation}'}", options)
-    *_, best = plan.available_methods()
-    advice = f"for better quality use --method {best.name} ({best.cost})"
-    if best.name == plan.method:
-        advice = f"for better quality distil from the base model: {shlex.join(['gqa-uptrain', str(result.out)])}"
-    _say(f"next        {advice}", options)
+def _say(line: str, options: ConvertOptions) -> None:
+    _say_lines([line], options)
 
 
-def _say(text: str, options: ConvertOptions) -> None:
+def _say_lines(lines: Iterable[str], options: ConvertOptions) -> None:
     if not options.quiet:
-        click.echo(text, err=options.json)
+        print_lines(lines, err=options.json)
 
 
 def _warn(warnings: Sequence[str]) -> None:
-    for warning in warnings:
-        click.echo(one_line(f"warning: {warning}"), err=True)
+    print_lines((f"warning: {warning}" for warning in warnings), err=True)
 
 
 def main() -> None:

@@ -1,37 +1,24 @@
-"""Describe a plan: as text and as one JSON object (--dry-run and --json print them), and next to the result as a model
-card and a provenance file.
+"""Describe a plan: as text and as one JSON object (--dry-run and --json print them), and as the record next to the
+result.
 """
 
+import math
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import one_line
-from gqa.checkpoint.loading import model_class
-from gqa.checkpoint.provenance import (
-    PROVENANCE,
-    format_card,
-    loading_code,
-    relative_path,
-    request_text,
-    source_card,
-    stamp,
-    version,
-    versions,
-)
-from gqa.convert.heads.config import transformers_config
+from gqa.checkpoint.provenance import relative_path, stamp, versions
 from gqa.convert.heads.family import groups_text
-from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan
+from gqa.convert.verdict import Loss
 from gqa.corpus.sources import is_self
 
-_DAMAGED = 3.0  # perplexity ratio above which a result is of no use without training
-_BY_LAYER = (
+BY_LAYER = (
     "`config.num_key_value_heads` raises an error in transformers, since layers differ; "
     "`config.per_layer_config[i].num_key_value_heads` is the number of layer i."
 )
-_ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
 
 
 def size(count: float) -> str:
@@ -45,57 +32,96 @@ def size(count: float) -> str:
 
 def kv_line(plan: Plan) -> str:
     """KV-cache bytes before and after, per token and at the model's context."""
-    both = plan.cache_before, plan.cache_after
-    before, after = (cache.bytes_per_token for cache in both)
-    ratio = both[0].bytes_at(1) / max(both[1].bytes_at(1), 1)
-    change = "the same" if ratio == 1 else f"{ratio:.3g}x less" if ratio > 1 else f"{1 / ratio:.3g}x more"
-    text = f"{size(before)} per token before, {size(after)} after ({change})"
-    if plan.cache_after.cross:
-        text += f", with {' and '.join(size(cache.cross_bytes_per_token) for cache in both)} per token of the source"
-    if context := plan.cache_after.context:
-        text += f"; {' and '.join(size(cache.bytes_at(context)) for cache in both)} at {context:,} tokens"
+    before, after = plan.cache_before, plan.cache_after
+    text = f"{size(before.bytes_per_token)} per token before, {size(after.bytes_per_token)} after"
+    text += f" ({cache_change(before.bytes_at(1) / max(after.bytes_at(1), 1))})"
+    if after.cross:
+        cross_sizes = [size(cache.cross_bytes_per_token) for cache in (before, after)]
+        text += f", with {' and '.join(cross_sizes)} per token of the source"
+    if context := after.context:
+        context_sizes = [size(cache.bytes_at(context)) for cache in (before, after)]
+        text += f"; {' and '.join(context_sizes)} at {context:,} tokens"
     return text
 
 
-def ratio_text(ratio: Mapping[str, float]) -> str:
+def cache_change(ratio: float) -> str:
+    """How the KV cache changes in words, from bytes before / bytes after: `4x less`."""
+    if ratio == 1:
+        return "the same"
+    return f"{ratio:.3g}x less" if ratio > 1 else f"{1 / ratio:.3g}x more"
+
+
+def ratio_text(ratio: Mapping[str, float | None]) -> str:
     """`1.24 (95% interval 1.22-1.26)`: two decimals below 10, whole numbers from 100."""
-    value, *bounds = (
-        f"{ratio[name]:,.{2 if ratio[name] < 10 else 1 if ratio[name] < 100 else 0}f}"
-        for name in ("ratio", "ratio_low", "ratio_high")
-        if name in ratio
-    )
-    return f"{value} (95% interval {'-'.join(bounds)})" if bounds else value
+    names = [name for name in ("ratio", "ratio_low", "ratio_high") if name in ratio]
+    value, *bounds = [_ratio_number(ratio[name]) for name in names]
+    return f"{value} (95% interval {'-'.join(bounds)})" if len(bounds) == 2 else value
 
 
-def quality_text(plan: Plan) -> str:
-    """The measured quality of the result: `perplexity x1.24 (95% interval 1.22-1.26), recall 79% (base model 80%), on
-    self-generated text`; empty if it was not measured.
+def _ratio_number(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "not a number"
+    decimals = 0
+    if value < 100:
+        decimals = 1 if value >= 10 else 2
+    return f"{value:,.{decimals}f}"
+
+
+def describe_quality(quality: Mapping[str, Any], text: str) -> str:
+    """`perplexity x1.24 (95% interval 1.22-1.26), recall 79% (base model 80%), on self-generated text`.
+
+    quality: Of a conversion's record. text: What it was measured on, of `measured_text`.
     """
-    maps = plan.merging.maps
-    if maps is None or maps.quality is None:
-        return ""
-    quality, sources = maps.quality, maps.description["text"]["sources"]
     parts = [f"perplexity x{ratio_text(quality)}"]
     if recall := quality.get("recall"):
         parts.append(f"recall {recall['converted']:.0%} (base model {recall['base']:.0%})")
-    text = "self-generated text" if all(map(is_self, sources)) else f"held-out blocks of {', '.join(sources)}"
     return ", ".join([*parts, f"on {text}"])
 
 
-def quality_warnings(plan: Plan) -> Iterator[str]:
-    """A warning if the result is of no use as it is."""
-    maps = plan.merging.maps
-    if maps and maps.quality and not maps.quality["ratio"] <= _DAMAGED:
-        yield f"this model is damaged: {'' if plan.merging.traits.refines else 'use --method refined or '}train it"
+def measured_text(sources: Sequence[str]) -> str:
+    """The text on which a conversion measured quality, in words, from the sources of its calibration text."""
+    if all(map(is_self, sources)):
+        return "self-generated text"
+    return f"held-out blocks of {', '.join(sources)}"
 
 
-def errors_text(plan: Plan) -> str:
-    """The error of each layer that was fitted to text; empty if none was."""
+def loss_of(quality: Mapping[str, Any] | None) -> Loss:
+    """What a conversion has measured that its result has lost."""
+    if quality is None:
+        return Loss(None)
+    ratio = math.nan if quality["ratio"] is None else quality["ratio"]
+    recall = quality.get("recall")
+    recall_loss = recall["base"] - recall["converted"] if recall else None
+    return Loss(ratio, quality.get("ratio_high"), recall_loss)
+
+
+def quality_of(plan: Plan) -> Mapping[str, Any] | None:
+    """The measured quality of the result; None if it was not measured."""
+    return plan.merging.maps.quality if plan.merging.maps else None
+
+
+def quality_text(plan: Plan) -> str:
+    """The measured quality of the result in words; empty if it was not measured."""
+    maps, quality = plan.merging.maps, quality_of(plan)
+    if maps is None or quality is None:
+        return ""
+    return describe_quality(quality, measured_text(maps.description["text"]["sources"]))
+
+
+def quality_loss(plan: Plan) -> Loss:
+    """What the result has lost, as far as it was measured."""
+    return loss_of(quality_of(plan))
+
+
+def error_lines(plan: Plan) -> list[str]:
+    """The error of each layer that was fitted to text; none if no layer was."""
     errors = plan.merging.maps.errors if plan.merging.maps else ()
+    if not errors:
+        return []
     cells = ["-" if error is None else f"{error:.2g}" for error in errors]
-    rows = [" ".join(f"{cell:6}" for cell in cells[start : start + 10]) for start in range(0, len(cells), 10)]
+    rows = [cells[start : start + 10] for start in range(0, len(cells), 10)]
     title = "layers      relative squared error of the attention output, layer by layer:"
-    return "\n            ".join([title, *(row.rstrip() for row in rows)]) if cells else ""
+    return [title, *(" " * 12 + " ".join(f"{cell:6}" for cell in row).rstrip() for row in rows)]
 
 
 def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
@@ -134,8 +160,8 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
     } | ({"allotment": {"kv_budget": kv_budget, "heads": plan.groups, "nats": plan.losses}} if plan.losses else {})
 
 
-def plan_text(plan: Plan, tensors: bool) -> str:
-    """The plan as text; `tensors`: list every changed tensor with its shapes instead of their number."""
+def plan_lines(plan: Plan, tensors: bool) -> list[str]:
+    """The plan for people; `tensors`: list every changed tensor with its shapes instead of their number."""
     record, classes = plan_record(plan), " -> ".join(map(str, plan.checkpoint.classes))
     heads, saved = record["heads"], record["parameters"]["saved"]
     lines = [
@@ -148,13 +174,13 @@ def plan_text(plan: Plan, tensors: bool) -> str:
         + (f" ({saved:,} saved)" if saved >= 0 else f" ({-saved:,} more)"),
         *(one_line("config      {key}: {before} -> {after}".format(**edit), 200) for edit in record["config_edits"]),
         *("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard) for shard in record["shards"]),
-        *([f"note        {_BY_LAYER}"] if isinstance(plan.groups, tuple) else []),
+        *([f"note        {BY_LAYER}"] if isinstance(plan.groups, tuple) else []),
     ]
     if not tensors:
         lines.append(f"tensors     {len(record['changed_tensors'])} changed")
     for tensor in plan.changed if tensors else ():
         lines.append(f"tensor      {tensor.name}: {list(tensor.source.shape)} -> {list(tensor.shape)} {tensor.dtype}")
-    return "\n".join(map(one_line, lines))
+    return lines
 
 
 def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +197,7 @@ def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, A
             "seed": plan.merging.seed if plan.merging.traits.draws and plan.method == plan.merging.method else None,
             "dtype": plan.dtype,
         },
-        **{name: planned[name] for name in ("heads", "config_edits")},
+        **{name: planned[name] for name in ("heads", "kv_cache", "config_edits")},
         "changed_tensors": [t.name for t in plan.changed],
         "versions": versions("torch", "transformers", "safetensors") | {"python": platform.python_version()},
     }
@@ -184,63 +210,3 @@ def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, A
         "quality": maps and maps.quality,
     }
     return record | {name: value for name, value in optional.items() if value}
-
-
-def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
-    """Text of README.md: the source card's metadata, a summary of the conversion, and the source's card below it."""
-    metadata, original = source_card(plan.checkpoint)
-    base, main, kv_heads = plan.checkpoint.hub_id, plan.config.main, groups_text(plan.groups)
-    before, after = plan.cache_before, plan.cache_after
-    rows = [
-        ("", "base model", "this model"),
-        ("---", "---:", "---:"),
-        ("key/value heads", str(main.kv), kv_heads),
-        ("KV cache per token", size(before.bytes_per_token), size(after.bytes_per_token)),
-    ]
-    if after.cross:
-        sizes = size(before.cross_bytes_per_token), size(after.cross_bytes_per_token)
-        rows.append(("KV cache per token of the source", *sizes))
-    if context := after.context:
-        rows.append((f"KV cache at {context:,} tokens", size(before.bytes_at(context)), size(after.bytes_at(context))))
-    rows.append(("parameters", f"{plan.checkpoint.parameters:,}", f"{plan.parameters_after:,}"))
-    rows.append(("weights", size(plan.checkpoint.nbytes), size(plan.total_bytes)))
-    fields = {key: value for key, value in metadata.items() if key not in ("base_model", "model-index", "tags")}
-    kind = {1: "multi-query-attention", main.query: "multi-head-attention"}
-    tags = [tag for tag in metadata.get("tags", []) if tag not in _ATTENTION_TAGS]
-    tags += ["gqa-convert", kind.get(plan.fewest, "grouped-query-attention")]
-    fields |= {
-        "base_model": base or metadata.get("base_model"),
-        "base_model_relation": "finetune" if base else None,
-        "library_name": metadata.get("library_name", "transformers"),
-        "tags": tags,
-    }
-    summary = {
-        "none": f"with its original {main.kv} key/value heads: no heads are merged",
-        "repeat": f"with {kv_heads} instead of {main.kv} key/value heads, by repeating each: the same logits",
-    }.get(plan.method) or (
-        f"with {kv_heads} instead of {main.kv} key/value heads, {plan.merging.traits.result} (`--method {plan.method}`)"
-    )
-    parts = [
-        f"# {name}",
-        f"`{base or plan.checkpoint.name}` {summary}; {main.query} query heads. Made by gqa-convert {version()}.",
-        loading_code(model_class(transformers_config(plan.new_config)), name, plan.checkpoint.side_files),
-        "\n".join(f"| {' | '.join(cells)} |" for cells in rows),
-    ]
-    if plan.checkpoint.way:
-        source, target = plan.checkpoint.classes
-        code = "a class of transformers" if plan.checkpoint.way == "native" else "whose code is in this repository"
-        which = "fewer" if isinstance(plan.groups, int) else "layers with different numbers of"
-        parts.append(f"The class is {target}, {code}; the source, {source}, cannot have {which} key/value heads.")
-    if isinstance(plan.groups, tuple):
-        parts.append(_BY_LAYER)
-    options = {"kv_heads": plan.groups, "method": plan.method}
-    if plan.fewest < main.kv:
-        quality = quality_text(plan)
-        advice = "Quality was not measured. Merging heads costs quality: evaluate and train the model before use."
-        measured = f"Compared with the base model: {quality} (recall: share of a repeated passage predicted right)."
-        parts.append(measured if quality else advice)
-        uses = {option: one.metadata["methods"] for option, one in ConvertOptions.__dataclass_fields__.items()}
-        used = [option for option, use in uses.items() if use and getattr(plan.merging.traits, use)]
-        options |= {option: request["options"][option] for option in used}
-    parts += [request_text("gqa-convert", request["argv"], options), f"All options and versions are in `{PROVENANCE}`."]
-    return format_card(fields, *parts, original=original)

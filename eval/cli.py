@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
-import click
-
-from gqa.checkpoint.console import run
+from gqa.checkpoint.console import print_json, print_lines, run
 from gqa.checkpoint.options import command as command_of
 from gqa.checkpoint.write import finite
 from gqa.eval.options import EvaluateOptions
 
 _EPILOG = """\b
 Examples:
-  gqa-eval SRC SRC-gqa2 --data heldout.jsonl
-  gqa-eval SRC SRC-gqa8 SRC-mqa --data stdlib:heldout --kl --decode -o report
-  gqa-eval SRC SRC-gqa8 --memory 80GB
-  torchrun --nproc_per_node 8 -m gqa.eval SRC SRC-gqa8 --data heldout.jsonl
+  gqa-eval SRC SRC-gqa2-calibrated --data heldout.jsonl
+  gqa-eval SRC SRC-gqa8-refined SRC-mqa-refined --data stdlib:heldout --kl --decode -o report
+  gqa-eval SRC SRC-gqa8-refined --memory 80GB
+  torchrun --nproc_per_node 8 -m gqa.eval SRC SRC-gqa8-refined --data heldout.jsonl
 """
 
 
@@ -36,13 +33,14 @@ def command(options: EvaluateOptions) -> None:
         if not results:  # another rank reports
             return
         if not (options.json and options.quiet):
-            click.echo(as_text(results, sys.stderr if options.json else sys.stdout), err=options.json)
+            text = as_text(results, sys.stderr if options.json else sys.stdout)
+            print_lines(text.split("\n"), err=options.json)
         if report:
             write_report(results, report)
     if options.output and not options.quiet:
-        click.echo(f"\nwritten to {options.output}: results.json, report.html", err=options.json)
+        print_lines(["", f"written to {options.output}: results.json, report.html"], err=options.json)
     if options.json:
-        click.echo(json.dumps(finite(results, infinity=str), allow_nan=False))
+        print_json(finite(results, infinity=str))
 
 
 def main() -> None:

@@ -16,16 +16,28 @@ from typing import Any, TextIO
 
 import jinja2
 
+from gqa.checkpoint.errors import one_line
+from gqa.checkpoint.escape import visible
 from gqa.checkpoint.write import write_text
+from gqa.convert.verdict import Level
 
 PAGE = "report.html"
+_LONGEST_NOTE = 4000
 
 Column = tuple[str, Callable[[Any], str]]  # a title, and the cell of a record
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """A line of a report about one model. `level`: None if its quality was not measured."""
+
+    text: str
+    level: Level | None = None
+
+
+@dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column is left-aligned, the others right."""
+    """Cells as text of one line each; the first column is left-aligned, the others right."""
 
     title: str
     header: tuple[str, ...]
@@ -62,18 +74,18 @@ def wrap(text: str, width: int, indent: str = "") -> str:
 
 def table(title: str, columns: Sequence[Column], records: Collection[Any], note: str = "") -> Table:
     """A row for each record, without the columns that are empty in all rows. A cell is empty where its record lacks the
-    number.
+    number. Title, note and cells have no line breaks and control characters, whatever names are in them.
     """
 
     def cell(record: Any, function: Callable[[Any], str]) -> str:
         try:
-            return function(record)
+            return one_line(function(record))
         except (KeyError, TypeError):  # not measured, or null
             return ""
 
-    cells = {name: [cell(record, function) for record in records] for name, function in columns}
+    cells = {one_line(name): [cell(record, function) for record in records] for name, function in columns}
     cells = {name: column for name, column in cells.items() if any(column)}
-    return Table(title, tuple(cells), tuple(zip(*cells.values(), strict=True)), note)
+    return Table(one_line(title), tuple(cells), tuple(zip(*cells.values(), strict=True)), one_line(note, _LONGEST_NOTE))
 
 
 def format_number(value: float) -> str:
@@ -84,17 +96,25 @@ def format_number(value: float) -> str:
 
 
 def write_page(directory: Path, **content: Any) -> None:
-    """Write report.html into the directory that has the pictures as NAME.svg; all text is escaped.
+    """Write report.html into the directory that has the pictures as NAME.svg. All text is escaped, and its control
+    characters are written out.
 
     Content, of which the template leaves out what is missing:
         title, lead, foot: Text.
-        verdicts: One line each.
+        verdicts: `Verdict`s.
         tables: `Table`s; the first is unfolded.
         pictures: Names and captions.
         samples: Each prompt with the models' texts, base model first, as (name, prefix equal to the base model's text,
             rest).
         commands: To reproduce it.
     """
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, finalize=_visible_text
+    )
     environment.filters["base64"] = lambda name: b64encode((directory / f"{name}.svg").read_bytes()).decode()
     write_text(directory / PAGE, environment.get_template("page.html.jinja").render(content))
+
+
+def _visible_text(value: Any) -> Any:
+    """Text as the template inserts it, with its control characters written out; other values as they are."""
+    return visible(value) if type(value) is str else value

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TextIO
 
-from gqa.checkpoint.errors import one_line, plural
+from gqa.checkpoint.errors import plural
+from gqa.checkpoint.escape import shell_line
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.write import OutputDirectory, finite
 from gqa.convert.summary import ratio_text, size
+from gqa.convert.verdict import Loss
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.page import Column, Table, format_number, line_width, table, wrap, write_page
+from gqa.eval.page import Column, Table, Verdict, format_number, line_width, table, wrap, write_page
 
 Record = dict[str, Any]
 
@@ -23,14 +24,35 @@ _RESULTS = "results.json"
 _KINDS = {"text": "text", "samples": "samples", "random": "random", "look-up": "values", "passkey": "passkeys"}
 
 
-def verdicts(results: Record) -> list[str]:
-    """One line for each converted model: the cache it saves against the first, and the quality it loses."""
+def verdicts(results: Record) -> list[Verdict]:
+    """A verdict on each converted model: the cache it saves against the first, and the quality it loses."""
     first, *converted = results["models"]
-    lines = [(model["name"], _verdict(first, model)) for model in converted]
-    return [line if len(lines) == 1 else f"{name}: {line}" for name, line in lines if line]
+    result = []
+    for model in converted:
+        text = _saved_and_lost(first, model)
+        if text:
+            name = f"{model['name']}: " if len(converted) > 1 else ""
+            result.append(Verdict(name + text, loss_of_model(first, model).level))
+    return result
 
 
-def _verdict(first: Record, model: Record) -> str:
+def loss_of_model(first: Record, model: Record) -> Loss:
+    """The quality that a model has lost against the first, as far as it was measured."""
+    against = model.get("against_baseline", {}) if "quality" in model else {}
+    recall_loss = None
+    if "recall" in first and "recall" in model:
+        before, after = recall_by_kind(first), recall_by_kind(model)
+        kind = main_kind(after)
+        recall_loss = before[kind] - after[kind]
+    return Loss(against.get("ratio"), against.get("ratio_high"), recall_loss)
+
+
+def main_kind(recall: Collection[str]) -> str:
+    """The kind of recall that counts for a verdict: that of the text, or without one of self-generated text."""
+    return "text" if "text" in recall else "samples"
+
+
+def _saved_and_lost(first: Record, model: Record) -> str:
     parts, heads = [], ""
     if "heads" in first and "heads" in model:
         heads = f"{model['heads']['kv']} of {first['heads']['kv']} KV heads: "
@@ -41,7 +63,7 @@ def _verdict(first: Record, model: Record) -> str:
         parts.append(f"perplexity x{ratio_text(model['against_baseline'])}")
     if "recall" in model:
         before, after = recall_by_kind(first), recall_by_kind(model)
-        kind = "text" if "text" in after else "samples"
+        kind = main_kind(after)
         parts.append(
             f"recall {before[kind]:.0%} -> {after[kind]:.0%} (random tokens {before.get('random', math.nan):.0%} -> "
             f"{after.get('random', math.nan):.0%})"
@@ -67,7 +89,8 @@ def recall_by_kind(model: Record) -> dict[str, float]:
 def as_text(results: Record, stream: TextIO | None = None) -> str:
     """Verdicts and tables, as wide as `stream`, by default stdout."""
     width = line_width(stream or sys.stdout)
-    lead = "\n".join(wrap(line, width, "  ") for line in verdicts(results))
+    lines = (f"{one.level}: {one.text}" if one.level else one.text for one in verdicts(results))
+    lead = "\n".join(wrap(line, width, "  ") for line in lines)
     return "\n\n".join(filter(None, [lead, *(table.text(width) for table in tables(results))]))
 
 
@@ -198,7 +221,7 @@ def write_report(results: Record, report: OutputDirectory) -> None:
         verdicts=verdicts(results),
         tables=tables(results),
         samples=list(compare_samples(results["models"])),
-        commands=[one_line(shlex.join(["gqa-eval", *argv]), 4000)] if argv else [],
+        commands=[shell_line(["gqa-eval", *argv])] if argv else [],
         foot=f"{describe_environment(results)}.",
     )
     report.commit(_RESULTS, finite(results, infinity=str))

@@ -61,21 +61,26 @@ def test_what_is_said_of_the_quality(small: Path, tmp_path: Path, monkeypatch: p
         return checkpoints.run(small, "-g", 2, "-o", out, "--overwrite", *words)
 
     done = convert(*text)
-    quality = r"perplexity x[\d.]+ \(95% interval .*\), recall \d+% \(base model \d+%\), on .*"
+    quality = r"\S+: perplexity x[\d.]+ \(95% interval .*\), recall \d+% \(base model \d+%\), on .*"
     (line,) = re.findall(rf"^quality     ({quality})$", done.out, re.M)
     assert line.endswith("on self-generated text")
-    assert line in (out / "README.md").read_text()
+    level, _, numbers = line.partition(": ")
+    card = (out / "README.md").read_text()
+    assert f"**{level.capitalize()}** (" in card
+    assert numbers in card.replace("\\", "")
     assert re.search(r"^layers      relative squared error .*:\n            [\d.e-]+ +[\d.e-]+$", done.out, re.M)
     (tmp_path / "text.txt").write_text("words and others " * 999)
-    monkeypatch.setattr("gqa.convert.summary._DAMAGED", 0.5)
+    monkeypatch.setattr("gqa.convert.verdict.DAMAGED_RATIO", 0.5)
     done = convert("--data", tmp_path / "text.txt", "--json", *text)
     assert "on held-out blocks of text.txt\n" in done.err
-    assert "warning: this model is damaged: use --method refined or train it\n" in done.err
+    says = "damaged and not usable as it is: keep more KV heads or use --method refined or train it: gqa-uptrain"
+    assert f"warning: this model is {says} {out}\n" in done.err
     record = json.loads((out / "gqa_conversion.json").read_text())
     assert json.loads(done.out)["quality"] == record["quality"]
     assert record["maps"]["text"]["sources"] == ["text.txt"], "no directory of this machine"
     for words in (("--no-check", *text), ("--method", "aligned")):
-        assert f"quality     not measured; to measure it: gqa-eval {small} {out} --recall\n" in convert(*words).out
+        command = f"gqa-eval {small} {out} --data stdlib:heldout --tokens 20000"
+        assert f"quality     not measured; to measure perplexity: {command}\n" in convert(*words).out
         assert "quality" not in json.loads((out / "gqa_conversion.json").read_text())
     scores = {"ratio": math.nan, "perplexity": {"base": 2.0, "converted": math.inf}}
     monkeypatch.setattr("gqa.convert.merge.find_maps.Check.result", lambda check: scores)

@@ -19,8 +19,9 @@ from evaluations import evaluate_models, few_questions, model_directory, refused
 from matplotlib.figure import Figure
 
 from gqa.checkpoint.write import finite
+from gqa.convert.verdict import Level
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.page import Table, format_number, write_page
+from gqa.eval.page import Table, Verdict, format_number, write_page
 from gqa.eval.report import open_report, verdicts
 from gqa.eval.study.options import Cell
 from gqa.eval.study.plots import draw_study
@@ -83,13 +84,15 @@ def test_report(full: tuple[Result, Path]) -> None:
     """One page without other files, whose tables do not mix with JSON on stdout."""
     result, out = full
     assert sorted(path.name for path in out.iterdir()) == ["report.html", "results.json"]
-    assert result.err.startswith("2 of 8 KV heads: ")
+    assert result.err.startswith("damaged: 2 of 8 KV heads: ")
     assert "\nDecoding\n" in result.err
     assert result.err.endswith(f"\nwritten to {out}: results.json, report.html\n")
     html, record = (out / "report.html").read_text(), json.loads(result.out)
     assert all(link.startswith("data:") for link in re.findall(r'(?:src|href)="([^"]*)"', html))
     assert escape(shlex.join(["gqa-eval", *map(str, words(FULL)), "--json", "-o", str(out)])) in html
-    assert f'<p class="verdict">{escape(verdicts(record)[0])}</p>' in html
+    (verdict,) = verdicts(record)
+    assert f'<p class="verdict {verdict.level}"><b class="level">\u2717 {verdict.level}</b> ' in html
+    assert f"</b> {escape(verdict.text)}</p>" in html
     assert f">{record['models'][1]['quality']['token_perplexity']:.5g}</td>" in html
     assert len(re.findall(r'<div class="sample">', html)) == 4
 
@@ -99,7 +102,8 @@ def test_text_of_a_page_stays_text(tmp_path: Path) -> None:
     (tmp_path / "x.svg").write_text(picture)
     tables = [Table("<b>", ("<i>",), (("<script>alert(1)</script>",),), "<em>"), Table("two", ("a",), (("1",),))]
     write_page(
-        tmp_path, title="<u>", verdicts=["<cite>"], lead="<dfn>", commands=["<q>"], tables=tables, foot="<s>",
+        tmp_path, title="<u>", verdicts=[Verdict("<cite>", "good")], lead="<dfn>", commands=["<q>"], foot="<s>",
+        tables=tables,
         pictures=[("x", '"><a')], samples=[("<code>", [("<kbd>", "<a>", "<strong>")])],
     )  # fmt: skip
     html = (tmp_path / "report.html").read_text()
@@ -161,26 +165,29 @@ def recall(*shares: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "verdict"),
+    ("before", "after", "level", "verdict"),
     [
-        ({}, FEWER | RATIO, "2 of 8 KV heads: KV cache 4x smaller, perplexity x1.09 (95% interval 1.08-1.10)"),
         (
-            recall(0.9, 0.8), FEWER | recall(0.5, 0.1),
+            {}, FEWER | RATIO, "trade-off",
+            "2 of 8 KV heads: KV cache 4x smaller, perplexity x1.09 (95% interval 1.08-1.10)",
+        ),
+        (
+            recall(0.9, 0.8), FEWER | recall(0.5, 0.1), "damaged",
             "2 of 8 KV heads: KV cache 4x smaller, recall 88% -> 40% (random tokens 45% -> 25%)",
         ),
-        ({}, {"kv_cache": {"bytes_per_token": 1600}}, "8 of 8 KV heads: KV cache 2x larger"),
+        ({}, {"kv_cache": {"bytes_per_token": 1600}}, None, "8 of 8 KV heads: KV cache 2x larger"),
         (
-            {}, {"quality": {}, "against_baseline": {"ratio": 1234.5}},
+            {}, {"quality": {}, "against_baseline": {"ratio": 1234.5}}, "damaged",
             "8 of 8 KV heads: the same KV cache, perplexity x1,234",
         ),
     ],
 )  # fmt: skip
 def test_a_verdict_says_what_is_saved_and_what_it_costs(
-    before: dict[str, Any], after: dict[str, Any], verdict: str
+    before: dict[str, Any], after: dict[str, Any], level: Level | None, verdict: str
 ) -> None:
     first, second = {"name": "a", **CACHE, **before}, {"name": "b", **CACHE, **after}
-    assert verdicts({"models": [first, second]}) == [verdict]
-    assert verdicts({"models": [first, second, first | {"name": "c"}]})[0] == f"b: {verdict}"
+    assert verdicts({"models": [first, second]}) == [Verdict(verdict, level)]
+    assert verdicts({"models": [first, second, first | {"name": "c"}]})[0] == Verdict(f"b: {verdict}", level)
     assert verdicts({"models": [first]}) == []
 
 
@@ -222,27 +229,32 @@ FAILED = [row("refined", 1, 0.0, 0.0, error="it did not work"), row("random", 1,
 # Rows, the bound, what is chosen, and what is said.
 RECOMMENDED: dict[str, tuple[list[dict[str, Any]], float, Cell | None, list[str]]] = {
     "less training before less loss": (ROWS, 0.1, Cell("refined", 2, 0.0), [
-        "recommended refined, 2 of 4 KV heads, untrained: +0.0900 nats per token (perplexity x1.5), KV cache 200 "
-        "bytes per token (50%)",
+        "recommended trade-off: refined, 2 of 4 KV heads, untrained: +0.0900 nats per token (perplexity x1.5), "
+        "KV cache 200 bytes per token (50%)",
         "why         3 of 7 combinations are within 0.1 nats per token of the base model",
-        "smaller     refined, 1 of 4 KV heads, alpha 0.1: +0.2000 nats",
-        "better      refined, 2 of 4 KV heads, alpha 0.1: +0.0400 nats",
+        "smaller     trade-off: refined, 1 of 4 KV heads, alpha 0.1: +0.2000 nats",
+        "better      trade-off: refined, 2 of 4 KV heads, alpha 0.1: +0.0400 nats",
     ]),
     "a smaller cache before less training": (ROWS, 0.25, Cell("refined", 1, 0.1), ["why         5 of 7"]),
     "nothing is within": (ROWS, 0.01, None, [
         "recommended nothing: none of 7 combinations is within 0.01 nats",
-        "closest     refined, 2 of 4 KV heads, alpha 0.1: +0.0400 nats", "--max-loss-increase",
+        "closest     trade-off: refined, 2 of 4 KV heads, alpha 0.1: +0.0400 nats", "--max-loss-increase",
     ]),
     "the base model's own cache is no saving": (ROWS[:2], 0.5, None, ["nothing: no KV cache smaller"]),
     "a cell that failed or whose loss is infinite": ([*ROWS, *FAILED], 9, Cell("mean", 1, 0.0), ["why         7 of 7"]),
     "recall": ([BASE, row("mean", 1, 0.0, 2.0, recall_text=0.87)], 0.1, Cell("mean", 1, 0.0), ["recall 87.0%"]),
+    "lost recall": (
+        [BASE | {"recall_text": 0.9}, row("mean", 1, 0.0, 2.0, recall_text=0.7, perplexity_ratio=1.0)], 0.1,
+        Cell("mean", 1, 0.0), ["recommended damaged: mean"],
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECOMMENDED)
 def test_the_smallest_cache_within_the_bound_is_recommended(name: str) -> None:
     rows, bound, cell, says = RECOMMENDED[name]
-    chosen, text = recommend(rows, bound)
+    chosen, lines = recommend(rows, bound)
+    text = "\n".join(map(str, lines))
     assert (chosen and Cell.of(chosen)) == cell
     assert [words for words in says if words not in text] == []
 

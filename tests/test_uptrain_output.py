@@ -216,9 +216,12 @@ def test_records_and_cards_of_a_chain(place: Path, tmp_path: Path) -> None:
     assert (record["model"], record["teacher"], record["data"]) == ("converted", "source", ["data.jsonl"])
     assert str(tmp_path) not in json.dumps(record)
     text, losses = (first / "README.md").read_text(), record["losses"]
-    assert f"`converted` trained further with `source` as its teacher, on {record['tokens']:,} tokens (alpha" in text
-    assert f"held-out loss {losses['heldout_before']:.4f} -> {losses['heldout_after']:.4f} nats" in text
-    assert text.index("# first") < text.index("# converted") < text.index("# Source\n\nBy me.")
+    summary = (
+        "`source` with 2 instead of 4 key/value heads (`gqa-convert`, method `mean`), then distilled from the base"
+    )
+    assert f"{summary} model (`gqa-uptrain`): {record['tokens']:,} tokens (alpha 0.1) of `data.jsonl` in " in text
+    assert f"| cross-entropy | {losses['heldout_before']:.4f} | {losses['heldout_after']:.4f} |" in text
+    assert text.index("# first") < text.index("### Source\n\nBy me.")
     assert "license: mit" in text
     assert "- gqa-uptrain" in text
     assert "model-index" not in text

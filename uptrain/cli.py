@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
-import click
-
-from gqa.checkpoint.console import Watcher, run
+from gqa.checkpoint.console import Watcher, print_json, print_lines, run
 from gqa.checkpoint.options import command as command_of
 from gqa.uptrain.options import TrainOptions
 
 _EPILOG = """\b
 Examples:
-  gqa-uptrain MODEL-gqa8
-  gqa-uptrain MODEL-gqa8 --data corpus.jsonl --alpha 0.05 -o OUT
-  accelerate launch -m gqa.uptrain MODEL-gqa8 --data HuggingFaceFW/fineweb-edu --streaming --tokens 1B -o OUT
-  torchrun --nproc_per_node 8 -m gqa.uptrain MODEL-gqa8 --data 'shards/*.parquet' --tokens 1B -o OUT
+  gqa-uptrain MODEL-gqa8-refined
+  gqa-uptrain MODEL-gqa8-refined --data corpus.jsonl --alpha 0.05 -o OUT
+  accelerate launch -m gqa.uptrain MODEL-gqa8-refined --data HuggingFaceFW/fineweb-edu --streaming \\
+      --tokens 1B -o OUT
+  torchrun --nproc_per_node 8 -m gqa.uptrain MODEL-gqa8-refined --data 'shards/*.parquet' --tokens 1B -o OUT
 """
 
 
@@ -32,7 +30,7 @@ def command(options: TrainOptions) -> None:
     import transformers
 
     from gqa.checkpoint.loading import ranks
-    from gqa.uptrain.run import plan_text, result_text, uptrain
+    from gqa.uptrain.run import plan_lines, result_lines, uptrain
     from gqa.uptrain.setup import prepare
 
     transformers.utils.logging.set_verbosity_error()
@@ -40,16 +38,16 @@ def command(options: TrainOptions) -> None:
     with Watcher(quiet) as watcher:
         setup = prepare(options, sys.argv[1:], watcher=watcher)
 
-    def say(text: str) -> None:
-        if not quiet:
-            click.echo(text, err=options.json)
+    if not quiet:
+        print_lines(plan_lines(setup), err=options.json)
 
-    say(plan_text(setup))
     with watcher:
         progress, record = uptrain(setup, watcher)
-    say(result_text(setup, progress))
+
+    if not quiet:
+        print_lines(result_lines(setup, progress), err=options.json)
     if options.json and setup.accelerator.is_main_process:
-        click.echo(json.dumps(record))
+        print_json(record)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
@@ -74,11 +75,7 @@ def find_base(checkpoint: Checkpoint, source: dict[str, Any]) -> tuple[Checkpoin
     """
     if not (name := source.get("model")) or not isinstance(name, str):
         return None, f"{checkpoint.name} has no {PROVENANCE} that names its base model"
-    assert checkpoint.directory is not None
-    directory = checkpoint.directory.resolve()
-    candidates = [directory / str(source["path"])] if source.get("path") else []
-    candidates += [directory.with_name(name)] if Path(name).name == name else []
-    local = next((str(path.resolve()) for path in candidates if path.is_dir()), None)
+    local = find_local_base(checkpoint, source)
     if local is None and "path" in source:  # it was local at the conversion
         return None, f"the base model {name} was moved or deleted; name it with --teacher"
     try:
@@ -86,6 +83,22 @@ def find_base(checkpoint: Checkpoint, source: dict[str, Any]) -> tuple[Checkpoin
     except (RefusedError, OSError) as error:
         return None, f"the base model {name} cannot be read: {explain(error)}"
     return base, f"{local or name}{_at_commit(base)}, the base model (--teacher none: train on text alone)"
+
+
+def find_local_base(checkpoint: Checkpoint, source: Mapping[str, Any]) -> str | None:
+    """The directory of the base model that the `source` of a conversion's record names; None if there is none."""
+    name, directory = source.get("model"), checkpoint.directory.resolve()
+    candidates = [directory / str(source["path"])] if source.get("path") else []
+    if isinstance(name, str) and Path(name).name == name:
+        candidates.append(directory.with_name(name))
+    return next((str(path.resolve()) for path in candidates if path.is_dir()), None)
+
+
+def is_base_model(teacher: Checkpoint, checkpoint: Checkpoint, source: Mapping[str, Any]) -> bool:
+    """Whether a teacher is the base model of a checkpoint: by its place, or by its name where that place is empty."""
+    if local := find_local_base(checkpoint, source):
+        return Path(local) == teacher.directory.resolve()
+    return bool(source.get("model") == (teacher.hub_id or teacher.name))
 
 
 def _at_commit(teacher: Checkpoint) -> str:

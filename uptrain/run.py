@@ -22,25 +22,22 @@ from gqa.checkpoint.provenance import (
     METRICS,
     PROVENANCE,
     UPTRAINING,
-    format_card,
-    loading_code,
     read_record,
     relative_path,
     request,
-    request_text,
-    source_card,
     stamp,
     versions,
 )
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import OutputDirectory, copy_file, finite, require_space, write_tensor, write_text
+from gqa.uptrain.card import CARD, trained_card
 from gqa.uptrain.loop import train, warmup_steps
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.models import is_base_model
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state import TrainingProgress
 from gqa.uptrain.weights import gather, merge_adapters
 
-_WRITTEN = frozenset({"README.md", UPTRAINING, METRICS})
+_WRITTEN = frozenset({CARD, UPTRAINING, METRICS})
 
 
 def uptrain(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, dict[str, Any]]:
@@ -84,8 +81,7 @@ def _export(setup: Setup, weights: dict[str, Tensor], record: dict[str, Any]) ->
             base["path"] = relative_path(source.directory / str(base["path"]), output.out)
             write_text(work / PROVENANCE, json.dumps(record["conversion"], indent=2) + "\n")
         copy_file(setup.metrics, work / METRICS)
-        loading = loading_code(type(setup.model), output.out.name, source.side_files)
-        write_text(work / "README.md", card(source, output.out.name, loading, record))
+        write_text(work / CARD, trained_card(source, output.out.name, type(setup.model), record))
         tables = (one.tensors.items() for one in (source, read_checkpoint(work)))
         expected, written = ({(name, spec.dtype, spec.shape) for name, spec in table} for table in tables)
         if wrong := {name for name, *_ in expected ^ written}:
@@ -120,8 +116,8 @@ def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return cast
 
 
-def plan_text(setup: Setup) -> str:
-    """The plan of a run as text."""
+def plan_lines(setup: Setup) -> list[str]:
+    """The plan of a run for people."""
     options, data, model = setup.options, setup.dataloader, setup.model
     parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     lines = [
@@ -139,11 +135,11 @@ def plan_text(setup: Setup) -> str:
     ]
     if setup.start:
         lines.append(f"continues   after step {setup.start.record['step']:,}, saved in {setup.states.directory}")
-    return "\n".join(lines)
+    return lines
 
 
-def result_text(setup: Setup, progress: TrainingProgress) -> str:
-    """The result as text."""
+def result_lines(setup: Setup, progress: TrainingProgress) -> list[str]:
+    """The result for people."""
     lines, before, after = [], progress.heldout_before, progress.heldout_after
     if before and after:
         name, unit = ("distillation", "nats from the teacher") if setup.options.distills else ("nats", "nats per token")
@@ -154,13 +150,18 @@ def result_text(setup: Setup, progress: TrainingProgress) -> str:
                 f"--learning-rate (now {setup.options.learning_rate:g}), or more tokens"
             )
     code = " with trust_remote_code=True" if "auto_map" in setup.checkpoint.config else ""
-    return "\n".join([*lines, f"written     {setup.options.output}: verified, loads in transformers{code}"])
+    return [*lines, f"written     {setup.options.output}: verified, loads in transformers{code}"]
 
 
 def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
     """The record of a run, JSON-ready, including the records of the source checkpoint."""
     source, options, dataloader, argv = setup.checkpoint, setup.options, setup.dataloader, setup.run["argv"]
     recorded = request(options, argv)["options"]
+    conversion = read_record(source, PROVENANCE)
+    base = conversion.get("source") if isinstance(conversion, dict) else None
+    teacher_is_base = bool(
+        setup.teacher_checkpoint and isinstance(base, dict) and is_base_model(setup.teacher_checkpoint, source, base)
+    )
     return {
         **stamp("gqa-uptrain", argv),
         "model": source.hub_id or source.name,
@@ -170,13 +171,14 @@ def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
         "tokens": progress.tokens,
         "steps": progress.step,
         "teacher": recorded["teacher"] if options.distills else None,
+        "teacher_is_base": teacher_is_base,
         "teacher_revision": setup.teacher_checkpoint and setup.teacher_checkpoint.revision,
         "losses": _losses(setup, progress),
         "data_summary": dataloader.summary,
         "data_fingerprint": dataloader.fingerprint,
         "ranks": setup.accelerator.num_processes,
         "options": recorded,
-        "conversion": read_record(source, PROVENANCE),
+        "conversion": conversion,
         "trained_before": read_record(source, UPTRAINING),
         "versions": versions("torch", "transformers", "accelerate"),
     }
@@ -190,28 +192,3 @@ def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
         if setup.options.distills:
             losses[f"distillation_{when}"] = heldout and heldout["distillation"]
     return losses | {"best_step": progress.best_step if setup.dataloader.heldout else progress.step}
-
-
-def card(source: Checkpoint, name: str, loading: str, record: dict[str, Any]) -> str:
-    """README.md: the source card's metadata, a description of the training, how to load the result, and the source
-    card below.
-    """
-    metadata, text = source_card(source, whole=UPTRAINING not in source.side_files)
-    metadata.pop("model-index", None)  # results of the source weights
-    tagged = {**metadata, "tags": [*metadata.get("tags", []), "gqa-uptrain"]}
-    losses, heldout = record["losses"], ""
-    if losses["heldout_before"] is not None:
-        before, after = (f"{losses[f'heldout_{time}']:.4f}" for time in ("before", "after"))
-        heldout = f"; held-out loss {before} -> {after} nats per token"
-        heldout += "" if losses["best_step"] else " (no step lowered it: the weights are unchanged)"
-    teacher = f" with `{record['teacher']}` as its teacher" if record["teacher"] else ""
-    share = f" (alpha {record['alpha']:g})" if record["alpha"] else ""
-    description = (
-        f"`{record['model']}` trained further{teacher}, on {record['tokens']:,} tokens{share} of "
-        f"`{', '.join(record['data'])}` in {record['steps']:,} steps{heldout}. Made by gqa-uptrain "
-        f"{record['version']}; all options are in `{UPTRAINING}`."
-    )
-    free = {option for option, one in TrainOptions.__dataclass_fields__.items() if one.metadata["free"]}
-    options = {option: value for option, value in record["options"].items() if option not in free}
-    request = request_text(record["tool"], record["argv"], options)
-    return format_card(tagged, f"# {name}", description, loading, request, original=text)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shlex
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from gqa.checkpoint.errors import OutputError, RefusedError, differences, explain, listing
+from gqa.checkpoint.escape import shell_line
 from gqa.checkpoint.loading import native_bfloat16, on_main, out_of_memory, ranks
 from gqa.checkpoint.options import flag
 from gqa.checkpoint.provenance import checkpoint_digest, versions
@@ -202,8 +202,10 @@ def _command(record: dict[str, Any]) -> str:
     """The command that saved a state, for a shell in the current directory."""
     several = record["ranks"] > 1
     launcher = ["torchrun", "--nproc_per_node", str(record["ranks"]), "-m", "gqa.uptrain"]
-    words = shlex.join([*(launcher if several else ["gqa-uptrain"]), *record["argv"]])
-    return words if record["directory"] == os.getcwd() else f"cd {shlex.quote(record['directory'])} && {words}"
+    words = shell_line([*(launcher if several else ["gqa-uptrain"]), *record["argv"]])
+    if record["directory"] == os.getcwd():
+        return words
+    return f"{shell_line(['cd', record['directory']])} && {words}"
 
 
 def load(state: State, accelerator: Accelerator, model: Any, optimizer: Any, best: dict[str, Tensor]) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 
-import click
-
-from gqa.checkpoint.console import fail, run
+from gqa.checkpoint.console import fail, print_lines, run
 from gqa.checkpoint.options import command as command_of
 from gqa.eval.study.options import ADVICE, AblateOptions, Cell
 
@@ -35,10 +33,10 @@ def command(options: AblateOptions) -> None:
     if options.model:
         (study := Ablation(options)).run(sys.argv[1:])
     rows, recommendation, names = write_study_report(options.output, options.max_loss_increase)
-    click.echo(short_table(rows).text())
+    print_lines(short_table(rows).text().split("\n"))
     if not options.quiet:
-        click.echo(f"\nwritten to {options.output}: {', '.join(names)}")
-    click.echo(recommendation)
+        print_lines(["", f"written to {options.output}: {', '.join(names)}"])
+    print_lines(recommendation.split("\n"))
     if options.model and (failed := sum(bool(row["error"]) for row in rows if Cell.of(row) in study.cells)):
         combinations = f"{failed} of {len(study.cells) - 1} combinations failed (see {options.output}/report.html)"
         fail("gqa-ablate", f"{combinations}; repeat the command without --overwrite to try them again", 1)

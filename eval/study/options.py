@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.escape import shell_line
 from gqa.checkpoint.hub import default_output
 from gqa.checkpoint.options import COUNT, FROM_ZERO, SHARE, Options, flag, option, same_as, tokens_type
 from gqa.checkpoint.provenance import checkpoint_digest, portable
@@ -172,7 +172,7 @@ class AblateOptions(Options):
             teacher = self.model if self.teacher == "source" else NO_TEACHER
             words = ["gqa-uptrain", out, "--alpha", f"{cell.alpha:g}", "--teacher", teacher, "-o", f"{out}-uptrained"]
             commands.append(words + self._words(TrainOptions.__dataclass_fields__.keys() - {"teacher"}))
-        return [*map(shlex.join, commands)]
+        return [*map(shell_line, commands)]
 
     def _words(self, names: Collection[str]) -> list[str]:
         """Arguments for the options of these names that all cells share and that are not at their defaults."""

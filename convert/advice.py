@@ -1,0 +1,163 @@
+"""What a finished conversion advises. Every command runs as it is printed: it has the names that the user gave, quoted
+for a shell, and is left out where the model does not allow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.escape import shell_line
+from gqa.checkpoint.loading import load_tokenizer, positions, predicts_tokens
+from gqa.checkpoint.options import flag
+from gqa.convert.heads.config import transformers_config
+from gqa.convert.methods import METHODS, Method
+from gqa.convert.options import ConvertOptions
+from gqa.convert.output import default_directory
+from gqa.convert.plan import Plan
+from gqa.convert.summary import quality_loss, quality_text
+
+_LEAST_RECALL_CONTEXT = 128  # `gqa-eval --recall` refuses a shorter context
+_EVALUATED_TOKENS = 20_000  # seconds for a small model, minutes for one of 7B on a GPU
+
+# Options that another run of gqa-convert does not repeat: what is written where, and what is printed.
+_NOT_REPEATED = frozenset({
+    "model", "kv_heads", "kv_budget", "method", "output", "overwrite", "dry_run", "check", "json", "verbose", "quiet",
+})  # fmt: skip
+
+
+def quality_line(plan: Plan, options: ConvertOptions, out: Path) -> str:
+    """The measured quality with its verdict, or why it was not measured and what measures it."""
+    config = transformers_config(plan.new_config)
+    if not predicts_tokens(config):
+        return "not measured: the model has no head that predicts tokens"
+    if text := quality_text(plan):
+        return f"{quality_loss(plan).level}: {text}"
+    if config.is_encoder_decoder:
+        return "not measured; gqa-eval measures it on pairs of text: see its options --data and --target-field"
+    if not _has_tokenizer(plan, options):
+        return "not measured: the model has no tokenizer that transformers can load"
+    command = evaluation_command(plan, options, out)
+    if "--recall" in command:
+        return f"not measured; to measure perplexity and recall: {command}"
+    return f"not measured; to measure perplexity: {command}"
+
+
+def next_line(plan: Plan, options: ConvertOptions, out: Path, source: dict[str, Any]) -> str:
+    """What improves the result: the best method that the model allows, or training; empty where nothing can.
+
+    source: The part of the conversion's record that names the base model.
+    """
+    if quality_loss(plan).level == "good" or not predicts_tokens(transformers_config(plan.new_config)):
+        return ""
+    *_, best = plan.available_methods()
+    command = conversion_command(plan, options, best)
+    if best.name != plan.method and command:
+        return f"for better quality use --method {best.name} ({best.cost}): {command}"
+    if not plan.merging.traits.reads_text:  # a warning says so already
+        return ""
+    command = training_command(plan, options, out, source)
+    return f"for better quality distill from the base model: {command}" if command else ""
+
+
+def warnings(plan: Plan, options: ConvertOptions, out: Path, source: dict[str, Any]) -> Iterator[str]:
+    """A warning if the result is of no use as it is, with what to do."""
+    if plan.method not in METHODS:
+        return
+    *_, best = plan.available_methods()
+    training = training_command(plan, options, out, source)
+    remedies = [] if best.name == plan.method else [f"use --method {best.name}"]
+    remedies.append(f"train it: {training}" if training else "train it")
+    if not plan.merging.traits.reads_text:
+        yield (
+            f"--method {plan.method} does not run the model on text, and the quality of its result is not measured: "
+            f"the result is not usable before it is trained; {' or '.join(remedies)}"
+        )
+    elif quality_loss(plan).level == "damaged":
+        remedies.insert(0, "keep more KV heads")
+        yield f"this model is damaged and not usable as it is: {' or '.join(remedies)}"
+
+
+def evaluation_command(plan: Plan, options: ConvertOptions, out: Path) -> str:
+    """gqa-eval of a decoder on text that is always there and that no calibration uses by itself."""
+    words = ["gqa-eval", *_operands(options.model, str(out))]
+    words += ["--data", "stdlib:heldout", "--tokens", str(_EVALUATED_TOKENS)]
+    context = positions(transformers_config(plan.new_config))
+    if context is None or context >= _LEAST_RECALL_CONTEXT:
+        words.append("--recall")
+    if options.revision:
+        words += ["--revision", options.revision]
+    return shell_line([*words, *_shared(options)])
+
+
+def training_command(plan: Plan, options: ConvertOptions, out: Path, source: dict[str, Any]) -> str:
+    """gqa-uptrain of the result, with the base model as its teacher; empty if it cannot be trained."""
+    if plan.checkpoint.packed or not predicts_tokens(transformers_config(plan.new_config)):
+        return ""
+    if not _has_tokenizer(plan, options):
+        return ""
+    words = ["gqa-uptrain", *_operands(str(out))]
+    is_local = plan.checkpoint.hub_id is None
+    if is_local and not source.get("path") and not _are_beside(out, plan.checkpoint.directory):
+        # Neither the record says where the base model is, nor is it where gqa-uptrain looks.
+        words += ["--teacher", options.model]
+    return shell_line([*words, *_shared(options)])
+
+
+def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> str:
+    """gqa-convert with another method and the same other options, as far as that method uses them; empty if its result
+    exists.
+    """
+    heads = plan.groups if isinstance(plan.groups, int) else ",".join(map(str, plan.groups))
+    words = ["gqa-convert", *_operands(options.model), "--groups", str(heads), "--method", method.name]
+    if options.output:
+        if options.output.name in ("", ".."):  # `-o .`: the directory's own name is not in its path
+            return ""
+        output = options.output.with_name(f"{options.output.name}-{method.name}")
+        words += ["-o", str(output)]
+    else:
+        output = default_directory(options, plan, method.name)
+    if output.exists():
+        return ""
+    for name, field in type(options).__dataclass_fields__.items():
+        uses = field.metadata["methods"]
+        is_used = not uses or getattr(method, uses)
+        if is_used and options.is_set(name) and name not in _NOT_REPEATED and not field.metadata["expert"]:
+            words += _option_words(name, getattr(options, name))
+    return shell_line(words)
+
+
+def _are_beside(path: Path, other: Path) -> bool:
+    try:
+        return path.resolve().parent == other.resolve().parent
+    except OSError:  # the working directory is gone: the result has replaced it
+        return False
+
+
+def _operands(*names: str) -> list[str]:
+    """Names as arguments that are not taken for options."""
+    return [f"./{name}" if name.startswith("-") else name for name in names]
+
+
+def _shared(options: ConvertOptions) -> list[str]:
+    """Options that mean the same in all commands."""
+    words = ["--device", options.device] if options.device else []
+    return [*words, "--trust-remote-code"] if options.trust_remote_code else words
+
+
+def _option_words(name: str, value: Any) -> list[str]:
+    """An option and its value, as words of a command."""
+    if isinstance(value, bool):
+        return [flag(name) if value else flag(f"no_{name}")]
+    values = value if isinstance(value, tuple) else (value,)
+    return [f"{flag(name)}={one}" for one in values]
+
+
+def _has_tokenizer(plan: Plan, options: ConvertOptions) -> bool:
+    try:
+        load_tokenizer(plan.checkpoint, options.trust_remote_code)
+    except RefusedError:
+        return False
+    return True

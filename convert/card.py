@@ -1,0 +1,146 @@
+"""The model card of a converted model (`gqa.checkpoint.card` says what all cards have)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gqa.checkpoint.card import (
+    format_card,
+    hub_metadata,
+    loading_code,
+    making_of,
+    model_name,
+    source_card,
+    table,
+)
+from gqa.checkpoint.escape import code_span, markdown
+from gqa.checkpoint.loading import model_class
+from gqa.checkpoint.provenance import PROVENANCE
+from gqa.convert.heads.config import KVCache, transformers_config
+from gqa.convert.heads.family import groups_text
+from gqa.convert.options import ConvertOptions
+from gqa.convert.plan import Plan
+from gqa.convert.summary import BY_LAYER, cache_change, quality_loss, quality_text, size
+from gqa.convert.verdict import MEANINGS, Level
+
+_ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
+
+
+def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
+    """Text of README.md for the result `name`; `request`: the command's arguments and options."""
+    checkpoint = plan.checkpoint
+    source = source_card(checkpoint)
+    cls = model_class(transformers_config(plan.new_config))
+    base_models = [checkpoint.hub_id] if checkpoint.hub_id else source.base_models
+    metadata = hub_metadata(source, base_models, cls, _tags(plan), checkpoint.side_files)
+    metadata["tags"] = [tag for tag in metadata["tags"] if tag in _tags(plan) or tag not in _ATTENTION_TAGS]
+
+    parts = [
+        _summary(plan),
+        loading_code(cls, name, checkpoint.side_files),
+        "## What changed",
+        table(_changes(plan)),
+        *_notes(plan),
+    ]
+    if plan.fewest < plan.config.main.kv:
+        parts += ["## Quality", _quality(plan)]
+    parts += ["## How it was made", *making_of("gqa-convert", request["argv"], _options(plan, request), PROVENANCE)]
+    if plan.fewest < plan.config.main.kv:
+        parts += ["## Limits", limits(quality_loss(plan).level)]
+    return format_card(metadata, name, parts, source.text)
+
+
+def limits(level: Level | None) -> str:
+    """Markdown: what a user of a model with fewer heads has to know."""
+    points = [
+        "Fewer key/value heads cost quality, and perplexity does not show all of it: measure the tasks, the languages "
+        "and the context length that you need before you rely on the model.",
+        "What the base model is not fit for, this model is not fit for either.",
+    ]
+    if level in (None, "damaged"):
+        points.insert(0, "The model needs training before use.")
+    return "\n".join(f"- {point}" for point in points)
+
+
+def cache_rows(before: KVCache, after: KVCache) -> list[tuple[str, str, str]]:
+    """Rows of a table: bytes of the KV cache of two models."""
+    rows = [("KV cache per token", size(before.bytes_per_token), size(after.bytes_per_token))]
+    if after.cross:
+        sizes = size(before.cross_bytes_per_token), size(after.cross_bytes_per_token)
+        rows.append(("KV cache per token of the source", *sizes))
+    if context := after.context:
+        sizes = size(before.bytes_at(context)), size(after.bytes_at(context))
+        rows.append((f"KV cache at {context:,} tokens", *sizes))
+    return rows
+
+
+def quality_paragraph(level: Level, text: str) -> str:
+    """Markdown: the verdict and the numbers of `describe_quality`."""
+    return (
+        f"**{level.capitalize()}** ({MEANINGS[level]}). Compared with the base model: {markdown(text)} (recall: share "
+        "of a repeated passage predicted right)."
+    )
+
+
+def _tags(plan: Plan) -> list[str]:
+    kinds = {1: "multi-query-attention", plan.config.main.query: "multi-head-attention"}
+    return ["gqa-convert", kinds.get(plan.fewest, "grouped-query-attention")]
+
+
+def _summary(plan: Plan) -> str:
+    main, kv_heads = plan.config.main, groups_text(plan.groups)
+    if plan.method == "none":
+        change = f"with its original {main.kv} key/value heads: no heads are merged"
+    elif plan.method == "repeat":
+        change = f"with {kv_heads} instead of {main.kv} key/value heads, by repeating each: the same logits"
+    else:
+        result = plan.merging.traits.result
+        change = f"with {kv_heads} instead of {main.kv} key/value heads, {result} (`--method {plan.method}`)"
+    checkpoint = plan.checkpoint
+    base = model_name(checkpoint.hub_id or checkpoint.name, checkpoint.hub_id is not None)
+    ratio = plan.cache_before.bytes_at(1) / max(plan.cache_after.bytes_at(1), 1)
+    cache = f" The KV cache takes {cache_change(ratio)} memory." if ratio != 1 else ""
+    return f"{base} {change}; {main.query} query heads.{cache}"
+
+
+def _changes(plan: Plan) -> list[tuple[str, str, str]]:
+    before, after = plan.checkpoint, plan
+    return [
+        ("", "base model", "this model"),
+        ("key/value heads", str(plan.config.main.kv), groups_text(plan.groups)),
+        *cache_rows(plan.cache_before, plan.cache_after),
+        ("parameters", f"{before.parameters:,}", f"{after.parameters_after:,}"),
+        ("weights", size(before.nbytes), size(after.total_bytes)),
+    ]
+
+
+def _notes(plan: Plan) -> list[str]:
+    """Paragraphs about the class of the model."""
+    notes = []
+    if plan.checkpoint.way:
+        source, target = (code_span(str(one)) for one in plan.checkpoint.classes)
+        code = "a class of transformers" if plan.checkpoint.way == "native" else "whose code is in this repository"
+        which = "fewer" if isinstance(plan.groups, int) else "layers with different numbers of"
+        notes.append(f"The class is {target}, {code}; that of the base model, {source}, cannot have {which} KV heads.")
+    if isinstance(plan.groups, tuple):
+        notes.append(BY_LAYER)
+    return notes
+
+
+def _quality(plan: Plan) -> str:
+    level = quality_loss(plan).level
+    if level is None:
+        return "Quality was not measured. Merging heads costs quality: evaluate and train the model before use."
+    return quality_paragraph(level, quality_text(plan))
+
+
+def _options(plan: Plan, request: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that the method used."""
+    options: dict[str, Any] = {"kv_heads": plan.groups, "method": plan.method}
+    if plan.fewest < plan.config.main.kv:
+        for name, field in ConvertOptions.__dataclass_fields__.items():
+            uses = field.metadata["methods"]
+            if uses and getattr(plan.merging.traits, uses):
+                options[name] = request["options"][name]
+    return options

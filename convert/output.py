@@ -1,0 +1,29 @@
+"""Where the result of a conversion goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gqa.checkpoint.hub import default_output
+from gqa.convert.options import ConvertOptions
+from gqa.convert.plan import Plan
+
+
+def output_of(options: ConvertOptions, plan: Plan) -> Path:
+    """`output`, or the default directory."""
+    return options.output or default_directory(options, plan, plan.method)
+
+
+def default_directory(options: ConvertOptions, plan: Plan, method: str) -> Path:
+    """`MODEL-gqa4-refined` next to a local model, in the working directory for a hub id.
+
+    `MODEL-mqa-refined` for one head; `MODEL-gqa32` if none are merged; `MODEL-kv56-refined` if heads differ by layer
+    and 56 % of the KV cache remains.
+    """
+    suffix = "-mqa" if plan.groups == 1 else f"-gqa{plan.groups}"
+    if isinstance(plan.groups, tuple):
+        heads = sum(plan.groups) / len(plan.groups)
+        suffix = f"-kv{100 * heads / plan.config.main.kv:.0f}"
+    if plan.fewest < plan.config.main.kv:
+        suffix += f"-{method}"
+    return default_output(plan.checkpoint.hub_id or options.model, suffix)

@@ -1,0 +1,228 @@
+"""What commands advise: each advised command is one that its program takes, and it does what the sentence says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import MISSING
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from checkpoints import Result, llama, run
+from embedded import copy_source
+from evaluations import few_questions
+from training import fresh_accelerator, tiny_checkpoint
+
+import gqa
+from gqa.checkpoint.options import default_text
+from gqa.convert.methods import METHODS
+
+PROGRAMS = {
+    "gqa-convert": "gqa.convert.cli",
+    "gqa-uptrain": "gqa.uptrain.cli",
+    "gqa-eval": "gqa.eval.cli",
+    "gqa-ablate": "gqa.eval.study.cli",
+}
+KINDS: dict[str, Any] = {
+    "gqa-convert": gqa.ConvertOptions,
+    "gqa-uptrain": gqa.TrainOptions,
+    "gqa-eval": gqa.EvaluateOptions,
+    "gqa-ablate": gqa.AblateOptions,
+}
+COMMANDS: dict[str, click.Command] = {name: import_module(module).command for name, module in PROGRAMS.items()}
+SHORT = ("--tokens", 256, "--context", 16)
+
+
+def advised(done: Result) -> list[list[str]]:
+    """The words of every command in the output: they go from the name of a program to the end of the line."""
+    found = re.findall(r"(?:^|: )((?:gqa-[a-z]+) .*)$", done.out + done.err, re.MULTILINE)
+    return [shlex.split(line) for line in found]
+
+
+def parse(words: list[str]) -> dict[str, Any]:
+    """Parameters as the program reads them. Raises click.UsageError."""
+    with COMMANDS[words[0]].make_context(words[0], words[1:]) as context:
+        return context.params
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models whose names a shell would split."""
+    directory = tmp_path_factory.mktemp("advice")
+    tiny_checkpoint(directory / "it's a model", kv_heads=4)
+    llama(directory / "no tokenizer", side_files=False)
+    return directory
+
+
+@pytest.fixture
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, for results too; they go away."""
+    monkeypatch.chdir(place)
+    yield place
+    for path in place.iterdir():
+        if path.name not in ("it's a model", "no tokenizer"):
+            shutil.rmtree(path)
+
+
+# Arguments of gqa-convert and the programs that it advises.
+RUNS: dict[str, tuple[tuple[object, ...], list[str]]] = {
+    "mean": (("-g", 2, "--method", "mean"), ["gqa-eval", "gqa-convert", "gqa-uptrain"]),
+    "random": (("-g", 2, "--method", "random", "--seed", 3), ["gqa-eval", "gqa-convert", "gqa-uptrain"]),
+    "aligned": (("-g", 1, "--method", "aligned", "--device", "cpu"), ["gqa-eval", "gqa-convert", "gqa-uptrain"]),
+    "calibrated": (("-g", 2, *SHORT), ["gqa-convert"]),
+    "refined": (("-g", 2, "--method", "refined", "--refine-steps", 1, *SHORT), ["gqa-uptrain"]),
+    "unmeasured": (("-g", 2, "--no-check", "--seed", 1, *SHORT, "-o", "the output"), ["gqa-eval", "gqa-convert"]),
+    "by layer": (("-g", "1,4", "--method", "mean"), ["gqa-eval", "gqa-convert", "gqa-uptrain"]),
+    "nothing merged": (("-g", 4), []),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_advised_commands_are_read_by_their_programs(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the names and options that were given."""
+    monkeypatch.setattr("gqa.convert.verdict.GOOD_RATIO", 0.0)  # a random model has nothing to lose
+    arguments, programs = RUNS[name]
+    done = run("it's a model", *arguments)
+    assert done.code == 0, done.err
+    commands = advised(done)
+    assert [words[0] for words in commands] == programs
+    written = re.search(r"^written     (.*): \S+ \S+ in ", done.out, re.MULTILINE)
+    assert written
+    for words in commands:
+        params = parse(words)
+        if words[0] == "gqa-eval":
+            assert params["models"] == ("it's a model", written[1])
+            assert params["data"] == "stdlib:heldout", "perplexity is measured on text"
+        else:
+            assert params["model"] == ("it's a model" if words[0] == "gqa-convert" else written[1])
+        if words[0] == "gqa-convert":
+            assert params["method"] == "refined"
+            assert not (params["output"] and params["output"].exists())
+            given = dict(zip(map(str, arguments), map(str, arguments[1:]), strict=False))
+            repeated = {option[2:]: value for option, value in given.items() if option in REPEATED}
+            assert {option: str(params[option]) for option in repeated} == repeated
+
+
+REPEATED = ("--seed", "--device", "--tokens", "--context")
+
+
+def test_the_command_that_measures_perplexity_and_recall_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is printed, but for fewer tokens."""
+    few_questions(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    copy_source(tmp_path, "a model")
+    done = run("a model", "-g", 2, "--method", "first")
+    assert "quality     not measured; to measure perplexity and recall: gqa-eval" in done.out
+    words = next(words for words in advised(done) if words[0] == "gqa-eval")
+    words[words.index("20000")] = "600"
+    measured = run(*words[1:], "--context", 128, program="gqa-eval")
+    assert measured.code == 0, measured.err
+    assert re.match(r"damaged: 2 of 8 KV heads: KV cache 4x smaller, perplexity x\S+ .*, recall \d+% -> ", measured.out)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_commands_that_improve_the_result_do(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The better method, then the training that its output advises; a base model that no record names is named."""
+    monkeypatch.setattr("gqa.convert.verdict.GOOD_RATIO", 0.0)
+    monkeypatch.setattr("gqa.uptrain.models.TOKENS", 512)
+    (here / "elsewhere").mkdir()
+    monkeypatch.setattr(
+        "gqa.convert.summary.relative_path", lambda directory, out: None
+    )  # as with the user's name in it
+    done = run("it's a model", "-g", 2, *SHORT, "-o", "elsewhere/out")
+    (words,) = advised(done)
+    done = run(*words[1:], "--refine-steps", 1)
+    assert done.code == 0, done.err
+    (words,) = advised(done)
+    assert words == ["gqa-uptrain", "elsewhere/out-refined", "--teacher", "it's a model"]
+    with fresh_accelerator():
+        done = run(*words[1:], program="gqa-uptrain")
+    assert done.code == 0, done.err
+    assert Path("elsewhere/out-refined-uptrained/config.json").is_file()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_that_is_not_measured_ends_with_a_warning(method: str, here: Path) -> None:
+    """It says that the result is not usable, and what to do; also with --quiet. One that is measured needs none."""
+    text = SHORT if METHODS[method].reads_text else ()
+    steps = ("--refine-steps", 1) if METHODS[method].refines else ()
+    done = run("it's a model", "-g", 2, "--method", method, *text, *steps, "-q")
+    assert (done.code, done.out) == (0, "")
+    if METHODS[method].reads_text:
+        assert done.err == ""
+    else:
+        advice = "the result is not usable before it is trained; use --method refined or train it: gqa-uptrain"
+        assert f"warning: --method {method} does not run the model on text" in done.err
+        assert advice in done.err
+
+
+def test_nothing_is_advised_for_a_good_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random model has little to lose; on so little text the interval is wide."""
+    monkeypatch.setattr("gqa.convert.verdict.GOOD_RATIO", 1.4)
+    done = run("it's a model", "-g", 2, *SHORT)
+    assert re.search(r"^quality     good: perplexity x1\.\d+ ", done.out, re.MULTILINE), done.out
+    assert "next " not in done.out
+    assert advised(done) == []
+
+
+def test_no_command_is_advised_that_the_model_does_not_allow(here: Path) -> None:
+    """Without a tokenizer it can be neither measured on text nor trained."""
+    done = run("no tokenizer", "-g", 2, "--method", "mean")
+    assert "quality     not measured: the model has no tokenizer that transformers can load\n" in done.out
+    assert [words[0] for words in advised(done)] == ["gqa-convert"]
+    assert done.err.endswith("use --method refined or train it\n")
+
+
+# ------------------------------------------------------------------------------------------------------------- help
+
+
+def examples(program: str) -> list[list[str]]:
+    """The words of the examples in --help."""
+    text = str(COMMANDS[program].epilog).partition("Examples:")[2].replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in text.strip().splitlines()]
+    launched = [line[line.index("-m") + 1 :] if "-m" in line else line for line in lines]
+    return [[words[0].replace("gqa.", "gqa-"), *words[1:]] for words in launched]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_examples_of_help_are_read_by_their_programs(program: str) -> None:
+    commands = examples(program)
+    assert len(commands) >= 3
+    for words in commands:
+        assert words[0] == program
+        parse(words)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_examples_of_help_have_names_that_defaults_make(program: str) -> None:
+    """A conversion is named after its heads and its method."""
+    names = [word for words in examples(program) for word in words if re.search(r"-(gqa|mqa)", word[1:])]
+    assert all(re.fullmatch(rf"\w+-(mqa|gqa\d+)-({'|'.join(METHODS)})", name) for name in names), names
+    assert bool(names) == (program in ("gqa-uptrain", "gqa-eval"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_shows_every_default(program: str) -> None:
+    """Also 0, which is equal to False. Of a flag that is off it says nothing."""
+    shown = "".join(run("--help", program=program).out.split())
+    checked = 0
+    for name, field in KINDS[program].__dataclass_fields__.items():
+        default, is_option = field.default, not (field.metadata["argument"] or field.metadata["expert"])
+        if is_option and default not in (None, ()) and default is not MISSING and default is not False:
+            values = default if isinstance(default, tuple) else [default]
+            texts = ["on" if value is True else re.sub(r"\.0$", "", str(value)) for value in values]
+            text = f"{field.metadata['help']} [default: {','.join(texts)}]"
+            assert "".join(text.split()) in shown, name
+            checked += 1
+    assert checked >= 4
+
+
+def test_a_default_of_zero_is_a_default() -> None:
+    shown = [default_text(value) for value in (0, 0.0, 3e-4, True, False, None, (), ("a", "b"), "x")]
+    on = ["0", "0", "0.0003", "on"]
+    assert shown == [*(f"  [default: {text}]" for text in on), "", "", "", "  [default: a,b]", "  [default: x]"]

@@ -1,0 +1,188 @@
+"""The model card of a trained model (`gqa.checkpoint.card` says what all cards have)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gqa.checkpoint.card import (
+    CARD,
+    SourceCard,
+    format_card,
+    hub_metadata,
+    loading_code,
+    making_of,
+    model_name,
+    source_card,
+    table,
+)
+from gqa.checkpoint.errors import plural
+from gqa.checkpoint.escape import code_span, markdown
+from gqa.checkpoint.provenance import UPTRAINING
+from gqa.checkpoint.read import Checkpoint
+from gqa.convert.card import limits
+from gqa.convert.heads.family import groups_text
+from gqa.convert.summary import describe_quality, loss_of, measured_text, size
+from gqa.uptrain.options import TrainOptions
+
+__all__ = ["CARD", "trained_card"]
+
+Record = Mapping[str, Any]
+
+
+def trained_card(checkpoint: Checkpoint, name: str, model_class: Any, record: Record) -> str:
+    """Text of README.md for the training `record` of a checkpoint, whose result is `name`."""
+    conversion = Conversion(record["conversion"])
+    source = source_card(checkpoint)
+    metadata = hub_metadata(
+        source, _base_models(checkpoint, conversion, source), model_class, ["gqa-uptrain"], checkpoint.side_files
+    )
+    parts = [_summary(checkpoint, conversion, record), loading_code(model_class, name, checkpoint.side_files)]
+    if changes := conversion.changes():
+        parts += ["## What changed", table(changes)]
+    parts += ["## Quality", *_quality(conversion, record)]
+    parts += ["## How it was made", *making_of(record["tool"], record["argv"], _options(record), UPTRAINING)]
+    if conversion.heads:
+        parts += ["## Limits", limits("trade-off")]
+    return format_card(metadata, name, parts, source.text)
+
+
+class Conversion:
+    """What is used of gqa_conversion.json, which users edit: nothing in it need have the type that gqa wrote."""
+
+    def __init__(self, record: Any) -> None:
+        self._record = record if isinstance(record, dict) else {}
+
+    def _part(self, name: str) -> Record:
+        part = self._record.get(name)
+        return part if isinstance(part, dict) else {}
+
+    @property
+    def base(self) -> str:
+        """Name of the base model: its hub id or that of its directory. Empty if there is no record."""
+        name = self._part("source").get("model")
+        return name if isinstance(name, str) else ""
+
+    @property
+    def base_is_on_hub(self) -> bool:
+        return bool(self.base) and "path" not in self._part("source")
+
+    @property
+    def method(self) -> str:
+        method = self._part("options").get("method")
+        return method if isinstance(method, str) else ""
+
+    @property
+    def heads(self) -> tuple[str, str] | None:
+        """KV heads before and after, in words."""
+        before, after = (self._part("heads").get(name) for name in ("kv_before", "kv_after"))
+        listed = after if isinstance(after, list) else [after]
+        counts = [count for count in listed if isinstance(count, int)]
+        if not isinstance(before, int) or not counts or len(counts) < len(listed):
+            return None
+        return str(before), groups_text(tuple(counts) if len(counts) > 1 else counts[0])
+
+    def changes(self) -> list[tuple[str, str, str]]:
+        """Rows of a table: KV heads and bytes of the cache."""
+        if not self.heads:
+            return []
+        rows = [("", "base model", "this model"), ("key/value heads", *self.heads)]
+        cache = self._part("kv_cache")
+        context = cache.get("context")
+        titles = {"bytes_per_token": "KV cache per token"}
+        if cache.get("cross_bytes_per_token_after"):
+            titles["cross_bytes_per_token"] = "KV cache per token of the source"
+        if isinstance(context, int) and context:
+            titles["bytes_at_context"] = f"KV cache at {context:,} tokens"
+        for name, title in titles.items():
+            before, after = (cache.get(f"{name}_{when}") for when in ("before", "after"))
+            if isinstance(before, int) and isinstance(after, int):
+                rows.append((title, size(before), size(after)))
+        return rows
+
+    def quality(self) -> str:
+        """The quality that the conversion measured, with its verdict, in words; empty if it measured none."""
+        try:
+            quality, sources = self._part("quality"), self._part("maps")["text"]["sources"]
+            text = describe_quality(quality, measured_text([str(source) for source in sources]))
+            level = loss_of(quality).level
+        except (KeyError, TypeError, ValueError):
+            return ""
+        return f"{text}: {level}" if level else ""
+
+
+def _base_models(checkpoint: Checkpoint, conversion: Conversion, source: SourceCard) -> list[str]:
+    """Hub ids of what the result is made from, as far as they are known."""
+    if checkpoint.hub_id:
+        return [checkpoint.hub_id]
+    return [conversion.base] if conversion.base_is_on_hub else [*source.base_models]
+
+
+def _summary(checkpoint: Checkpoint, conversion: Conversion, record: Record) -> str:
+    if conversion.base and conversion.heads:
+        before, after = conversion.heads
+        base = model_name(conversion.base, conversion.base_is_on_hub)
+        method = f" (`gqa-convert`, method {code_span(conversion.method)})" if conversion.method else ""
+        start = f"{base} with {after} instead of {before} key/value heads{method}, then "
+    else:
+        start = f"{model_name(record['model'], checkpoint.hub_id is not None)}, further "
+    text = f"{start}{_training(record)}."
+    if record["losses"]["heldout_before"] is not None and not record["losses"]["best_step"]:
+        text += " No step of the training lowered the held-out loss: the weights are unchanged."
+    return text
+
+
+def _training(record: Record) -> str:
+    teacher = record["teacher"]
+    text = "trained on text"
+    if record["teacher_is_base"]:
+        text = "distilled from the base model"
+    elif teacher and teacher == record["model"]:
+        text = "distilled from another model of the same name"
+    elif teacher:
+        text = f"distilled from {code_span(teacher)}"
+    share = f" (alpha {record['alpha']:g})" if record["alpha"] else ""
+    data = ", ".join(record["data"])
+    source = "self-generated text" if data.startswith("self") else code_span(data)
+    steps = plural(record["steps"], "step")
+    before = record["trained_before"]
+    again = ", after an earlier training" if isinstance(before, dict) else ""
+    return f"{text} (`gqa-uptrain`): {record['tokens']:,} tokens{share} of {source} in {steps}{again}"
+
+
+def _quality(conversion: Conversion, record: Record) -> list[str]:
+    """Paragraphs: what the training gained, and what is known of the quality against the base model."""
+    losses = record["losses"]
+    names = {"distillation": "KL divergence from the teacher", "heldout": "cross-entropy"}
+    pairs = {title: [losses.get(f"{name}_{when}") for when in ("before", "after")] for name, title in names.items()}
+    rows = [
+        (title, f"{before:.4f}", f"{after:.4f}")
+        for title, (before, after) in pairs.items()
+        if before is not None and after is not None
+    ]
+    parts = ["No text was held out, so it was not measured what the training gained."]
+    if rows:
+        chosen = "KL divergence" if record["teacher"] else "cross-entropy"
+        parts = [
+            "On held-out text, in nats per token:",
+            table([("", "before training", "after training"), *rows]),
+            f"The weights are those of the step with the lowest {chosen}.",
+        ]
+    measured = conversion.quality()
+    if measured:
+        parts.append(f"Before training, measured by the conversion against the base model: {markdown(measured)}.")
+    parts.append(
+        "The perplexity of this model was not compared with that of the base model; `gqa-eval` of both does that."
+    )
+    return parts
+
+
+def _options(record: Record) -> dict[str, Any]:
+    """The options that determine the result."""
+    fields = TrainOptions.__dataclass_fields__
+    unused = set() if record["options"]["train"] == "lora" else {"lora_rank"}
+    return {
+        name: value
+        for name, value in record["options"].items()
+        if not fields[name].metadata["free"] and name not in unused
+    }
