@@ -90,7 +90,7 @@ def test_the_micro_batch_changes_no_result_of_a_model_with_dropout(tmp_path: Pat
         said = uptrain(
             model, data, tmp_path / f"{micro}", micro_batch=micro, steps=3, teacher=base, context=BLOCK, quiet=False
         )
-        assert "dropout     off: config.json has attention_dropout 0.3" in said
+        assert "dropout     off; the model asks for attention_dropout 0.3" in said
         assert "random numbers" not in said
     moved = difference(model, tmp_path / "8")
     assert moved > 1e-3

@@ -111,7 +111,8 @@ def opened(tokenizer: Any, **options: Any) -> Dataloader:
 
 def shared(loader: Dataloader, tokenizer: Any) -> int:
     """How many runs of letters in held-out blocks are trained on, too."""
-    trained = tokenizer.decode(np.concatenate([loader.block(number)["input_ids"] for number in range(80)]))
+    blocks = range(loader.steps * loader.options.blocks_per_step)
+    trained = tokenizer.decode(np.concatenate([loader.block(number)["input_ids"] for number in blocks]))
     held = [tokenizer.decode(block["input_ids"]) for block in loader.heldout]
     assert held
     return len(set.union(*map(runs_of, held)) & runs_of(trained))

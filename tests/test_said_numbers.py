@@ -83,7 +83,7 @@ def positions(loader: Dataloader) -> set[int]:
 
 
 @pytest.mark.parametrize("repeats", [False, True])
-@pytest.mark.parametrize(("alpha", "batch"), [(0.1, 1), (0.1, 25), (0.5, 8), (1.0, 3)])
+@pytest.mark.parametrize(("alpha", "batch"), [(0.1, 1), (0.3, 25), (0.5, 8), (1.0, 3)])
 def test_the_tokens_that_are_said_are_those_trained_on(
     tokenizer: Any, tmp_path: Path, alpha: float, batch: int, repeats: bool
 ) -> None:

@@ -18,7 +18,6 @@ from embedded import SOURCE, UNIFORM_VOCABULARY, load, texts, tokenizer
 from evaluations import model_directory, results
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders
 
 import gqa.corpus.likelihood
 from gqa.corpus.likelihood import ChunkedHead, kl_divergence, kl_statistics, paired_ratio
@@ -90,7 +89,6 @@ def bytes_of(windows_of: Any, tokens: int) -> int:
 def test_bytes_of_cut_text_are_those_of_the_text_itself(tokens: int) -> None:
     """With a tokenizer that has no decoder too, whose `decode` puts a space between any two tokens."""
     plain, bare = tokenizer(), copy.deepcopy(tokenizer())
-    bare.backend_tokenizer.decoder = decoders.Fuse()
     bare.backend_tokenizer.decoder = None
     ids = plain(TEXTS[0])["input_ids"][:100]
     assert len(bare.decode(ids)) > 1.2 * len(plain.decode(ids)), "the control: decoded text is longer"

@@ -148,7 +148,7 @@ def test_alpha_is_a_prefix_of_the_pairs(tmp_path: Path) -> None:
         assert not held & set(seen[alpha])
     assert seen[0.5][:16] == seen[0.25]
     assert len(set(seen[0.5])) == len(seen[0.5]) > 16
-    rounded = re.search(r"of (\d+) tokens on average", data.summary)
+    rounded = re.search(r"of (\S+) tokens on average", data.summary)
     assert rounded
     mean = float(rounded[1])
     tokens = {"tokens": round(20.5 * mean), "heldout_tokens": round(2.5 * mean), "steps": None}

@@ -344,7 +344,7 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
     steps = count_steps(n_blocks, counted)
     trained, available = steps * counted.blocks_per_step, int(lengths.sum())
     distinct = min(trained, available)
-    summary = f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), of {mean:.0f} tokens on average"
+    summary = f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), of {mean:,.1f} tokens on average"
     if trained > available:
         summary += f", read {trained / available:.2f} times, each time in another order"
     if cut := int((tokens > size).any(0).sum()):

@@ -304,9 +304,14 @@ class Log:
         advice = "free some space, and the same command continues from the last state"
         with system_errors(f"{self._path} could not be written", advice), self._path.open("a") as stream:
             stream.write(json.dumps(finite(record)) + "\n")
-        heldout = progress.heldout_after and progress.heldout_after["loss"]
-        losses = {"loss": numbers["loss"], "kl": numbers.get("distillation"), "held-out": heldout}
-        note = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]
+        # With a teacher the loss that training minimizes, and that is measured on held-out text, is the divergence.
+        losses = {"loss": numbers["loss"]}
+        if "distillation" in numbers:
+            losses = {"cross-entropy": numbers["loss"], "kl": numbers["distillation"]}
+        if progress.heldout_after:
+            minimized = list(losses)[-1]
+            losses[f"lowest held-out {minimized}"] = progress.heldout_after["loss"]
+        note = [f"{name} {loss:.4f}" for name, loss in losses.items()]
         self._watcher.update(note=", ".join([*note, f"{rate:,.0f} tok/s"]))
 
 

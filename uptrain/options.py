@@ -59,7 +59,7 @@ class TrainOptions(Options):
         8192, "Maximum number of held-out tokens.", tokens_type(), metavar="COUNT")
     alpha: float | None = option(
         None, "Train on this fraction of the tokens of --data, each once. (The GQA paper's alpha is a fraction of the "
-        "pre-training steps, of which the data is not given here: use --tokens for that.)",
+        "pre-training steps: for that give --tokens.)",
         Number(float, "above 0 to 1"))
     tokens: int | None = option(
         None, "Number of tokens to train on in all, like 1B: with repeats, and shorter data is read again.  "

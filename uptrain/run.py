@@ -145,7 +145,7 @@ def plan_text(setup: Setup) -> str:
         lines.append(f"excluded    {data.overlap}")
     if dropout := setup.training_model.dropout:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout.items())
-        lines.append(f"dropout     off: config.json has {rates}")
+        lines.append(f"dropout     off; the model asks for {rates}")
     if setup.start:
         lines.append(f"continues   after step {setup.start.record['step']:,}, saved in {setup.states.directory}")
     return "\n".join(lines)
