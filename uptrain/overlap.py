@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def find_overlap(sources: Sequence[Source], exclusion: Exclusion, heldout: Heldo
     limits = sorted((digest.hex(), limit) for digest, limit in heldout.limits.items())
     key = f"{[source.identify() for source in sources]} {exclusion.identity} {limits}"
     path = Path(HF_DATASETS_CACHE) / "gqa-overlap" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    if path.is_file():
+    with suppress(OSError, ValueError, TypeError):  # it is not there, or damaged
         return Overlap(**json.loads(path.read_text()))
 
     passages = exclusion.passages

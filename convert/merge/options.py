@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from gqa.checkpoint.console import Watcher
@@ -256,8 +257,11 @@ def without_copies(heldout: Ints, blocks: Ints, name: str, watcher: Watcher) -> 
     if not len(heldout) or heldout.shape[1] < COPIED:
         return heldout
     windows = partial(np.lib.stride_tricks.sliding_window_view, window_shape=COPIED, axis=1)
-    known = {window.tobytes() for block in windows(blocks) for window in block}
-    shares = [np.mean([window.tobytes() in known for window in block]) for block in windows(heldout)]
+    # Only the windows of held-out blocks, which are few, are in memory.
+    heldout_windows = [[window.tobytes() for window in block] for block in windows(heldout)]
+    wanted = set(chain.from_iterable(heldout_windows))
+    found = {window for block in windows(blocks) for part in block if (window := part.tobytes()) in wanted}
+    shares = [np.mean([window in found for window in block]) for block in heldout_windows]
     copies = np.array(shares) >= _COPY_SHARE
     if copies.any():
         watcher.warn(
