@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -392,6 +393,14 @@ def total_memory(device: str) -> int | None:
     except (AttributeError, ValueError, OSError):  # on other systems
         return None
     return min(host, int(words)) if words.isdecimal() else host
+
+
+def peak_memory() -> int:
+    """The most bytes of the host's memory that this process has had so far."""
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def as_float64(tensor: torch.Tensor) -> torch.Tensor:

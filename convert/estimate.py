@@ -6,6 +6,7 @@ import math
 import time
 from functools import cache
 
+from gqa.checkpoint.loading import peak_memory
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.merge.options import MapsOptions
@@ -29,11 +30,12 @@ _MUON = 5  # iterations for each matrix and step
 
 
 def estimate(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]:
-    """Seconds that a method takes, and the bytes that it holds at the most above what imports take. The first call
-    times the device for a fifth of a second.
+    """Seconds that a method takes, and the bytes of memory of its device at the most; on a CPU with those of the
+    process itself (`runtime_memory`). The first call times the device for a fifth of a second.
     """
     speed = measure_flops(options.device, int(plan.config.text.hidden_size))
     operations, memory = _cost(plan, method, options)
+    memory += runtime_memory(options.device)
     seconds = operations / speed + plan.total_bytes / _BYTES_A_SECOND
     if method.reads_text:
         written = sum(tokens for source, tokens in options.text.shares() if is_self(source))
@@ -50,6 +52,18 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(math.ceil(seconds / 5) * 5, 5)} s"
+
+
+@cache
+def runtime_memory(device: str) -> int:
+    """Bytes that this process has on a device before it converts: on a CPU Python, torch, transformers and what is
+    loaded so far. Measured when it is first called; more is loaded later, if text runs through the model.
+    """
+    if not device.startswith("cpu"):
+        return 0
+    import transformers.modeling_utils  # noqa: F401  # every method loads it sooner or later
+
+    return peak_memory()
 
 
 @cache

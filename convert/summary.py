@@ -183,6 +183,23 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
     return lines
 
 
+def options_used(plan: Plan, out: Path, requested: Mapping[str, Any]) -> dict[str, Any]:
+    """What was chosen where an option was left open, and None for a seed from which nothing was drawn."""
+    merges = plan.method == plan.merging.method
+    # With a KV budget text is drawn too, on which layers are measured, whatever the method is.
+    draws = (merges and plan.merging.traits.draws) or bool(plan.losses)
+    used = {
+        "kv_heads": plan.groups,
+        "method": plan.method,
+        "seed": plan.merging.seed if draws else None,
+        "dtype": plan.dtype,
+        "output": requested.get("output") or out.name,
+    }
+    if plan.merging.maps:
+        used["device"] = plan.merging.maps.description["device"]
+    return used
+
+
 def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     """Record of how the result at `out` was made, JSON-ready; `request`: the command's arguments and options."""
     planned, maps = plan_record(plan), plan.merging.maps
@@ -192,10 +209,7 @@ def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, A
         **{name: planned[name] for name in ("model_type", "family")},
         "options": {
             **request.get("options", {}),
-            "kv_heads": plan.groups,
-            "method": plan.method,
-            "seed": plan.merging.seed if plan.merging.traits.draws and plan.method == plan.merging.method else None,
-            "dtype": plan.dtype,
+            **options_used(plan, out, request.get("options", {})),
         },
         **{name: planned[name] for name in ("heads", "kv_cache", "config_edits")},
         "changed_tensors": [t.name for t in plan.changed],

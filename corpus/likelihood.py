@@ -93,10 +93,9 @@ class ChunkedHead:
         """Set `split` to whether backbone and head reproduce the model's logits up to rounding, relative to their norm,
         in the model's dtype.
         """
-        self._checked, training = True, self.model.training
-        self.model.eval()  # no dropout
+        self._checked = True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _evaluation_mode(self.model):
                 expected = self.model(**inputs, use_cache=False).logits[0]
                 output = self._run_backbone(inputs, _eager)
                 logits = self._head(output.last_hidden_state[0], output)
@@ -108,7 +107,6 @@ class ChunkedHead:
         except (AttributeError, TypeError, ValueError, IndexError):  # an unusual class
             self.split = False
         finally:
-            self.model.train(training)
             # Older torch would reuse autocast copies of weights made without a gradient (pytorch#112583).
             torch.clear_autocast_cache()
 
@@ -116,6 +114,18 @@ class ChunkedHead:
 def _eager(module: Any) -> Any:
     """In place of `torch.compile`."""
     return module
+
+
+@contextmanager
+def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode within the block; then each module gets back the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextmanager
@@ -146,6 +156,14 @@ def nats(logits: Tensor, targets: Tensor) -> Tensor:
     rows = max(1, CHUNK_NUMBERS // 2 // logits.shape[-1] if small else len(logits))
     pieces = zip(logits.split(rows), targets.split(rows), strict=True)
     return torch.cat([torch.nn.functional.cross_entropy(*piece, reduction="none") for piece in pieces])
+
+
+def common_log_probabilities(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the tokens that two models both have: float32 logits (n, V) and (n, W) -> twice (n, min(V,
+    W)). Rows beyond are padding of the embedding, which no tokenizer uses: they are left out before the softmax.
+    """
+    common = min(first.shape[-1], second.shape[-1])
+    return first[..., :common].log_softmax(-1), second[..., :common].log_softmax(-1)
 
 
 def kl_divergence(p: Tensor, q: Tensor) -> Tensor:

@@ -29,12 +29,14 @@ from gqa.checkpoint.hub import cache_error, error_chain, hub_reason, local_cause
 from gqa.checkpoint.options import read_amount
 from gqa.checkpoint.provenance import file_digests
 from gqa.corpus.cache import datasets_cache
+from gqa.corpus.passages import Passages
 from gqa.corpus.readers import FORMATS, check_text, file_format, load_files
 from gqa.corpus.stdlib import stdlib_texts
 
 _NO_DATA = "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train"
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
 _ROWS = 64  # read at a time
+_PAIR_SHARE = 0.5  # of a pair in held-out passages, from which on it is left out
 _SKIPPED = re.compile(r"(readme|license)\.txt|cache-.*\.arrow", re.I)  # of directories and patterns
 _SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(?![a-z])")
 _SUFFIXES = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
@@ -58,13 +60,39 @@ def parse_self(spec: str) -> tuple[int | None, bool]:
     return tokens, bool(match[1])
 
 
+@dataclass(frozen=True, eq=False)
+class Exclusion:
+    """Which parts of documents are left out of a source: passages of held-out text.
+
+    copies: digests of documents that stay as they are, because whoever reads the source leaves them out by digest.
+    """
+
+    passages: Passages
+    copies: frozenset[bytes] = frozenset()
+
+    @property
+    def identity(self) -> str:
+        copies = hashlib.sha256(b"".join(sorted(self.copies))).hexdigest()
+        return f"{self.passages.identity} {copies}"
+
+    def remainder(self, row: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """What is left of a document: pieces, each a document of its own. Pairs are left out if at least half of a pair
+        is in passages; others stay whole.
+        """
+        if row_digest(*row) in self.copies:
+            return [row]
+        if len(row) == 1:
+            return [(piece,) for piece in self.passages.remove_from(row[0])]
+        return [] if self.passages.share(" ".join(row)) >= _PAIR_SHARE else [row]
+
+
 @dataclass(frozen=True)
 class Source:
     """Documents, or pairs of a source and a target, that can be read repeatedly, always in the same order.
 
     `load` gives the data set of `datasets`; its `columns` are the text, or the source and the target. `files`: shards,
     if known. `separator`: between the documents of a text file. `takes`: only documents whose digest it accepts.
-    `fraction`: of `part`.
+    `fraction`: of `part`. `excluded`: of `excluding`.
     """
 
     spec: str
@@ -74,13 +102,16 @@ class Source:
     separator: str | None = None
     takes: Callable[[bytes], bool] | None = None
     fraction: float | None = None
+    excluded: Exclusion | None = None
 
     def identify(self) -> str:
         """What determines the documents: hashes of the content, and how it is read. Raises CorpusError."""
         from gqa.checkpoint.compat import fingerprint
 
         content = [file_format(self.files[0]), *file_digests(self.files)] if self.files else fingerprint(self.load())
-        return f"{content} {self.columns} {self.fraction}" + (f" {self.separator!r}" if self.separator else "")
+        identity = f"{content} {self.columns} {self.fraction}"
+        identity += f" {self.separator!r}" if self.separator else ""
+        return identity + (f" without {self.excluded.identity}" if self.excluded else "")
 
     def texts(self) -> Iterator[str]:
         """Documents in the order of the source, none of them blank. Raises CorpusError as `rows` does."""
@@ -127,6 +158,8 @@ class Source:
             rows += [part for part in parts if all(value and value.strip() for value in part)]
         if self.takes is not None:
             rows = [row for row in rows if self.takes(row_digest(*row))]
+        if self.excluded is not None:
+            rows = [part for row in rows for part in self.excluded.remainder(row)]
         return {column: [row[number] for row in rows] for number, column in enumerate(self.columns)}
 
     def shard(self, count: int, index: int) -> Source:
@@ -143,6 +176,10 @@ class Source:
     def part(self, fraction: float) -> Source:
         """The held-out documents: about that fraction, those with the lowest hashes."""
         return replace(self, takes=partial(in_lowest_fraction, fraction=fraction), fraction=fraction)
+
+    def excluding(self, excluded: Exclusion) -> Source:
+        """The documents without passages of held-out text."""
+        return replace(self, excluded=excluded)
 
     def without(self, heldout: Callable[[bytes], bool]) -> Source:
         """The documents whose digests are not held out."""

@@ -227,6 +227,21 @@ def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
     return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
 
 
+def text_of_first_tokens(text: str, tokenizer: Any, count: int, **settings: Any) -> str:
+    """The beginning of a text that its first `count` tokens cover, in the text's own characters; `settings`: of the
+    tokenizer's call.
+
+    Decoded tokens would not do: a tokenizer without a decoder puts spaces between them, others change white space.
+    Tokenizers in Python know no positions: then it is the same share of the characters.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        total = len(tokenizer(text, verbose=False, **settings)["input_ids"])
+        return text[: round(len(text) * count / total)]
+    offsets = tokenizer(text, verbose=False, return_offsets_mapping=True, **settings)["offset_mapping"]
+    # Special tokens have the offsets (0, 0), also in the middle.
+    return text[: max((end for _, end in offsets[:count]), default=0)]
+
+
 @dataclass(frozen=True)
 class Heldout:
     """Text that training never reads, in any source and epoch: documents with a digest in `limits` from that number of
@@ -324,6 +339,14 @@ def repeat_start(block: Ints, random: np.random.Generator) -> Ints:
     return np.resize(block[:lag], length)
 
 
+def is_plain(numbers: Any) -> Any:
+    """Whether blocks with these numbers (an array, or one number) stay as they are; the others repeat passages.
+
+    Multiples of the golden ratio are spread evenly, so each kind has its share in any run of blocks.
+    """
+    return numbers * _GOLDEN % 1.0 < MIX["plain"]
+
+
 def with_repeats(blocks: Callable[[int], Ints], index: int, seed: int, start: int | None, *, first: int = 0) -> Ints:
     """Block `index` (T,), plain or with repeated passages, in the shares of `MIX`.
 
@@ -337,7 +360,7 @@ def with_repeats(blocks: Callable[[int], Ints], index: int, seed: int, start: in
     plain = blocks(index)
     lead = int(plain[0] == start)
     head, block = plain[:lead], plain[lead:]
-    # Multiples of the golden ratio are spread evenly, so each kind has its share in any run of blocks.
+    # As `is_plain`.
     kind = list(MIX)[int(np.searchsorted(np.cumsum(list(MIX.values())), index * _GOLDEN % 1.0, side="right"))]
     if kind == "plain" or len(block) < 2 * SHORTEST:
         return plain

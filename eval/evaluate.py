@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -37,8 +38,10 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     subjects = open_subjects(options.models, options.trust_remote_code, options.revision, options.cache_bits or ())
     context = choose_context(subjects, options.context)
     records = [subject.record(context, options.memory) for subject in subjects]
-    results: Record = {**request(options, argv), "argv": [*argv], **environment(device), "models": records}
     measures_recall = options.recall or (options.measures_recall and not subjects[0].config.is_encoder_decoder)
+    # Recorded with what was chosen where an option was left open.
+    used = replace(options, context=context, recall=measures_recall, device=options.device or device)
+    results: Record = {**request(used, argv), "argv": [*argv], **environment(device), "models": records}
     if options.data or options.decode or measures_recall:
         for subject in subjects:
             check_predicts_tokens(subject.config, subject.name, subject.trust_remote_code)
@@ -47,6 +50,8 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
         recall.check_recall(subjects[0], context)
         results["recall"] = {"context": context}
     contexts = decode_contexts(subjects, options.decode_contexts, options.decode_steps) if options.decode else ()
+    if contexts:
+        results["options"]["decode_contexts"] = [*contexts]
     if options.memory:
         results["memory"] = {"bytes": options.memory, "context": context}
     text = read_text(subjects, options, context) if options.data else None
@@ -54,7 +59,8 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
         results["text"] = {"data": ", ".join(options.data or ()), **text.record()}
     if options.decode:
         on_main(lambda: time_decoding(subjects, records, options, contexts))  # is not split
-    comparison = Comparison(subjects[0], text, options)
+    vocabulary = min(subject.vocabulary for subject in subjects)
+    comparison = Comparison(subjects[0], text, options, vocabulary)
     if measures_recall:
         comparison.prepare_recall(context)
     for subject, record in zip(subjects, records, strict=True) if text or measures_recall else ():
@@ -71,7 +77,11 @@ class Comparison:
     nats: of the base model on the text, (tokens,).
     """
 
-    def __init__(self, baseline: Subject, text: Text | None, options: EvaluateOptions) -> None:
+    def __init__(
+        self, baseline: Subject, text: Text | None, options: EvaluateOptions, vocabulary: int | None = None
+    ) -> None:
+        """`vocabulary`: the number of token ids that all models know, by default those of the base model."""
+        self._vocabulary = baseline.vocabulary if vocabulary is None else vocabulary
         self.questions: Sequence[recall.Questions] = ()
         self._baseline, self._text, self._options = baseline, text, options
         self.baseline_head: ChunkedHead | None = None  # with --kl
@@ -86,13 +96,14 @@ class Comparison:
         recall.check_recall(self._baseline, context)
         tokenizer = self._baseline.tokenizer
         prefix = prefix_token(tokenizer)
-        samples = recall.self_samples(self._baseline, min(recall.SAMPLE, context), self._options.device)
+        length = min(recall.SAMPLE, context)
+        samples = recall.self_samples(self._baseline, length, self._options.device, self._vocabulary)
         self._prompts = [sample[: recall.OPENING].tolist() for sample in samples[: recall.PROMPTS]]
         windows = self._text.windows if self._text else ()
         streams = {"text": [window.ids[-window.scored :] for window in windows], "samples": samples}
         plain = {kind: np.concatenate(parts) for kind, parts in streams.items() if len(parts)}
         plain = {kind: ids[~np.isin(ids, tokenizer.all_special_ids)] for kind, ids in plain.items()}
-        self.questions = recall.make_questions(plain, tokenizer, self._baseline.vocabulary, context, prefix)
+        self.questions = recall.make_questions(plain, tokenizer, self._vocabulary, context, prefix)
 
     def measure(self, subject: Subject, record: Record, alone: bool = False) -> Record:
         """Add the measurements of a model to its record; first recall, which not every model allows. With `options.kl`
@@ -127,7 +138,7 @@ class Comparison:
     def _measure_recall(self, subject: Subject, head: ChunkedHead) -> Record:
         """Recall, and agreement with the base model's greedy texts."""
         if subject is self._baseline:
-            self._texts = recall.greedy_texts(head.model, self._prompts)
+            self._texts = recall.greedy_texts(head.model, self._prompts, vocabulary=self._vocabulary)
             samples = self._texts[:SHOWN]
         else:
             samples = recall.greedy_texts(head.model, [window.ids[: -window.scored] for window in self._texts[:SHOWN]])

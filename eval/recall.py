@@ -68,13 +68,15 @@ def check_recall(subject: Subject, context: int) -> None:
         )
 
 
-def self_samples(subject: Subject, length: int, device: str | None) -> list[Any]:
-    """Self-generated token ids, each (length,); the seed differs from those of calibration and training."""
+def self_samples(subject: Subject, length: int, device: str | None, vocabulary: int) -> list[Any]:
+    """Self-generated token ids below `vocabulary`, each (length,); the seed differs from those of calibration and
+    training.
+    """
     try:
         blocks = sampled_blocks(
             lambda dtype, device=device: subject.load(dtype, device), input_device(device),
             subject.checkpoint, length, SAMPLES, derive_seed(0, "evaluation"), plain=True,
-            trust_remote_code=subject.trust_remote_code,
+            trust_remote_code=subject.trust_remote_code, vocabulary=vocabulary,
         )  # fmt: skip
     except RefusedError as error:
         raise RefusedError(f"recall: {error}; or leave recall out") from error
@@ -202,8 +204,11 @@ def summarise(questions: Sequence[Questions], scores: Scores) -> list[dict[str, 
 
 
 @torch.inference_mode()
-def greedy_texts(model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS) -> list[Window]:
-    """Greedy texts after each opening, up to EOS or `steps` tokens, as windows that score them.
+def greedy_texts(
+    model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS, vocabulary: int | None = None
+) -> list[Window]:
+    """Greedy texts after each opening, up to EOS or `steps` tokens, as windows that score them. Token ids are below
+    `vocabulary`, if it is given.
 
     Raises RefusedError for a model that transformers cannot generate with.
     """
@@ -211,6 +216,9 @@ def greedy_texts(model: PreTrainedModel, openings: Sequence[Sequence[int]], step
     ends = {eos} if isinstance(eos, int) else set(eos or ())
     greedy = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0)
     greedy.eos_token_id = sorted(ends) or None
+    rows = model.config.get_text_config(decoder=True).vocab_size
+    if vocabulary is not None and vocabulary < rows:
+        greedy.suppress_tokens = list(range(vocabulary, rows))
     checkpoint_config = model.generation_config
     model.generation_config = greedy  # without the checkpoint's penalties and sampling
     ids, mask = (

@@ -130,8 +130,8 @@ _DISTRIBUTIONS: list[Column] = [
     ("acceptance", lambda m: f"{m['against_baseline']['acceptance']:.2%}"),
 ]
 _DISTRIBUTIONS_NOTE = (
-    "KL(baseline || model) in nats; acceptance: share of tokens drafted by the model that the baseline accepts in "
-    "speculative decoding at temperature 1"
+    "KL(baseline || model) in nats over the tokens that both have; acceptance: share of tokens drafted by the model "
+    "that the baseline accepts in speculative decoding at temperature 1"
 )
 _DECODE: list[Column] = [
     _NAME,

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.write import Progress, no_progress
-from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence, nats
+from gqa.corpus.likelihood import ChunkedHead, chunks, common_log_probabilities, kl_divergence, nats
 
 Scores = dict[str, NDArray[Any]]
 
@@ -71,7 +71,8 @@ def score(
 
     Arrays of one number per scored token, window by window; from `kl` on only with a baseline:
         nats: -ln q(token); hits: the token is the most probable one.
-        kl: KL(baseline || model) in nats; same_top: the most probable tokens of both are equal.
+        kl: KL(baseline || model) in nats; same_top: the most probable tokens of both are equal. These and `acceptance`
+            are over the tokens that both models have.
         acceptance: sum over tokens x of min(p(x), q(x)), the probability that speculative sampling from the baseline's
             p accepts a token drafted from the model's q (Leviathan et al., arXiv 2211.17192, section 3.2).
         baseline_nats: -ln p(token).
@@ -137,13 +138,19 @@ def _score_batch(head: ChunkedHead, windows: Sequence[Window], baseline: Chunked
         )
         part = {"hits": logits.argmax(-1) == true}
         if others:
-            q, p = logits.log_softmax(-1), others.pop().log_softmax(-1)
+            other = others.pop()
+            p, q = common_log_probabilities(other, logits)
+            # The likelihood is over all rows of a model; p and q are, too, unless one model has more rows.
+            own, base = (
+                nll_loss(common, true, reduction="none") if common.shape == whole.shape else nats(whole, true)
+                for common, whole in ((q, logits), (p, other))
+            )
             part |= {
-                "nats": nll_loss(q, true, reduction="none"),
+                "nats": own,
                 "kl": kl_divergence(p, q),
                 "same_top": p.argmax(-1) == q.argmax(-1),
                 "acceptance": torch.minimum(p, q).exp().sum(-1).clamp_max(1.0),
-                "baseline_nats": nll_loss(p, true, reduction="none"),
+                "baseline_nats": base,
             }
         else:
             part["nats"] = nats(logits, true)

@@ -1,7 +1,8 @@
 """The checkpoints to evaluate: their records from config and headers, and the loaded models.
 
 At the end, a KV cache quantised to few bits is simulated. Each key and each value of a head is split into equal groups
-of at most 64 numbers. A group stores its minimum and step in 16 bits, and every number as a multiple of the step
+of at most 64 numbers. A group stores its minimum and step in 16 bits (float16, or bfloat16 beyond its range), and every
+number as a multiple of the step
 (asymmetric rounding to nearest, per token; KIVI, arXiv 2402.02750, section 3.1). Engines round slightly differently:
 this measures the cost of the bits, not an engine.
 """
@@ -159,11 +160,27 @@ def numerics(model: PreTrainedModel) -> dict[str, str]:
 def fake_quantise(heads: Tensor, bits: int) -> Tensor:
     """Quantise keys or values (..., d) to `bits` per number and dequantise them."""
     grouped = heads.float().unflatten(-1, (groups_per_head(heads.shape[-1]), -1))
-    least, most = (edge.half().float() for edge in (grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)))
-    step = ((most - least) / (2**bits - 1)).half().float().clamp_min(2.0**-24)  # the smallest positive float16
-    codes = ((grouped - least) / step).round().clamp(0, 2**bits - 1)
-    numbers: Tensor = (codes * step + least).flatten(-2).to(heads.dtype)
-    return numbers
+    least = stored_in_16_bits(grouped.amin(-1, keepdim=True))
+    most = stored_in_16_bits(grouped.amax(-1, keepdim=True))
+
+    largest_code = 2**bits - 1
+    step = stored_in_16_bits((most - least) / largest_code)
+    step = step.clamp_min(2.0**-24)  # the smallest positive float16
+
+    codes = ((grouped - least) / step).round().clamp(0, largest_code)
+    numbers: Tensor = (codes * step + least).flatten(-2)
+
+    # A step that was rounded up may lead beyond the largest float16.
+    limit = torch.finfo(heads.dtype).max
+    return numbers.clamp(-limit, limit).to(heads.dtype)
+
+
+def stored_in_16_bits(numbers: Tensor) -> Tensor:
+    """Float32 numbers rounded to float16; those beyond its range (65,504) to bfloat16, as engines do that keep the
+    cache of a bfloat16 model in bfloat16. NaN and infinity stay.
+    """
+    rounded = numbers.half().float()
+    return torch.where(rounded.isfinite(), rounded, numbers.bfloat16().float())
 
 
 @torch.no_grad()

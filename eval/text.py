@@ -17,7 +17,7 @@ from gqa.checkpoint.errors import RefusedError, plural
 from gqa.corpus.likelihood import Floats
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import check_text_options, parse_sources
-from gqa.corpus.tokens import check_ids
+from gqa.corpus.tokens import check_ids, text_of_first_tokens
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.scoring import Window, rolling_windows
 from gqa.eval.subjects import Subject
@@ -59,7 +59,6 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
     traits: dict[str, Callable[[Subject], Any]] = {
         "tokenizers": lambda one: (one.tokenizer.get_vocab(), one.tokenizer(sample, verbose=False)["input_ids"]),
         "kinds of models (one is an encoder-decoder)": lambda one: one.config.is_encoder_decoder,
-        "vocabulary sizes": lambda one: one.vocabulary,
     }
     first = subjects[0]
     for (name, trait), subject in product(traits.items(), subjects[1:]):
@@ -68,6 +67,14 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
                 f"{first.name} and {subject.name} have different {name}, so their losses per token are not comparable; "
                 "give conversions of one checkpoint, or evaluate each alone and compare bits per byte"
             )
+    # Rows beyond the tokenizer's are padding, of which checkpoints may have different numbers.
+    needed = max(first.tokenizer.get_vocab().values()) + 1
+    smallest = min(subjects, key=lambda one: one.vocabulary)
+    if smallest.vocabulary < min(needed, max(one.vocabulary for one in subjects)):
+        raise RefusedError(
+            f"{smallest.name} knows {smallest.vocabulary:,} of the {needed:,} tokens of its tokenizer, another model "
+            "knows more, so their losses per token are not comparable; give conversions of one checkpoint"
+        )
 
 
 def choose_context(subjects: Sequence[Subject], context: int | None) -> int:
@@ -161,8 +168,8 @@ def text_windows(
     for number, text in enumerate(texts):
         ids = tokenizer(text, verbose=False)["input_ids"]
         if len(ids) > left:
+            text = text_of_first_tokens(text, tokenizer, left)
             ids = ids[:left]
-            text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         yield text, [*rolling_windows(ids, context, prefix, number)], False
         left -= len(ids)
         if not left:
@@ -197,13 +204,13 @@ def prefix_token(tokenizer: Any) -> int:
 
 def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
     """exp(nats / tokens), exp(nats / words), exp(nats / bytes) and nats / (ln 2 bytes), each from sums over all tokens;
-    per word and per byte only if no pair is cut.
+    per word and per byte only if no pair is cut, and if the tokens cover any text (not if there is only BOS).
     """
     total, tokens = float(nats.sum(dtype="float64")), len(nats)
-    mean, per_byte = total / tokens, total / text.bytes
+    whole = not text.cut and text.bytes > 0
+    mean, per_byte = total / tokens, total / max(text.bytes, 1)
     with np.errstate(over="ignore"):  # infinity beyond the range of floats
         token, word, byte = (float(np.exp(value)) for value in (mean, total / text.words, per_byte))
-    whole = not text.cut
     return {
         "nats": total,
         "nats_per_token": mean,

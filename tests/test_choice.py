@@ -16,6 +16,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.convert import api, estimate
 from gqa.convert.api import plan_conversion
 from gqa.convert.options import ConvertOptions
+from gqa.convert.summary import size
 
 # Of tiny models: what the default says of those that it cannot convert, and which methods they allow.
 POOLING = ("mean", "first")
@@ -121,3 +122,13 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     assert list(estimates("--method", "mean", tiny("bitnet", tmp_path / "d"))) == [*POOLING, "refined"]
     monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 2e6)
     assert estimates("-q", model)["refined"]["seconds"] == pytest.approx(before["refined"]["seconds"] / 2, rel=0.01)
+
+
+def test_the_memory_of_an_estimate_includes_the_process_itself(tmp_path: Path) -> None:
+    """On a CPU: with Python, torch and transformers, which are most of it for a small model."""
+    model = tiny("llama", tmp_path / "model")
+    done = run(str(model), "-g", "2", "--method", "mean", "--dry-run", "--json")
+    memory = json.loads(done.out)["estimates"]["mean"]["memory_bytes"]
+    assert 150 * 2**20 < memory < 1.2 * loading.peak_memory() + 2**24
+    assert f"{size(memory)} of memory" in done.err
+    assert estimate.runtime_memory("cuda") == 0

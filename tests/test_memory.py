@@ -52,6 +52,24 @@ def test_numbers_on_the_grid_stay_and_others_move_by_half_a_step(bits: int, dim:
     assert CachedLayer(3, dim, dim, None).bytes_per_token(2, bits) == 6 * (math.ceil(dim * bits / 8) + 4 * parts)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_beyond_float16_are_quantised_as_others(bits: int, dtype: torch.dtype) -> None:
+    """Massive values of a few models exceed 65,504, the largest float16."""
+    heads = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(bits)).to(dtype)
+    for size in (1.0, 2.0**40):
+        rounded = fake_quantise(heads * size, bits).float() / size
+        step = (heads.float().amax(-1) - heads.float().amin(-1)) / (2**bits - 1)
+        away = (rounded - heads.float()).abs().amax(-1)
+        # Edges are stored in 16 bits, of which bfloat16 has eight for the digits.
+        assert (away <= 0.51 * step + 2**-7 * heads.float().abs().amax(-1)).all()
+
+
+def test_values_near_the_largest_float16_stay_finite_in_float16() -> None:
+    heads = torch.linspace(-65504, 65504, 64).half()[None]
+    assert fake_quantise(heads, 3).isfinite().all()
+
+
 class RoundedCache(DynamicCache):
     """transformers' cache, whose numbers are of few bits."""
 

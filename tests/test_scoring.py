@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import math
@@ -78,6 +79,40 @@ def test_any_batch_size_and_chunk_give_the_same(source, part, scores, monkeypatc
     other, expected = score(ChunkedHead(source), part.windows, batch_size=batch_size), scores["nats"][: part.tokens]
     assert np.allclose(other["nats"], expected, atol=2e-5)
     assert other["nats"].sum(dtype="float64") == pytest.approx(expected.sum(dtype="float64"), rel=1e-7)
+
+
+def bytes_of(windows_of: Any, tokens: int) -> int:
+    return make_text(text_windows(TEXTS, windows_of, 128, tokens), "rolling", 128).bytes
+
+
+@pytest.mark.parametrize("tokens", [100, 700, 901])
+def test_bytes_of_cut_text_are_those_of_the_text_itself(tokens: int) -> None:
+    """With a tokenizer that has no decoder too, whose `decode` puts a space between any two tokens."""
+    plain, bare = tokenizer(), copy.deepcopy(tokenizer())
+    bare.backend_tokenizer.decoder = None
+    ids = plain(TEXTS[0])["input_ids"][:100]
+    assert len(bare.decode(ids)) > 1.2 * len(plain.decode(ids)), "the control: decoded text is longer"
+    joined = "".join(TEXTS).encode()
+    expected = bytes_of(plain, tokens)
+    assert bytes_of(bare, tokens) == expected
+    # As many bytes a token as in the whole text, more or less.
+    total = sum(len(plain(text)["input_ids"]) for text in TEXTS)
+    assert expected / tokens == pytest.approx(len(joined) / total, rel=0.25)
+
+
+def test_bytes_of_text_cut_by_a_tokenizer_in_python_are_its_share() -> None:
+    class Characters:
+        is_fast, bos_token_id, eos_token_id = False, 1, 2
+
+        def __call__(self, text: str, verbose: bool) -> dict[str, list[int]]:
+            return {"input_ids": [ord(character) for character in text]}
+
+    assert bytes_of(Characters(), 150) == len(TEXTS[0][:150].encode())
+
+
+def test_one_token_of_bos_has_no_bits_per_byte() -> None:
+    text = make_text([("", [*rolling_windows([1], 8, 1)], False)], "rolling", 8)
+    assert perplexity(np.ones(1), text)["bits_per_byte"] is None
 
 
 def test_uniform_predictions_have_the_vocabulary_as_perplexity(part):

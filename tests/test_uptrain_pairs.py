@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -147,9 +148,23 @@ def test_alpha_is_a_prefix_of_the_pairs(tmp_path: Path) -> None:
         assert not held & set(seen[alpha])
     assert seen[0.5][:16] == seen[0.25]
     assert len(set(seen[0.5])) == len(seen[0.5]) > 16
-    tokens = {"tokens": round(20.5 * data.mean), "heldout_tokens": round(2.5 * data.mean), "steps": None}
+    rounded = re.search(r"of (\S+) tokens on average", data.summary)
+    assert rounded
+    mean = float(rounded[1])
+    tokens = {"tokens": round(20.5 * mean), "heldout_tokens": round(2.5 * mean), "steps": None}
     setup = prepare(options("marian", tmp_path / "out", **PAIRS | tokens))
     assert (setup.dataloader.steps, len(setup.dataloader.heldout)) == (20 // 4, 2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_tokens_of_pairs_are_counted(tmp_path: Path) -> None:
+    """Not estimated from a mean: those of both sides of every pair that is trained on."""
+    data = prepare(options("marian", tmp_path / "out", **PAIRS | {"steps": 5})).dataloader
+    counts = [sum(len(data.block(n)[side]) for side in ("input_ids", "labels")) for n in range(20)]
+    assert len(set(counts)) > 3
+    for step in (0, 1, 5):
+        special = sum(counts[: 4 * step]) - data.tokens_until(step)
+        assert 0 <= special <= 2 * 4 * step, "at most one special token a side"
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -141,13 +141,25 @@ def _training(record: Record) -> str:
         text = "distilled from another model of the same name"
     elif teacher:
         text = f"distilled from {code_span(teacher)}"
-    share = f" (alpha {record['alpha']:g})" if record["alpha"] else ""
+    share = _share_of_data(record)
     data = ", ".join(record["data"])
     source = "self-generated text" if data.startswith("self") else code_span(data)
     steps = plural(record["steps"], "step")
     before = record["trained_before"]
     again = ", after an earlier training" if isinstance(before, dict) else ""
     return f"{text} (`gqa-uptrain`): {record['tokens']:,} tokens{share} of {source} in {steps}{again}"
+
+
+def _share_of_data(record: Record) -> str:
+    """How much of the data was trained on, in brackets; empty for data without a known size."""
+    parts = []
+    if record["alpha"]:
+        parts.append(f"alpha {record['alpha']:g}")
+    if record["distinct_tokens"] is not None:
+        parts.append(f"{record['distinct_tokens']:,} of the {record['data_tokens']:,} tokens of the data")
+        if record["tokens"] > record["distinct_tokens"]:
+            parts.append("with repeated passages")
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _quality(conversion: Conversion, record: Record) -> list[str]:
@@ -162,7 +174,7 @@ def _quality(conversion: Conversion, record: Record) -> list[str]:
     ]
     parts = ["No text was held out, so it was not measured what the training gained."]
     if rows:
-        chosen = "KL divergence" if record["teacher"] else "cross-entropy"
+        chosen = names[losses["chosen_by"]]
         parts = [
             "On held-out text, in nats per token:",
             table([("", "before training", "after training"), *rows]),

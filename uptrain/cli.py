@@ -23,7 +23,8 @@ def command(options: TrainOptions) -> None:
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
     By default it is distilled from its base model, on text that the base model generates. The result has the lowest
-    held-out loss of the run; it may be MODEL unchanged.
+    held-out loss of the run, with a teacher the KL divergence from it, else the cross-entropy; it may be MODEL
+    unchanged.
 
     For several processes use `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
     """

@@ -6,10 +6,10 @@ columns, plain text with spans left out, or what the teacher writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,21 +27,27 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_blocks
 from gqa.convert.merge.text_pairs import PairMaker
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenise_pairs
-from gqa.corpus.sources import Source, is_self, parse_self, parse_source, parse_sources
+from gqa.corpus.passages import Passages
+from gqa.corpus.sources import Exclusion, Source, is_self, parse_self, parse_source, parse_sources
 from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import (
+    MIX,
+    SHORTEST,
     Block,
     Blocks,
     Documents,
     Heldout,
+    Ints,
     check_ids,
     hold_back,
+    is_plain,
     pack,
     reading_order,
     tokenise,
     with_repeats,
 )
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.overlap import Overlap, find_overlap, heldout_texts
 
 MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens of a block; of a source or target with relative positions, as for T5
 _STEPS = 250  # of a run at least, if smaller batches and blocks allow it
@@ -54,11 +60,13 @@ Write = Callable[[int, int], SampledBlocks]  # (tokens of a block, number of blo
 @dataclass(frozen=True)
 class Dataloader:
     """Step s trains on blocks s * B to (s + 1) * B after the `first` ones, in order, B being the batch. With
-    `options.repeats` half of the blocks repeat themselves (`with_repeats` in corpus/tokens.py).
+    `options.repeats` half of the blocks repeat passages (`with_repeats` in corpus/tokens.py).
 
     `options`: with block and batch decided. `fingerprint`: equal if the data is equal. `summary`: the data in words.
-    `heldout`: held-out blocks. `make`: makes pairs of blocks for an encoder-decoder. `mean`: tokens of a block on
-    average, if lengths differ.
+    `heldout`: held-out blocks. `make`: makes pairs of blocks for an encoder-decoder. `pair_tokens`: tokens of
+    each block in order, if lengths differ. `distinct_tokens`: how many of the `data_tokens` that are not held out are
+    trained on; None of a stream, of pairs, and of text that is generated. `overlap`: what the data has in common with
+    the held-out text.
     """
 
     options: TrainOptions
@@ -69,15 +77,29 @@ class Dataloader:
     heldout: list[Block]
     first: int = 0
     make: MakeBlock | None = None
-    mean: float | None = None
+    pair_tokens: Ints | None = None
+    distinct_tokens: int | None = None
+    data_tokens: int | None = None
+    overlap: Overlap | None = None
 
-    def tokens(self, blocks: int) -> int:
-        """Tokens of so many blocks."""
-        return round(blocks * (self.mean or self.options.block))
+    def tokens_until(self, step: int) -> int:
+        """Tokens of all blocks of the first `step` steps, repeats included."""
+        blocks = step * self.options.blocks_per_step
+        if self.pair_tokens is None:
+            return blocks * self.options.block
+        return int(self.pair_tokens[:blocks].sum())
 
     @property
     def tokens_per_step(self) -> int:
-        return self.tokens(self.options.blocks_per_step)
+        """Tokens of a step, on average."""
+        return self.tokens_until(self.steps) // self.steps
+
+    @property
+    def heldout_tokens(self) -> int:
+        """Tokens of the held-out blocks; of a pair those of both sides."""
+        if self.pair_tokens is None:
+            return len(self.heldout) * self.options.block
+        return sum(len(block["input_ids"]) + len(block["labels"]) for block in self.heldout)
 
     def batches(self, first_step: int, rank: int, ranks: int, micro: int) -> Iterator[list[dict[str, Tensor]]]:
         """The micro-batches of one rank for each step from `first_step` on; a rank has every `ranks`th block."""
@@ -92,10 +114,29 @@ class Dataloader:
         if not self.options.repeats:
             block = self.blocks[index]
             return self.make(block, [self.options.seed, index]) if self.make else block
-        # A stream cannot go back to earlier blocks.
-        first = index if isinstance(self.blocks, StreamedBlocks) else self.first
-        ids = with_repeats(lambda number: self.blocks[number]["input_ids"], index, self.options.seed, None, first=first)
+        if isinstance(self.blocks, StreamedBlocks):
+            # A stream cannot go back to earlier blocks: a block repeats passages of its own text.
+            read, first = self._streamed_ids, index
+        else:
+            read, first = self._latest_text, self.first
+        ids = with_repeats(read, index, self.options.seed, None, first=first)
         return {"input_ids": ids.astype(np.int64)}
+
+    def _streamed_ids(self, number: int) -> Ints:
+        return self.blocks[number]["input_ids"]
+
+    def _latest_text(self, number: int) -> Ints:
+        """The block of text that block `number` is or, if it repeats passages, the one before it: so all text of the
+        data that is read is also trained on as it is.
+        """
+        return self.blocks[int(self._text_numbers[number])]["input_ids"]
+
+    @cached_property
+    def _text_numbers(self) -> Ints:
+        """For each block the number of the latest block of text."""
+        plain = is_plain(np.arange(self.steps * self.options.blocks_per_step))
+        numbers: Ints = np.cumsum(plain) - 1
+        return numbers
 
 
 def stack(blocks: list[Block]) -> dict[str, Tensor]:
@@ -115,30 +156,89 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
         return _open_stream(options, sources[0], tokenizer, longest, ranks)
     text = tokenise(sources, tokenizer)
     options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
-    heldout, blocks = open_heldout(options, tokenizer)
-    if not blocks:
-        heldout = Heldout(hold_back(text, count_held_back(options, text) * options.block))
-        numbers = dict(zip(map(bytes, text.digests), range(len(text)), strict=True))
-        ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
-        packed = pack((text.tokens(number)[limit:] for number, limit in ends), options.block)
-        blocks = [block for block, _ in islice(packed, count_heldout(options))]
+    if options.block < 2 * SHORTEST:
+        options = replace(options, repeats=False)  # no passage fits twice
+
+    heldout, heldout_blocks = open_heldout(options, tokenizer)
+    if not heldout_blocks:
+        heldout, heldout_blocks = hold_back_blocks(options, text)
+
+    overlap = None
+    if heldout_blocks:
+        passages = Passages.of(texts_held_out(options, sources, heldout, tokenizer))
+        exclusion = exclusion_of(passages, heldout)
+        overlap = find_overlap(sources, exclusion, heldout, tokenizer)
+        if overlap.documents:
+            text = tokenise([source.excluding(exclusion) for source in sources], tokenizer)
+
     lengths, size = heldout.lengths(text), options.block
     data_tokens = int(lengths.sum())
-    n_blocks = count_blocks(options, data_tokens)
-    order = reading_order(text, lengths, n_blocks * size, options.seed)
-    summary = f"{n_blocks * size:,} of {data_tokens:,} tokens, in {plural(n_blocks, 'block')} of {size:,}"
-    if (epochs := n_blocks * size / data_tokens) > 1:
-        summary += f", read {epochs:.2f} times, each time in another order"
-    steps = count_steps(n_blocks, options)
-    return Dataloader(options, Blocks(text, order, size, n_blocks, lengths), steps, text.fingerprint, summary, blocks)
+    steps = count_steps(count_blocks(options, data_tokens), options)
+    all_blocks = steps * options.blocks_per_step
+    # Blocks that repeat passages take them from the blocks of text before, so they read no further.
+    text_blocks = count_plain(all_blocks) if options.repeats else all_blocks
+    read_tokens = text_blocks * size
+
+    distinct = min(read_tokens, data_tokens)
+    summary = f"{distinct:,} of {data_tokens:,} tokens ({percent(distinct, data_tokens)})"
+    summary += f", in {plural(text_blocks, 'block')} of {size:,}"
+    if read_tokens > data_tokens:
+        summary += f", read {read_tokens / data_tokens:.2f} times, each time in another order"
+    if all_blocks > text_blocks:
+        summary += f"; {plural(all_blocks - text_blocks, 'more block')} with repeated passages of them"
+    order = reading_order(text, lengths, read_tokens, options.seed)
+    return Dataloader(
+        options,
+        Blocks(text, order, size, text_blocks, lengths),
+        steps,
+        text.fingerprint,
+        summary,
+        heldout_blocks,
+        distinct_tokens=distinct,
+        data_tokens=data_tokens,
+        overlap=overlap,
+    )
+
+
+def percent(part: int, whole: int) -> str:
+    """`4.91%`, and `100%` only of all."""
+    share = 100 * part / whole
+    return f"{share:.3g}%" if part == whole or share < 99.9 else "99.9%"
+
+
+def hold_back_blocks(options: TrainOptions, text: Documents) -> tuple[Heldout, list[Block]]:
+    """The end of the data in the order of hashes, which training skips, and its blocks; no blocks of little data."""
+    heldout = Heldout(hold_back(text, count_held_back(options, text) * options.block))
+    numbers = dict(zip(map(bytes, text.digests), range(len(text)), strict=True))
+    ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
+    packed = pack((text.tokens(number)[limit:] for number, limit in ends), options.block)
+    return heldout, [block for block, _ in islice(packed, count_heldout(options))]
+
+
+def texts_held_out(options: TrainOptions, sources: Sequence[Source], heldout: Heldout, tokenizer: Any) -> Iterator[str]:
+    """The held-out texts: those of held-out sources, else what is held back of the data."""
+    if named := heldout_sources(options):
+        return (" ".join(row) for source in named for row in source.rows())
+    return heldout_texts(sources, heldout, tokenizer)
+
+
+def exclusion_of(passages: Passages, heldout: Heldout) -> Exclusion:
+    """Passages to leave out of all documents except those that `heldout` leaves out as a whole."""
+    return Exclusion(passages, frozenset(digest for digest, limit in heldout.limits.items() if not limit))
 
 
 def _open_stream(options: TrainOptions, source: Source, tokenizer: Any, longest: int, ranks: int) -> Dataloader:
     options = settle_steps(options, _ENDLESS, longest, ranks)
     steps = count_steps(count_blocks(options, _ENDLESS), options)
     heldout, heldout_blocks = open_heldout(options, tokenizer)
+    summary = ""
+    if heldout_blocks:
+        # A stream is not searched before it is read: passages are left out on the way.
+        passages = Passages.of(texts_held_out(options, [source], heldout, tokenizer))
+        source = source.excluding(exclusion_of(passages, heldout))
+        summary = ", without passages of the held-out text"
     blocks = StreamedBlocks(source, tokenizer, block_size=options.block, heldout=heldout, batch=options.blocks_per_step)
-    summary = f"a stream of {blocks}"
+    summary = f"a stream of {blocks}{summary}"
     contents = file_digests(source.files)
     fingerprint = f"{summary} {blocks.encoder.identify()} {contents}"
     return Dataloader(options, blocks, steps, fingerprint, summary, heldout_blocks)
@@ -200,7 +300,11 @@ def open_pairs(
         loader, make = open_dataloader(options, tokenizer, longest, ranks), corrupt
     make_heldout = corrupt if options.heldout else make
     heldout = [make_heldout(block, [number]) for number, block in enumerate(loader.heldout)]
-    return replace(loader, heldout=heldout, make=make)
+    if not sampled:
+        return replace(loader, heldout=heldout, make=make)
+    numbers = range(loader.first, loader.first + loader.steps * loader.options.blocks_per_step)
+    lengths = np.array([int((loader.blocks[number]["input_ids"] >= 0).sum()) for number in numbers])
+    return replace(loader, heldout=heldout, make=make, pair_tokens=lengths)
 
 
 def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: int) -> Dataloader:
@@ -224,22 +328,42 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
         numbers = np.flatnonzero(heldout.lengths(table) == 0)
     numbers = numbers[np.linspace(0, len(numbers) - 1, min(counted.heldout_tokens, len(numbers))).astype(int)]
     heldout_pairs = PairBlocks(heldout_table, numbers, encoder, size)
+
+    overlap = None
+    if len(numbers):
+        passages = Passages.of(texts_held_out(options, sources, heldout, encoder.tokenizer))
+        exclusion = exclusion_of(passages, heldout)
+        overlap = find_overlap(sources, exclusion, heldout, encoder.tokenizer)
+        if overlap.documents:
+            table = tokenise_pairs([source.excluding(exclusion) for source in sources], encoder)
+            tokens = np.stack([table.count("source"), table.count("target")])
+
     lengths = heldout.lengths(table)
     n_blocks = count_blocks(counted, int(lengths.sum()))
     order = reading_order(table, lengths, n_blocks, options.seed)
     steps = count_steps(n_blocks, counted)
-    summary = f"{steps * counted.blocks_per_step:,} pairs out of {count:,}, of {mean:.0f} tokens"
+    trained, available = steps * counted.blocks_per_step, int(lengths.sum())
+    distinct = min(trained, available)
+    summary = f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), of {mean:,.1f} tokens on average"
+    if trained > available:
+        summary += f", read {trained / available:.2f} times, each time in another order"
     if cut := int((tokens > size).any(0).sum()):
         summary += f"; {cut:,} are cut to {size} a side"
     return Dataloader(
-        replace(options, context=size, batch_size=counted.batch_size), PairBlocks(table, order, encoder, size), steps,
-        table.fingerprint, summary, [heldout_pairs[i] for i in range(len(numbers))], mean=mean,
-    )  # fmt: skip
+        replace(options, context=size, batch_size=counted.batch_size),
+        PairBlocks(table, order, encoder, size),
+        steps,
+        table.fingerprint,
+        summary,
+        [heldout_pairs[i] for i in range(len(numbers))],
+        pair_tokens=np.minimum(tokens, size).sum(0)[order],
+        overlap=overlap,
+    )
 
 
 def count_blocks(options: TrainOptions, data_tokens: int) -> int:
     """Number of blocks to train on: those that fit into alpha x all tokens, or into `tokens`, or that `steps` need.
-    Raises CorpusError if that is less than one block.
+    With repeats alpha counts the blocks of text alone. Raises CorpusError if that is less than one block.
     """
     alpha, tokens, size = options.alpha, options.tokens, options.block
     if not data_tokens:
@@ -255,7 +379,19 @@ def count_blocks(options: TrainOptions, data_tokens: int) -> int:
     if tokens < size:
         length = f"tokens is {tokens}" if alpha is None else f"alpha {alpha:g} is {tokens} tokens"
         raise CorpusError(f"{length}, less than one block of {size}; give more, or lower --context")
-    return tokens // size
+    blocks = tokens // size
+    return with_repeating_blocks(blocks) if alpha is not None and options.repeats else blocks
+
+
+def count_plain(blocks: int) -> int:
+    """How many of the first blocks are text; the others repeat passages."""
+    return int(is_plain(np.arange(blocks)).sum())
+
+
+def with_repeating_blocks(text_blocks: int) -> int:
+    """The most blocks of which so many are text, the others being those that repeat passages."""
+    numbers = np.arange(int(text_blocks / MIX["plain"]) + 8)
+    return int(np.searchsorted(np.cumsum(is_plain(numbers)), text_blocks, "right"))
 
 
 def count_steps(n_blocks: int, options: TrainOptions) -> int:
@@ -317,6 +453,7 @@ def settle_steps(options: TrainOptions, data_tokens: int, longest: int, ranks: i
     tokens = options.tokens or data_tokens
     if options.alpha is not None:
         tokens = int(options.alpha * data_tokens)
+        tokens = int(tokens / MIX["plain"]) if options.repeats else tokens
     short = options.steps is None and options.schedule != "constant"
     block, batch = options.context or longest, options.batch_size
     while short and options.context is None and tokens < _STEPS * block and block // 2 >= _BLOCK:
@@ -351,15 +488,19 @@ def build_data(
     longest, processes = find_block_size(config, tokenizer, checkpoint, options), ranks()
     count = processes.num_processes
     trusted, encoder = options.trust_remote_code, None
+    # The teacher may have more rows of logits than the model has embeddings.
+    vocabulary = int(config.get_text_config(decoder=True).vocab_size)
 
     def write(size: int, count: int) -> SampledBlocks:
         assert base is not None
         if encoder:
-            return PairMaker(base, device, size, options.seed, watcher, trusted).sampled(count)
+            return PairMaker(base, device, size, options.seed, watcher, trusted, vocabulary).sampled(count)
         attention, seed = options.attn_implementation, derive_seed(options.seed, "training")
         load = partial(load_model, str(base.directory), device=device, attention=attention, trust_remote_code=trusted)
         _, plain = parse_self(options.data[0])
-        return sampled_blocks(load, device, base, size, count, seed, plain, watcher, trust_remote_code=trusted)
+        return sampled_blocks(
+            load, device, base, size, count, seed, plain, watcher, trust_remote_code=trusted, vocabulary=vocabulary
+        )
 
     # The main process tokenises, or samples from the teacher; then the others read its cache, also if it fails.
     if not processes.is_main_process:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import DivergedError, RefusedError, StoppedError
+from gqa.checkpoint.loading import peak_memory
 from gqa.checkpoint.write import finite, replacing, system_errors
 from gqa.corpus.streamed import StreamedBlocks
 from gqa.uptrain.dataloader import stack
@@ -31,6 +30,7 @@ from gqa.uptrain.state import TrainingProgress, load
 from gqa.uptrain.training_model import Batch, split_batch
 from gqa.uptrain.weights import local_shard, prepare_model, stored_weights
 
+_PROBED = 16  # tokens of a pass that shows whether a model draws at random
 EVALUATIONS = 4  # held-out evaluations of a run, unless `eval_every` is given
 _NOT_FINITE = "{} or its teacher has weights that are NaN or infinite: its loss is not finite; give intact checkpoints"
 Weights = dict[str, Tensor]
@@ -45,15 +45,20 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
     DivergedError, StoppedError, and OutputError if a state cannot be saved.
     """
     options, accelerator, dataloader = setup.options, setup.accelerator, setup.dataloader
-    set_seed(options.seed, device_specific=True)  # dropout differs between ranks
+    set_seed(options.seed, device_specific=True)  # for custom code that draws at random
     training = setup.training_model
     model, optimizer = prepare_model(accelerator, training, make_optimizer(training, options))
+    if not options.compile and draws_at_random(setup, model) and accelerator.is_main_process:
+        watcher.warn(
+            f"{setup.checkpoint.name} computes with random numbers in training, other than dropout, which is off: the "
+            "result depends on --micro-batch and on the number of processes"
+        )
     progress, best = _restore(setup, model, optimizer) if setup.start else (TrainingProgress(), {})
     if progress.step == 0 and dataloader.heldout:
         _evaluate(setup, model, progress, best)
     log = Log(setup, progress.step, watcher)
     warmup = warmup_steps(options.warmup, options.schedule, dataloader.steps)
-    eval_every = options.eval_every or math.ceil(dataloader.steps / EVALUATIONS)
+    eval_every = evaluation_interval(options.eval_every, dataloader.steps)
     model.train()
     with _signals() as signals:
         ranks, start = (accelerator.process_index, accelerator.num_processes), time.perf_counter()
@@ -83,6 +88,20 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
     return progress, _best(setup, model, progress, best)
 
 
+@torch.no_grad()
+def draws_at_random(setup: Setup, model: Any) -> bool:
+    """Whether two passes over the same few tokens in training mode differ. All processes must call it."""
+    vocabulary = setup.model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(1, _PROBED + 1, device=setup.accelerator.device)[None] % vocabulary
+    batch = {"input_ids": ids}
+    if setup.model.config.is_encoder_decoder:
+        batch |= {"attention_mask": torch.ones_like(ids), "labels": ids}
+    model.train()
+    first, second = (float(model(**batch)[1][1]) for _ in range(2))
+    # Kernels of GPUs may add in another order.
+    return abs(first - second) > 1e-4 * abs(first)
+
+
 def warmup_steps(warmup: int | None, schedule: Schedule, steps: int) -> int:
     """Steps of warm-up: `warmup`, else none with `constant` and 5 % (100 at most) with schedules that end.
 
@@ -91,6 +110,11 @@ def warmup_steps(warmup: int | None, schedule: Schedule, steps: int) -> int:
     if warmup is not None:
         return warmup
     return 0 if schedule == "constant" else min(100, steps // 20)
+
+
+def evaluation_interval(eval_every: int | None, steps: int) -> int:
+    """Steps between two held-out evaluations."""
+    return eval_every or math.ceil(steps / EVALUATIONS)
 
 
 def rate_factor(step: int, steps: int, schedule: Schedule, warmup: int = 0) -> float:
@@ -142,7 +166,8 @@ def _zeros(count: int, device: torch.device) -> Tensor:
 
 def _add_step(progress: TrainingProgress, sums: Tensor, norm: float, rate: float, setup: Setup) -> dict[str, float]:
     """Add a step to `progress`; return its numbers for the log. Raises DivergedError."""
-    tokens = setup.dataloader.tokens_per_step
+    before, after = (setup.dataloader.tokens_until(step) for step in (progress.step, progress.step + 1))
+    tokens = after - before
     nats, divergence = _means(sums)
     finite_loss = bool(sums.isfinite().all())
     if not progress.step and not setup.dataloader.heldout and not finite_loss:
@@ -279,9 +304,14 @@ class Log:
         advice = "free some space, and the same command continues from the last state"
         with system_errors(f"{self._path} could not be written", advice), self._path.open("a") as stream:
             stream.write(json.dumps(finite(record)) + "\n")
-        heldout = progress.heldout_after and progress.heldout_after["loss"]
-        losses = {"loss": numbers["loss"], "kl": numbers.get("distillation"), "held-out": heldout}
-        note = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]
+        # With a teacher the loss that training minimizes, and that is measured on held-out text, is the divergence.
+        losses = {"loss": numbers["loss"]}
+        if "distillation" in numbers:
+            losses = {"cross-entropy": numbers["loss"], "kl": numbers["distillation"]}
+        if progress.heldout_after:
+            minimized = list(losses)[-1]
+            losses[f"lowest held-out {minimized}"] = progress.heldout_after["loss"]
+        note = [f"{name} {loss:.4f}" for name, loss in losses.items()]
         self._watcher.update(note=", ".join([*note, f"{rate:,.0f} tok/s"]))
 
 
@@ -289,5 +319,4 @@ def memory(device: torch.device) -> int:
     """Peak memory of this process in bytes: of the GPU that it uses, else of the host."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_memory()

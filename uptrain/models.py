@@ -233,12 +233,23 @@ def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
 
 
 def check_teacher(teacher: Any, teacher_tokenizer: Any, model: Any, tokenizer: Any, name: str) -> None:
-    """Raise RefusedError if the teacher of that name has another vocabulary than the model."""
+    """Raise RefusedError if the teacher of that name has another tokenizer than the model, or lacks some of its tokens.
+
+    The number of rows of their embeddings may differ: some are padded to a multiple of 64, 128 or more.
+    """
     theirs, ours = (one.config.get_text_config(decoder=True).vocab_size for one in (teacher, model))
-    if theirs != ours or teacher_tokenizer.get_vocab() != tokenizer.get_vocab():
+    vocabulary = tokenizer.get_vocab()
+    needed = max(vocabulary.values()) + 1
+    same = teacher_tokenizer.get_vocab() == vocabulary
+    if same and theirs != ours and theirs < needed:
         raise RefusedError(
-            f"the teacher {name} has another vocabulary ({theirs:,} tokens) than the model ({ours:,}); give the "
+            f"the teacher {name} knows {theirs:,} tokens, fewer than the {needed:,} of the model's tokenizer; give the "
             "checkpoint from which the model was converted"
+        )
+    if not same:
+        raise RefusedError(
+            f"the teacher {name} has another tokenizer than the model, so their predictions cannot be compared; give "
+            "the checkpoint from which the model was converted"
         )
 
 

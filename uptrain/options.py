@@ -52,15 +52,18 @@ class TrainOptions(Options):
         "plain text]", metavar="NAME")
     streaming: bool = option(False, "Stream a hub data set; store nothing.")
     heldout: str | None = option(
-        None, "Held-out text, which selects the best checkpoint.  [default: a part of the data; none of a "
-        "stream]", metavar="SOURCE")
+        None, "Held-out text: the step with the lowest loss on it is written (with a teacher the KL divergence from "
+        "it, else the cross-entropy).  [default: a part of the data; none of a stream]", metavar="SOURCE")
     heldout_fraction: float = option(0.0, "Share of the documents to hold out.", SHARE)
     heldout_tokens: int = option(
         8192, "Maximum number of held-out tokens.", tokens_type(), metavar="COUNT")
     alpha: float | None = option(
-        None, "Train on this fraction of the data (0.05 in the GQA paper).", Number(float, "above 0 to 1"))
+        None, "Train on this fraction of the tokens of --data, each once. (The GQA paper's alpha is a fraction of the "
+        "pre-training steps: for that give --tokens.)",
+        Number(float, "above 0 to 1"))
     tokens: int | None = option(
-        None, "Number of tokens to train on, like 1B.  [default: 512K]", tokens_type(), metavar="COUNT")
+        None, "Number of tokens to train on in all, like 1B: with repeats, and shorter data is read again.  "
+        "[default: 512K]", tokens_type(), metavar="COUNT")
     steps: int | None = option(None, "Number of training steps.", COUNT)
     context: int | None = option(
         None, "Tokens per block.  [default: the model's context, at most 2048; less if there are fewer than 250 "

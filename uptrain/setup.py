@@ -126,7 +126,7 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
             # A plain number would be overridden by the launcher's environment.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             cpu=not torch.accelerator.is_available(),  # else it takes several processes on CPUs for unrelated ones
-            # Text does not reach the towers of a multimodal model, nor layers that are dropped at random.
+            # Text does not reach the towers of a multimodal model, and custom code may drop layers at random.
             kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         )
     except (ValueError, ImportError) as error:

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.compat import layer_classes, set_layer_classes
-from gqa.corpus.likelihood import ChunkedHead, chunks, nats
+from gqa.corpus.likelihood import ChunkedHead, chunks, common_log_probabilities, nats
+from gqa.uptrain.dropout import has_jitter, turn_off_dropout
 
 Batch = dict[str, Tensor]
 # (rows (n, D) with gradient, their slice) -> (loss to minimise, numbers to report), both summed over the rows.
@@ -27,11 +28,20 @@ class TrainingModel(nn.Module):
     def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel | None, compile_model: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.dropout = turn_off_dropout(model)  # the rates that were not zero
+        self._always_evaluated = [module for module in model.modules() if has_jitter(module)]
         self._head = ChunkedHead(model, compile_model)
         self._teacher = None if teacher is None else ChunkedHead(teacher)
         # FSDP gathers the parameters of modules of these classes one module at a time.
         classes = {type(module).__name__ for module in model.modules()}
         set_layer_classes(self, classes & layer_classes(model))
+
+    def train(self, mode: bool = True) -> TrainingModel:
+        """Set the mode of all modules, except that routers with random jitter stay in evaluation mode."""
+        super().train(mode)
+        for module in self._always_evaluated:
+            module.training = False
+        return self
 
     def tie_weights(self) -> None:
         """Called by FSDP after it has replaced parameters."""
@@ -151,18 +161,19 @@ def chunked_sum(
 def next_token_loss(logits: Tensor, targets: Tensor, teacher: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The loss, summed: cross-entropy, or with a teacher distillation; and (sum of nats, sum of distillation).
 
-    Distillation is KL(teacher || student) (Hinton et al., arXiv 1503.02531, section 2).
+    Distillation is KL(teacher || student) (Hinton et al., arXiv 1503.02531, section 2), over the tokens that both have:
+    checkpoints of one tokenizer may be padded to different numbers of rows.
 
     Args:
         logits: (n, V) of the student, any dtype; computed in float32.
         targets: (n,) ids; rows of -100 do not count.
-        teacher: (n, V) of the teacher, or None.
+        teacher: (n, W) of the teacher, or None.
     """
     logits = logits.float()
     likelihood = nats(logits, targets).sum()
     if teacher is None:
         return likelihood, torch.stack([likelihood, likelihood.new_zeros(())])
-    p, q = teacher.float().log_softmax(-1), logits.log_softmax(-1)
+    p, q = common_log_probabilities(teacher.float(), logits)
     kl = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
     divergence = kl.where(targets >= 0, 0.0).sum()
     return divergence, torch.stack([likelihood, divergence])

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import RefusedError
+from gqa.corpus.passages import Passages
 from gqa.corpus.sources import (
+    Exclusion,
     Source,
     check_text_options,
     in_lowest_fraction,
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from gqa.corpus.tokens import Encoder, Ints
 
 _CHARACTERS = 256  # of text to tokenise for each token that is used (a token has about four)
+COPIED = 13  # tokens in a row that show that text is the same
+_COPY_SHARE = 0.5  # of a block in calibration text, from which on it does not measure the quality
 AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
 
 
@@ -120,7 +125,8 @@ class CalibrationText:
             most = heldout * tokens // self.taken // length
             if not is_self(source):
                 text = self._parse(source)
-                parts.append(read_blocks(checkpoint, text, tokens, length, self.seed, self.repeats, trusted, most))
+                pair = read_blocks(checkpoint, text, tokens, length, self.seed, self.repeats, trusted, most)
+                parts.append((pair[0], without_copies(pair[1], pair[0], source, watcher)))
                 continue
             plain, seed, count = parse_self(source)[1] or not self.repeats, self._seed(number), -(-tokens // length)
             written = sampled_blocks(
@@ -156,12 +162,20 @@ class CalibrationText:
         return parse_source(spec, field=self.field, target_field=self.target_field, separator=self.separator)
 
     def _parse(self, spec: str) -> Source:
+        """The source of a spec without what is held out: documents by a hash of their text, and passages."""
         source = self._source(spec)
         if self.heldout_fraction:
-            return source.without(partial(in_lowest_fraction, fraction=self.heldout_fraction))
-        if self.heldout:
-            return source.without({row_digest(*row) for row in self._source(self.heldout).rows()}.__contains__)
-        return source
+            source = source.without(partial(in_lowest_fraction, fraction=self.heldout_fraction))
+            specs = [one for one in self.sources if not is_self(one)]
+            heldout = [self._source(one).part(self.heldout_fraction) for one in specs]
+        elif self.heldout:
+            heldout = [self._source(self.heldout)]
+            source = source.without({row_digest(*row) for row in heldout[0].rows()}.__contains__)
+        else:
+            return source
+        # A small source may have no document in the fraction.
+        rows = (row.values() for one in heldout for row in one.read(one.dataset()))
+        return source.excluding(Exclusion(Passages.of(" ".join(row) for row in rows)))
 
     def _seed(self, number: int) -> int:
         """The seed of self-generated text for the source of that number: each text has another."""
@@ -232,6 +246,29 @@ def read_blocks(
     if repeats:
         blocks = np.stack([with_repeats(blocks.__getitem__, i, seed, encoder.start) for i in range(len(blocks))])
     return blocks, spare
+
+
+def without_copies(heldout: Ints, blocks: Ints, name: str, watcher: Watcher) -> Ints:
+    """The held-out blocks (M, T) of which less than half is in calibration blocks (N, T), by COPIED tokens in a row; a
+    warning says how many are left out. Text that repeats itself, or is read twice, would make the result look better.
+    """
+    import numpy as np
+
+    if not len(heldout) or heldout.shape[1] < COPIED:
+        return heldout
+    windows = partial(np.lib.stride_tricks.sliding_window_view, window_shape=COPIED, axis=1)
+    # Only the windows of held-out blocks, which are few, are in memory.
+    heldout_windows = [[window.tobytes() for window in block] for block in windows(heldout)]
+    wanted = set(chain.from_iterable(heldout_windows))
+    found = {window for block in windows(blocks) for part in block if (window := part.tobytes()) in wanted}
+    shares = [np.mean([window in found for window in block]) for block in heldout_windows]
+    copies = np.array(shares) >= _COPY_SHARE
+    if copies.any():
+        watcher.warn(
+            f"{copies.sum():,} of {len(heldout):,} blocks of {name} that would measure the quality are in the "
+            "calibration text too: they are left out"
+        )
+    return heldout[~copies]
 
 
 def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:

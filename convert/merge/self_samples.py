@@ -85,6 +85,7 @@ def sampled_blocks(
     plain: bool,
     watcher: Watcher = SILENT,
     trust_remote_code: bool = False,
+    vocabulary: int | None = None,
 ) -> SampledBlocks:
     """The first `n_blocks` blocks of `size` tokens that the model of `checkpoint` writes at temperature 1. If its
     tokenizer begins texts with BOS, all begin with it, otherwise one of START_EVERY. If chats begin with a special
@@ -92,9 +93,12 @@ def sampled_blocks(
     does not exercise retrieval from the context.
 
     `load(dtype=...)` loads the model on `device`; it is called if blocks are missing in the cache, with `device="auto"`
-    if the weights do not fit on `device`. Raises RefusedError if the model cannot be sampled from.
+    if the weights do not fit on `device`. Token ids are below `vocabulary`, if it is given: another model that reads
+    them may have fewer rows. Raises RefusedError if the model cannot be sampled from.
     """
     source = as_it_is(checkpoint)
+    rows_of_model = int(read_config(source.config, source.name).text.vocab_size)
+    vocabulary = None if vocabulary is None or vocabulary >= rows_of_model else vocabulary
     start = first_token(read_config(source.config, source.name).text, source.name)
     lead, chat = 0, None
     if tokenizer := _tokenizer(checkpoint, trust_remote_code):
@@ -119,12 +123,16 @@ def sampled_blocks(
             seeds = [derive_seed(seed, number) for number in numbers[first : first + several]]
             index = torch.arange(len(seeds) * batch) + numbers[first] * batch
             second = None if chat is None else torch.where(index // START_EVERY % 2 == 1, chat, -1)
-            rows = samples(model, size + lead, seeds=seeds, batch=batch, progress=watcher.update, second=second)
+            rows = samples(
+                model, size + lead, seeds=seeds, batch=batch, progress=watcher.update, second=second,
+                vocabulary=vocabulary,
+            )  # fmt: skip
             begins = index % START_EVERY == START_EVERY - 1
             yield rows[:, lead:].where(~begins[:, None], rows[:, :size])
 
     known = samples_identity(checkpoint, trust_remote_code)
     identity = f"{known} {start} {'' if chat is None else chat} {lead * START_EVERY} {seed} {size} {batch} {dtype}"
+    identity += "" if vocabulary is None else f" below {vocabulary}"
     path = store_batches(identity, size, batch, n_blocks, sample)
     fingerprint = f"self {path.stem} {'plain' if plain else MIX}"
     return SampledBlocks(path, size, n_blocks, fingerprint, seed, start, plain)
@@ -209,9 +217,10 @@ def samples(
     model: Any, length: int, *, seeds: Sequence[int], batch: int,
     progress: Callable[[int], object] = lambda tokens: None,
     encoder_inputs: Mapping[str, Tensor] | None = None, banned: Sequence[int] = (), second: Tensor | None = None,
+    vocabulary: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sample (batch, length) token ids without the `banned` ones, reproducible for a seed, batch size and machine: one
-    batch for each seed, concatenated. Raises RefusedError.
+    """Sample (batch, length) token ids without the `banned` ones and those from `vocabulary` on, reproducible for a
+    seed, batch size and machine: one batch for each seed, concatenated. Raises RefusedError.
 
     EOS does not end a sequence: the model then starts another text, as in training. `encoder_inputs`: keyword arguments
     for an encoder-decoder. second: Second tokens of all sequences; -1 is sampled.
@@ -222,6 +231,8 @@ def samples(
             "give text instead of self"
         )
     start = first_token(model.config, model.name_or_path)
+    if vocabulary is not None:
+        banned = [*banned, *range(vocabulary, model.config.get_text_config(decoder=True).vocab_size)]
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=length - 1, pad_token_id=start, decoder_start_token_id=start,
         suppress_tokens=list(banned) or None,

@@ -31,12 +31,14 @@ class PairMaker:
 
     def __init__(
         self, checkpoint: Checkpoint, device: str, length: int, seed: int, watcher: Watcher,
-        trust_remote_code: bool = False,
+        trust_remote_code: bool = False, vocabulary: int | None = None,
     ) -> None:  # fmt: skip
+        """`vocabulary`: token ids of self-generated pairs are below it, if another model with fewer rows reads them."""
         config, self.name = transformers_config(checkpoint.config), checkpoint.name
         self._checkpoint, self._device, self._watcher = checkpoint, device, watcher
         self.length, self._seed, self._trusted = length, seed, trust_remote_code
         self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
+        self._limit = vocabulary if vocabulary is not None and vocabulary < self._vocabulary else None
         self._model: Any = None  # loaded by the first `_write`
         self._dtype = "bfloat16" if native_bfloat16(device) else "float32"
         try:
@@ -91,6 +93,7 @@ class PairMaker:
 
         known = samples_identity(self._checkpoint, self._trusted)
         identity = f"own pairs {known} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
+        identity += "" if self._limit is None else f" below {self._limit}"
         path = store_batches(identity, size, WRITTEN, count, sample)
         return SampledBlocks(path, size, count, f"self {path.stem}", self._seed, 0, plain=True)
 
@@ -121,7 +124,7 @@ class PairMaker:
             encoder_inputs = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device)}
             written = samples(
                 self._model, self.length + 1, seeds=[seed + first], batch=len(part), encoder_inputs=encoder_inputs,
-                banned=banned, progress=self._watcher.update,
+                banned=banned, progress=self._watcher.update, vocabulary=self._limit,
             )  # fmt: skip
             for row in written[:, 1:].tolist():
                 texts.append(row[: row.index(self._encoder.end) + 1] if self._encoder.end in row else row)

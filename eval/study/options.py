@@ -83,7 +83,7 @@ class AblateOptions(Options):
     separator: str | None = same_as(TrainOptions, "separator")
     target_field: str | None = same_as(TrainOptions, "target_field")
     heldout: str | None = option(
-        None, "Text to evaluate on; also selects the best checkpoint of each training.", metavar="SOURCE")
+        None, "Text to evaluate on; also selects the best step of each training, as in gqa-uptrain.", metavar="SOURCE")
     heldout_fraction: float = same_as(TrainOptions, "heldout_fraction")
     context: int | None = option(
         None, "Tokens per training block and per evaluation window.  [default: the model's context, at most "

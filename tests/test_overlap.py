@@ -1,0 +1,204 @@
+"""Held-out text in other documents of the data: it is found, left out, and said, however documents are cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from documents import lines, write
+from embedded import SOURCE
+
+from gqa.checkpoint.console import SILENT, Watcher
+from gqa.checkpoint.read import read_checkpoint
+from gqa.convert.merge.options import COPIED, without_copies
+from gqa.corpus.passages import LENGTH, Passages, letters_of
+from gqa.corpus.sources import Exclusion, parse_source
+from gqa.eval.study.options import AblateOptions
+from gqa.uptrain.dataloader import Dataloader, open_dataloader
+from gqa.uptrain.options import TrainOptions
+
+SHOWN = 40  # letters in a row that are looked for, by another way than the one that is tested
+
+
+def sentences(count: int, seed: int, words: int = 40) -> list[str]:
+    """Texts in which no SHOWN letters are in two of them."""
+    random = np.random.default_rng(seed)
+    return [" ".join(map(str, random.integers(10**6, size=words))) for _ in range(count)]
+
+
+def runs_of(text: str) -> set[str]:
+    letters = "".join(character for character in text.lower() if character.isalnum())
+    return {letters[at : at + SHOWN] for at in range(len(letters) - SHOWN + 1)}
+
+
+# ---------------------------------------------------------------------------------------------------------- passages
+
+
+@pytest.mark.parametrize("change", [
+    lambda text: text,
+    lambda text: text.replace(" ", "  \n"),
+    lambda text: text.upper(),
+    lambda text: text.replace(" ", ", "),
+], ids=["equal", "white space", "case", "symbols"])  # fmt: skip
+def test_a_passage_is_cut_out_of_a_longer_text(change: Any) -> None:
+    before, middle, after = (f"{text} straße" for text in sentences(3, 0))
+    pieces = Passages.of([middle]).remove_from(f"{before} | {change(middle)} | {after}")
+    assert [letters_of(piece) for piece in pieces] == [letters_of(before), letters_of(after)]
+
+
+def test_text_without_a_passage_stays_as_it_is() -> None:
+    text, other = sentences(2, 0)
+    passages = Passages.of([other])
+    assert passages.remove_from(text) == [text]
+    shorter = text + letters_of(other)[: LENGTH - 1]
+    assert passages.remove_from(shorter) == [shorter], "one letter less than a passage"
+    longer = text + "x" + letters_of(other)[:LENGTH]
+    assert passages.remove_from(longer) == [text + "x"]
+
+
+def test_text_without_spaces_between_words_has_passages() -> None:
+    characters = np.random.default_rng(0).integers(0x4E00, 0x9FA5, (2, 200))
+    one, other = ("".join(map(chr, row)) for row in characters)
+    assert Passages.of([one[50:150]]).remove_from(one) == [one[:50], one[150:]]
+    assert Passages.of([one]).remove_from(other) == [other]
+
+
+def test_a_short_text_is_found_as_a_whole_document_only() -> None:
+    passages = Passages.of(["A short one."])
+    assert passages.remove_from(" a  SHORT one") == []
+    longer = "a short one, and more"
+    assert passages.remove_from(longer) == [longer]
+
+
+def test_long_texts_are_searched_in_pieces_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gqa.corpus.passages._CHUNK", 64)
+    before, middle, after = sentences(3, 1)
+    passages = Passages.of([middle])
+    assert len(passages.hashes) == len(letters_of(middle)) - LENGTH + 1
+    assert len(passages.remove_from(before + "-" + middle + "-" + after)) == 2
+
+
+def test_memory_has_a_bound_and_what_was_not_searched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gqa.corpus.passages.MOST", 100)
+    passages = Passages.of(sentences(3, 1))
+    assert (len(passages.hashes), passages.whole) == (100, False)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+
+DOCUMENTS, HELD = sentences(40, 0), sentences(40, 0)[:8]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("data.jsonl"), DOCUMENTS)
+    Path("data.txt").write_text("\n\n".join(DOCUMENTS))
+    write(Path("spaces.jsonl"), [*DOCUMENTS[8:], *(text.replace(" ", "  ") for text in HELD)])
+    Path("twice.txt").write_text("\n\n".join([*DOCUMENTS, *DOCUMENTS]))
+    write(Path("held.jsonl"), HELD)
+    Path("held.txt").write_text("\n\n".join(HELD))
+    write(Path("other.jsonl"), sentences(8, 9))
+
+
+def opened(tokenizer: Any, **options: Any) -> Dataloader:
+    given = {"steps": 40, "batch_size": 2, "heldout_tokens": 2048, "repeats": False} | options
+    return open_dataloader(TrainOptions("m", Path("o"), **given), tokenizer, 64)
+
+
+def shared(loader: Dataloader, tokenizer: Any) -> int:
+    """How many runs of letters in held-out blocks are trained on, too."""
+    blocks = range(loader.steps * loader.options.blocks_per_step)
+    trained = tokenizer.decode(np.concatenate([loader.block(number)["input_ids"] for number in blocks]))
+    held = [tokenizer.decode(block["input_ids"]) for block in loader.heldout]
+    assert held
+    return len(set.union(*map(runs_of, held)) & runs_of(trained))
+
+
+CASES: list[dict[str, Any]] = [
+    {"data": "data.jsonl", "heldout": "held.txt"},
+    {"data": "data.txt", "heldout": "held.jsonl"},
+    {"data": "spaces.jsonl", "heldout": "held.jsonl"},
+    {"data": "twice.txt", "steps": 100},
+    {"data": "data.txt", "heldout": "held.jsonl", "streaming": True},
+]
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
+def test_heldout_text_in_other_documents_is_not_trained_on(
+    tokenizer: Any, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = opened(tokenizer, **case | {"data": (case["data"],)})
+    assert shared(loader, tokenizer) == 0
+    if case.get("streaming"):
+        assert "without passages of the held-out text" in loader.summary
+    else:
+        assert loader.overlap
+        assert loader.overlap.share > 0.7
+        assert "of the held-out text is also in" in str(loader.overlap)
+
+    # The control: without the search the same text is trained on.
+    monkeypatch.setattr(Exclusion, "remainder", lambda exclusion, row: [row])
+    monkeypatch.setattr("gqa.corpus.passages.Passages.found_in", lambda passages, text: np.zeros(0, int))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("other-cache").absolute())
+    assert shared(opened(tokenizer, **case | {"data": (case["data"],)}), tokenizer) > 100
+
+
+@pytest.mark.usefixtures("files")
+def test_data_without_heldout_text_is_trained_on_as_it_is(tokenizer: Any) -> None:
+    """Exact copies of held-out documents are left out as ever, and are no overlap."""
+    loader = opened(tokenizer, data=("data.jsonl",), heldout="other.jsonl")
+    assert loader.overlap
+    assert (loader.overlap.documents, loader.overlap.share) == (0, 0.0)
+    assert loader.data_tokens == sum(len(tokenizer(text)["input_ids"]) + 1 for text in DOCUMENTS)
+    assert opened(tokenizer, data=("data.jsonl",), heldout="held.jsonl").overlap == loader.overlap
+
+
+def test_pairs_of_which_half_is_held_out_are_left_out(tmp_path: Path) -> None:
+    one, other, third = sentences(3, 0)
+    file = lines(tmp_path / "pairs.jsonl", {"text": one, "to": other}, {"text": other, "to": third})
+    source = parse_source(str(file), target_field="to")
+    assert len([*source.excluding(Exclusion(Passages.of([f"{one} {other.upper()}"]))).rows()]) == 1
+
+
+# --------------------------------------------------------------------------------------------------------- calibration
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("case", [{"heldout": "held.jsonl"}, {"heldout_fraction": 0.2}])
+def test_a_study_calibrates_on_no_heldout_text_in_other_documents(tokenizer: Any, case: dict[str, Any]) -> None:
+    data = write(Path("mixed.jsonl"), [*DOCUMENTS, *(text.replace(" ", "  ") for text in DOCUMENTS)])
+    options = AblateOptions(Path("study"), "m", data=(str(data),), calibration_context=64, **case)
+    text = replace(options.maps.text, repeats=False)
+    ids = text.split(read_checkpoint(SOURCE), "cpu", SILENT)[0].numpy()
+    trained = runs_of(tokenizer.decode(ids.flatten()))
+    part = parse_source(str(data)).part(0.2)
+    held = HELD if "heldout" in case else [*part.texts()]
+    assert held
+    assert not set.union(*map(runs_of, held)) & trained
+
+
+class Remembering(Watcher):
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self.warnings: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def test_the_quality_check_leaves_out_blocks_that_are_calibration_text() -> None:
+    random, watcher = np.random.default_rng(0), Remembering()
+    blocks, other = random.integers(0, 1000, (2, 6, 64))
+    moved = np.concatenate([other[0, :20], blocks.flatten()[7:51]])[None]  # most of it, at another place
+    little = np.concatenate([other[1, :44], blocks[2, :20]])[None]
+    checked = without_copies(np.concatenate([other, blocks[:2], moved, little]), blocks, "data.txt", watcher)
+    assert checked.tolist() == [*other.tolist(), *little.tolist()]
+    assert watcher.warnings == [
+        "3 of 10 blocks of data.txt that would measure the quality are in the calibration text too: they are left out"
+    ]
+    assert len(without_copies(other[:, : COPIED - 1], blocks, "x", watcher)) == 6

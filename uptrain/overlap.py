@@ -1,0 +1,89 @@
+"""How much of the held-out text is in other documents of the data, which are then trained on without it.
+
+Documents that are held out are known by a hash of their text. That does not find the same text in other documents: in
+one long file, with other white space, in a quotation. `gqa.corpus.passages` finds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gqa.checkpoint.errors import plural
+from gqa.checkpoint.write import replacing
+from gqa.corpus.sources import Exclusion, Source, row_digest
+from gqa.corpus.tokens import Encoder, Heldout, text_of_first_tokens
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """documents: how many of the data, except exact copies of held-out ones, contain passages of held-out text. share:
+    the share of the passages of held-out text that they contain. whole: whether all held-out text was looked for.
+    """
+
+    documents: int
+    share: float
+    whole: bool = True
+
+    def __str__(self) -> str:
+        documents = plural(self.documents, "other document")
+        text = f"{self.share:.0%} of the held-out text is also in {documents} of the data, which train without it"
+        return text if self.whole else f"{text} (of the beginning of the held-out text, which is large)"
+
+
+def heldout_texts(sources: Sequence[Source], heldout: Heldout, tokenizer: Any) -> Iterator[str]:
+    """The texts that a `Heldout` holds out of the documents of sources: whole ones, and the ends of others."""
+    seen = set[bytes]()
+    for source in sources:
+        for row in source.rows():
+            digest = row_digest(*row)
+            if digest in heldout.limits and digest not in seen:
+                seen.add(digest)
+                limit, text = heldout.limits[digest], " ".join(row)
+                yield text[len(_beginning(text, limit, tokenizer)) :] if limit else text
+
+
+def find_overlap(sources: Sequence[Source], exclusion: Exclusion, heldout: Heldout, tokenizer: Any) -> Overlap:
+    """Look up all documents of the data. The result is stored in the cache of `datasets`: a large data set takes
+    minutes.
+    """
+    from datasets.config import HF_DATASETS_CACHE
+
+    limits = sorted((digest.hex(), limit) for digest, limit in heldout.limits.items())
+    key = f"{[source.identify() for source in sources]} {exclusion.identity} {limits}"
+    path = Path(HF_DATASETS_CACHE) / "gqa-overlap" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError, TypeError):  # it is not there, or damaged
+        return Overlap(**json.loads(path.read_text()))
+
+    passages = exclusion.passages
+    documents, found = 0, np.zeros(len(passages.hashes), bool)
+    for source in sources:
+        for row in source.rows():
+            limit = heldout.limits.get(row_digest(*row))
+            if limit == 0:
+                continue
+            trained = row if limit is None else (_beginning(row[0], limit, tokenizer),)
+            numbers = passages.found_in(" ".join(trained))
+            if len(numbers) or exclusion.remainder(trained) != [trained]:
+                documents += 1
+                found[numbers] = True
+    overlap = Overlap(documents, float(found.mean()) if len(found) else 0.0, passages.whole)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(asdict(overlap)))
+    return overlap
+
+
+def _beginning(text: str, limit: int, tokenizer: Any) -> str:
+    """The text of the first `limit` tokens of a document, BOS included."""
+    count = limit - (Encoder(tokenizer).bos is not None)
+    settings = {"add_special_tokens": False, "split_special_tokens": True}
+    return text_of_first_tokens(text, tokenizer, max(count, 0), **settings)
