@@ -33,6 +33,7 @@ _STORED = {dtype: name for name, dtype in DTYPES.items()} | {
 Tensors = dict[str, Tensor]
 HEADS, HEAD_DIM, LAYERS, VOCABULARY = 8, 4, 2, 24
 K0, V0 = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "kv")
+NEEDS_TRAINING = re.compile(r"^warning: --method \w+ does not run the model on text, .*\n", re.MULTILINE)
 MERGED = ("--groups", 2, "--method", "mean")  # what most conversions of the tests are asked for
 SIDE_FILES = {
     "tokenizer.json": b'{"version": "1.0", "unused": "\\u00e9"}\r\n',
@@ -200,6 +201,11 @@ class Result:
     def said(self) -> str:
         """What it printed, each line whole again, however narrow a terminal is."""
         return self.out.replace("\n            ", " ")
+
+    @property
+    def complaints(self) -> str:
+        """stderr without the warning that a model converted by `--method mean` and the like needs training."""
+        return NEEDS_TRAINING.sub("", self.err)
 
 
 class Recorder(Watcher):

@@ -318,7 +318,7 @@ def test_what_transformers_would_initialise_at_random_is_refused(case: str, tmp_
 def test_what_names_no_class_is_as_if_nothing_were_named(odd: object, tmp_path: Path) -> None:
     """`architectures` of config.json may be anything: the result is of the class that its model type stands for."""
     result = run(*MERGED, "-o", tmp_path / "out", llama(tmp_path / "m", architectures=odd))
-    assert (result.code, result.err) == (0, "")
+    assert (result.code, result.complaints) == (0, "")
     assert "next " in result.out
 
 

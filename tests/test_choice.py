@@ -67,11 +67,11 @@ def test_what_a_run_takes_is_said_before_it_starts(tmp_path: Path, monkeypatch: 
     words = ("-g", 2, "--method", "procrustes", "-o", tmp_path / "out", "--overwrite", model)
     done = run(*words)
     assert done.out.startswith("estimate    about 5 s on cpu\nmodel  ")
-    assert done.err == ""
+    assert done.complaints == ""
     monkeypatch.setattr(loading, "total_memory", lambda device: 1 << 20)
     warning = r"warning: --method procrustes takes about \d+\.\d MiB of memory; cpu has 1.0 MiB\n"
     for more in ((), ("--dry-run",), ("-q",), ("-q", "--dry-run")):
-        assert re.fullmatch(warning, run(*words, *more).err)
+        assert re.fullmatch(warning, run(*words, *more).complaints)
     monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 1e4)
     monkeypatch.setattr(api, "convert", lambda *arguments: sys.exit(3))  # after what is printed first
     done = run("-g", 2, model)

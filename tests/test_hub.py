@@ -61,7 +61,7 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     commit = hub.repo(NAME, model(tmp_path / "main", shards=1, seed=1)).add("side", source)
     words = (*MERGED, "--revision", "side", NAME)
     result = machine.run(*words)
-    assert (result.code, result.err) == (0, ""), result.err
+    assert (result.code, result.complaints) == (0, ""), result.err
     out = machine.work / OUT
     assert [p.name for p in machine.work.iterdir()] == [out.name]
     assert hub.fetched() == {*needed, "assets/nested/vocab.txt", "README.md", INDEX, *SHARDS}
@@ -75,7 +75,7 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     before, weights_sent = snapshot(machine.home), hub.sent(".safetensors")
     for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
         again = machine.run(*words, "--overwrite", **environment)
-        assert (again.code, again.err) == (0, ""), again
+        assert (again.code, again.complaints) == (0, ""), again
         assert (snapshot(machine.home), hub.sent(".safetensors")) == (before, weights_sent)
         assert contents(out) == contents(tmp_path / "local")
         assert record(out)["source"] == {"model": NAME, "revision": commit}
@@ -130,7 +130,7 @@ def test_bin_weights(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     hub.repo(NAME, source)
     for words in (["--dry-run"], []):
         result = machine.run(*MERGED, *words, NAME)
-        assert (result.code, result.err) == (0, ""), result
+        assert (result.code, result.complaints) == (0, ""), result
     assert run(*MERGED, source, "-o", tmp_path / "local").code == 0
     assert contents(machine.work / OUT) == contents(tmp_path / "local")
 

@@ -28,6 +28,8 @@ from gqa.uptrain.options import TrainOptions
 __all__ = ["CARD", "trained_card"]
 
 Record = Mapping[str, Any]
+# Held-out losses by their name in the record.
+_MEASURES = {"distillation": "KL divergence from the teacher", "heldout": "cross-entropy"}
 
 
 def trained_card(checkpoint: Checkpoint, name: str, model_class: Any, record: Record) -> str:
@@ -127,8 +129,10 @@ def _summary(checkpoint: Checkpoint, conversion: Conversion, record: Record) -> 
     else:
         start = f"{model_name(record['model'], checkpoint.hub_id is not None)}, further "
     text = f"{start}{_training(record)}."
-    if record["losses"]["heldout_before"] is not None and not record["losses"]["best_step"]:
-        text += " No step of the training lowered the held-out loss: the weights are unchanged."
+    losses = record["losses"]
+    if losses["heldout_before"] is not None and not losses["best_step"]:
+        measure = _MEASURES[losses["chosen_by"]]
+        text += f" No step of the training lowered the held-out {measure}: the weights are unchanged."
     return text
 
 
@@ -165,8 +169,7 @@ def _share_of_data(record: Record) -> str:
 def _quality(conversion: Conversion, record: Record) -> list[str]:
     """Paragraphs: what the training gained, and what is known of the quality against the base model."""
     losses = record["losses"]
-    names = {"distillation": "KL divergence from the teacher", "heldout": "cross-entropy"}
-    pairs = {title: [losses.get(f"{name}_{when}") for when in ("before", "after")] for name, title in names.items()}
+    pairs = {title: [losses.get(f"{name}_{when}") for when in ("before", "after")] for name, title in _MEASURES.items()}
     rows = [
         (title, f"{before:.4f}", f"{after:.4f}")
         for title, (before, after) in pairs.items()
@@ -174,7 +177,7 @@ def _quality(conversion: Conversion, record: Record) -> list[str]:
     ]
     parts = ["No text was held out, so it was not measured what the training gained."]
     if rows:
-        chosen = names[losses["chosen_by"]]
+        chosen = _MEASURES[losses["chosen_by"]]
         parts = [
             "On held-out text, in nats per token:",
             table([("", "before training", "after training"), *rows]),
