@@ -60,7 +60,7 @@ def _too_deep(name: str) -> CorruptError:
 def _deeper_than(value: Any, limit: int) -> bool:
     """Whether lists and objects are nested in each other more than `limit` times; without recursion."""
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(limit):
         inner: list[Any] = []
         for part in level:
             if isinstance(part, dict):
