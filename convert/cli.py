@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gqa.checkpoint import console
-from gqa.checkpoint.console import Watcher
+from gqa.checkpoint.console import Watcher, operand
 from gqa.checkpoint.errors import OutputError, RefusedError, one_line
 from gqa.checkpoint.options import command as command_of
 from gqa.convert.methods import METHODS
@@ -150,13 +150,14 @@ def _say_next(result: Conversion, options: ConvertOptions) -> None:
     if not predicts_tokens(config):
         _say("quality     not measured: the model has no head that predicts tokens", options)
         return
+    out = operand(str(result.out))
     text = ("--data", "TEXT", "--target-field", "NAME") if config.is_encoder_decoder else ("--recall",)
-    evaluation = shlex.join(["gqa-eval", options.model, str(result.out), *text])
+    evaluation = shlex.join(["gqa-eval", operand(options.model), out, *text])
     _say(f"quality     {quality_text(plan) or f'not measured; to measure it: {evaluation}'}", options)
     *_, best = plan.available_methods()
     advice = f"for better quality use --method {best.name} ({best.cost})"
     if best.name == plan.method:
-        advice = f"for better quality distil from the base model: {shlex.join(['gqa-uptrain', str(result.out)])}"
+        advice = f"for better quality distil from the base model: {shlex.join(['gqa-uptrain', out])}"
     _say(f"next        {advice}", options)
 
 
