@@ -116,6 +116,11 @@ def fail(program: str, message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
+def operand(name: str) -> str:
+    """A model as a word of a command to type: a path that begins with a dash would be an option."""
+    return f"./{name}" if name.startswith("-") else name
+
+
 class TerminatedError(SystemExit):
     """SIGTERM ends the command: as an exit, so that no handler of errors takes it for one."""
 

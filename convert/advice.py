@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gqa.checkpoint.console import operand
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.escape import shell_line
 from gqa.checkpoint.loading import load_tokenizer, positions, predicts_tokens
@@ -82,7 +83,7 @@ def warnings(plan: Plan, options: ConvertOptions, out: Path, source: dict[str, A
 
 def evaluation_command(plan: Plan, options: ConvertOptions, out: Path) -> str:
     """gqa-eval of a decoder on text that is always there and that no calibration uses by itself."""
-    words = ["gqa-eval", *_operands(options.model, str(out))]
+    words = ["gqa-eval", operand(options.model), operand(str(out))]
     words += ["--data", "stdlib:heldout", "--tokens", str(_EVALUATED_TOKENS)]
     context = positions(transformers_config(plan.new_config))
     if context is None or context >= _LEAST_RECALL_CONTEXT:
@@ -98,7 +99,7 @@ def training_command(plan: Plan, options: ConvertOptions, out: Path, source: dic
         return ""
     if not _has_tokenizer(plan, options):
         return ""
-    words = ["gqa-uptrain", *_operands(str(out))]
+    words = ["gqa-uptrain", operand(str(out))]
     is_local = plan.checkpoint.hub_id is None
     if is_local and not source.get("path") and not _are_beside(out, plan.checkpoint.directory):
         # Neither the record says where the base model is, nor is it where gqa-uptrain looks.
@@ -111,7 +112,7 @@ def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> s
     exists.
     """
     heads = plan.groups if isinstance(plan.groups, int) else ",".join(map(str, plan.groups))
-    words = ["gqa-convert", *_operands(options.model), "--groups", str(heads), "--method", method.name]
+    words = ["gqa-convert", operand(options.model), "--groups", str(heads), "--method", method.name]
     if options.output:
         if options.output.name in ("", ".."):  # `-o .`: the directory's own name is not in its path
             return ""
@@ -134,11 +135,6 @@ def _are_beside(path: Path, other: Path) -> bool:
         return path.resolve().parent == other.resolve().parent
     except OSError:  # the working directory is gone: the result has replaced it
         return False
-
-
-def _operands(*names: str) -> list[str]:
-    """Names as arguments that are not taken for options."""
-    return [f"./{name}" if name.startswith("-") else name for name in names]
 
 
 def _shared(options: ConvertOptions) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -128,6 +129,16 @@ def test_training_warns_of_links_that_are_left_out(small: Path, tmp_path: Path) 
     assert result.code == 0, result
     assert "warning: train.log in " in result.err
     assert not (tmp_path / "out/train.log").exists()
+
+
+def test_commands_to_type_are_quoted(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell reads them as they are meant, and gqa-eval takes no path for an option."""
+    monkeypatch.chdir(tmp_path)
+    model.rename("-m [it's]")
+    result = run(*MERGED, "-o", "-o #1", "--", "-m [it's]")
+    assert result.code == 0, result
+    (command,) = (line.partition("measure it: ")[2] for line in result.out.splitlines() if "measure it" in line)
+    assert shlex.split(command, comments=True) == ["gqa-eval", "./-m [it's]", "./-o #1", "--recall"]
 
 
 @pytest.mark.parametrize(

