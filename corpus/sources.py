@@ -22,16 +22,18 @@ from fractions import Fraction
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import CacheError, CorpusError, explain, listing
 from gqa.checkpoint.hub import cache_error, error_chain, hub_reason, local_cause, quiet
 from gqa.checkpoint.options import read_amount
 from gqa.checkpoint.provenance import file_digests
 from gqa.corpus.cache import datasets_cache
-from gqa.corpus.passages import Passages
 from gqa.corpus.readers import FORMATS, check_text, file_format, load_files
 from gqa.corpus.stdlib import stdlib_texts
+
+if TYPE_CHECKING:  # it imports numpy, for which `--help` does not wait
+    from gqa.corpus.passages import Passages
 
 _NO_DATA = "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train"
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")

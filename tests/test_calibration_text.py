@@ -97,8 +97,8 @@ def test_a_small_source_is_used_from_end_to_end(
 def test_some_blocks_begin_with_bos_even_if_the_tokenizer_adds_none(tmp_path: Path, repeats: bool) -> None:
     """One of four; also among those that the result is compared on. An encoder-decoder's blocks are no whole texts."""
     source, model = written(tmp_path, 500), without_bos(tmp_path)
-    text = CalibrationText((source,), LENGTH * 40, LENGTH, repeats=repeats)
-    for part in text.split(read_checkpoint(model), "cpu", SILENT, LENGTH * 8):
+    checkpoint, data = read_checkpoint(model), parse_source(source)
+    for part in module.read_blocks(checkpoint, data, LENGTH * 40, LENGTH, 0, repeats, heldout=LENGTH * 8):
         assert (part[:, 0] == 1).tolist() == [False, False, False, True] * (len(part) // 4)
     edit_json(model / "config.json", lambda config: config.update(is_encoder_decoder=True))
     found, _ = module.read_blocks(read_checkpoint(model), parse_source(source), LENGTH * 40, LENGTH, 0, False)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from gqa.checkpoint.console import Watcher
 from gqa.checkpoint.errors import RefusedError
-from gqa.corpus.passages import Passages
 from gqa.corpus.sources import (
     Exclusion,
     Source,
@@ -163,6 +162,8 @@ class CalibrationText:
 
     def _parse(self, spec: str) -> Source:
         """The source of a spec without what is held out: documents by a hash of their text, and passages."""
+        from gqa.corpus.passages import Passages
+
         source = self._source(spec)
         if self.heldout_fraction:
             source = source.without(partial(in_lowest_fraction, fraction=self.heldout_fraction))
