@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PROVENANCE = "gqa_conversion.json"
 UPTRAINING = "gqa_uptraining.json"
 METRICS = "gqa_uptraining.jsonl"
+MAX_DEPTH = 100  # of a record that is carried into the next one: each training adds a level to ours
 TAG = "gqa"  # tag of models on the Hugging Face hub
 SOURCE_CARD = "# The source model's card"
 _CODE_TOKENIZER = re.compile(r"\.py$|\.model$|\.tiktoken$|^(tokenizer|vocab|merges|special_tokens|added_tokens)[^/]*$")
@@ -64,17 +65,54 @@ def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def relative_path(directory: Path, out: Path) -> str | None:
-    """The path of a directory from `out`; None if the user's name is in it."""
-    path = Path(os.path.relpath(directory.resolve(), out.resolve()))
-    return None if Path.home().name in path.parts and Path.home().name != "root" else path.as_posix()
+    """The path of a directory from `out`; None if the user's name is in it, or if it is no path on this system."""
+    try:
+        path = Path(os.path.relpath(directory.resolve(), out.resolve()))
+    except (OSError, ValueError):  # too long, or with characters that no path can have
+        return None
+    user = _home_name()
+    return None if user in path.parts and user != "root" else path.as_posix()
+
+
+def _home_name() -> str | None:
+    """The last part of the home directory, usually the user's name. None for a user without one (in a container)."""
+    try:
+        return Path.home().name or None
+    except RuntimeError:
+        return None
+
+
+def path_of_record(value: object) -> str | None:
+    """A path that a record names; None if it cannot be one on this system: users edit records."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        return None
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return None
+    return value
 
 
 def read_record(checkpoint: Checkpoint, name: str) -> Any:
-    """The record `name` that a conversion or a training wrote next to the weights; None if it cannot be read."""
+    """The record `name` that a conversion or a training wrote next to the weights; None if it cannot be read, or is so
+    deeply nested that it could not be written again into the record of the next step.
+    """
     try:
-        return json.loads(checkpoint.path(name).read_text())
+        record = json.loads(checkpoint.path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
+    return record if _depth_within(record, MAX_DEPTH) else None
+
+
+def _depth_within(value: Any, limit: int) -> bool:
+    """Whether lists and dictionaries are nested at most `limit` deep, without recursion."""
+    level = [value]
+    for _ in range(limit + 1):
+        containers = [one for one in level if isinstance(one, dict | list)]
+        if not containers:
+            return True
+        level = [part for one in containers for part in (one.values() if isinstance(one, dict) else one)]
+    return False
 
 
 def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any], str]:
