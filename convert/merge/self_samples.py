@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,10 +28,11 @@ from transformers.masking_utils import sdpa_mask
 
 from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import FILLED, cache_name, free_memory, load_tokenizer, native_bfloat16
 from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.write import write_bytes
 from gqa.convert.heads.config import read_config
 from gqa.convert.merge.layerwise import attend_sdpa, register
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
@@ -39,6 +42,7 @@ SAMPLED = 64  # largest batch of sequences sampled with one seed
 SAMPLED_BYTES = 1 << 30  # largest KV cache of such a batch
 _ROOM = 64  # tokens
 _PIECE = 64  # entries of the vocabulary
+_CACHE_ADVICE = "free some space, or set HF_HOME to a directory on another disk; then the same command continues"
 DRAWN = 24  # bytes per logit while a token is drawn
 _MOST = 16384  # sequences at a time: attention kernels index them with 16 bits
 
@@ -154,20 +158,40 @@ def store_batches(
     identity: str, size: int, batch: int, rows: int, sample: Callable[[Sequence[int]], Iterable[Tensor]]
 ) -> Path:
     """A file in the cache of `datasets`, named by the hash of `identity`, with at least `rows` rows (size,) of int32.
-    `sample(numbers)` yields the missing batches of `batch` rows with these numbers, one or several at a time. Raises
-    RefusedError.
+    `sample(numbers)` yields the missing batches of `batch` rows with these numbers, one or several at a time.
+
+    Each is durable before the next is sampled, and stays if one fails: another call continues there. Raises
+    RefusedError, and OutputError if the disk is full, as far as it can be known before anything is sampled.
     """
     from datasets.config import HF_DATASETS_CACHE
 
     path = Path(HF_DATASETS_CACHE) / "gqa-samples" / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.int32"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"), path.open("ab") as file:
-        stored = file.tell() // (4 * size * batch)
-        file.truncate(4 * size * batch * stored)  # drop the partial batch of an interrupted run
-        if missing := range(stored, -(-rows // batch)):
-            for ids in sample(missing):
-                file.write(ids.numpy().astype(np.int32).tobytes())
-                file.flush()
+    batch_bytes, batches = 4 * size * batch, -(-rows // batch)
+    with FileLock(f"{path}.lock"), path.open("ab", buffering=0) as file:
+        stored = file.tell() // batch_bytes
+        file.truncate(batch_bytes * stored)  # drop the partial batch of an interrupted run
+        missing = range(stored, batches)
+        if not missing:
+            return path
+
+        needed, free = batch_bytes * len(missing), shutil.disk_usage(path.parent).free
+        if free < needed:
+            raise OutputError(
+                f"no space left: generated text takes {needed:,} bytes, {free:,} are free at {path.parent}; "
+                f"{_CACHE_ADVICE}"
+            )
+        for ids in sample(missing):
+            data = ids.numpy().astype(np.int32).tobytes()
+            try:
+                write_bytes(file, data)
+                os.fsync(file.fileno())
+            except OSError as error:
+                kept = file.tell() // batch_bytes
+                raise OutputError(
+                    f"generated text cannot be stored in {path.parent}: {error.strerror}; {kept} of its {batches} "
+                    f"parts are kept; {_CACHE_ADVICE}"
+                ) from error
     return path
 
 
