@@ -28,6 +28,10 @@ class OutputError(OSError):
     """The output could not be written or did not verify. Exit code 1."""
 
 
+class UnfinishedError(OutputError):
+    """A run stopped after work was done. What is done is stored; the message says where, and what continues it."""
+
+
 class DivergedError(Exception):
     """Loss or gradients were not finite."""
 

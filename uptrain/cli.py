@@ -25,7 +25,7 @@ def command(options: TrainOptions) -> None:
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
     By default it is distilled from its base model, on text that the base model generates. The result has the lowest
-    held-out loss of the run; it may be MODEL unchanged.
+    held-out loss of the run; it may be MODEL unchanged. The same command continues a run that was stopped.
 
     For several processes use `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
     """
@@ -54,4 +54,8 @@ def command(options: TrainOptions) -> None:
 
 def main() -> None:
     """Entry point; `gqa.checkpoint.console.run` documents the exit codes."""
-    run(command, "gqa-uptrain", "no partial result is left")
+    run(
+        command,
+        "gqa-uptrain",
+        "saved states and generated text are kept; the same command continues",
+    )

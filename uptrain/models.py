@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -19,7 +20,7 @@ from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.names import follow_prefix, parameter_names, shared_names, sources
-from gqa.checkpoint.provenance import PROVENANCE, read_record
+from gqa.checkpoint.provenance import PROVENANCE, path_of_record, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.modules import attention_modules, rule_of
@@ -76,9 +77,12 @@ def find_base(checkpoint: Checkpoint, source: dict[str, Any]) -> tuple[Checkpoin
         return None, f"{checkpoint.name} has no {PROVENANCE} that names its base model"
     assert checkpoint.directory is not None
     directory = checkpoint.directory.resolve()
-    candidates = [directory / str(source["path"])] if source.get("path") else []
-    candidates += [directory.with_name(name)] if Path(name).name == name else []
-    local = next((str(path.resolve()) for path in candidates if path.is_dir()), None)
+    candidates = list[Path]()
+    if path := path_of_record(source.get("path")):
+        candidates.append(directory / path)
+    if path_of_record(name) and Path(name).name == name:
+        candidates.append(directory.with_name(name))
+    local = next((str(path.resolve()) for path in candidates if os.path.isdir(path)), None)
     if local is None and "path" in source:  # it was local at the conversion
         return None, f"the base model {name} was moved or deleted; name it with --teacher"
     try:
