@@ -40,6 +40,10 @@ class CacheError(OutputError):
     """A cache of the Hugging Face libraries, below HF_HOME, cannot be written. Exit code 1."""
 
 
+class UnfinishedError(OutputError):
+    """A run stopped after work was done. What is done is stored; the message says where, and what continues it."""
+
+
 class DivergedError(Exception):
     """Loss or gradients were not finite."""
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -29,6 +29,7 @@ from gqa.checkpoint.files import TOKENIZER_FILES
 from gqa.checkpoint.model_config import check_numbers, culprit, has_run_flags, without_run_flags
 from gqa.checkpoint.read import Checkpoint, read_json
 
+T = TypeVar("T")
 FILLED = 7 / 8  # of an accelerator's free memory, by weights alone
 _ADAPTED = ".base_layer.weight"  # of a layer that peft has put an adapter on
 # Messages of torch's CPU allocators (Linux and macOS, Windows), memory-mapped files, MPS and cuBLAS.
@@ -300,17 +301,28 @@ def ranks() -> PartialState:
 
 def on_main(function: Callable[[], object]) -> None:
     """Call a function in the main process while the others wait; all processes raise its error."""
+
+    def call() -> None:
+        function()
+
+    from_main(call)
+
+
+def from_main(function: Callable[[], T]) -> T:
+    """What a function returns in the main process, which the others wait for; all processes raise its error."""
     from accelerate.utils import broadcast_object_list
 
-    errors: list[Exception | None] = [None]
+    outcome: list[Any] = [None, None]
     if ranks().is_main_process:
         try:
-            function()
+            outcome[0] = function()
         except Exception as error:
-            errors = [error]
-    broadcast_object_list(errors)
-    if errors[0]:
-        raise errors[0]
+            outcome[1] = error
+    broadcast_object_list(outcome)
+    result, failure = outcome
+    if failure is not None:
+        raise failure
+    return cast("T", result)
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, instead: str = "") -> Any:

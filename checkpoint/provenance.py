@@ -71,13 +71,38 @@ def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def relative_path(directory: Path, out: Path) -> str | None:
-    """The path of a directory from `out`; None if the user's name is in it."""
-    path = Path(os.path.relpath(directory.resolve(), out.resolve()))
-    return None if Path.home().name in path.parts and Path.home().name != "root" else path.as_posix()
+    """The path of a directory from `out`; None if the user's name is in it, or if it is no path on this system."""
+    try:
+        path = Path(os.path.relpath(directory.resolve(), out.resolve()))
+    except (OSError, ValueError):  # too long, or with characters that no path can have
+        return None
+    user = _home_name()
+    return None if user in path.parts and user != "root" else path.as_posix()
+
+
+def _home_name() -> str | None:
+    """The last part of the home directory, usually the user's name. None for a user without one (in a container)."""
+    try:
+        return Path.home().name or None
+    except RuntimeError:
+        return None
+
+
+def path_of_record(value: object) -> str | None:
+    """A path that a record names; None if it cannot be one on this system: users edit records."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        return None
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return None
+    return value
 
 
 def read_record(checkpoint: Checkpoint, name: str) -> Any:
-    """The record `name` that a conversion or a training wrote next to the weights; None if it cannot be read."""
+    """The record `name` that a conversion or a training wrote next to the weights; None if it cannot be read, or is so
+    deeply nested that it could not be written again into the record of the next step.
+    """
     try:
         return read_json_file(checkpoint.path(name), name)
     except (OSError, CorruptError):

@@ -1,7 +1,8 @@
 """Write side: a directory that appears complete or not at all, and bytes moved by the kernel.
 
 Work happens in a hidden sibling of the output; a rename at the very end makes it visible. A run that is killed leaves
-only the hidden directory, which the next run removes: a lock beside it tells a dead run from a live one.
+only the hidden directory, which the next run removes: a lock beside it tells a dead run from a live one, and a mark in
+it (checkpoint/work.py) our directory from that of somebody else.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from gqa.checkpoint import work as unfinished
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 CHUNK = 32 << 20
 DEFAULT_JOBS = 2  # while one shard waits for the disk the other merges
+_PARTIAL, _REPLACED = "partial result", "replaced result"  # purposes of hidden directories
 Progress = Callable[[int], None]
 
 
@@ -65,15 +68,15 @@ class OutputDirectory:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             busy = f"another run is writing {self.out}; wait for it or give another -o"
             stack.enter_context(locked(self.sibling("lock"), busy))
-            stack.callback(shutil.rmtree, self.work, ignore_errors=True)  # what stays is removed by the next run
+
             self._restore()
             self._check_existing()  # now nobody else makes it
-            for leftover in (self.work, self._old):
-                if leftover.is_dir() and not leftover.is_symlink():
-                    shutil.rmtree(leftover)
-                else:  # a link, not what it leads to
-                    leftover.unlink(missing_ok=True)
-            self.work.mkdir()
+            self._check_leftovers()
+            unfinished.remove(self.work, _PARTIAL)
+            self._remove_old()
+
+            stack.callback(self._remove_work)
+            unfinished.claim(self.work, _PARTIAL, str(self.out))
             self._stack = stack.pop_all()
         return self
 
@@ -81,7 +84,8 @@ class OutputDirectory:
         """Make everything durable and visible under the final name, with `record` and a list of the files as `name`.
         Returns what `name` has.
         """
-        files = sorted({name} | {p.relative_to(self.work).as_posix() for p in self.work.rglob("*") if p.is_file()})
+        written = {path.relative_to(self.work).as_posix() for path in self.work.rglob("*") if path.is_file()}
+        files = sorted({name, *written} - {unfinished.MARK})
         text = json.dumps({**finite(record), "files": files}, indent=2, ensure_ascii=False) + "\n"
         write_text(self.work / name, text)
         for directory in {self.work, *(p for p in self.work.rglob("*") if p.is_dir())}:
@@ -92,6 +96,7 @@ class OutputDirectory:
             raise OutputError(str(error)) from error
         if self.out.exists():
             self.out.rename(self._old)  # then OUT is absent for a moment: see _restore
+        (self.work / unfinished.MARK).unlink()  # it is ours without it too: the record lists all of its files
         self.work.rename(self.out)
         fsync_directory(self.out.parent)
         return dict(json.loads(text))
@@ -99,10 +104,12 @@ class OutputDirectory:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
         with self._stack:
             self._restore()
-            shutil.rmtree(self._old, ignore_errors=True)
+            with suppress(OSError):  # what stays is removed by the next run
+                self._remove_old()
         if isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT) and self._is_near(value):
             raise OutputError(
-                f"no space left for {self.out}: nothing was kept; free some space or give another directory with -o"
+                f"no space left for {self.out}: no partial result was kept; free some space or give another directory "
+                "with -o"
             ) from value
 
     def _is_near(self, error: OSError) -> bool:
@@ -110,10 +117,38 @@ class OutputDirectory:
         name = error.filename
         return not isinstance(name, str) or Path(os.path.realpath(name)).is_relative_to(self.out.parent)
 
+    def _remove_work(self) -> None:
+        """Remove what this run has written, unless it is published. What stays is removed by the next run."""
+        with suppress(OSError, RefusedError):
+            if not unfinished.is_ours(self.work, _PARTIAL) and self._is_result(self.work):
+                unfinished.mark(self.work, _PARTIAL)  # stopped between the last two changes of `commit`
+            unfinished.remove(self.work, _PARTIAL)
+
+    def _remove_old(self) -> None:
+        """Remove the result that another one has replaced."""
+        if self._old.exists():
+            unfinished.mark(self._old, _REPLACED)  # from now on it is not put back
+            unfinished.remove(self._old, _REPLACED)
+
     def _restore(self) -> None:
         """Undo an --overwrite that was stopped between its two renames."""
-        if self._old.is_dir() and not self._old.is_symlink() and not os.path.lexists(self.out):
-            self._old.rename(self.out)
+        if os.path.lexists(self.out) or not self._is_result(self._old):
+            return
+        self._old.rename(self.out)
+
+    def _is_result(self, directory: Path) -> bool:
+        """Whether it is a directory with nothing but a whole result, of which records list every file; or empty."""
+        return directory.is_dir() and not directory.is_symlink() and not _unlisted_files(directory, self._records)
+
+    def _check_leftovers(self) -> None:
+        """Raise RefusedError if one of the hidden names is taken by something that no run of ours has left."""
+        for path, purpose in ((self.work, _PARTIAL), (self._old, _REPLACED)):
+            if os.path.lexists(path) and not (unfinished.is_ours(path, purpose) or self._is_result(path)):
+                raise RefusedError(
+                    f"{path} was not left by a run of gqa; move it away or give another directory with -o"
+                )
+        if self._is_result(self.work) and not unfinished.is_ours(self.work, _PARTIAL):
+            unfinished.mark(self.work, _PARTIAL)  # a run was killed between the last two changes of `commit`
 
     def _check_place(self, source: Path | None) -> None:
         if source:
@@ -157,9 +192,13 @@ def _unlisted_files(directory: Path, records: str) -> list[str]:
 
 @contextmanager
 def locked(path: Path, refusal: str) -> Iterator[None]:
-    """Hold a lock file, which the system releases when the process dies. Raises RefusedError if another holds it."""
+    """Hold a lock file, which the system releases when the process dies. Raises RefusedError if another
+    holds it, or if it is a file of somebody else.
+    """
     from filelock import FileLock, Timeout  # here: it imports asyncio, which --help does not need
 
+    if path.is_file() and path.stat().st_size:  # it would be emptied, and removed at the end
+        raise RefusedError(f"{path} was not left by a run of gqa, whose locks are empty files; move it away")
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from gqa.checkpoint.work import read_mark
 
 if TYPE_CHECKING:
     from documents import Counted
@@ -75,6 +80,24 @@ def _configs_are_not_printed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PreTrainedConfig, "__repr__", object.__repr__)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _runs_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A training of the next test that happens to have the options of one that was stopped does not continue it."""
+    yield
+    if "torch" not in sys.modules:
+        return
+    from gqa.checkpoint.work import shelves
+
+    caches = [*shelves(), tmp_path_factory.getbasetemp() / "cache" / "gqa-runs"]  # the last: of `alone`
+    if "training" in sys.modules:
+        caches.append(sys.modules["training"].runs_shelf())
+    for shelf in caches:
+        for entry in shelf.glob("*"):
+            where = (read_mark(entry) or {}).get("directory", "")
+            if Path(where).is_relative_to(tempfile.gettempdir()):  # not those of the person who runs the tests
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+import pytest
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "fcntl.flock"}
 
@@ -60,6 +64,19 @@ def die_at(change: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
+
+
+@contextmanager
+def small_disk(made: Path, size: str) -> Iterator[Path]:
+    """A file system of that size (like `400k`) at a new directory. Skips the test where none may be mounted."""
+    made.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(made)]
+    if shutil.which("mount") is None or subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("a full disk is a small tmpfs, which only root on Linux may mount")
+    try:
+        yield made
+    finally:
+        subprocess.run(["umount", "-l", str(made)], check=True)
 
 
 def free_port() -> str:

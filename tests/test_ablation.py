@@ -28,6 +28,7 @@ from embedded import SOURCE
 from evaluations import few_questions
 from training import BLOCK, Runs, expert_options, scratch, tiny_checkpoint, words_for, write_corpus
 
+from gqa.checkpoint.work import claim, mark
 from gqa.corpus.sources import row_digest
 from gqa.eval.study import ablation
 from gqa.eval.study import rows as study_rows
@@ -302,7 +303,7 @@ def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that were written stay, and the study continues when there is space."""
     out, full = tmp_path / "study", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with monkeypatch.context() as patch:
-        patch.setattr(study_rows, "os", Mock(fsync=Mock(side_effect=[None, None, full])))
+        patch.setattr(study_rows, "os", Mock(fsync=Mock(side_effect=[None, None, full]), path=os.path))
         check_refused(ablate(out, alphas="0"), "No space left", code=1, advice=ADVICE)
     before = rows(out)
     assert [row["method"] for row in before[:2]] == ["none", "mean"]
@@ -341,14 +342,57 @@ def test_a_directory_with_something_else(tmp_path: Path) -> None:
         ("thesis", "chapter.md", "one", "holds no study"),
         ("rows", "results.jsonl", '{"name": "no cell"}\n', "holds no rows of a study"),
         ("torn", "results.jsonl", '{"name": 1}', "holds no rows of a study"),
+        ("empty", "results.jsonl", "", "holds no study"),
+        ("report", "report.html", "mine", "holds no study"),
+        ("work", ".work/precious/thesis.txt", "mine", "holds no study"),
     ):
-        (tmp_path / name).mkdir()
+        (tmp_path / name / file).parent.mkdir(parents=True)
         (tmp_path / name / file).write_text(content)
         for overwrite in (False, True):
             refused(tmp_path / name, says, overwrite=overwrite)
     check_refused(gqa_ablate("-o", tmp_path / "rows"), "holds no rows of a study")
     check_refused(gqa_ablate("-o", tmp_path / "none"), "has no measured study")
     check_refused(gqa_ablate("-o", tmp_path, "--groups", 2), "--groups has no effect without MODEL")
+
+
+def test_intermediate_files_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
+    """In a study too, and with --overwrite. Next to those of a study that was stopped they stay as well."""
+    out = copied(tmp_path)
+    thesis = out / ".work" / "precious" / "thesis.txt"
+    thesis.parent.mkdir(parents=True)
+    thesis.write_text("mine")
+    for overwrite in (False, True):
+        refused(out, ".work was not made by gqa-ablate; move it away", overwrite=overwrite)
+
+    mark(out / ".work", study_rows.PURPOSE)
+    measured(out, methods="mean", alphas="0", overwrite=True)
+    assert [path.name for path in (out / ".work").iterdir() if path.is_dir()] == ["precious"]
+    assert thesis.read_text() == "mine"
+
+
+@pytest.mark.parametrize("fails", ["the row", "the result"])
+def test_what_was_trained_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """A row that cannot be written ends the study, a trained checkpoint that cannot is a failed cell. The next run
+    neither converts nor trains again.
+    """
+    out, full = tmp_path / "study", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    grid = {"methods": "mean", "alphas": "0.3"}
+    with monkeypatch.context() as patch:
+        if fails == "the row":
+            patch.setattr(study_rows, "os", Mock(fsync=Mock(side_effect=[None, full]), path=os.path))
+        else:
+            patch.setattr("gqa.uptrain.run.write_index", Mock(side_effect=full))
+        assert ablate(out, **grid).code == 1
+    if fails == "the row":  # it was written, but may be gone after a power cut
+        lines = (out / "results.jsonl").read_text().splitlines(keepends=True)
+        (out / "results.jsonl").write_text(lines[0])
+    assert (out / ".work" / "mean-g1" / "converted").is_dir()
+
+    monkeypatch.setattr("gqa.uptrain.run.train", lambda *given: pytest.fail("it trains"))
+    monkeypatch.setattr(ablation, "convert_checkpoint", lambda *given, **options: pytest.fail("it converts"))
+    again = {row["alpha"]: row for row in untimed(measured(out, **grid)) if not row["error"]}
+    assert again[0.3] == next(row for row in untimed(rows(study())) if (row["method"], row["alpha"]) == ("mean", 0.3))
+    assert not (out / ".work").exists()
 
 
 def test_overwrite_starts_over(tmp_path: Path) -> None:
@@ -360,7 +404,10 @@ def test_overwrite_starts_over(tmp_path: Path) -> None:
     refused(out, "holds another study: ", "bits: 4 -> None", methods="mean")
     assert [row["options"]["learning_rate"] for row in measured(out, **grid, learning_rate=1e-4)] == [1e-4] * 2
     assert (out / "notes.txt").read_text() == "mine"
-    (out / "results.jsonl").unlink()  # a conversion may be one of other options, which the rows had
+    for name in ("results.jsonl", "report.html"):
+        (out / name).unlink()  # a conversion may be one of other options, which the rows had
+    claim(out / ".work", study_rows.PURPOSE)
+    claim(out / ".work" / "mean-g1", study_rows.CONVERSION)
     ablation.convert_checkpoint(place() / "model", 1, out / ".work" / "mean-g1" / "converted", method="first")
     assert untimed(measured(out, methods="mean", alphas="0")) == untimed(rows(study()))[:2]
     refused(out, "--groups 3 is not possible", **grid, groups="3")

@@ -28,6 +28,7 @@ from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
+from gqa.checkpoint.work import claim
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.merge.find_maps import CHECKED
 
@@ -280,7 +281,7 @@ def test_one_line_for_what_cannot_be_calibrated(
 
 def test_damaged_state_is_named(small: Path, tmp_path: Path) -> None:
     work = tmp_path / ".out.gqa-work"
-    work.mkdir()
+    claim(work, "finished layers")
     (work / "state.safetensors").write_text("garbage")
     words = (small, "-o", tmp_path / "out", "-g", 2, "--tokens", 256, "--context", 16)
     done = checkpoints.run(*words)

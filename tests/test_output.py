@@ -122,13 +122,43 @@ def test_work_directory_that_is_a_link_is_not_followed(model: Path, tmp_path: Pa
     for name in ("partial", "replaced"):
         (tmp_path / f".out.gqa-{name}").symlink_to(victim)
     (tmp_path / ".out.gqa-lock").symlink_to(victim / "config.json")
-    result = run(*MERGED, "-o", tmp_path / "out", model)
-    if result.code:  # a lock that is a link is refused, which is as good
-        check_refused(result, "cannot write beside", code=1)
-        (tmp_path / ".out.gqa-lock").unlink()
-        assert run(*MERGED, "-o", tmp_path / "out", model).code == 0
-    assert snapshot(victim) == before
+    for name in ("lock", "partial", "replaced"):
+        refused = run(*MERGED, "-o", tmp_path / "out", model)
+        check_refused(refused, f".out.gqa-{name} was not left by a run of gqa", "move it away")
+        assert snapshot(victim) == before
+        (tmp_path / f".out.gqa-{name}").unlink()
+    assert run(*MERGED, "-o", tmp_path / "out", model).code == 0
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["partial", "replaced", "work"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_hidden_directory_of_somebody_else_is_left_alone(
+    model: Path, tmp_path: Path, name: str, overwrite: bool
+) -> None:
+    """Those of a run that was killed are removed by the next one (test_atomic.py); this one no run has made."""
+    foreign = tmp_path / f".out.gqa-{name}"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("mine")
+    before = snapshot(tmp_path)
+    words = [
+        "--groups",
+        2,
+        "--method",
+        "aligned",
+        "-o",
+        tmp_path / "out",
+        model,
+        *(["--overwrite"] if overwrite else []),
+    ]
+    check_refused(run(*words), f"{foreign} was not left by a run of gqa; move it away")
+    assert snapshot(tmp_path) == before
+
+
+def test_a_lock_of_somebody_else_is_left_alone(model: Path, tmp_path: Path) -> None:
+    (tmp_path / ".out.gqa-lock").write_text("mine")
+    check_refused(run(*MERGED, "-o", tmp_path / "out", model), ".out.gqa-lock was not left by a run of gqa")
+    assert (tmp_path / ".out.gqa-lock").read_text() == "mine"
 
 
 def test_output_with_dots(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +11,16 @@ import pytest
 import torch
 from checkpoints import Recorder, edit_json, edit_tensors, header_only
 from embedded import SOURCE, bring_tokenizer, copy_source, load, without_bos
+from processes import small_disk
 from transformers import LlamaConfig
 
 import gqa.convert.merge.self_samples as module
 from gqa.checkpoint.console import SILENT
-from gqa.checkpoint.errors import CorpusError, RefusedError
+from gqa.checkpoint.errors import CorpusError, OutputError, RefusedError
 from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.options import CalibrationText
-from gqa.convert.merge.self_samples import Draw, SampledBlocks, attend_one, sampled_blocks, samples
+from gqa.convert.merge.self_samples import Draw, SampledBlocks, attend_one, sampled_blocks, samples, store_batches
 from gqa.corpus.sources import is_self, parse_self
 from gqa.eval.recall import SAMPLES, self_samples
 from gqa.eval.subjects import Subject
@@ -74,6 +76,44 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(teacher, cache: Path) ->
     assert len(list(cache.glob("*.int32"))) == 2
     with pytest.raises(IndexError):
         few[3]
+
+
+def write_batches(rows: int, sampled: list[int], size: int = 1024, between: Callable[[], object] = int) -> Path:
+    """Store batches of 16 rows of `size` numbers; the numbers of those that were made are added to `sampled`."""
+
+    def sample(numbers: Sequence[int]) -> Iterator[torch.Tensor]:
+        for number in numbers:
+            sampled.append(number)
+            yield torch.full((16, size), number)
+            between()
+
+    return store_batches("identity", size, 16, rows, sample)
+
+
+def test_text_that_does_not_fit_into_the_cache_is_not_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = list[int]()
+    with small_disk(tmp_path / "disk", "200k") as disk:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", disk)
+        with pytest.raises(OutputError, match="no space left: generated text takes 262,144 bytes"):
+            write_batches(64, sampled)
+    assert sampled == []
+
+
+def test_text_that_is_stored_stays_if_the_disk_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When there is space again, only the rest is generated."""
+    sampled = list[int]()
+    with small_disk(tmp_path / "disk", "400k") as disk:
+        other = disk / "other"
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", disk)
+        with pytest.raises(OutputError, match="No space left on device; 1 of its 4 parts are kept; free some space"):
+            write_batches(64, sampled, between=lambda: other.write_bytes(bytes(290_000)))
+        other.unlink()
+        path = write_batches(64, sampled)
+        stored = np.fromfile(path, np.int32).reshape(4, -1)
+    assert sampled == [0, 1, 1, 2, 3]
+    assert (stored == np.arange(4)[:, None]).all()
 
 
 def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teacher, cache: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_save_that_was_killed_is_never_picked_up(runs: Runs, tmp_path: Path) -
         steps.append(newest.record["step"])
         for path in saved.directory.glob("step-????????"):  # each is whole at once, and the same in every run
             assert whole.setdefault(path.name, state_files(path)) == state_files(path)
-        with saved.lock(keep=True):
+        with saved.lock():
             assert saved.latest() == newest
             assert not list(saved.directory.glob("*.partial"))
         shutil.rmtree(saved.directory)
@@ -284,7 +284,8 @@ def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_pa
     out = tmp_path / "out"
     full = "import gqa.checkpoint.files as m; m.write_bytes = lambda *_: (_ for _ in ()).throw(OSError(28, 'full'))"
     message = refused(runs, *saving(runs, out), code=1, before=full)
-    assert f"no space left for {out}: nothing was kept" in message
+    assert f"the result could not be written: no space left for {out}" in message
+    assert f"But step 4 is saved in {out}-state" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out-state"]
     before = (tmp_path / "out-state" / "metrics.jsonl").read_bytes()
     done = runs.run(*saving(runs, out), ranks=2, before=f"shard(); {full}")
@@ -297,7 +298,7 @@ def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_pa
 
 
 def test_no_space_for_a_state(runs: Runs, tmp_path: Path) -> None:
-    """One line; the state before is kept, and the run continues from it."""
+    """The state before is kept, and the run goes on to its end; where it is stopped then, it says what is left."""
     out = tmp_path / "out"
     full = """
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -309,15 +310,20 @@ def full(self, *given):
     return write(self, *given)
 FileSystemWriter.write_data = full
 """
-    message = refused(runs, *saving(runs, out), code=1, before=full)
+    stopped = saving(runs, tmp_path / "stopped", steps=5, save_every=2)
+    message = refused(runs, *stopped, code=1, before=f"{full}\nkill_at(4, {int(signal.SIGTERM)})")
     assert "the state of step 4 could not be saved in" in message
     assert "(PytorchStreamWriter failed" in message
+    assert f"step 2 is saved in {tmp_path}/stopped-state; free some space, and the same command continues" in message
+
+    done = runs.finish(*saving(runs, out), before=full)
+    assert "warning: the state of step 4 could not be saved in" in done.err
     assert sorted(path.name for path in Path(f"{out}-state").glob("step-*")) == [state(out, 2).name]
-    runs.finish(*saving(runs, out))
+    assert json.loads((out / "gqa_uptraining.json").read_text())["steps"] == STEPS
 
 
 def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:
-    with states(tmp_path / "out").lock(keep=True):
+    with states(tmp_path / "out").lock():
         done = runs.run(*runs.words(tmp_path / "out", steps=1), ranks=2)  # which end alike
     assert done.code == 2
     assert f"another run is using {tmp_path}/out-state; wait for it or give another output" in done.err

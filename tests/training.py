@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -222,6 +222,11 @@ def material() -> Path:
     return made
 
 
+def runs_shelf() -> Path:
+    """Where `Runs` note the states of their runs."""
+    return material() / "cache" / "gqa-runs"
+
+
 PAIRS = [{"said": f"{n} in words is " + "one " * (n % 7 + 1), "meant": f"the number {n}"} for n in range(80)]
 
 
@@ -291,6 +296,43 @@ def kill_at(step: int, number: int = signal.SIGKILL) -> None:
     from gqa.uptrain.loop import Log
 
     after(Log, "step", lambda log, progress, *numbers: progress.step == step and os.kill(os.getpid(), number))
+
+
+def make_file_after(step: int, path: str) -> None:
+    """Somebody else makes a file as soon as `step` is recorded."""
+    from gqa.uptrain.loop import Log
+
+    after(Log, "step", lambda log, progress, *numbers: progress.step == step and Path(path).write_text("mine"))
+
+
+def fill_disk_after(step: int, directory: str) -> None:
+    """Somebody else fills the disk of a directory as soon as `step` is recorded."""
+    from gqa.uptrain.loop import Log
+
+    def fill(log: Any, progress: Any, *numbers: Any) -> None:
+        if progress.step == step:
+            with suppress(OSError), Path(directory, "other").open("wb", buffering=0) as stream:
+                while True:
+                    stream.write(bytes(4096))
+
+    after(Log, "step", fill)
+
+
+def train_nothing() -> None:
+    """A run that trains fails."""
+    import gqa.uptrain.run as module
+
+    def fail(*given: Any) -> None:
+        raise AssertionError("it trains")
+
+    module.train = fail  # type: ignore[assignment]
+
+
+def save_at_every_step() -> None:
+    """States are saved by time, and it is always time."""
+    import gqa.uptrain.loop as module
+
+    module.STATE_SECONDS = module.STATE_SHARE = 0
 
 
 def kill_save_after(step: int, change: int) -> None:

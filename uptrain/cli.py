@@ -24,7 +24,7 @@ def command(options: TrainOptions) -> None:
 
     By default it is distilled from its base model, on text that the base model generates. The result has the lowest
     held-out loss of the run, with a teacher the KL divergence from it, else the cross-entropy; it may be MODEL
-    unchanged.
+    unchanged. The same command continues a run that was stopped.
 
     For several processes use `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
     """
@@ -53,5 +53,8 @@ def command(options: TrainOptions) -> None:
 
 def main() -> None:
     """Entry point; `gqa.checkpoint.console.run` documents the exit codes."""
-    kept = "finished batches of generated text are kept, the same command continues after them"
-    run(command, "gqa-uptrain", f"no partial result is left; {kept}")
+    run(
+        command,
+        "gqa-uptrain",
+        "saved states and generated text are kept; the same command continues",
+    )

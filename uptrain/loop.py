@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,17 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import DivergedError, RefusedError, StoppedError
+from gqa.checkpoint.errors import (
+    DivergedError,
+    OutputError,
+    RefusedError,
+    StoppedError,
+    UnfinishedError,
+    explain,
+)
 from gqa.checkpoint.loading import peak_memory
-from gqa.checkpoint.write import finite, replacing, system_errors
-from gqa.corpus.streamed import StreamedBlocks
+from gqa.checkpoint.write import finite, replacing
+from gqa.corpus.streamed import Bookmark, StreamedBlocks, positions_of
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.models import make_optimizer, trained_names
 from gqa.uptrain.options import Schedule
@@ -31,6 +39,8 @@ from gqa.uptrain.training_model import Batch, split_batch
 from gqa.uptrain.weights import local_shard, prepare_model, stored_weights
 
 _PROBED = 16  # tokens of a pass that shows whether a model draws at random
+STATE_SECONDS = 600  # between two states, at least
+STATE_SHARE = 50  # times as long as saving one takes is between two, at least
 EVALUATIONS = 4  # held-out evaluations of a run, unless `eval_every` is given
 _NOT_FINITE = "{} or its teacher has weights that are NaN or infinite: its loss is not finite; give intact checkpoints"
 Weights = dict[str, Tensor]
@@ -42,7 +52,8 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
 
     Without held-out text these are the last weights. They are empty if no step improved the model. The caller holds the
     lock of `setup.states`. No checkpoint is written. Raises RefusedError (a damaged state, too little memory),
-    DivergedError, StoppedError, and OutputError if a state cannot be saved.
+    DivergedError, StoppedError, OutputError if the state at which a signal stops it cannot be saved, and
+    UnfinishedError if text cannot be read: the steps before are saved.
     """
     options, accelerator, dataloader = setup.options, setup.accelerator, setup.dataloader
     set_seed(options.seed, device_specific=True)  # for custom code that draws at random
@@ -59,12 +70,19 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
     log = Log(setup, progress.step, watcher)
     warmup = warmup_steps(options.warmup, options.schedule, dataloader.steps)
     eval_every = evaluation_interval(options.eval_every, dataloader.steps)
+    saver = Saver(setup, watcher)
     model.train()
+
     with _signals() as signals:
-        ranks, start = (accelerator.process_index, accelerator.num_processes), time.perf_counter()
-        for micro_batches in dataloader.batches(progress.step, *ranks, setup.micro_batch):
+        batches = Upcoming(setup, progress.step)
+        batches.fetch()
+        if batches.error:  # of the first step: nothing is lost
+            raise batches.error
+
+        start = time.perf_counter()
+        while progress.step < dataloader.steps:
             rate = options.learning_rate * rate_factor(progress.step, dataloader.steps, options.schedule, warmup)
-            sums, norm = train_step(accelerator, model, optimizer, micro_batches, rate, options.clip)
+            sums, norm = train_step(accelerator, model, optimizer, batches.micro_batches, rate, options.clip)
             numbers = _add_step(progress, sums, norm, rate, setup)
             seconds = time.perf_counter() - start
 
@@ -73,18 +91,22 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
                 numbers |= _evaluate(setup, model, progress, best)
             log.step(progress, numbers, seconds)
 
-            # The last step is saved too: if writing the result fails, nothing has to be trained again.
-            if signals:
-                accelerator.set_trigger()
-            stopped = accelerator.check_trigger()  # all ranks must stop after the same step
-            if stopped or (options.save_every and (last or progress.step % options.save_every == 0)):
-                positions = getattr(dataloader.blocks, "positions", [])
-                batch = {"batch_size": options.batch_size, "stream": gather_object(positions)}
-                setup.states.save(accelerator, model, optimizer, best, vars(progress) | setup.run | batch)
+            start = time.perf_counter()
+            batches.fetch()
+            reading = time.perf_counter() - start
+
+            # All ranks must do the same after the same step, whichever of them was signalled or could not read.
+            stopped, failed, due = _any_rank(
+                accelerator, bool(signals), batches.error is not None, saver.is_due(progress.step, last)
+            )
+            if stopped or failed or due:
+                saved = saver.save(progress, model, optimizer, best, batches.bookmark, failed, stopped or failed)
             if stopped:
                 number = signals[0] if signals else signal.SIGTERM
-                raise StoppedError(number, progress.step, setup.states.directory)
-            start = time.perf_counter()
+                raise StoppedError(number, progress.step, saved)
+            if failed:
+                raise _unreadable(batches.error, progress.step, saved) from batches.error
+            start = time.perf_counter() - reading
     return progress, _best(setup, model, progress, best)
 
 
@@ -100,6 +122,94 @@ def draws_at_random(setup: Setup, model: Any) -> bool:
     first, second = (float(model(**batch)[1][1]) for _ in range(2))
     # Kernels of GPUs may add in another order.
     return abs(first - second) > 1e-4 * abs(first)
+
+
+class Upcoming:
+    """The batches of this rank, read one step ahead: text that cannot be read stops the run between two steps, when
+    everything before it can be saved.
+
+    `micro_batches`: of the next step. `error`: why there are none. `bookmark`: where a stream was before they were
+    read.
+    """
+
+    def __init__(self, setup: Setup, first: int) -> None:
+        accelerator = setup.accelerator
+        ranks = accelerator.process_index, accelerator.num_processes
+        self._batches = setup.dataloader.batches(first, *ranks, setup.micro_batch)
+        self._blocks = setup.dataloader.blocks
+        self.micro_batches: list[Batch] = []
+        self.bookmark: Bookmark | None = None
+        self.error: Exception | None = None
+
+    def fetch(self) -> None:
+        """Read the batch of the next step; none after the last one."""
+        if isinstance(self._blocks, StreamedBlocks):
+            self.bookmark = self._blocks.bookmark()
+        try:
+            self.micro_batches = next(self._batches, [])
+        except Exception as error:  # of the text, of a disk, of a hub
+            self.error = error
+
+
+def _any_rank(accelerator: Accelerator, *flags: bool) -> list[bool]:
+    """Each flag: whether it is set on any rank."""
+    counts = torch.tensor([float(flag) for flag in flags], device=accelerator.device)
+    return [bool(count) for count in accelerator.reduce(counts, "sum").tolist()]
+
+
+def _unreadable(error: Exception | None, step: int, saved: Path) -> UnfinishedError:
+    """The error of a run whose text cannot be read on this rank, or on another one."""
+    reason = explain(error, 600) if error else "another process could not read its text"
+    return UnfinishedError(
+        f"{reason}. The {step:,} steps before it are not lost: they are saved in {saved}, and the same command "
+        "continues from there once the text can be read"
+    )
+
+
+class Saver:
+    """Saves states: every `save_every` steps, by default by time; and when the run stops."""
+
+    def __init__(self, setup: Setup, watcher: Watcher) -> None:
+        self._setup, self._watcher = setup, watcher
+        self._saved_at = time.monotonic()
+        self._seconds = 0.0  # that the last save took
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """Whether to save after this step. By time: every ten minutes, or less often, so that the run spends less than
+        a fiftieth of its time on it.
+        """
+        every = self._setup.options.save_every
+        if every:
+            return last or step % every == 0
+        if last:  # the trained weights are saved next
+            return False
+        interval = max(STATE_SECONDS, STATE_SHARE * self._seconds)
+        return self._setup.accelerator.is_main_process and time.monotonic() - self._saved_at >= interval
+
+    def save(
+        self, progress: TrainingProgress, model: Any, optimizer: Any, best: Weights, bookmark: Bookmark | None,
+        unreadable_text: bool, stops: bool,
+    ) -> Path:  # fmt: skip
+        """Save a state; return the directory in which it is.
+
+        If that fails, the run goes on with a warning: it may save the next one, or reach its end. Raises OutputError if
+        it `stops` here.
+        """
+        setup, start = self._setup, time.monotonic()
+        positions = gather_object(positions_of(bookmark)) if bookmark else []
+        record = vars(progress) | setup.run | {
+            "batch_size": setup.options.batch_size, "stream": positions, "unreadable_text": unreadable_text
+        }  # fmt: skip
+        keep = 2 if setup.options.save_every else 1
+        try:
+            setup.states.save(setup.accelerator, model, optimizer, best, record, keep)
+        except OutputError as error:
+            if stops:
+                raise
+            self._watcher.warn(f"{error}. The run goes on")
+        self._saved_at = time.monotonic()
+        self._seconds = self._saved_at - start
+        return setup.states.directory
 
 
 def warmup_steps(warmup: int | None, schedule: Schedule, steps: int) -> int:
@@ -287,13 +397,13 @@ class Log:
     def __init__(self, setup: Setup, first: int, watcher: Watcher) -> None:
         """`first` steps are done already; later lines of metrics.jsonl are dropped, as those steps are repeated."""
         self._device, self._main = setup.accelerator.device, setup.accelerator.is_main_process
-        self._path, self._watcher = setup.metrics, watcher
+        self._path, self._watcher, self._failed = setup.metrics, watcher, False
         watcher.stage("training", setup.dataloader.steps, "step", first)
         if self._main and (first or self._path.is_file()):
             self._path.touch()  # users delete it
-            lines = self._path.read_text().splitlines(keepends=True)[:first]
+            lines = self._path.read_text(errors="replace").splitlines(keepends=True)
             with replacing(self._path) as temporary:
-                temporary.write_text("".join(lines))
+                temporary.write_text("".join(line for line in lines if _step_of(line) in range(1, first + 1)))
 
     def step(self, progress: TrainingProgress, numbers: dict[str, float], seconds: float) -> None:
         """Record a step, which took so many seconds: `numbers` are its losses, learning rate and gradient norm."""
@@ -301,9 +411,13 @@ class Log:
             return
         rate, used = numbers["step_tokens"] / seconds, memory(self._device)
         record = {"step": progress.step, **numbers, "tokens_per_second": round(rate, 1), "memory_bytes": used}
-        advice = "free some space, and the same command continues from the last state"
-        with system_errors(f"{self._path} could not be written", advice), self._path.open("a") as stream:
-            stream.write(json.dumps(finite(record)) + "\n")
+        try:
+            with self._path.open("a") as stream:
+                stream.write(json.dumps(finite(record)) + "\n")
+        except OSError as error:  # a line of a log is not worth a training
+            if not self._failed:
+                self._watcher.warn(f"{self._path}: {error.strerror}; steps are missing in it. The run goes on")
+            self._failed = True
         # With a teacher the loss that training minimizes, and that is measured on held-out text, is the divergence.
         losses = {"loss": numbers["loss"]}
         if "distillation" in numbers:
@@ -313,6 +427,15 @@ class Log:
             losses[f"lowest held-out {minimized}"] = progress.heldout_after["loss"]
         note = [f"{name} {loss:.4f}" for name, loss in losses.items()]
         self._watcher.update(note=", ".join([*note, f"{rate:,.0f} tok/s"]))
+
+
+def _step_of(line: str) -> int:
+    """The step that a line of the log records; 0 for half a line, of a run that was killed."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return 0
+    return step if isinstance(step, int) and line.endswith("\n") else 0
 
 
 def memory(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -20,7 +21,7 @@ from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.names import follow_prefix, parameter_names, shared_names, sources
-from gqa.checkpoint.provenance import PROVENANCE, read_record
+from gqa.checkpoint.provenance import PROVENANCE, path_of_record, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.modules import attention_modules, rule_of
@@ -88,10 +89,12 @@ def find_base(checkpoint: Checkpoint, source: dict[str, Any]) -> tuple[Checkpoin
 def find_local_base(checkpoint: Checkpoint, source: Mapping[str, Any]) -> str | None:
     """The directory of the base model that the `source` of a conversion's record names; None if there is none."""
     name, directory = source.get("model"), checkpoint.directory.resolve()
-    candidates = [directory / str(source["path"])] if source.get("path") else []
-    if isinstance(name, str) and Path(name).name == name:
-        candidates.append(directory.with_name(name))
-    return next((str(path.resolve()) for path in candidates if path.is_dir()), None)
+    candidates: list[Path] = []
+    if path := path_of_record(source.get("path")):
+        candidates.append(directory / path)
+    if path_of_record(name) and Path(str(name)).name == name:
+        candidates.append(directory.with_name(str(name)))
+    return next((str(path.resolve()) for path in candidates if os.path.isdir(path)), None)
 
 
 def is_base_model(teacher: Checkpoint, checkpoint: Checkpoint, source: Mapping[str, Any]) -> bool:

@@ -93,7 +93,9 @@ class TrainOptions(Options):
         "auto", "Model to distill from. auto: the base model recorded in gqa_conversion.json, if it is still there; "
         "none: train on text alone.", metavar="MODEL")
     seed: int = option(0, "Random seed of data order and sampling.", SEED)
-    save_every: int | None = option(None, "Save a state every STEPS steps.", COUNT, metavar="STEPS", free=True)
+    save_every: int | None = option(
+        None, "Save a state every STEPS steps.  [default: every ten minutes, or less often if saving takes long]",
+        COUNT, metavar="STEPS", free=True)
     keep_state: bool = option(False, "Keep DIR-state after the end.", free=True)
     trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code", methods="")
     overwrite: bool = option(False, "Start over, and replace the checkpoint at DIR once the new one is complete.",

@@ -5,24 +5,26 @@ unchanged, so whatever loads the source loads the result.
 from __future__ import annotations
 
 import json
-import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing, plural
+from gqa.checkpoint.errors import OutputError, RefusedError, UnfinishedError, explain, listing, plural
 from gqa.checkpoint.files import TensorSpec, new_shard, shard_names, write_index
-from gqa.checkpoint.loading import on_main, out_of_memory
+from gqa.checkpoint.loading import from_main, model_class, on_main, out_of_memory
 from gqa.checkpoint.names import saved_tensors
 from gqa.checkpoint.provenance import (
     METRICS,
     PROVENANCE,
     UPTRAINING,
+    path_of_record,
     read_record,
     relative_path,
     request,
@@ -30,87 +32,244 @@ from gqa.checkpoint.provenance import (
     versions,
 )
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
-from gqa.checkpoint.write import OutputDirectory, copy_file, finite, require_space, write_tensor, write_text
+from gqa.checkpoint.write import copy_file, finite, require_space, write_tensor, write_text
 from gqa.corpus.sources import parse_self
 from gqa.uptrain.card import CARD, trained_card
 from gqa.uptrain.loop import evaluation_interval, train, warmup_steps
 from gqa.uptrain.models import is_base_model
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.setup import Setup
-from gqa.uptrain.state import TrainingProgress
-from gqa.uptrain.weights import gather, merge_adapters
+from gqa.uptrain.setup import Run, Setup
+from gqa.uptrain.state import WEIGHTS, State, TrainingProgress
+from gqa.uptrain.weights import gather, merge_adapters, trained_bytes
 
 # The two held-out losses, in words.
 DISTILLATION, CROSS_ENTROPY = "KL divergence", "cross-entropy"
 _WRITTEN = frozenset({CARD, UPTRAINING, METRICS})
+ReadTensor = Callable[[TensorSpec], Tensor]  # a tensor of the result, in its stored dtype
 
 
-def uptrain(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, dict[str, Any]]:
-    """Train and write the checkpoint to `options.output`; return the progress and the record in it. Raises what `train`
-    raises, and OutputError.
+def uptrain(run: Run, watcher: Watcher = SILENT) -> tuple[TrainingProgress, dict[str, Any]]:
+    """Train and write the checkpoint to `options.output`; return the progress and the record in it.
+
+    The trained weights are saved before the checkpoint is written: whatever fails then, the same options continue
+    there.
+    Raises what `train` raises, OutputError, and UnfinishedError if work was done that the same options continue.
     """
-    with setup.states.lock(keep=setup.start is not None):
-        try:
-            progress, weights = train(setup, watcher)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                if not setup.options.compile:
-                    raise
-                raise RefusedError(f"training with --compile failed ({explain(error, 200)}); leave it out") from error
-            raise RefusedError(
-                f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
-                f"{setup.micro_batch}) or --context (now {setup.options.block:,}), or give --checkpointing, "
-                "--train lora or --optimizer adafactor"
+    with run.states.lock():
+        run = _look_again(run)
+        start = run.start
+        if start is None:
+            on_main(run.states.clear)
+        if start and start.is_trained:
+            record = adapted_record(run, start.record["result"])
+            on_main(lambda: _finish(run, record, saved_tensors_of(run.checkpoint, start)))
+            return _progress_of(start), record
+
+        assert isinstance(run, Setup)
+        return _train_and_write(run, watcher)
+
+
+def _look_again(run: Run) -> Run:
+    """The run with the state from which it continues now that no other run can change it: another run of the same
+    command may have saved one, or ended, since it was prepared. Raises RefusedError.
+    """
+    start = from_main(lambda: run.states.start(run.run))
+    on_main(run.open_output)  # checks it: the other run may have written it
+    if start is None and run.start is not None:
+        raise RefusedError("another run of the same command ended while this one was prepared; repeat the command")
+    batch_size = start and start.record["batch_size"]
+    if start and not start.is_trained and batch_size != run.options.batch_size:
+        raise RefusedError(
+            f"another run of the same command saved step {start.record['step']:,} with {batch_size} blocks a step "
+            "while this one was prepared; repeat the command to continue from there"
+        )
+    return replace(run, start=start)
+
+
+def _train_and_write(setup: Setup, watcher: Watcher) -> tuple[TrainingProgress, dict[str, Any]]:
+    states = setup.states
+    on_main(lambda: _check_result(setup))
+    try:
+        progress, weights = train(setup, watcher)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            if not setup.options.compile:
+                raise
+            raise RefusedError(f"training with --compile failed ({explain(error, 200)}); leave it out") from error
+        advice = (
+            f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
+            f"{setup.micro_batch}) or --context (now {setup.options.block:,}), or give --checkpointing, "
+            "--train lora or --optimizer adafactor"
+        )
+        if states.complete():
+            raise UnfinishedError(
+                f"{advice}. With --micro-batch or --checkpointing the same command continues: {states.remains()}"
             ) from error
-        record, whole = finite(record_of(setup, progress)), gather(weights)
-        on_main(lambda: _export(setup, whole, record))
+        raise RefusedError(advice) from error
+
+    record, whole = finite(record_of(setup, progress)), gather(weights)
+    on_main(lambda: _save_and_write(setup, whole, progress, record))
     return progress, record
 
 
-def _export(setup: Setup, weights: dict[str, Tensor], record: dict[str, Any]) -> None:
-    """Write and verify the checkpoint, then remove the training states. Empty `weights`: copy the source's.
-
-    The directory appears only when it is complete.
+def _check_result(setup: Setup) -> None:
+    """Make everything of the result but its weights, as it will be made after training, and check the space for it, so
+    that what is wrong is refused before the first step. Raises RefusedError and OutputError.
     """
-    options, source = setup.options, setup.checkpoint
-    assert options.output
-    with OutputDirectory(options.output, source.directory, options.overwrite) as output:
+    source = setup.checkpoint
+    try:
+        record = finite(record_of(setup, TrainingProgress()))
+        json.dumps(record)
+        _card(setup, setup.out.name, record)
+        _conversion_record(setup, record)
+    except OSError:
+        raise
+    except Exception as error:  # of a library that writes cards, or ours
+        raise RefusedError(
+            f"the record or the model card of {source.name} cannot be carried into the result ({explain(error)}); "
+            f"remove {PROVENANCE}, {UPTRAINING} or README.md from {source.directory}"
+        ) from error
+    for name in ("config.json", *source.side_files):
+        with source.path(name).open("rb") as stream:
+            stream.read(1)
+    setup.states.check_space(trained_bytes(setup.model, source), source.nbytes)
+
+
+def _save_and_write(setup: Setup, whole: dict[str, Tensor], progress: TrainingProgress, record: dict[str, Any]) -> None:
+    """Save the trained weights, then write the result from there."""
+    source, states = setup.checkpoint, setup.states
+    stored = saved_tensors(setup.model, merge_adapters(whole)) if whole else {}
+
+    def trained(spec: TensorSpec) -> Tensor:
+        return _cast(stored[spec.name], spec) if spec.name in stored else source.read(spec)
+
+    changed = [
+        spec for spec in source.tensors.values() if spec.name in stored and _differs(trained(spec), source, spec)
+    ]
+
+    def write(path: Path) -> None:
+        with new_shard(path, changed) as target:
+            for spec in changed:
+                write_tensor(target, trained(spec))
+
+    size = sum(spec.nbytes for spec in changed)
+    more = {"batch_size": setup.options.batch_size, "stream": list[Any](), "unreadable_text": False, "result": record}
+    try:
+        state = states.save_trained(write, vars(progress) | setup.run | more, size, source.nbytes)
+    except OutputError:  # the result itself may still fit
+        _finish(setup, record, trained)
+        return
+    if not setup.options.keep_state:
+        states.drop_steps()
+    _finish(setup, record, saved_tensors_of(source, state))
+
+
+def _differs(tensor: Tensor, source: Checkpoint, spec: TensorSpec) -> bool:
+    """Whether any byte of a stored tensor has changed."""
+    before = source.read(spec)
+    return not torch.equal(*(one.contiguous().reshape(-1).view(torch.uint8) for one in (tensor, before)))
+
+
+def saved_tensors_of(source: Checkpoint, state: State) -> ReadTensor:
+    """Read tensors of the result: those that `_save_and_write` has saved in `state`, and else those of the source."""
+    from safetensors import safe_open
+
+    try:
+        file: Any = safe_open(state.path / WEIGHTS, framework="pt")
+        names = set(file.keys())
+    except Exception as error:  # of the safetensors library
+        raise RefusedError(
+            f"the trained weights in {state.path} cannot be read ({explain(error)}); delete that directory, and the "
+            "same command continues from the state before, if there is one"
+        ) from error
+
+    def read(spec: TensorSpec) -> Tensor:
+        if spec.name not in names:
+            return source.read(spec)
+        tensor: Tensor = file.get_tensor(spec.name)
+        return tensor
+
+    return read
+
+
+def _finish(run: Run, record: dict[str, Any], tensor_of: ReadTensor) -> None:
+    """Write the result, then remove the training states. Raises UnfinishedError, whatever goes wrong."""
+    try:
+        _export(run, record, tensor_of)
+    except Exception as error:  # a full disk, a name that is taken, a mistake of ours: the weights must not be lost
+        reason = str(error) if isinstance(error, OutputError | RefusedError) else explain(error)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            reason = f"{error.filename}: {error.strerror}"
+        raise UnfinishedError(f"the result could not be written: {reason}. But {run.states.remains()}") from error
+    with suppress(OSError):  # the result is complete: what stays of the states is no reason to fail
+        run.states.finish(run.options.keep_state)
+
+
+def _export(run: Run, record: dict[str, Any], tensor_of: ReadTensor) -> None:
+    """Write and verify the checkpoint. The directory appears only when it is complete."""
+    source = run.checkpoint
+    with run.open_output() as output:
         work = output.work
         require_space(source.nbytes, output.out)
-        _write_weights(setup.model, weights, source, work)
+        _write_weights(source, tensor_of, work)
         for name in ("config.json", *source.side_files):
             if name not in _WRITTEN:
                 copy_file(source.path(name), work / name)
-        base = record["conversion"].get("source") if isinstance(record["conversion"], dict) else None
-        if isinstance(base, dict) and base.get("path"):  # from the new place; users edit such files
-            base["path"] = relative_path(source.directory / str(base["path"]), output.out)
-            write_text(work / PROVENANCE, json.dumps(record["conversion"], indent=2) + "\n")
-        copy_file(setup.metrics, work / METRICS)
-        write_text(work / CARD, trained_card(source, output.out.name, type(setup.model), record))
+        if conversion := _conversion_record(run, record):
+            write_text(work / PROVENANCE, json.dumps(conversion, indent=2) + "\n")
+        if run.metrics.is_file():
+            copy_file(run.metrics, work / METRICS)
+        else:  # users delete it
+            write_text(work / METRICS, "")
+        write_text(work / CARD, _card(run, output.out.name, record))
+
         tables = (one.tensors.items() for one in (source, read_checkpoint(work)))
         expected, written = ({(name, spec.dtype, spec.shape) for name, spec in table} for table in tables)
         if wrong := {name for name, *_ in expected ^ written}:
             raise OutputError(f"the result does not verify: {listing(wrong)} differ from {source.name}")
         output.commit(UPTRAINING, record)
-    if not options.keep_state:
-        for state in setup.states.complete():
-            shutil.rmtree(state, ignore_errors=True)
-        setup.metrics.unlink(missing_ok=True)
 
 
-def _write_weights(model: PreTrainedModel, weights: dict[str, Tensor], source: Checkpoint, work: Path) -> None:
-    """Write the weight files with their tensors in the source's order; copy tensors that the class does not use.
+def _conversion_record(run: Run, record: dict[str, Any]) -> dict[str, Any] | None:
+    """The record of the conversion, with the path of the base model from the result's place, also in `record`; None if
+    it has none: users edit such files.
+    """
+    conversion = record["conversion"]
+    base = conversion.get("source") if isinstance(conversion, dict) else None
+    if not isinstance(base, dict) or not base.get("path"):
+        return None
+    path = path_of_record(base["path"])
+    base["path"] = relative_path(run.checkpoint.directory / path, run.out) if path else None
+    return dict(conversion)
 
-    Raises OutputError if a number is too large for its dtype.
+
+def _card(run: Run, name: str, record: dict[str, Any]) -> str:
+    model = model_class(run.config, run.options.trust_remote_code)
+    return trained_card(run.checkpoint, name, model, record)
+
+
+def _progress_of(state: State) -> TrainingProgress:
+    return TrainingProgress(**{name: state.record[name] for name in vars(TrainingProgress())})
+
+
+def adapted_record(run: Run, record: dict[str, Any]) -> dict[str, Any]:
+    """The record of trained weights for this run, whose result may go elsewhere."""
+    options = request(run.options, run.run["argv"])
+    conversion = read_record(run.checkpoint, PROVENANCE)  # with the path from the checkpoint's place
+    changed = {name: value for name, value in options["options"].items() if name in ("output", "overwrite")}
+    return {**record, "argv": options["argv"], "options": record["options"] | changed, "conversion": finite(conversion)}
+
+
+def _write_weights(source: Checkpoint, tensor_of: ReadTensor, work: Path) -> None:
+    """Write the weight files with their tensors in the source's order. Raises OutputError if a number is too large for
+    its dtype.
     """
     files = [list(part) for _, part in groupby(source.tensors.values(), key=lambda spec: spec.file)]
     shards = dict(zip(shard_names(len(files)), files, strict=True))
-    stored = saved_tensors(model, merge_adapters(weights)) if weights else {}
     for file, specs in shards.items():
         with new_shard(work / file, specs) as target:
             for spec in specs:
-                copied = spec.name not in stored
-                write_tensor(target, source.read(spec) if copied else _cast(stored[spec.name], spec))
+                write_tensor(target, tensor_of(spec))
     write_index(work, shards)
 
 
@@ -121,8 +280,11 @@ def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return cast
 
 
-def plan_lines(setup: Setup) -> list[str]:
+def plan_lines(run: Run) -> list[str]:
     """The plan of a run for people."""
+    if not isinstance(run, Setup):
+        return [f"continues   training is done, in {run.states.directory}: only the result is written"]
+    setup = run
     options, data, model = setup.options, setup.dataloader, setup.model
     parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     on_average = "" if data.pair_tokens is None else " on average"
@@ -162,7 +324,7 @@ def measure_of(options: TrainOptions) -> str:
     return f"{DISTILLATION} from the teacher" if options.distills else CROSS_ENTROPY
 
 
-def result_lines(setup: Setup, progress: TrainingProgress) -> list[str]:
+def result_lines(setup: Run, progress: TrainingProgress) -> list[str]:
     """The result for people."""
     lines, before, after = [], progress.heldout_before, progress.heldout_after
     if before and after:

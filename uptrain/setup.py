@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,21 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.hub import default_output, open_model
-from gqa.checkpoint.loading import check_predicts_tokens, find_device, load_tokenizer, ranks, read_auto_config
+from gqa.checkpoint.loading import (
+    check_predicts_tokens,
+    find_device,
+    from_main,
+    load_tokenizer,
+    ranks,
+    read_auto_config,
+)
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import OutputDirectory, require_space
 from gqa.convert.heads.config import check_config
 from gqa.uptrain.dataloader import Dataloader, build_data
 from gqa.uptrain.models import build_model, build_teacher, check_exportable, check_teacher, settle
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.state import State, States, describe_run
+from gqa.uptrain.state import METRICS_LOG, State, States, describe_run, find_states
 from gqa.uptrain.training_model import TrainingModel
 from gqa.uptrain.weights import shard_model
 
@@ -33,23 +40,20 @@ _ACCELERATE = {name: short for short, name in _PRECISION.items()}
 
 
 @dataclass(frozen=True)
-class Setup:
-    """A run that is ready to start, with everything checked that can be checked before the first step.
+class Run:
+    """A run whose options are decided, and whose model and text are known, but not loaded.
 
-    `options`: with all defaults decided. `teacher_text`: the teacher, or why there is none, in words. `training_model`:
-    the model with its loss and its teacher. `micro_batch`: blocks of one forward pass on one process. `run`: of
-    `describe_run`. `start`: the state from which it continues.
+    `options`: with teacher, data and length decided. `out`: the output directory. `teacher_text`: the teacher, or why
+    there is none, in words. `run`: of `describe_run`. `start`: the state from which it continues.
     """
 
     options: TrainOptions
+    out: Path
     teacher_text: str
     accelerator: Accelerator
     checkpoint: Checkpoint
     teacher_checkpoint: Checkpoint | None
-    model: PreTrainedModel
-    training_model: TrainingModel
-    dataloader: Dataloader
-    micro_batch: int
+    config: Any
     states: States
     run: dict[str, Any]
     start: State | None
@@ -57,18 +61,51 @@ class Setup:
     @property
     def metrics(self) -> Path:
         """The log of every step."""
-        return self.states.directory / "metrics.jsonl"
+        return self.states.directory / METRICS_LOG
+
+    def open_output(self) -> OutputDirectory:
+        """The output, not yet created. Raises RefusedError if it must not be."""
+        return OutputDirectory(self.out, self.checkpoint.directory, self.options.overwrite)
 
 
-def prepare(options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = SILENT) -> Setup:
-    """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
+@dataclass(frozen=True)
+class Setup(Run):
+    """A run that is ready to start, with everything checked that can be checked before the first step.
 
-    `argv`: arguments of the command. `watcher` shows the progress of sampling.
+    `options`: with all defaults decided. `training_model`: the model with its loss and its teacher. `micro_batch`:
+    blocks of one forward pass on one process.
     """
+
+    model: PreTrainedModel
+    training_model: TrainingModel
+    dataloader: Dataloader
+    micro_batch: int
+
+
+def prepare(
+    options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = SILENT, *, found_elsewhere: bool = True
+) -> Run:
+    """A `Setup`, with everything opened and checked; only a `Run` if an earlier one has trained the weights already and
+    could not write its result. Raises RefusedError or CorpusError, before anything is written.
+
+    `argv`: arguments of the command. `watcher` shows the progress of sampling. `found_elsewhere`: whether a run with
+    another output continues this one if it stops, and the other way round.
+    """
+    run = open_run(options, argv, watcher, found_elsewhere)
+    if run.start and run.start.is_trained:
+        return run
+    return build_setup(run, watcher)
+
+
+def open_run(
+    options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = SILENT, found_elsewhere: bool = True
+) -> Run:
+    """Decide the options of a run and look for its states. Raises RefusedError, CorpusError, OutputError."""
     processes = ranks().num_processes
     output = options.output or default_output(options.model, "-uptrained")
     options = replace(options, output=output)
     options.check(processes)
+
     checkpoint = open_model(options.model, options.revision)
     for warning in checkpoint.warnings:
         watcher.warn(warning)
@@ -79,16 +116,27 @@ def prepare(options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = 
     check_predicts_tokens(config, checkpoint.name, options.trust_remote_code)
     options, base, teacher_text = settle(options, checkpoint)
     options.check(processes)
+
     out = OutputDirectory(output, checkpoint.directory, options.overwrite).out  # refuses a bad output now
     require_space(checkpoint.nbytes, out)
+
     accelerator = make_accelerator(options)
     options = replace(options, precision=_PRECISION[accelerator.mixed_precision])
-    states = States(out.with_name(f"{out.name}-state"))
-    device = str(accelerator.device)
-    run = describe_run(options, checkpoint, base, device, argv)
-    if start := states.start(run):  # the default batch may depend on the number of processes
-        options = replace(options, batch_size=start.record["batch_size"])
+    run = describe_run(options, checkpoint, base, str(accelerator.device), argv)
+    directory = out.with_name(f"{out.name}-state")
+    states = find_states(directory, run) if found_elsewhere else States(directory)
+    start = from_main(lambda: states.start(run))
+    return Run(options, out, teacher_text, accelerator, checkpoint, base, config, states, run, start)
+
+
+def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
+    """Load models and text of a run. Raises RefusedError and CorpusError."""
+    options, checkpoint, base, accelerator = run.options, run.checkpoint, run.teacher_checkpoint, run.accelerator
+    processes = ranks().num_processes
+    if run.start:  # the default batch may depend on the number of processes
+        options = replace(options, batch_size=run.start.record["batch_size"])
         options.check(processes)
+
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     model = build_model(options, checkpoint, accelerator)
     teacher = build_teacher(options, base, accelerator) if base else None
@@ -98,15 +146,16 @@ def prepare(options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = 
     if accelerator.is_fsdp2:
         shard_model(training, checkpoint, accelerator)
     check_exportable(model, checkpoint)  # weights are read: it is known which of several tied names are stored
+
+    device = str(accelerator.device)
     dataloader = build_data(options, checkpoint, base, model.config, tokenizer, device, watcher)
     options = dataloader.options
     share = options.blocks_per_step // processes
     micro_batch = options.micro_batch or share
     accelerator.gradient_accumulation_steps = share // micro_batch
-    return Setup(
-        options, teacher_text, accelerator, checkpoint, base, model, training, dataloader, micro_batch, states, run,
-        start,
-    )  # fmt: skip
+
+    known = {one.name: getattr(run, one.name) for one in fields(Run)} | {"options": options}
+    return Setup(**known, model=model, training_model=training, dataloader=dataloader, micro_batch=micro_batch)
 
 
 def make_accelerator(options: TrainOptions) -> Accelerator:

@@ -62,6 +62,18 @@ def prepare_model(accelerator: Accelerator, training: Any, optimizer: Any) -> tu
     return training, accelerator.prepare_optimizer(optimizer)
 
 
+def trained_bytes(model: PreTrainedModel, checkpoint: Checkpoint) -> int:
+    """Bytes of the tensors of a checkpoint that training may change, as they are stored."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    trained = {
+        name
+        for name, parts in adapter_parts(parameters).items()
+        if any(parameters[part].requires_grad for part in parts)
+    }
+    changed = [stored for stored, (_, names) in sources(model).items() if trained.intersection(names)]
+    return sum(checkpoint.tensors[stored].nbytes for stored in changed if stored in checkpoint.tensors)
+
+
 def gather(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole weights in the host's memory of the first process, gathered one at a time; nothing in the others."""
     whole = {}

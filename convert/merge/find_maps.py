@@ -7,8 +7,8 @@ calibrated, so no model is loaded for it.
 from __future__ import annotations
 
 import json
+import os
 import re
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -27,6 +27,7 @@ from gqa.checkpoint.errors import CorruptError, RefusedError, differences
 from gqa.checkpoint.json_text import parse_json
 from gqa.checkpoint.loading import out_of_memory, predicts_tokens
 from gqa.checkpoint.provenance import checkpoint_digest, portable, versions
+from gqa.checkpoint.work import claim, fingerprint, is_ours, remove
 from gqa.checkpoint.write import replacing
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.modules import attention_modules
@@ -42,6 +43,7 @@ CHECKED = 8192  # tokens of the comparison with the base model, at most
 _COPIES = 16  # blocks whose beginnings are read twice, for recall
 _SHORTEST = 16  # tokens of a block that shows recall
 _INTERVAL = 20  # seconds between states, which may take gigabytes
+_PURPOSE = "finished layers"  # of the directory of `FinishedLayers`
 
 
 @contextmanager
@@ -253,12 +255,17 @@ class FinishedLayers:
 
     def __init__(self, out: Path, description: Mapping[str, Any], overwrite: bool, holds_out: bool) -> None:
         """Count the finished layers of a run with the same description. Raises RefusedError for layers of another run;
-        with `overwrite` these are removed.
+        with `overwrite` these are removed. Raises it in any case for a directory that no run of ours has made.
 
         holds_out: Whether text is held out for the check, and so is no calibration text. A run that continues another
             one takes the same text, whether or not it checks the result.
         """
         self.directory = out.absolute().with_name(f".{out.absolute().name}.gqa-work")
+        if os.path.lexists(self.directory) and not is_ours(self.directory, _PURPOSE):
+            raise RefusedError(
+                f"{self.directory} was not left by a run of gqa; move it away or give another directory with -o"
+            )
+
         self._state, self._description = self.directory / "state.safetensors", description
         self.holds_out = holds_out
         self.count, self.errors, self._saved = 0, list[float | None](), time.monotonic()
@@ -288,7 +295,8 @@ class FinishedLayers:
         self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor] | None = None, error: float | None = None
     ) -> None:
         """Store one more layer with its error, and the state after it if it is time; another run continues there."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        if not self.directory.exists():
+            claim(self.directory, _PURPOSE, fingerprint(self._description))
         _save(self.directory / f"{self.count:05d}.safetensors", tensors)
         self.count += 1
         if state is not None:
@@ -314,4 +322,5 @@ class FinishedLayers:
     def remove(self, keep: bool = False) -> None:
         """Remove the layers; with `keep` only if no run can continue after them."""
         if not (keep and self._state.exists()):
-            shutil.rmtree(self.directory, ignore_errors=True)
+            with suppress(OSError):  # what stays is removed by the next run
+                remove(self.directory, _PURPOSE)

@@ -6,8 +6,11 @@ so that a longer run continues a shorter or an interrupted one, and every rank a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +34,7 @@ from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import FILLED, cache_name, free_memory, load_tokenizer, native_bfloat16
 from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.write import write_bytes
 from gqa.convert.heads.config import read_config
 from gqa.convert.merge.layerwise import attend_sdpa, register
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
@@ -177,8 +181,13 @@ def store_batches(
     identity: str, size: int, batch: int, rows: int, sample: Callable[[Sequence[int]], Iterable[Tensor]]
 ) -> Path:
     """A file in the cache of `datasets`, named by the hash of `identity`, with at least `rows` rows (size,) of int32.
-    `sample(numbers)` yields the missing batches of `batch` rows with these numbers, one or several at a time. Raises
-    RefusedError and CacheError.
+
+    `sample(numbers)` yields the missing batches of `batch` rows with these numbers, one or several at a time. Each is
+    durable before the next is sampled, and stays if one fails: another call continues there.
+
+    Raises:
+        RefusedError: The text cannot be sampled.
+        CacheError: The cache cannot be written, or is too small, as far as that is known before anything is sampled.
     """
     name = hashlib.sha256(identity.encode()).hexdigest()[:32]
     path = datasets_cache() / "gqa-samples" / f"{name}.int32"
@@ -192,13 +201,24 @@ def _append_batches(
     path: Path, size: int, batch: int, rows: int, sample: Callable[[Sequence[int]], Iterable[Tensor]]
 ) -> None:
     """Append the batches that a file lacks; see `store_batches`."""
-    with FileLock(f"{path}.lock"), path.open("ab") as file:
-        stored = file.tell() // (4 * size * batch)
-        file.truncate(4 * size * batch * stored)  # drop the partial batch of an interrupted run
-        if missing := range(stored, -(-rows // batch)):
-            for ids in sample(missing):
-                file.write(ids.numpy().astype(np.int32).tobytes())
-                file.flush()
+    batch_bytes = 4 * size * batch
+    batches = -(-rows // batch)
+    with FileLock(f"{path}.lock"), path.open("ab", buffering=0) as file:
+        stored = file.tell() // batch_bytes
+        file.truncate(batch_bytes * stored)  # drop the partial batch of an interrupted run
+        missing = range(stored, batches)
+        if not missing:
+            return
+
+        needed = batch_bytes * len(missing)
+        free = shutil.disk_usage(path.parent).free
+        if free < needed:
+            reason = f"{needed:,} bytes of generated text do not fit into the {free:,} that are free"
+            raise OSError(errno.ENOSPC, reason, str(path))
+
+        for ids in sample(missing):
+            write_bytes(file, ids.numpy().astype(np.int32).tobytes())
+            os.fsync(file.fileno())
 
 
 def at_once(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:

@@ -15,6 +15,8 @@ from typing import Any
 from gqa.checkpoint.console import SILENT, Watcher, is_interactive
 from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain, one_line, plural
 from gqa.checkpoint.loading import check_predicts_tokens
+from gqa.checkpoint.work import claim, remove
+from gqa.checkpoint.write import write_text
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.plan import make_plan
 from gqa.corpus.sources import parse_sources, row_digest
@@ -37,6 +39,7 @@ class Ablation:
         if not options.model:
             raise RefusedError("no model is named; give a directory or a hub id")
         self.subject = open_subjects([options.model], options.trust_remote_code)[0]
+        self._kept = set[str]()  # conversions of cells that failed, and that the next run can continue
         self._commands = options.commands  # with the model as the caller named it
         self.options = options = replace(options, model=self.subject.path)
         check_predicts_tokens(self.subject.config, self.subject.name, options.trust_remote_code)
@@ -83,10 +86,13 @@ class Ablation:
         Raises OutputError if rows cannot be written, StoppedError after a signal: the same call continues.
         """
         options, evaluation = self.options, self.options.evaluation
+        # Before anything of ours is in the directory: another study may have been made in it since it was checked.
+        rows.check_directory(options.output, self._identity, options.overwrite)
         with rows.locked_work(options.output) as self._work:
+            rows.check_directory(options.output, self._identity, options.overwrite)
             if options.overwrite or not rows.read_rows(options.output):
                 rows.remove_work(self._work)
-                for name in rows.FILES:
+                for name in rows.FILES if rows.read_rows(options.output) else [rows.ROWS]:
                     (options.output / name).unlink(missing_ok=True)
             measured = [cell for cell, row in rows.read_rows(options.output).items() if not row["error"]]
             if cells := [cell for cell in self.cells if cell not in measured]:
@@ -99,7 +105,7 @@ class Ablation:
                     converted = (cell for cell in cells if not cell.is_base_model)
                     for _, group in groupby(converted, lambda cell: cell.conversion):
                         self._measure_conversion([*group])
-            rows.remove_work(self._work)
+            rows.remove_work(self._work, self._kept)
 
     def _add_row(self, cell: Cell, error: str | None = None, **columns: Any) -> None:
         options = self.options
@@ -114,12 +120,17 @@ class Ablation:
 
     @contextmanager
     def _add_errors(self, cells: Sequence[Cell]) -> Iterator[None]:
-        """Turn any error of the block, except StoppedError, into a row of each cell with that error."""
+        """Turn any error of the block, except StoppedError, into a row of each cell with that error.
+
+        What was done for these cells is kept, unless they would fail in the same way again.
+        """
         try:
             yield
         except StoppedError:
             raise
         except Exception as error:
+            if not isinstance(error, RefusedError | DivergedError):
+                self._kept |= {cell.conversion for cell in cells}
             is_ours = isinstance(error, RefusedError | OutputError | DivergedError)
             reason = one_line(str(error) if is_ours else f"{type(error).__name__}: {explain(error)}")
             for cell in cells:
@@ -145,7 +156,7 @@ class Ablation:
         Raises StoppedError after a signal during training, and OutputError.
         """
         directory = self._work / cells[0].conversion
-        directory.mkdir(exist_ok=True)
+        claim(directory, rows.CONVERSION)
         converted, start = None, time.perf_counter()
         with self._add_errors(cells):
             converted = self._convert(cells[0], directory)
@@ -156,7 +167,15 @@ class Ablation:
                 row = self._measure_cell(cell, converted)
             if row:
                 self._add_row(cell, seconds_converting=seconds, **row)
-        shutil.rmtree(directory)
+                for trained in self._trained(cell):  # only now: if the row cannot be written, they are still there
+                    shutil.rmtree(trained, ignore_errors=True)
+        if directory.name not in self._kept:
+            remove(directory, rows.CONVERSION)
+
+    def _trained(self, cell: Cell) -> list[Path]:
+        """Where the checkpoint that is trained for a cell is written, and the states of its training."""
+        path = self._work / cell.conversion / f"alpha-{cell.alpha:g}"
+        return [path, path.with_name(f"{path.name}-state")]
 
     def _convert(self, cell: Cell, directory: Path) -> Path:
         """Path of the converted checkpoint, or of the base model for a cell that merges no heads. The conversion of an
@@ -175,16 +194,32 @@ class Ablation:
         """Train a cell and measure it; return its columns."""
         options, comparison = self.options, self._comparison
         row: rows.Row = {"train_tokens": 0, "seconds_training": 0.0}
-        path, start = converted, time.perf_counter()
+        path = converted
         if cell.alpha:
-            path = self._work / cell.conversion / f"alpha-{cell.alpha:g}"
-            training = options.training(cell.alpha, converted, path)
-            setup = prepare(training)
-            progress, _ = uptrain(setup)
-            row |= {"train": setup.options.train, "train_tokens": progress.tokens, "train_loss": progress.loss}
-            row["seconds_training"] = time.perf_counter() - start
-        subject, start = open_subjects([str(path)], options.trust_remote_code)[0], time.perf_counter()
+            path = self._trained(cell)[0]
+            row |= self._train(cell, converted, path)
+
+        start = time.perf_counter()
+        subject = open_subjects([str(path)], options.trust_remote_code)[0]
         row |= rows.columns_of(comparison.measure(subject, {}), subject.cache, self.subject.cache)
-        if cell.alpha:
-            shutil.rmtree(path)
         return row | {"seconds_evaluating": time.perf_counter() - start}
+
+    def _train(self, cell: Cell, converted: Path, path: Path) -> rows.Row:
+        """Train a cell to the checkpoint `path` and return its columns. A checkpoint that an interrupted run has
+        trained but not measured is used as it is: its columns are stored next to it.
+        """
+        columns = path.with_name(f"{path.name}.json")
+        if path.is_dir() and columns.is_file():
+            return dict(json.loads(columns.read_text()))
+
+        start = time.perf_counter()
+        setup = prepare(self.options.training(cell.alpha, converted, path), found_elsewhere=False)
+        progress, record = uptrain(setup)
+        row = {
+            "train": record["options"]["train"],
+            "train_tokens": progress.tokens,
+            "train_loss": progress.loss,
+            "seconds_training": time.perf_counter() - start,
+        }
+        write_text(columns, json.dumps(row) + "\n")
+        return row
