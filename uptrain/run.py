@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.errors import OutputError, RefusedError, UnfinishedError, explain, listing, plural
@@ -138,14 +139,8 @@ def _check_result(setup: Setup) -> None:
 def _save_and_write(setup: Setup, whole: dict[str, Tensor], progress: TrainingProgress, record: dict[str, Any]) -> None:
     """Save the trained weights, then write the result from there."""
     source, states = setup.checkpoint, setup.states
-    stored = saved_tensors(setup.model, merge_adapters(whole)) if whole else {}
-
-    def trained(spec: TensorSpec) -> Tensor:
-        return _cast(stored[spec.name], spec) if spec.name in stored else source.read(spec)
-
-    changed = [
-        spec for spec in source.tensors.values() if spec.name in stored and _differs(trained(spec), source, spec)
-    ]
+    trained = result_tensors(setup.model, whole, source)
+    changed = [spec for spec in source.tensors.values() if whole and _differs(trained(spec), source, spec)]
 
     def write(path: Path) -> None:
         with new_shard(path, changed) as target:
@@ -162,6 +157,18 @@ def _save_and_write(setup: Setup, whole: dict[str, Tensor], progress: TrainingPr
     if not setup.options.keep_state:
         states.drop_steps()
     _finish(setup, record, saved_tensors_of(source, state))
+
+
+def result_tensors(model: PreTrainedModel, weights: dict[str, Tensor], source: Checkpoint) -> ReadTensor:
+    """Make tensors of the result from whole trained weights; read those that the class does not use from the source,
+    and all if there are no weights. What is returned raises OutputError if a number is too large for its dtype.
+    """
+    stored = saved_tensors(model, merge_adapters(weights)) if weights else {}
+
+    def read(spec: TensorSpec) -> Tensor:
+        return _cast(stored[spec.name], spec) if spec.name in stored else source.read(spec)
+
+    return read
 
 
 def _differs(tensor: Tensor, source: Checkpoint, spec: TensorSpec) -> bool:
@@ -261,9 +268,7 @@ def adapted_record(run: Run, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_weights(source: Checkpoint, tensor_of: ReadTensor, work: Path) -> None:
-    """Write the weight files with their tensors in the source's order. Raises OutputError if a number is too large for
-    its dtype.
-    """
+    """Write the weight files with their tensors in the source's order."""
     files = [list(part) for _, part in groupby(source.tensors.values(), key=lambda spec: spec.file)]
     shards = dict(zip(shard_names(len(files)), files, strict=True))
     for file, specs in shards.items():
