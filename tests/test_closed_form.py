@@ -17,8 +17,8 @@ from transformers.activations import ACT2FN
 from gqa.checkpoint.loading import as_float64
 from gqa.convert.api import plan_conversion
 from gqa.convert.heads.family import Rotary
-from gqa.convert.merge import closed_form, from_weights, linear_algebra
-from gqa.convert.merge.closed_form import output_roots, significance_of
+from gqa.convert.merge import from_weights, linear_algebra, sensitivity
+from gqa.convert.merge.sensitivity import output_roots, query_sensitivity
 from gqa.convert.merge.from_weights import InputMoments, Mlp, gram
 from gqa.convert.merge.linear_algebra import shared_key, shared_value
 
@@ -121,7 +121,7 @@ def test_keys_across_frequencies_have_the_least_error_of_scores() -> None:
 @pytest.mark.parametrize("rows", [1, 6])
 def test_what_an_error_of_scores_does_without_a_mask(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Causal layers are given no mask either: then rows are those of a triangle. In others a query sees all keys."""
-    monkeypatch.setattr(closed_form, "SCORES", 2 * 6 * rows)
+    monkeypatch.setattr(sensitivity, "SCORES", 2 * 6 * rows)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 6, 8, generator=generator) for _ in range(3))
     roots = output_roots(torch.randn(2, 8, 8, generator=generator))
@@ -129,12 +129,12 @@ def test_what_an_error_of_scores_does_without_a_mask(rows: int, monkeypatch: pyt
     for bias in (None, plain):
         for causal in (True, False):
             mask = torch.ones(1, 1, 6, 6).tril(0 if causal else 6)
-            found = significance_of(q, k, v, None, 0.3, roots, ones, bias, causal)
+            found = query_sensitivity(q, k, v, None, 0.3, roots, ones, bias, causal)
             for same in (mask.bool(), mask.log()):
-                torch.testing.assert_close(found, significance_of(q, k, v, same, 0.3, roots, ones, bias))
+                torch.testing.assert_close(found, query_sensitivity(q, k, v, same, 0.3, roots, ones, bias))
             assert bool(found[0][:, :, 0].max() < 0.1) is causal  # one key takes all
     bias = torch.zeros(1, 2, 6, 6).index_fill(3, torch.arange(1, 6), -torch.inf)
-    assert significance_of(q, k, v, None, 0.3, roots, ones, bias, False)[0].max() < 0.1, "a bias is part of the scores"
+    assert query_sensitivity(q, k, v, None, 0.3, roots, ones, bias, False)[0].max() < 0.1, "a bias is part of the scores"
 
 
 def test_scores_count_by_what_they_move() -> None:
@@ -144,7 +144,7 @@ def test_scores_count_by_what_they_move() -> None:
     mask = torch.ones(5, 5).tril().bool()[None, None].repeat(2, 1, 1, 1)
     mask[1, :, 3:, 0] = False
     weights = torch.rand(2, 5)
-    found, distances = significance_of(q, k, v, mask, 0.3, output_roots(w_o), weights)
+    found, distances = query_sensitivity(q, k, v, mask, 0.3, output_roots(w_o), weights)
     for head in range(4):
         keys, values = k[:, head // 2], v[:, head // 2] @ w_o[head]
         paid = (0.3 * q[:, head] @ keys.mT).masked_fill(~mask[:, 0], -torch.inf).softmax(-1)
