@@ -17,10 +17,11 @@ from transformers.activations import ACT2FN
 from gqa.checkpoint.loading import as_float64
 from gqa.convert.api import plan_conversion
 from gqa.convert.heads.family import Rotary
-from gqa.convert.merge import from_weights, linear_algebra, sensitivity
+from gqa.convert.merge import from_weights, sensitivity, shared_values
+from gqa.convert.merge.input_moments import InputMoments, Mlp, gram
 from gqa.convert.merge.sensitivity import output_roots, query_sensitivity
-from gqa.convert.merge.from_weights import InputMoments, Mlp, gram
-from gqa.convert.merge.linear_algebra import shared_key, shared_value
+from gqa.convert.merge.shared_keys import shared_key
+from gqa.convert.merge.shared_values import shared_value
 
 HEADS, REPEAT, DIM = 3, 2, 6
 OWNER = torch.arange(HEADS).repeat_interleave(REPEAT)
@@ -56,7 +57,7 @@ def test_alternating_steps_lose_less_than_their_start(monkeypatch: pytest.Monkey
     seen, values, outputs = made(1)
     found = shared_value(seen, values, outputs, OWNER)
     assert float((found.merge @ values @ found.merge.T).trace()) == pytest.approx(float(values.trace()) / HEADS)
-    monkeypatch.setattr(linear_algebra, "_VALUE_SWEEPS", 0)
+    monkeypatch.setattr(shared_values, "_SWEEPS", 0)
     start = shared_value(seen, values, outputs, OWNER)
     assert left(found.merge, found.back, seen, outputs) < 0.75 * left(start.merge, start.back, seen, outputs)
 
@@ -134,7 +135,8 @@ def test_what_an_error_of_scores_does_without_a_mask(rows: int, monkeypatch: pyt
                 torch.testing.assert_close(found, query_sensitivity(q, k, v, same, 0.3, roots, ones, bias))
             assert bool(found[0][:, :, 0].max() < 0.1) is causal  # one key takes all
     bias = torch.zeros(1, 2, 6, 6).index_fill(3, torch.arange(1, 6), -torch.inf)
-    assert query_sensitivity(q, k, v, None, 0.3, roots, ones, bias, False)[0].max() < 0.1, "a bias is part of the scores"
+    sensitivity, _ = query_sensitivity(q, k, v, None, 0.3, roots, ones, bias, False)
+    assert sensitivity.max() < 0.1, "a bias is part of the scores"
 
 
 def test_scores_count_by_what_they_move() -> None:
@@ -217,7 +219,7 @@ def test_the_units_of_a_wide_mlp_are_estimated(monkeypatch: pytest.MonkeyPatch) 
     down = torch.eye(units)
 
     def sizes(probes: int) -> Tensor:
-        monkeypatch.setattr("gqa.convert.merge.from_weights._PROBES", probes)
+        monkeypatch.setattr("gqa.convert.merge.input_moments._PROBES", probes)
         return gram(Mlp(gate, up, down, ACT2FN["silu"]).root(factor)).diagonal()
 
     exact = sizes(width // 2)

@@ -27,9 +27,10 @@ from gqa.convert.heads.families.table import FAMILIES
 from gqa.convert.heads.family import Rotary, Symmetry
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.from_weights import from_weights, norm_gain
-from gqa.convert.merge.linear_algebra import unrotate
+from gqa.convert.merge.from_weights import from_weights
+from gqa.convert.merge.input_moments import norm_gain
 from gqa.convert.merge.pair import ModelPair
+from gqa.convert.merge.rope import unrotate
 from gqa.convert.methods import HeadMaps
 
 SAME = 1e-5  # of the logits' range: the symmetry holds
@@ -161,9 +162,9 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
         else:
             check_frequencies(calibrator.pair, tiny.name, 16)
         given = inputs(tiny, 64, 16) | given
-        hidden = after_layers(model, calibrator.pair.source.prefix, given)
-        assert relative(calibrator.streams.source.hidden, hidden) < SAME
-        assert relative(calibrator.streams.converted.hidden, hidden) < RECOVERED
+        hidden = after_layers(model, calibrator.pair.base.prefix, given)
+        assert relative(calibrator.text.base.hidden, hidden) < SAME
+        assert relative(calibrator.text.converted.hidden, hidden) < RECOVERED
         if example:
             assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
     symmetry = plan.config.symmetry

@@ -12,10 +12,12 @@ from torch import Tensor
 from gqa.checkpoint.loading import as_float64, float64_device
 from gqa.convert.heads.family import Rotary
 from gqa.convert.heads.modules import AttentionModule
+from gqa.convert.merge.grouping import find_order
 from gqa.convert.merge.layer import Attention, Stream, check_finite
-from gqa.convert.merge.linear_algebra import CUT, add_products, pseudo_inverse, ridge, unrotate
-from gqa.convert.merge.moments import Moments, find_order, head_maps, heads_of, stack_groups
+from gqa.convert.merge.linear_algebra import CUT, add_products, pseudo_inverse, ridge
+from gqa.convert.merge.moments import Moments, head_maps, heads_of, stack_groups
 from gqa.convert.merge.pair import ModelPair
+from gqa.convert.merge.rope import unrotate
 from gqa.convert.merge.sensitivity import output_roots, query_sensitivity, visible_keys
 from gqa.convert.methods import HeadMaps, query_order
 from gqa.convert.plan import searches
