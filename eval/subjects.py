@@ -26,7 +26,7 @@ from gqa.checkpoint.loading import find_device, load_model, load_tokenizer, posi
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import KVCache, check_config, groups_per_head, read_config
-from gqa.convert.merge.layerwise import PLAIN, register
+from gqa.convert.merge.attention_functions import PLAIN, register
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.pairs import PairEncoder
 

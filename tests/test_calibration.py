@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,10 +15,10 @@ from tiny_models import TINY, build, inputs, logits
 from torch import Tensor
 
 from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
-from gqa.convert.merge.calibrate import Calibrator, refine
-from gqa.convert.merge.closed_form import LayerResult, Task, closed_form
-from gqa.convert.merge.layerwise import Layer
+from gqa.convert.merge.calibrate import Calibrator
+from gqa.convert.merge.fit import FitTask, FittedModule, fit_module
 from gqa.convert.merge.options import Refinement
+from gqa.convert.merge.refine import Refined, refine
 
 SHORT = Refinement(steps=8, batch=8, learning_rate=0.02, heldout=0.25)
 
@@ -39,24 +38,6 @@ def test_batches_do_not_matter(name: str, batch: int, tmp_path: Path) -> None:
     """Sums over batches, the last one smaller, with masks and positions for each size."""
     directory = write_checkpoint(build(TINY[name], 4), tmp_path / "source")
     assert layer_errors(directory) == pytest.approx(layer_errors(directory, batch=batch), rel=1e-4)
-
-
-def test_the_converted_stream_reuses_what_the_refit_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden states are the same as where attention is computed again."""
-    directory, run = write_checkpoint(build(TINY["llama"], 4), tmp_path / "source"), Layer.pass_through
-    sdpa, calls, states = torch.nn.functional.scaled_dot_product_attention, list[int](), list[Tensor]()
-    for reuse in (True, False):
-        counted = Mock(wraps=sdpa)
-        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
-        if not reuse:
-            monkeypatch.setattr(Layer, "pass_through", lambda layer, stream, head_outputs=None: run(layer, stream))
-        calibrator = Calibrator(plan_of(directory), Ids().ids(), on_ids(batch=4))
-        for layer in range(calibrator.layers):
-            calibrator.run(layer)
-        calls.append(counted.call_count)
-        states.append(calibrator.state()["converted"])
-    assert calls[0] < calls[1]
-    assert torch.equal(*states)
 
 
 def test_a_drift_is_in_units_of_what_attention_adds(tmp_path: Path) -> None:
@@ -79,9 +60,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     """The held-out errors of one module after another, before and after it is trained."""
     errors: list[tuple[float, float]] = []
 
-    def refine_and_record(*args: Any) -> tuple[dict[str, Tensor], float, float]:
+    def refine_and_record(*args: Any) -> Refined:
         result = refine(*args)
-        errors.append(result[1:])
+        errors.append((result.error_before, result.error))
         return result
 
     monkeypatch.setattr("gqa.convert.merge.calibrate.refine", refine_and_record)
@@ -138,7 +119,7 @@ def test_every_module_of_an_encoder_decoder_is_refined(tmp_path: Path, trained: 
 def refined(
     module: torch.nn.Linear, hidden: Tensor, start: dict[str, Tensor], targets: Tensor, counts: Tensor | None = None,
     **how: Any,
-) -> tuple[dict[str, Tensor], float, float]:  # fmt: skip
+) -> Refined:  # fmt: skip
     """What `refine` finds in steps of 8 blocks; every position counts one unless it is said."""
     counted = torch.ones(targets.shape[:2]) if counts is None else counts
     return refine(
@@ -154,12 +135,14 @@ def test_refinement_looks_where_errors_count() -> None:
     targets, counts = module(hidden).detach(), torch.ones(32, 5)
     targets[:, 0] += 100.0
     counts[:, 0] = 0.0
-    assert refined(module, hidden, start, targets, counts, steps=16)[1] < 1e-12
-    _, first, least = refined(module, hidden, start, targets, steps=16)
-    assert least < first, "there is something to learn where it counts"
-    best, first, least = refined(module, hidden, start, targets, steps=16, learning_rate=1e4)
-    assert least == first
-    assert all(torch.equal(best[name], start[name]) for name in start)
+    assert refined(module, hidden, start, targets, counts, steps=16).error_before < 1e-12
+
+    result = refined(module, hidden, start, targets, steps=16)
+    assert result.error < result.error_before, "there is something to learn where it counts"
+
+    result = refined(module, hidden, start, targets, steps=16, learning_rate=1e4)
+    assert result.error == result.error_before
+    assert all(torch.equal(result.weights[name], start[name]) for name in start)
 
 
 def test_held_out_blocks_are_not_trained_on() -> None:
@@ -212,14 +195,16 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     errors: list[float] = []
 
-    def compared(task: Task) -> LayerResult:
+    def compared(task: FitTask) -> FittedModule:
         drift = torch.randn(task.targets.shape) * task.targets.std()  # streams are equal before the first layer
         task = replace(task, targets=task.targets + drift, position_weights=torch.rand(task.position_weights.shape))
-        outputs = (task.targets - task.layer.projection.bias).double().flatten(0, 1)
-        result = closed_form(task)
-        w_o = task.layer.projection.weight.detach().mT.double()
-        merged = task.converted_layer(replace(result.maps, output=None))
-        given = [capture.head_outputs for capture in merged.capture(task.stream, "head_outputs")]
+        projection = task.base.projection
+        assert projection is not None
+        outputs = (task.targets - projection.bias).double().flatten(0, 1)
+        result = fit_module(task)
+        w_o = projection.weight.detach().mT.double()
+        task.apply(replace(result.maps, output=None))
+        given = [capture.head_outputs for capture in task.converted.capture(task.stream, "head_outputs")]
         root = task.position_weights.double().sqrt().flatten()[:, None]
         rows = torch.cat(given).double().flatten(0, 1) * root
         target = outputs @ torch.linalg.pinv(w_o) * root
@@ -230,7 +215,7 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
         errors.append(left)
         return result
 
-    monkeypatch.setattr("gqa.convert.merge.calibrate.closed_form", compared)
+    monkeypatch.setattr("gqa.convert.merge.calibrate.fit_module", compared)
     Calibrator(plan_of(source), Ids().ids(), on_ids(batch=24, ridge=0.0, grouping="contiguous")).run(0)
     assert errors
 
@@ -272,6 +257,6 @@ def test_paligemma_sees_what_follows(tmp_path: Path, name: str, causal: bool) ->
         ids[:, -1] = last
         calibrator = Calibrator(plan, ids, on_ids())
         calibrator.run(0)
-        return calibrator.streams.source.hidden[:, 0]
+        return calibrator.text.base.hidden[:, 0]
 
     assert torch.equal(first_states(3), first_states(4)) == causal

@@ -30,7 +30,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.work import claim
 from gqa.convert.api import convert_checkpoint
-from gqa.convert.merge.find_maps import CHECKED
+from gqa.convert.merge.quality import CHECKED
 
 
 @pytest.mark.parametrize("method", ["calibrated", "refined"])
@@ -84,7 +84,7 @@ def test_what_is_said_of_the_quality(small: Path, tmp_path: Path, monkeypatch: p
         assert f"quality     not measured; to measure perplexity: {command}\n" in convert(*words).out
         assert "quality" not in json.loads((out / "gqa_conversion.json").read_text())
     scores = {"ratio": math.nan, "perplexity": {"base": 2.0, "converted": math.inf}}
-    monkeypatch.setattr("gqa.convert.merge.find_maps.Check.result", lambda check: scores)
+    monkeypatch.setattr("gqa.convert.merge.quality.QualityCheck.result", lambda check: scores)
     done = convert(*text, "--json")
     for written in (done.out, (out / "gqa_conversion.json").read_text()):
         assert json.loads(written, parse_constant=pytest.fail)["quality"]["ratio"] is None

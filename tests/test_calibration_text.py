@@ -28,8 +28,8 @@ from gqa.convert.api import plan_conversion
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge import budget, text_pairs
 from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.find_maps import CHECKED
 from gqa.convert.merge.options import CalibrationText, MapsOptions
+from gqa.convert.merge.quality import CHECKED
 from gqa.corpus.pairs import PairEncoder, corrupt_spans
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Blocks, permutation, tokenise

@@ -18,10 +18,11 @@ from transformers.activations import ACT2FN
 from gqa.checkpoint.loading import as_float64
 from gqa.convert.api import plan_conversion
 from gqa.convert.heads.family import Rotary
-from gqa.convert.merge import closed_form, from_weights, linear_algebra
-from gqa.convert.merge.closed_form import LEAST_ENERGY, output_roots, position_weights, significance_of
-from gqa.convert.merge.from_weights import InputMoments, Mlp, gram
-from gqa.convert.merge.linear_algebra import shared_key, shared_value
+from gqa.convert.merge import from_weights, sensitivity, shared_values
+from gqa.convert.merge.input_moments import InputMoments, Mlp, gram
+from gqa.convert.merge.sensitivity import LEAST_ENERGY, output_roots, position_weights, query_sensitivity
+from gqa.convert.merge.shared_keys import shared_key
+from gqa.convert.merge.shared_values import shared_value
 
 HEADS, REPEAT, DIM = 3, 2, 6
 OWNER = torch.arange(HEADS).repeat_interleave(REPEAT)
@@ -57,7 +58,7 @@ def test_alternating_steps_lose_less_than_their_start(monkeypatch: pytest.Monkey
     seen, values, outputs = made(1)
     found = shared_value(seen, values, outputs, OWNER)
     assert float((found.merge @ values @ found.merge.T).trace()) == pytest.approx(float(values.trace()) / HEADS)
-    monkeypatch.setattr(linear_algebra, "_VALUE_SWEEPS", 0)
+    monkeypatch.setattr(shared_values, "_SWEEPS", 0)
     start = shared_value(seen, values, outputs, OWNER)
     assert left(found.merge, found.back, seen, outputs) < 0.75 * left(start.merge, start.back, seen, outputs)
 
@@ -122,7 +123,7 @@ def test_keys_across_frequencies_have_the_least_error_of_scores() -> None:
 @pytest.mark.parametrize("rows", [1, 6])
 def test_what_an_error_of_scores_does_without_a_mask(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Causal layers are given no mask either: then rows are those of a triangle. In others a query sees all keys."""
-    monkeypatch.setattr(closed_form, "SCORES", 2 * 6 * rows)
+    monkeypatch.setattr(sensitivity, "SCORES", 2 * 6 * rows)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 6, 8, generator=generator) for _ in range(3))
     roots = output_roots(torch.randn(2, 8, 8, generator=generator))
@@ -130,12 +131,13 @@ def test_what_an_error_of_scores_does_without_a_mask(rows: int, monkeypatch: pyt
     for bias in (None, plain):
         for causal in (True, False):
             mask = torch.ones(1, 1, 6, 6).tril(0 if causal else 6)
-            found = significance_of(q, k, v, None, 0.3, roots, ones, bias, causal)
+            found = query_sensitivity(q, k, v, None, 0.3, roots, ones, bias, causal)
             for same in (mask.bool(), mask.log()):
-                torch.testing.assert_close(found, significance_of(q, k, v, same, 0.3, roots, ones, bias))
+                torch.testing.assert_close(found, query_sensitivity(q, k, v, same, 0.3, roots, ones, bias))
             assert bool(found[0][:, :, 0].max() < 0.1) is causal  # one key takes all
     bias = torch.zeros(1, 2, 6, 6).index_fill(3, torch.arange(1, 6), -torch.inf)
-    assert significance_of(q, k, v, None, 0.3, roots, ones, bias, False)[0].max() < 0.1, "a bias is part of the scores"
+    of_queries, _ = query_sensitivity(q, k, v, None, 0.3, roots, ones, bias, False)
+    assert of_queries.max() < 0.1, "a bias is part of the scores"
 
 
 def test_scores_count_by_what_they_move() -> None:
@@ -145,7 +147,7 @@ def test_scores_count_by_what_they_move() -> None:
     mask = torch.ones(5, 5).tril().bool()[None, None].repeat(2, 1, 1, 1)
     mask[1, :, 3:, 0] = False
     weights = torch.rand(2, 5)
-    found, distances = significance_of(q, k, v, mask, 0.3, output_roots(w_o), weights)
+    found, distances = query_sensitivity(q, k, v, mask, 0.3, output_roots(w_o), weights)
     for head in range(4):
         keys, values = k[:, head // 2], v[:, head // 2] @ w_o[head]
         paid = (0.3 * q[:, head] @ keys.mT).masked_fill(~mask[:, 0], -torch.inf).softmax(-1)
@@ -267,7 +269,7 @@ def test_the_units_of_a_wide_mlp_are_estimated(monkeypatch: pytest.MonkeyPatch) 
     down = torch.eye(units)
 
     def sizes(probes: int) -> Tensor:
-        monkeypatch.setattr("gqa.convert.merge.from_weights._PROBES", probes)
+        monkeypatch.setattr("gqa.convert.merge.input_moments._PROBES", probes)
         return gram(Mlp(gate, up, down, ACT2FN["silu"]).root(factor)).diagonal()
 
     exact = sizes(width // 2)

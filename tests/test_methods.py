@@ -17,8 +17,9 @@ from torch import Tensor
 from gqa.convert import methods
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.heads.family import LayerHeads, Rotary
-from gqa.convert.merge.linear_algebra import procrustes_key, procrustes_value
-from gqa.convert.merge.moments import Moments, find_order, partitions
+from gqa.convert.merge.grouping import find_order, partitions
+from gqa.convert.merge.moments import Moments
+from gqa.convert.merge.procrustes import procrustes_key, procrustes_value
 from gqa.convert.methods import METHODS, HeadMaps
 from gqa.convert.plan import searches
 

@@ -36,7 +36,7 @@ def test_no_process_holds_a_model(runs: Runs, tmp_path: Path) -> None:
 _PEAK = """
 import sys, torch
 from pathlib import Path
-import gqa.convert.merge.closed_form as module
+import gqa.convert.merge.sensitivity as module
 from gqa.convert.api import plan_conversion
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
@@ -53,7 +53,7 @@ def calibrated(blocks, length, kept):
     for layer in range(calibrator.layers if kept is not None else 1):
         calibrator.run(layer)
         if kept is not None:
-            kept += [stream.hidden.clone() for stream in [calibrator.streams.source] * int(sys.argv[3])]
+            kept += [stream.hidden.clone() for stream in [calibrator.text.base] * int(sys.argv[3])]
 
 blocks, length, groups, module.SCORES = map(int, sys.argv[4:])
 plan = plan_conversion(Path(sys.argv[1]), groups, method=sys.argv[2], grouping="contiguous")

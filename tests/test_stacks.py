@@ -32,7 +32,7 @@ from gqa.convert.heads.config import read_config
 from gqa.convert.heads.families.table import FAMILIES, NESTED
 from gqa.convert.merge.budget import heads_within
 from gqa.convert.merge.options import CalibrationText, Refinement
-from gqa.convert.merge.pair import Pair
+from gqa.convert.merge.pair import ModelPair
 
 K, V = "self_attn.k_proj.weight", "self_attn.v_proj.weight"
 TYPES = sorted({t for family in FAMILIES for t in family.symmetries} & set(CONFIG_MAPPING) | set(NESTED))
@@ -179,10 +179,10 @@ def test_names_of_the_class(name: str, tmp_path: Path) -> None:
     model = build(TINY[name], 4)
     assert saved_tensors(model, model.state_dict()).keys() != model.state_dict().keys()
     plan = plan_conversion(as_the_class_has_them(model, tmp_path), 2, method="calibrated")
-    pair, expected = Pair(plan, on_ids()), model.state_dict()
-    for layer in range(len(pair.source.layers)):
-        pair.source.load(layer, {})
-    loaded = {key: tensor for key, tensor in pair.source.model.state_dict().items() if not tensor.is_meta}
+    pair, expected = ModelPair(plan, on_ids()), model.state_dict()
+    for layer in range(pair.layers):
+        pair.base.load(layer)
+    loaded = {key: tensor for key, tensor in pair.base.model.state_dict().items() if not tensor.is_meta}
     assert all(key.endswith("lm_head.weight") for key in expected.keys() - loaded.keys())
     assert equal(loaded, {key: expected[key].to(loaded[key].dtype) for key in loaded})
 

@@ -27,9 +27,10 @@ from gqa.convert.heads.families.table import FAMILIES
 from gqa.convert.heads.family import Rotary, Symmetry
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.from_weights import from_weights, norm_gain
-from gqa.convert.merge.linear_algebra import unrotate
-from gqa.convert.merge.pair import Pair
+from gqa.convert.merge.from_weights import from_weights
+from gqa.convert.merge.input_moments import norm_gain
+from gqa.convert.merge.pair import ModelPair
+from gqa.convert.merge.rope import unrotate
 from gqa.convert.methods import HeadMaps
 
 SAME = 1e-5  # of the logits' range: the symmetry holds
@@ -168,9 +169,9 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
         else:
             check_frequencies(calibrator.pair, tiny.name, 16)
         given = inputs(tiny, 64, 16) | given
-        hidden = after_layers(model, calibrator.pair.source.prefix, given)
-        assert relative(calibrator.streams.source.hidden, hidden) < SAME
-        assert relative(calibrator.streams.converted.hidden, hidden) < RECOVERED
+        hidden = after_layers(model, calibrator.pair.base.prefix, given)
+        assert relative(calibrator.text.base.hidden, hidden) < SAME
+        assert relative(calibrator.text.converted.hidden, hidden) < RECOVERED
         if example:
             assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
     symmetry = plan.config.symmetry
@@ -206,20 +207,21 @@ def calibrated(given: dict[str, Tensor], plan: Plan, **options: Any) -> tuple[Ca
     return calibrator, {result.module.path: result.maps for result in results}
 
 
-def check_frequencies(pair: Pair, name: str, length: int) -> None:
+def check_frequencies(pair: ModelPair, name: str, length: int) -> None:
     """A layer that is given the same at every position has the same queries and keys there, without rotation."""
     symmetry, text, found = pair.symmetry, pair.plan.config.text, list[tuple[AttentionModule, Rotary]]()
     assert symmetry
-    for module in (module for layer in range(len(pair.source.layers)) for module in pair.modules_of(layer)):
+    for module in (module for layer in range(pair.layers) for module in pair.modules_of(layer)):
         found.append((module, symmetry.rotary(text, module.layer, pair.heads(module)[0].key_dim, length)))
     known = [(module, rotary) for module, rotary in found if rotary.frequencies]
     turned = symmetry.free_keys(text) and any(rotary.dims for _, rotary in found)
     assert bool(known) == (turned and name not in UNLIMITED)
     for module, rotary in known[:1]:
-        stream = pair.start({"input_ids": torch.full((1, length), 5)}).source
+        stream = pair.first_stream({"input_ids": torch.full((1, length), 5)})
         stream.hidden = torch.randn(stream.hidden.shape[-1]).expand(1, length, -1)
-        (capture,) = pair.with_attention(module, pair.original(module.layer)).capture(stream, "heads")
-        pair.source.release(module.layer)
+        attention = pair.base.load(module.layer).attention(module.path)
+        (capture,) = attention.capture(stream, "heads")
+        pair.base.release(module.layer)
         for heads in capture.heads[:2]:
             before, after = ((h - h[:, :, :1]).abs().max() for h in (unrotate(heads, rotary), heads))
             assert before < 1e-4 * after
@@ -251,7 +253,7 @@ def test_queries_and_keys_are_unrotated(kind: str, tmp_path: Path) -> None:
     tiny = replace(TINY[name], options={"head_dim": 32, "hidden_size": 128} if kind == "wide" else changed)
     directory = write_checkpoint(build(tiny, QUERY_HEADS, attention=attention(tiny)), tmp_path / "source")
     for length in lengths:
-        pair = Pair(plan_conversion(directory, 1, method="calibrated"), on_ids(batch=1))
+        pair = ModelPair(plan_conversion(directory, 1, method="calibrated"), on_ids(batch=1))
         check_frequencies(pair, kind, length)
 
 

@@ -20,9 +20,9 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import ModelConfig, read_config, valid_groups
 from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.find_maps import CHECKED
-from gqa.convert.merge.layerwise import Stream
+from gqa.convert.merge.layer import Stream
 from gqa.convert.merge.options import MapsOptions
+from gqa.convert.merge.quality import CHECKED
 from gqa.convert.methods import DEFAULT
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.targets import as_it_is
@@ -110,20 +110,29 @@ def losses_alone(plan: Plan, blocks: Tensor, measured: Tensor, options: MapsOpti
     and the weights of one layer.
     """
     calibrator = Calibrator(plan, blocks, options)
+    pair = calibrator.pair
     watcher.stage(f"measuring layers, G = {plan.groups}", calibrator.layers, "layer")
-    pair, changed = calibrator.pair, list[Stream]()
-    true = pair.start({"input_ids": measured}).source
+
+    base = pair.first_stream({"input_ids": measured})
+    pair.base.streams.append(base)
+    changed_alone: list[Stream] = []  # by layer: hidden states if only that layer is converted
     for layer in range(calibrator.layers):
-        alone = true.clone()
-        calibrator.run(layer, [true, *changed], [alone])
-        changed.append(alone)
-        # Undo this layer's change in the stream, so that the next layer is the only changed one.
-        calibrator.streams.converted.hidden.copy_(calibrator.streams.source.hidden)
+        # This text goes through the converted layer, and through the base model's from then on.
+        alone = base.clone()
+        changed_alone.append(alone)
+        pair.converted.streams.append(alone)
+        calibrator.run(layer)
+        pair.converted.streams.remove(alone)
+        pair.base.streams.append(alone)
+
+        # The next layer is fitted as if it were the first one that changes.
+        calibrator.text.converted.hidden.copy_(calibrator.text.base.hidden)
         watcher.update(1)
+
     lost = [0.0] * calibrator.layers
-    for rows in true.batches():
-        base = pair.source.logits(true.hidden[rows]).log_softmax(-1)
-        for layer, stream in enumerate(changed):
-            log_probs = pair.source.logits(stream.hidden[rows]).log_softmax(-1)
-            lost[layer] += float(kl_divergence(base, log_probs).sum())
+    for rows in base.batches():
+        base_log_probs = pair.base.logits(base.hidden[rows]).log_softmax(-1)
+        for layer, stream in enumerate(changed_alone):
+            log_probs = pair.base.logits(stream.hidden[rows]).log_softmax(-1)
+            lost[layer] += float(kl_divergence(base_log_probs, log_probs).sum())
     return [nats / measured.numel() for nats in lost]

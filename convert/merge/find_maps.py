@@ -1,8 +1,4 @@
-"""Compute the maps of a model by its method: from weights, or layer by layer on text; a stopped run can continue.
-
-Held-out text compares the converted with the base model: it goes through each layer of both while that layer is
-calibrated, so no model is loaded for it.
-"""
+"""Compute the maps of a model by its method: from weights, or layer by layer on text; a stopped run can continue."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -34,14 +29,10 @@ from gqa.convert.heads.modules import attention_modules
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.from_weights import from_weights
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.merge.pair import Pair
+from gqa.convert.merge.quality import CHECKED, QualityCheck
 from gqa.convert.methods import MAPS, HeadMaps, StoredMaps
 from gqa.convert.plan import Plan, searches
-from gqa.corpus.likelihood import nats, paired_ratio
 
-CHECKED = 8192  # tokens of the comparison with the base model, at most
-_COPIES = 16  # blocks whose beginnings are read twice, for recall
-_SHORTEST = 16  # tokens of a block that shows recall
 _INTERVAL = 20  # seconds between states, which may take gigabytes
 _PURPOSE = "finished layers"  # of the directory of `FinishedLayers`
 
@@ -93,80 +84,33 @@ def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher
     """Calibrate the layers that are not finished; return the quality of the result on held-out text, if any."""
     most = CHECKED if layers.holds_out else 0
     inputs, blocks = options.text.inputs(plan.checkpoint, options.device, watcher, most)
-    state = layers.state()
-    calibrator = Calibrator(plan, inputs, options, state)
+    calibrator = Calibrator(plan, inputs, options)
+    pair = calibrator.pair
     has_head = predicts_tokens(transformers_config(plan.new_config)) and (
-        calibrator.pair.source.model.get_output_embeddings() is not None
+        pair.base.model.get_output_embeddings() is not None
     )
     check = None
-    if options.check and layers.count and not any(name.startswith("text ") for name in state):
+    state = layers.state()
+    # A state has the calibration text, and the held-out text if that run checked its result.
+    unchecked_before = layers.count > 0 and len(state) == len(pair.state())
+    if options.check and unchecked_before:
         watcher.warn("the quality is not measured, because the run that is continued had --no-check; use gqa-eval")
     elif options.check and blocks is not None and len(blocks) and has_head:
-        check = Check(calibrator.pair, blocks, state)
-    heldout = list(check.streams.values()) if check else []
+        check = QualityCheck(pair, blocks)
     if layers.count:
+        pair.restore(state)
         watcher.note(f"continues   after layer {layers.count} of {calibrator.layers}, where a run was stopped")
+
     watcher.stage("calibrating", calibrator.layers, "layer", layers.count)
     for layer in range(layers.count, calibrator.layers):
-        results = calibrator.run(layer, [both.source for both in heldout], [both.converted for both in heldout])
+        results = calibrator.run(layer)
         tensors = maps_tensors((result.module.path, result.maps) for result in results)
         for result in results:
             tensors |= result.weights
-        state = calibrator.state()
-        if check:
-            state |= check.state()
         error = max((result.error for result in results), default=None)
-        layers.add(tensors, state, error)
+        layers.add(tensors, pair.state(), error)
         watcher.update(note="" if error is None else f"error {error:.3g}")
     return check.result() if check else None
-
-
-class Check:
-    """Hidden states of held-out text in both models: `streams`, which `Calibrator.run` takes through each layer."""
-
-    def __init__(self, pair: Pair, blocks: Tensor, state: Mapping[str, Tensor]) -> None:
-        """`blocks` (M, T) are token ids; `state`: of an earlier check of the same text, after some layers."""
-        self._pair, half = pair, blocks.shape[1] // 2
-        lead = int((blocks[:, 0] == blocks[0, 0]).all())  # BOS, which is not repeated
-        self._texts = {"text": blocks}
-        if blocks.shape[1] >= _SHORTEST:
-            self._texts["copies"] = torch.cat([blocks[:_COPIES, :half], blocks[:_COPIES, lead:half]], 1)
-        self._first = {"text": 1, "copies": half + 1}  # token that is scored
-        self.streams = {name: pair.start({"input_ids": ids}) for name, ids in self._texts.items()}
-        for name, states in self.state().items() if state else ():
-            states.copy_(state[name])
-
-    def state(self) -> dict[str, Tensor]:
-        """Tensors with which another check continues after the last layer."""
-        models = ("source", "converted")
-        return {
-            f"{name} {model}": getattr(both, model).hidden for name, both in self.streams.items() for model in models
-        }
-
-    def result(self) -> dict[str, Any]:
-        """Perplexity of both models and their ratio with its interval, and recall: the share of tokens of a second copy
-        that are the most probable token. After the last layer.
-        """
-        base, converted = (self._scores("text", model)[0] for model in ("source", "converted"))
-        result: dict[str, Any] = {
-            "tokens": base.size,
-            "perplexity": {"base": float(np.exp(base.mean())), "converted": float(np.exp(converted.mean()))},
-            **paired_ratio(converted.ravel(), base.ravel(), np.repeat(np.arange(len(base)), base.shape[1])),
-        }
-        if "copies" in self._texts:
-            hits = {model: self._scores("copies", model)[1] for model in ("source", "converted")}
-            result["recall"] = {"base": float(hits["source"].mean()), "converted": float(hits["converted"].mean())}
-        return result
-
-    def _scores(self, name: str, model: str) -> tuple[np.ndarray, np.ndarray]:
-        """(M, n) nats of the scored tokens of a text, and whether each is the most probable one."""
-        ids, first = self._texts[name], self._first[name]
-        hidden, losses, hits = getattr(self.streams[name], model).hidden, [], []
-        for row, block in enumerate(ids):  # logits of one block at a time
-            logits, targets = self._pair.source.logits(hidden[row : row + 1, first - 1 : -1])[0], block[first:]
-            losses.append(nats(logits, targets.to(logits.device)).cpu())
-            hits.append(logits.argmax(-1).cpu() == targets)
-        return torch.stack(losses).double().numpy(), torch.stack(hits).numpy()
 
 
 def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:

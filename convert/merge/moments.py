@@ -1,16 +1,13 @@
-"""Second moments of a layer's queries, keys and values, measured or estimated; the merge maps and the grouping of heads
-that they determine.
+"""Second moments of an attention module's queries, keys and values, and the maps that follow.
 
-Heads can be reordered if their query heads move with them, so the checkpoint can hold any partition into groups of
-equal size; `HeadMaps.order` makes the heads of a group neighbours.
+They are measured on text (`gqa.convert.merge.fit`) or estimated from the weights
+(`gqa.convert.merge.from_weights`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -19,29 +16,22 @@ from gqa.checkpoint.loading import as_float64
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.family import LayerHeads, Rotary
 from gqa.convert.heads.modules import Change
-from gqa.convert.merge.linear_algebra import (
-    GroupMaps,
-    add_products,
-    complex_moments,
-    key_weights,
-    pairs,
-    shared_key,
-    shared_value,
-    without_means,
-)  # fmt: skip
+from gqa.convert.merge.linear_algebra import GroupMaps, add_products
+from gqa.convert.merge.shared_keys import shared_key
+from gqa.convert.merge.shared_values import shared_value
 from gqa.convert.methods import HeadMaps, first, mean
-
-Group = tuple[int, ...]
 
 
 def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:
-    """Stored heads of a module by role, (n, rows, D) float32, and biases (n, rows) under `role.bias`."""
+    """Stored heads of a module by role, (n, rows, D) float32; biases (n, rows) under `role.bias`."""
     by_role: dict[str, Tensor] = {}
     for change in changes:
-        if change.rule.projection:
-            suffix = ".bias" if change.source.name.endswith(".bias") else ""
-            parts = change.split(checkpoint.read(change.source))
-            by_role |= {part + suffix: heads.float() for part, heads in parts.items() if part != "whole"}
+        if not change.rule.projection:
+            continue
+        suffix = ".bias" if change.source.name.endswith(".bias") else ""
+        for part, heads in change.split(checkpoint.read(change.source)).items():
+            if part != "whole":
+                by_role[part + suffix] = heads.float()
     return by_role
 
 
@@ -52,8 +42,8 @@ class Moments:
     keys, key_means: (G, m d, m d) and (G, m d), of the stacked keys of each group.
     queries: (Hk, d, d), of the query heads of each KV head.
     values: (G, m e, m e), of the stacked values of each group.
-    distances: (Hk, n), weights of scores of the queries of each KV head with the key 0, 1, ... tokens before; n is 0
-        if they were not measured.
+    distances: (Hk, n), weights of scores of the queries of each KV head with the key 0, 1, ... tokens
+        before; n is 0 if they were not measured.
     positions, visible_keys: Number of positions of queries, and of keys (and values), in the sums.
     """
 
@@ -67,63 +57,118 @@ class Moments:
 
     @classmethod
     def zeros(cls, heads: LayerHeads, groups: int, length: int, device: str | torch.device = "cpu") -> Moments:
-        m, d, e = heads.kv // groups, heads.key_dim, heads.value_dim
-        shapes = (groups, m * d, m * d), (groups, m * d), (heads.kv, d, d), (groups, m * e, m * e), (heads.kv, length)
-        return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
+        """Sums over nothing, for `groups` groups and distances below `length`."""
+        key_width = heads.kv // groups * heads.key_dim
+        value_width = heads.kv // groups * heads.value_dim
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, significance: Tensor, visible: Tensor, distances: Tensor) -> None:
-        """Add queries (B, H, T, d) weighted by their sensitivity `significance` (B, H, T), and those keys (B, Hk, S, d)
-        and values (B, Hk, S, e) that are `visible` (B or 1, S). `distances` (H, n): see `significance_of`.
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        return cls(
+            keys=zeros(groups, key_width, key_width),
+            key_means=zeros(groups, key_width),
+            queries=zeros(heads.kv, heads.key_dim, heads.key_dim),
+            values=zeros(groups, value_width, value_width),
+            distances=zeros(heads.kv, length),
+        )
+
+    def add(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sensitivity: Tensor,
+        visible: Tensor,
+        distances: Tensor,
+    ) -> None:
+        """Add a batch to the sums.
+
+        Args:
+            q: Queries (B, H, T, d).
+            k, v: Keys (B, Hk, S, d) and values (B, Hk, S, e).
+            sensitivity: (B, H, T), what a query's squared scores count (`query_sensitivity`).
+            visible: (B or 1, S), the keys and values that count.
+            distances: (H, n), from `query_sensitivity`.
         """
         groups = len(self.keys)  # 1 if the whole layer is one group
+        kv_heads = k.shape[1]
         visible = visible.expand(len(k), -1)
-        k, v = (heads * visible[:, None, :, None] for heads in (k, v))
-        self.positions += significance[:, 0].numel()
+        k = k * visible[:, None, :, None]
+        v = v * visible[:, None, :, None]
+        self.positions += sensitivity[:, 0].numel()
         self.visible_keys += int(visible.sum())
-        keys, values = stack_groups(k, groups), stack_groups(v, groups)
-        rows = as_float64(keys.flatten(1, 2))  # (G, n, m d)
-        self.keys += rows.mT @ rows
-        self.key_means += rows.sum(1)
-        add_products(self.values, values.flatten(1, 2))
-        self.distances += as_float64(distances.unflatten(0, (k.shape[1], -1)).sum(1))
-        queries = (q * significance.sqrt().unsqueeze(-1)).transpose(0, 1)  # (H, B, T, d)
-        add_products(self.queries, queries.unflatten(0, (k.shape[1], -1)).flatten(1, 3))
+
+        keys = as_float64(stack_groups(k, groups).flatten(1, 2))  # (G, n, m d)
+        self.keys += keys.mT @ keys
+        self.key_means += keys.sum(1)
+
+        add_products(self.values, stack_groups(v, groups).flatten(1, 2))
+
+        weighted = (q * sensitivity.sqrt().unsqueeze(-1)).transpose(0, 1)  # (H, B, T, d)
+        add_products(self.queries, weighted.unflatten(0, (kv_heads, -1)).flatten(1, 3))
+
+        self.distances += as_float64(distances.unflatten(0, (kv_heads, -1)).sum(1))
 
     def cpu(self) -> Moments:
-        return Moments(*(part.cpu() for part in (self.keys, self.key_means, self.queries, self.values, self.distances)))
+        return Moments(
+            self.keys.cpu(),
+            self.key_means.cpu(),
+            self.queries.cpu(),
+            self.values.cpu(),
+            self.distances.cpu(),
+        )
 
     def averaged(self) -> Moments:
         """Divide the sums by the number of positions and of visible keys."""
-        keys, queries = max(self.visible_keys, 1), self.queries / self.positions
-        return Moments(self.keys / keys, self.key_means / keys, queries, self.values / keys, self.distances)
+        keys = max(self.visible_keys, 1)
+        return Moments(
+            self.keys / keys,
+            self.key_means / keys,
+            self.queries / self.positions,
+            self.values / keys,
+            self.distances,
+        )
 
     def regrouped(self, order: tuple[int, ...], groups: int) -> Moments:
         """From the moments of one group, those of `groups` groups of heads in this order."""
         heads = torch.tensor(order).view(groups, -1)
 
         def blocks(matrix: Tensor) -> Tensor:
-            index = _rows(heads, len(matrix) // len(order))
-            return matrix[index[:, :, None], index[:, None, :]]
+            rows = rows_of(heads, len(matrix) // len(order))
+            return matrix[rows[:, :, None], rows[:, None, :]]
 
-        means = self.key_means[0][_rows(heads, self.queries.shape[1])]
-        queries, distances = (part[list(order)] for part in (self.queries, self.distances))
-        return Moments(blocks(self.keys[0]), means, queries, blocks(self.values[0]), distances)
+        return Moments(
+            keys=blocks(self.keys[0]),
+            key_means=self.key_means[0][rows_of(heads, self.queries.shape[1])],
+            queries=self.queries[list(order)],
+            values=blocks(self.values[0]),
+            distances=self.distances[list(order)],
+        )
 
     def shared_keys(self, rotary: Rotary) -> list[GroupMaps]:
         """The closed-form maps of each group's key."""
-        queries, distances = (part.unflatten(0, (len(self.keys), -1)) for part in (self.queries, self.distances))
-        groups = zip(self.keys, queries, self.key_means, distances, strict=True)
-        return [shared_key(*group, rotary) for group in groups]
+        groups = len(self.keys)
+        queries = self.queries.unflatten(0, (groups, -1))
+        distances = self.distances.unflatten(0, (groups, -1))
+        return [shared_key(self.keys[j], queries[j], self.key_means[j], distances[j], rotary) for j in range(groups)]
 
     def shared_values(self, attended: Iterable[Tensor], w_o: Tensor) -> list[GroupMaps]:
-        """The closed-form maps of each group's value. `attended` yields for each group (H / G, m e, m e) moments of the
-        attention-weighted stacked values per query head; w_o (H, e, D).
+        """The closed-form maps of each group's value.
+
+        Args:
+            attended: For each group (H / G, m e, m e), moments of the attention-weighted stacked values
+                per query head.
+            w_o: (H, e, D).
         """
         groups = len(self.values)
-        m = len(self.queries) // groups
-        owner = torch.arange(m).repeat_interleave(len(w_o) // len(self.queries))
-        parts = zip(attended, self.values, w_o.double().unflatten(0, (groups, -1)), strict=True)
-        return [shared_value(outputs, values, w @ w.mT, owner) for outputs, values, w in parts]
+        heads_of_group = len(self.queries) // groups
+        query_heads = len(w_o) // len(self.queries)  # that read a KV head
+        owner = torch.arange(heads_of_group).repeat_interleave(query_heads)
+        outputs = w_o.double().unflatten(0, (groups, -1))
+        return [
+            shared_value(group_attended, values, w @ w.mT, owner)
+            for group_attended, values, w in zip(attended, self.values, outputs, strict=True)
+        ]
 
 
 def head_maps(
@@ -133,14 +178,20 @@ def head_maps(
     values: Sequence[GroupMaps],
     order: tuple[int, ...] | None = None,
 ) -> HeadMaps:
-    """The maps of a layer from those of its groups. Empty `keys`: keys are averaged. Empty `values`: each group keeps
-    the values of its first head.
+    """The maps of a module from those of its groups.
+
+    Without `keys`, keys are averaged. Without `values`, each group keeps the values of its first head.
     """
-    key, query = mean(heads.kv, groups).key, None
+    key = mean(heads.kv, groups).key
+    query = None
     if keys:
         key = torch.stack([shared.merge for shared in keys]).cpu()
-        query = torch.cat([shared.back.repeat_interleave(heads.query // heads.kv, 0) for shared in keys]).cpu()
-    value, output = first(heads.kv, groups).value, None
+        query_heads = heads.query // heads.kv  # that read a KV head
+        backs = [shared.back.repeat_interleave(query_heads, 0) for shared in keys]
+        query = torch.cat(backs).cpu()
+
+    value = first(heads.kv, groups).value
+    output = None
     if values:
         value = torch.stack([shared.merge for shared in values]).cpu()
         output = torch.block_diag(*(back for shared in values for back in shared.back)).cpu()
@@ -153,75 +204,6 @@ def stack_groups(heads: Tensor, groups: int) -> Tensor:
     return stacked.flatten(3)
 
 
-def find_order(moments: Moments, w_o: Tensor, groups: int, rotary: Rotary, free_keys: bool) -> Group | None:
-    """The order of heads in which consecutive ones form the groups with the least loss; None if neighbours already do.
-
-    The loss of a group is its lost score energy plus its lost output energy, each divided by the mean over groups of
-    neighbours. `moments`: of the whole layer as one group; w_o (H, e, D).
-    """
-    heads = len(moments.queries)
-    gains = (w_o @ w_o.mT).unflatten(0, (heads, -1)).sum(1)  # (Hk, e, e)
-    contiguous = tuple(tuple(range(j * heads // groups, (j + 1) * heads // groups)) for j in range(groups))
-    lost_keys = cache(lambda group: _lost_keys(moments, group, rotary, free_keys))
-
-    @cache
-    def lost_values(group: Group) -> float:
-        rows = _rows(torch.tensor(group), gains.shape[1])
-        return _energy_outside(moments.values[0][rows][:, rows], gains[list(group)])
-
-    units = [sum(map(lost, contiguous)) / groups for lost in (lost_keys, lost_values)]
-
-    @cache
-    def cost(group: Group) -> float:
-        parts = zip((lost_keys(group), lost_values(group)), units, strict=True)
-        return sum(lost / unit for lost, unit in parts if unit > 0)
-
-    best = min(partitions(tuple(range(heads)), heads // groups), key=lambda partition: sum(map(cost, partition)))
-    if sum(map(cost, best)) > (1 - 1e-6) * sum(map(cost, contiguous)):
-        return None
-    return tuple(head for group in best for head in group)
-
-
-def partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:
-    """Each partition of sorted heads once: the next group always contains the smallest remaining head."""
-    if not heads:
-        yield ()
-        return
-    for partners in combinations(heads[1:], size - 1):
-        group = (heads[0], *partners)
-        for rest in partitions(tuple(head for head in heads if head not in group), size):
-            yield (group, *rest)
-
-
-def _lost_keys(moments: Moments, group: Group, rotary: Rotary, free_keys: bool) -> float:
-    """Energy of scores outside of the directions that one shared key keeps if each frequency is merged alone."""
-    dim = moments.queries.shape[1]
-    rows = _rows(torch.tensor(group), dim)
-    keys, queries = moments.keys[0][rows][:, rows], moments.queries[list(group)]
-    if not free_keys:  # keys are averaged
-        blocks = keys.view(len(group), dim, len(group), dim)
-        return float(keys.trace() - torch.einsum("aibi->", blocks) / len(group))
-    lost = 0.0
-    if rotary.dims:
-        real, imaginary = pairs(rotary)
-        weight = key_weights(queries, real, imaginary)
-        spread = weight[:, :, None] * complex_moments(keys.view(len(group), dim, -1, dim), real, imaginary)
-        lost += float(torch.linalg.eigvalsh(spread * weight[:, None, :])[:, :-1].clamp_min(0).sum())
-    if rotary.dims < dim:
-        varying, dims = without_means(keys, moments.key_means[0][rows]), torch.arange(rotary.dims, dim)
-        plain = (torch.arange(len(group))[:, None] * dim + dims).flatten()
-        lost += _energy_outside(varying[plain][:, plain], queries[:, dims][:, :, dims])
-    return lost
-
-
-def _energy_outside(covariance: Tensor, energy: Tensor) -> float:
-    """Sum of all but the n largest eigenvalues of E^1/2 S E^1/2: S (m n, m n), E block-diagonal of (m, n, n)."""
-    values, vectors = torch.linalg.eigh(energy)
-    root = torch.block_diag(*(vectors * values.clamp_min(0).sqrt()[:, None] @ vectors.mT))
-    eigenvalues = torch.linalg.eigvalsh(root @ covariance @ root)
-    return float(eigenvalues[: -energy.shape[1]].clamp_min(0).sum())
-
-
-def _rows(heads: Tensor, dim: int) -> Tensor:
-    """(..., m) numbers of heads -> (..., m dim) their rows where heads are stacked."""
+def rows_of(heads: Tensor, dim: int) -> Tensor:
+    """(..., m) numbers of heads -> (..., m dim), their rows where heads are stacked."""
     return (heads[..., None] * dim + torch.arange(dim)).flatten(-2)

@@ -1,162 +1,258 @@
-"""Run the source and the converted model side by side, one layer in memory at a time.
+"""Run the base model and the converted model side by side, one layer in memory at a time.
 
-Each has its own hidden states: the source's define the targets of every layer's attention; the converted model's are
-the inputs that a layer will really get, so each layer also corrects errors of the layers before (docs/methods.md).
+Each has its own hidden states. The base model's define the targets of every layer's attention. The
+converted model's are the inputs that a layer will really get, so each layer also corrects errors of
+the layers before it (docs/methods.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gqa.checkpoint.compat import tree_leaves, tree_map
-from gqa.checkpoint.errors import LayerwiseError, RefusedError
+from gqa.checkpoint.errors import LayerwiseError
 from gqa.checkpoint.names import stored_tensors
 from gqa.convert.heads.config import target_heads, transformers_config
 from gqa.convert.heads.family import LayerHeads, Symmetry
 from gqa.convert.heads.modules import AttentionModule, attention_modules
-from gqa.convert.merge.layerwise import Arguments, Layer, Layerwise, Stream
+from gqa.convert.merge.layer import Arguments, Attention, Layer, Stream
+from gqa.convert.merge.layer_runner import LayerRunner
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods import HeadMaps, mean
 from gqa.convert.plan import Plan
 
-# (N, T) token ids and masks by argument name of the model's forward.
+# (N, T) token ids and masks, by argument name of the model's forward.
 Inputs = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Streams:
-    """Hidden states of all blocks in the source, and in the model whose layers up to here are converted."""
+class StreamPair:
+    """Hidden states of the same text in the base model and in the converted model."""
 
-    source: Stream
+    base: Stream
     converted: Stream
 
 
-class Pair:
-    """The source and the converted model, one decoder layer at a time."""
+class ModelPair:
+    """The base model and the converted model of a plan, one decoder layer at a time.
+
+    symmetry: How heads can be changed; None if it is not known.
+    texts: All texts that advance with every layer.
+    """
 
     def __init__(self, plan: Plan, options: MapsOptions) -> None:
-        checkpoint, config, dtype = plan.checkpoint, plan.config, getattr(torch, options.dtype)
-        source = transformers_config(config.raw)
-        modules = [m for m in attention_modules(checkpoint, config) if m.layer < config.layers]
-        self._modules = [m for m in modules if m.kind == "decoder-self"]
-        self._modules += [m for m in modules if m.kind == "cross" and source.is_encoder_decoder]
-        path = self._modules[0].path
-        self.plan, self.options = plan, options
-        self.symmetry = config.symmetry if isinstance(config.symmetry, Symmetry) else None
-        self.source = Layerwise(checkpoint, source, path, dtype, options.device, checkpoint.tensors)
-        names, target = [tensor.name for tensor in plan.tensors], transformers_config(plan.new_config)
-        self.target = Layerwise(checkpoint, target, path, dtype, options.device, names)
+        self.plan = plan
+        self.options = options
+        self.texts: list[StreamPair] = []
 
-    def heads(self, module: AttentionModule) -> tuple[LayerHeads, int]:
-        """Heads of the source's module, and the converted module's number of KV heads."""
-        config, layer = self.plan.config, module.layer
-        return config.heads(layer), target_heads(config, layer, self.plan.groups).kv
+        config = plan.config
+        base_config = transformers_config(config.raw)
+        self.symmetry = config.symmetry if isinstance(config.symmetry, Symmetry) else None
+        self._modules = _decoder_modules(plan, base_config.is_encoder_decoder)
+
+        common = {
+            "output_name": self.symmetry.output if self.symmetry else None,
+            "dtype": getattr(torch, options.dtype),
+            "device": options.device,
+        }
+        path = self._modules[0].path
+        self.base = LayerRunner(plan.checkpoint, base_config, path, plan.checkpoint.tensors, **common)
+        converted_names = [tensor.name for tensor in plan.tensors]
+        converted_config = transformers_config(plan.new_config)
+        self.converted = LayerRunner(plan.checkpoint, converted_config, path, converted_names, **common)
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.base.layers)
+
+    # ------------------------------------------------------------------------------- modules
 
     def modules_of(self, layer: int) -> list[AttentionModule]:
-        """The layer's attention modules whose heads are merged, in execution order."""
+        """The layer's attention modules whose heads are merged, in the order of execution."""
         modules = [module for module in self._modules if module.layer == layer and self.plan.changes_of(module)]
         if len({module.kind for module in modules}) < len(modules):
             raise LayerwiseError(f"layer {layer} has several attention modules of one kind, which is not supported")
         return modules
 
-    def original(self, layer: int, before: Mapping[str, Tensor] | None = None) -> Layer:
-        """The source's layer with its weights, except in modules with converted tensors in `before`: these get the
-        converted heads, repeated.
-        """
-        repeated: dict[str, Tensor] = {}
-        for module in self.modules_of(layer) if before else ():
-            for change in self.plan.changes_of(module):
-                if before and (name := change.source.name) in before:
-                    repeated[name] = change.repeated(before[name])
-        return self.source.load(layer, repeated)
-
-    def mapped(self, module: AttentionModule, maps: HeadMaps) -> dict[str, Tensor]:
-        """The converted model's tensors of a module, by stored name."""
-        changes, read = self.plan.changes_of(module), self.plan.checkpoint.read
-        return {change.source.name: change.mapped(read(change.source).float(), maps.merge) for change in changes}
-
-    def merged(self, layer: int, module: AttentionModule, changed: Mapping[str, Tensor]) -> Layer:
-        """The converted model's layer with the tensors `changed` (by stored name). Modules without any of them get the
-        mean of their heads.
-        """
-        tensors: dict[str, Tensor] = {}
-        for other in self.modules_of(layer):
-            if not any(change.source.name in changed for change in self.plan.changes_of(other)):
-                tensors |= self.mapped(other, self.mean(other))
-        return self.with_attention(module, self.target.load(layer, tensors | dict(changed)), self.target)
+    def heads(self, module: AttentionModule) -> tuple[LayerHeads, int]:
+        """Heads of the base model's module, and the converted module's number of KV heads."""
+        config = self.plan.config
+        converted = target_heads(config, module.layer, self.plan.groups)
+        return config.heads(module.layer), converted.kv
 
     def mean(self, module: AttentionModule) -> HeadMaps:
         """Maps of the method `mean`."""
         heads, groups = self.heads(module)
         return mean(heads.kv, groups)
 
-    def trainable(self, module: AttentionModule, attention: nn.Module) -> dict[str, str]:
-        """Parameters of a converted attention module whose stored tensors change: name in the module -> full name."""
-        changed = {change.source.name for change in self.plan.changes_of(module)}
-        full = {id(parameter): name for name, parameter in self.target.model.named_parameters()}
-        names = {name: full[id(parameter)] for name, parameter in attention.named_parameters()}
-        return {name: path for name, path in names.items() if changed & {*self.target.loading.parts(path)}}
+    # ------------------------------------------------------------------------------- weights
 
-    def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert parameters of the converted model, by full name, to stored tensors, by stored name."""
-        whole = {parameter: name for name, parameter in self.target.loading.whole.items()}
-        stored = {whole[name]: tensor for name, tensor in tensors.items() if name in whole}
-        rest = {name: tensor for name, tensor in tensors.items() if name not in whole}
-        return stored | (stored_tensors(self.target.model, rest) if rest else {})
-
-    def start(self, inputs: Inputs) -> Streams:
-        """Hidden states that the first decoder layer reads. The layers' other arguments are computed once per batch
-        size, or with an encoder once per batch.
+    def load_converted(self, index: int, modules: list[AttentionModule]) -> Layer:
+        """The converted model's layer. The first of its `modules` has no weights of heads yet;
+        the others have the mean of their heads.
         """
-        source, batch, known = self.source, self.options.at_once, dict[int, dict[int, Arguments]]()
-        blocks = torch.arange(len(next(iter(inputs.values())))).split(batch)
-        decoder, is_text = {**inputs, "use_cache": False}, inputs.get("decoder_attention_mask")
-        has_encoder = source.model.config.is_encoder_decoder
+        changed = {change.source.name for module in modules for change in self.plan.changes_of(module)}
+        layer = self.converted.load(index, missing=changed)
+        for module in modules[1:]:
+            layer.set_tensors(self.merged_tensors(module, self.mean(module)))
+        return layer
+
+    def merged_tensors(self, module: AttentionModule, maps: HeadMaps) -> dict[str, Tensor]:
+        """The converted model's tensors of a module, by stored name."""
+        read = self.plan.checkpoint.read
+        return {
+            change.source.name: change.mapped(read(change.source).float(), maps.merge)
+            for change in self.plan.changes_of(module)
+        }
+
+    def repeated_tensors(self, module: AttentionModule, converted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Converted tensors of a module in the base model's shapes, with repeated KV heads."""
+        return {
+            change.source.name: change.repeated(converted[change.source.name])
+            for change in self.plan.changes_of(module)
+        }
+
+    def trainable(self, attention: Attention, module: AttentionModule) -> dict[str, str]:
+        """Parameters of a converted module whose stored tensors change.
+
+        Returns the name in the module -> the full name.
+        """
+        changed = {change.source.name for change in self.plan.changes_of(module)}
+        full_names = {id(p): name for name, p in self.converted.model.named_parameters()}
+        trainable = {}
+        for name, parameter in attention.module.named_parameters():
+            full_name = full_names[id(parameter)]
+            if not changed.isdisjoint(self.converted.names.parts(full_name)):
+                trainable[name] = full_name
+        return trainable
+
+    def stored(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters of the converted model, by full name -> stored tensors, by stored name."""
+        stored_names = {into: name for name, into in self.converted.names.whole.items()}
+        stored: dict[str, Tensor] = {}
+        joined: dict[str, Tensor] = {}  # parameters that are stored in another form
+        for name, tensor in parameters.items():
+            if name in stored_names:
+                stored[stored_names[name]] = tensor
+            else:
+                joined[name] = tensor
+        if joined:
+            stored |= stored_tensors(self.converted.model, joined)
+        return stored
+
+    # ------------------------------------------------------------------------- hidden states
+
+    def add_text(self, inputs: Inputs) -> StreamPair:
+        """Hidden states of a text before the first layer, which advance with every layer."""
+        base = self.first_stream(inputs)
+        text = StreamPair(base, base.clone())
+        self.texts.append(text)
+        self.base.streams.append(text.base)
+        self.converted.streams.append(text.converted)
+        return text
+
+    def first_stream(self, inputs: Inputs) -> Stream:
+        """The hidden states that the first decoder layer reads."""
+        runner = self.base
+        batch = self.options.at_once
+        batches = torch.arange(len(next(iter(inputs.values())))).split(batch)
+        is_text = inputs.get("decoder_attention_mask")
+
+        decoder_inputs = {**inputs, "use_cache": False}
+        has_encoder = runner.model.config.is_encoder_decoder
         if has_encoder:
-            encoder = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
-            decoder = {name.removeprefix("decoder_"): decoder[name] for name in decoder.keys() - encoder.keys()}
-            decoder["encoder_hidden_states"] = source.encode([_select(encoder, rows) for rows in blocks])
-            if "attention_mask" in inputs:
-                decoder["encoder_attention_mask"] = inputs["attention_mask"]
+            decoder_inputs = _decoder_inputs(runner, inputs, batches)
         else:
-            ids = inputs["input_ids"][:1]
-            one, other = (source.layer_inputs({**decoder, "input_ids": ids})[1] for ids in (ids, ids.flip(1)))
-            if not all(tree_leaves(tree_map(lambda a, b: not isinstance(a, Tensor) or torch.equal(a, b), one, other))):
-                raise LayerwiseError(
-                    f"layers of {type(source.model).__name__} read more of the text than hidden states; "
-                    "it cannot be run layer by layer"
-                )
+            self._check_arguments_ignore_text(decoder_inputs)
 
-        def arguments_of(rows: Tensor) -> dict[int, Arguments]:
-            if has_encoder:
-                return source.layer_inputs(_select(decoder, rows))[1]
-            if len(rows) not in known:
-                known[len(rows)] = source.layer_inputs(_select(decoder, rows))[1]
-            return known[len(rows)]
+        arguments = _LayerArguments(runner, decoder_inputs, has_encoder)
+        parts = [runner.layer_inputs(_select(decoder_inputs, rows))[0].cpu() for rows in batches]
+        return Stream(torch.cat(parts), batch, arguments, None if is_text is None else is_text.bool())
 
-        hidden = torch.cat([source.layer_inputs(_select(decoder, rows))[0].cpu() for rows in blocks])
-        stream = Stream(hidden, batch, arguments_of, None if is_text is None else is_text.bool())
-        return Streams(stream, stream.clone())
+    def _check_arguments_ignore_text(self, inputs: Mapping[str, Any]) -> None:
+        """Raise LayerwiseError if layers are called with more that depends on the text."""
+        ids = inputs["input_ids"][:1]
+        one = self.base.layer_inputs({**inputs, "input_ids": ids})[1]
+        other = self.base.layer_inputs({**inputs, "input_ids": ids.flip(1)})[1]
 
-    def with_attention(self, module: AttentionModule, layer: Layer, model: Layerwise | None = None) -> Layer:
-        """The layer (of the source, or of `model`) with the attention module and output projection to capture."""
-        attention, projection = layer.module.get_submodule(module.path.split(f".{module.layer}.", 1)[1]), None
-        if self.symmetry:
-            model = model or self.source
-            weight = model.loading.whole[f"{module.path}.{self.symmetry.output}.weight"]
-            projection = model.model.get_submodule(weight.rpartition(".")[0])
-        return replace(layer, attention=attention, projection=projection)
+        def same(a: Any, b: Any) -> bool:
+            return not isinstance(a, Tensor) or torch.equal(a, b)
+
+        if not all(tree_leaves(tree_map(same, one, other))):
+            raise LayerwiseError(
+                f"layers of {type(self.base.model).__name__} read more of the text than hidden "
+                "states; it cannot be run layer by layer"
+            )
+
+    def state(self) -> dict[str, Tensor]:
+        """The hidden states of all texts, with which another pair continues (`restore`)."""
+        state: dict[str, Tensor] = {}
+        for number, text in enumerate(self.texts):
+            state[f"{number} base"] = text.base.hidden
+            state[f"{number} converted"] = text.converted.hidden
+        return state
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue after the layer at which another pair with the same texts gave its `state`."""
+        for name, hidden in self.state().items():
+            hidden.copy_(state[name])
 
 
-def check_finite(layer: int, *tensors: Tensor) -> None:
-    """Raise RefusedError if a layer computes NaN or Inf."""
-    if not all(bool(torch.stack(tensor.aminmax()).isfinite().all()) for tensor in tensors):  # aminmax propagates NaN
-        raise RefusedError(f"layer {layer} computes NaN or Inf on the calibration text; the model is broken there")
+class _LayerArguments:
+    """The arguments of each layer for blocks of a text.
+
+    With an encoder they depend on the blocks. Otherwise they depend on the number of blocks alone, and
+    are computed once for each number.
+    """
+
+    def __init__(self, runner: LayerRunner, decoder_inputs: Mapping[str, Any], has_encoder: bool) -> None:
+        self._runner = runner
+        self._inputs = decoder_inputs
+        self._has_encoder = has_encoder
+        self._by_count: dict[int, dict[int, Arguments]] = {}
+
+    def __call__(self, rows: Tensor) -> dict[int, Arguments]:
+        if self._has_encoder:
+            return self._runner.layer_inputs(_select(self._inputs, rows))[1]
+        count = len(rows)
+        if count not in self._by_count:
+            self._by_count[count] = self._runner.layer_inputs(_select(self._inputs, rows))[1]
+        return self._by_count[count]
+
+
+def _decoder_modules(plan: Plan, is_encoder_decoder: bool) -> list[AttentionModule]:
+    """Attention modules of decoder layers: self-attention first, then cross-attention."""
+    modules = [
+        module
+        for module in attention_modules(plan.checkpoint, plan.config)
+        if module.layer < plan.config.layers  # layers beyond predict further tokens
+    ]
+    chosen = [module for module in modules if module.kind == "decoder-self"]
+    if is_encoder_decoder:
+        chosen += [module for module in modules if module.kind == "cross"]
+    return chosen
+
+
+def _decoder_inputs(runner: LayerRunner, inputs: Inputs, batches: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Arguments of the decoder's forward, with the encoder's outputs."""
+    encoder_inputs = {}
+    decoder_inputs: dict[str, Any] = {"use_cache": False}
+    for name, value in inputs.items():
+        if name.startswith("decoder_"):
+            decoder_inputs[name.removeprefix("decoder_")] = value
+        else:
+            encoder_inputs[name] = value
+
+    decoder_inputs["encoder_hidden_states"] = runner.encode([_select(encoder_inputs, rows) for rows in batches])
+    if "attention_mask" in inputs:
+        decoder_inputs["encoder_attention_mask"] = inputs["attention_mask"]
+    return decoder_inputs
 
 
 def _select(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import write_bytes
 from gqa.convert.heads.config import read_config
-from gqa.convert.merge.layerwise import attend_sdpa, register
+from gqa.convert.merge.attention_functions import attend_sdpa, register
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.cache import cache_errors, datasets_cache
 from gqa.corpus.tokens import MIX, START_EVERY, Block, Ints, first_token, with_repeats

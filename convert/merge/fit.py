@@ -1,0 +1,235 @@
+"""Fit the maps of one attention module in closed form, on hidden states of calibration text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gqa.checkpoint.loading import as_float64, float64_device
+from gqa.convert.heads.family import Rotary
+from gqa.convert.heads.modules import AttentionModule
+from gqa.convert.merge.grouping import find_order
+from gqa.convert.merge.layer import Attention, Stream, check_finite
+from gqa.convert.merge.linear_algebra import CUT, add_products, pseudo_inverse, ridge
+from gqa.convert.merge.moments import Moments, head_maps, heads_of, stack_groups
+from gqa.convert.merge.pair import ModelPair
+from gqa.convert.merge.rope import unrotate
+from gqa.convert.merge.sensitivity import output_roots, query_sensitivity, visible_keys
+from gqa.convert.methods import HeadMaps, query_order
+from gqa.convert.plan import searches
+
+SAMPLED = 16_384  # tokens that key and value maps are fitted to: more hardly improve them, unlike W_O
+# Scores of all heads: with more, values are split to a key's width, so that kernels store no scores.
+MAX_SCORES = 1 << 28
+
+
+@dataclass(frozen=True)
+class FittedModule:
+    """The maps of one attention module, and their error.
+
+    error: Squared error of the attention output relative to its targets' square: on the calibration
+        text after the refit of W_O, on held-out blocks after refinement. NaN if not measured.
+    weights: Tensors that refinement trained, by stored name.
+    """
+
+    module: AttentionModule
+    maps: HeadMaps
+    error: float
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FitTask:
+    """One attention module to merge.
+
+    base: The module in the base model. Modules before it in the same layer are converted, so that it
+        computes from `stream` what the converted module will read.
+    converted: The same module in the converted model.
+    stream: The converted model's hidden states before this layer, which the merged heads will read.
+    targets: (N, T, D) attention output with which the hidden states are the base model's again.
+    position_weights: (N, T), what a squared error at a position counts.
+    """
+
+    pair: ModelPair
+    module: AttentionModule
+    base: Attention
+    converted: Attention
+    stream: Stream
+    targets: Tensor
+    position_weights: Tensor
+
+    def apply(self, maps: HeadMaps) -> None:
+        """Give the converted module the merged heads of these maps."""
+        self.converted.layer.set_tensors(self.pair.merged_tensors(self.module, maps))
+
+    def sample(self) -> tuple[Tensor, ...]:
+        """Indices of the blocks of each batch of about SAMPLED tokens, evenly spaced in the text."""
+        step = max(1, self.position_weights.numel() // SAMPLED)
+        return self.stream.batches()[::step]
+
+
+def fit_module(task: FitTask) -> FittedModule:
+    """Fit the maps of an attention module whose heads have a known symmetry.
+
+    1. Measure second moments of the base model's queries, keys and values.
+    2. Choose the heads of each group, if groups are searched for.
+    3. Fit the shared key of each group.
+    4. Fit the shared value of each group, under the attention that merged keys give.
+    5. Refit W_O, so that the output comes closest to the targets.
+    """
+    pair = task.pair
+    plan = pair.plan
+    symmetry = pair.symmetry
+    assert symmetry is not None
+    heads, groups = pair.heads(task.module)
+    rotary = _rotary(task, heads.key_dim)
+    free_keys = symmetry.free_keys(plan.config.text)
+    search = searches(plan, pair.options.grouping)
+
+    stored = heads_of(plan.checkpoint, plan.changes_of(task.module))
+    w_o = stored["output"]  # transposed: (H, e, D)
+    check_finite(task.module.layer, w_o)
+
+    # 1. With a search the whole layer is one group at first: any partition follows from it.
+    moments = _measure(task, rotary, w_o, groups=1 if search else groups)
+
+    # 2.
+    order = None
+    if search:
+        order = find_order(moments.cpu(), w_o.double(), groups, rotary, free_keys)
+        moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
+    if order:
+        w_o = w_o[query_order(order, heads.query)]
+
+    # 3. Keys that pass a norm before the scores are averaged.
+    keys = moments.shared_keys(rotary) if free_keys else []
+
+    # 4.
+    attended = _attended_values(task, head_maps(heads, groups, keys, [], order))
+    w_o = w_o.to(attended.device).double()
+    values = moments.shared_values(attended.unflatten(0, (groups, -1)), w_o)
+
+    # 5.
+    return _refit(task, head_maps(heads, groups, keys, values, order), w_o.flatten(0, 1))
+
+
+def _rotary(task: FitTask, key_dim: int) -> Rotary:
+    """The rotary embedding of the module's keys."""
+    symmetry = task.pair.symmetry
+    assert symmetry is not None
+    length = task.stream.hidden.shape[1]  # dynamic RoPE depends on it
+    rotary = symmetry.rotary(task.pair.plan.config.text, task.module.layer, key_dim, length)
+    if task.module.kind == "cross":  # cross-attention has no RoPE
+        return replace(rotary, frequencies=())
+    return rotary
+
+
+def _measure(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> Moments:
+    """Moments of the base model's heads on the converted model's hidden states."""
+    heads, _ = task.pair.heads(task.module)
+    length = task.stream.hidden.shape[1]
+    moments = Moments.zeros(heads, groups, length, float64_device(task.pair.base.device))
+    roots = output_roots(w_o)
+
+    for rows in task.sample():
+        capture = task.base.capture_blocks(task.stream, rows, "heads")
+        q, k, v = capture.heads
+        check_finite(task.module.layer, q, k, v)
+
+        weights = task.position_weights[rows].to(q.device)
+        sensitivity, distances = query_sensitivity(
+            q,
+            k,
+            v,
+            capture.mask,
+            scaling=capture.options.get("scaling") or q.shape[-1] ** -0.5,
+            roots=roots,
+            weights=weights,
+            bias=capture.options.get("position_bias"),
+            causal=getattr(task.base.module, "is_causal", True),
+        )
+        # Blocks without weight, which refinement holds out, count for keys neither.
+        visible = visible_keys(capture.mask, k) * weights.any(1, keepdim=True)
+        moments.add(unrotate(q, rotary), unrotate(k, rotary), v, sensitivity, visible, distances)
+    return moments.averaged()
+
+
+def _attended_values(task: FitTask, maps: HeadMaps) -> Tensor:
+    """Second moments (H, m e, m e) of the attention-weighted stacked values of each query head.
+
+    Attention is that of the merged keys in `maps`, values are the base model's.
+    """
+    heads, groups = task.pair.heads(task.module)
+    width = heads.kv // groups * heads.value_dim
+    device = float64_device(task.pair.base.device)
+    moments = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
+    task.apply(maps)
+
+    for rows in task.sample():
+        # Computed a second time: storing the values of all batches takes memory.
+        v = task.base.capture_blocks(task.stream, rows, "heads").heads[2]
+        if maps.order is not None:
+            v = v[:, maps.order]
+        stacked = stack_groups(v, groups).transpose(0, 1)  # (B, G, S, m e)
+
+        capture = task.converted.capture_blocks(task.stream, rows, "heads")
+        q, k, _ = capture.heads
+        attend = partial(
+            task.pair.converted.attend,
+            task.converted.module,
+            q,
+            k,
+            mask=capture.mask,
+            **capture.options,
+        )
+        few_scores = q[..., 0].numel() * k.shape[2] <= MAX_SCORES
+        parts = stacked.split(width if few_scores else heads.value_dim, -1)
+        attended = torch.cat([attend(v=part) for part in parts], -1)  # (B, T, H, m e)
+
+        roots = task.position_weights[rows].sqrt()[..., None, None].to(attended)
+        add_products(moments, (attended * roots).flatten(0, 1).transpose(0, 1))
+
+    positions = task.position_weights[torch.cat(task.sample())].numel()
+    return moments / positions
+
+
+def _refit(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
+    """Refit W_O (H e, D) by weighted ridge regression of the targets on merged heads' outputs."""
+    assert maps.output is not None
+    assert task.converted.projection is not None
+    task.apply(replace(maps, output=None))
+    device = task.pair.converted.device
+    bias = getattr(task.converted.projection, "bias", None)
+
+    gram = w_o.new_zeros(len(w_o), len(w_o))
+    cross = torch.zeros_like(w_o)
+    energy = w_o.new_zeros(())
+    for capture in task.converted.capture(task.stream, "head_outputs"):
+        root = task.position_weights[capture.rows].flatten().sqrt()[:, None].to(device)
+        target = task.targets[capture.rows].flatten(0, 1).to(device, torch.float32)
+        if bias is not None:
+            target = target - bias
+        target = target * root
+        outputs = capture.head_outputs.flatten(0, 1) * root
+
+        energy += as_float64(target.square().sum(1)).sum()
+        add_products(gram, outputs)
+        add_products(cross, outputs, target)
+
+    count = int(task.position_weights.count_nonzero())
+    start = maps.output.to(w_o).T @ w_o
+    fitted = ridge(gram / count, cross / count, start, task.pair.options.ridge)
+
+    # The new W_O as a map of the base model's, which is how it is stored: all of it, unless W_O has
+    # fewer rows than columns.
+    change = (fitted - start) @ pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T
+    output = maps.output.to(w_o).T + change
+    fitted = output @ w_o
+
+    residual = float(energy) + float((fitted * (gram @ fitted - 2 * cross)).sum())
+    error = max(residual, 0.0) / max(float(energy), 1e-300)
+    return FittedModule(task.module, replace(maps, output=output.T.cpu()), error)

@@ -1,0 +1,166 @@
+"""Train one converted attention module towards the output of the base model's module (`refined`).
+
+Only the module's projections are trained. Its inputs and targets are fixed, and no other layer is in
+memory. The module is transformers' own, so this works for every architecture and from any start
+(docs/methods.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gqa.checkpoint.loading import native_bfloat16
+from gqa.convert.merge.layer import Arguments, first_tensor
+from gqa.convert.merge.options import AT_ONCE, Refinement
+from gqa.convert.merge.sensitivity import mean_squares
+
+_CHECKS = 8  # measurements of the held-out error in a run
+
+
+@dataclass(frozen=True)
+class Refined:
+    """The parameters with the least held-out error, which may be those of the start.
+
+    weights: By name below the module.
+    error_before, error: Squared error of the output relative to the targets' energy, on held-out
+        blocks, at the start and with these weights.
+    """
+
+    weights: dict[str, Tensor]
+    error_before: float
+    error: float
+
+
+def refine(
+    module: nn.Module,
+    start: Mapping[str, Tensor],
+    arguments: Callable[[Tensor], Arguments],
+    targets: Tensor,
+    position_weights: Tensor,
+    settings: Refinement,
+) -> Refined:
+    """Train parameters of an attention module towards `targets` (N, T, D).
+
+    Args:
+        start: The parameters to train, by name below the module.
+        arguments: Function from indices of blocks to the arguments of the module.
+        position_weights: (N, T), what a squared error at a position counts.
+    """
+    device = next(iter(start.values())).device
+    blocks_at_once = max(1, AT_ONCE // targets.shape[1])
+    autocast = settings.autocast
+    if autocast is None:
+        autocast = native_bfloat16(str(device))
+
+    generator = torch.Generator().manual_seed(settings.seed)
+    heldout, train = split_blocks(len(targets), settings, generator)
+    weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
+    optimizers = _optimizers(list(weights.values()), settings.learning_rate)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / settings.steps) for optimizer in optimizers
+    ]
+    energy = (mean_squares(targets) * position_weights).mean().clamp_min(1e-30).to(device)
+
+    def losses(rows: Tensor) -> Iterator[Tensor]:
+        """Parts of the loss of the blocks `rows`, as many blocks at once as fit into a layer."""
+        for part in rows.split(blocks_at_once):
+            args, kwargs = arguments(part)
+            dtype = (args[0] if args else kwargs["hidden_states"]).dtype
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                cast = {name: tensor.to(dtype) for name, tensor in weights.items()}
+                output = first_tensor(torch.func.functional_call(module, cast, args, kwargs))
+
+            errors = (output.float() - targets[part].to(device).float()).square().mean(-1)
+            weighted = (errors * position_weights[part].to(device)).mean()
+            yield weighted / energy * (len(part) / len(rows))
+
+    def heldout_error() -> float:
+        with torch.no_grad():
+            parts = [loss * len(rows) for rows in heldout.split(settings.batch) for loss in losses(rows)]
+        return float(torch.stack(parts).sum()) / len(heldout)
+
+    def copy_weights() -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in weights.items()}
+
+    best = copy_weights()
+    error_before = heldout_error()
+    least = error_before
+    interval = max(1, settings.steps // _CHECKS)
+    for step in range(1, settings.steps + 1):
+        rows = train[torch.randperm(len(train), generator=generator)[: settings.batch]]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for loss in losses(rows):
+            loss.backward()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+
+        if step % interval == 0 or step == settings.steps:
+            error = heldout_error()
+            if error < least:
+                best = copy_weights()
+                least = error
+    return Refined(best, error_before, least)
+
+
+def without_heldout(position_weights: Tensor, settings: Refinement) -> Tensor:
+    """The weights (N, T) of positions, with 0 in the blocks that `refine` holds out.
+
+    A start that is fitted to held-out blocks would be better there than on new text, so that hardly
+    any step would improve on it.
+    """
+    generator = torch.Generator().manual_seed(settings.seed)
+    _, train = split_blocks(len(position_weights), settings, generator)
+    used = position_weights.new_zeros(len(position_weights))
+    used[train] = 1  # a single block is both held out and trained on
+    return position_weights * used.unsqueeze(1)
+
+
+def split_blocks(blocks: int, settings: Refinement, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Indices of the held-out blocks and of the training blocks; a single block is both."""
+    order = torch.randperm(blocks, generator=generator)
+    if blocks == 1:
+        return order, order
+    count = max(1, round(blocks * settings.heldout))
+    return order[:count], order[count:]
+
+
+def _optimizers(parameters: list[Tensor], rate: float) -> list[torch.optim.Optimizer]:
+    """Muon (Jordan et al., 2024) for matrices, Adam for vectors.
+
+    A tensor's learning rate is `rate` times its size: the root mean square of a matrix's singular
+    values, or of a vector's numbers. Sizes differ tenfold between layers and models. A tensor of
+    zeros gets the size of the smallest other one.
+    """
+    sizes = [_size(parameter.detach()) for parameter in parameters]
+    smallest = min((size for size in sizes if size), default=1.0)
+
+    matrices = []
+    vectors = []
+    for parameter, size in zip(parameters, sizes, strict=True):
+        learning_rate = rate * (size or smallest)
+        if parameter.ndim == 2:
+            # torch's Muon multiplies the step by sqrt(rows / columns) if that is above 1.
+            rows, columns = parameter.shape
+            learning_rate /= max(1, rows / columns) ** 0.5
+            matrices.append({"params": [parameter], "lr": learning_rate})
+        else:
+            vectors.append({"params": [parameter], "lr": learning_rate})
+
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=0.0, momentum=0.9))
+    if vectors:
+        optimizers.append(torch.optim.Adam(vectors, betas=(0.9, 0.99)))
+    return optimizers
+
+
+def _size(tensor: Tensor) -> float:
+    """Root mean square of a matrix's singular values, or of a vector's numbers."""
+    count = min(tensor.shape) if tensor.ndim == 2 else tensor.numel()
+    return float(tensor.norm()) / count**0.5

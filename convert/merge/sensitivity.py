@@ -1,0 +1,155 @@
+"""What an error at a position, a query or a key costs the layer: the weights of all least squares."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gqa.convert.merge.linear_algebra import typical_energy
+
+# Energy of a hidden state relative to the typical one; of trained tokens it is 0.5 and more.
+LEAST_ENERGY = 0.1
+_MIN_REMAINDER = 1e-2  # floor of 1 - a: below it v - o is lost in float32 rounding
+SCORES = 1 << 25  # scores of one head computed at a time
+_CAUSAL_PARTS = 4  # parts of a block's queries: each is multiplied only with the keys up to its end
+
+
+def position_weights(hidden: Tensor, is_text: Tensor | None = None) -> Tensor:
+    """Weight of an error at each position: 1 / mean square of its hidden state.
+
+    The next norm divides by the root of that. Some positions, such as the first of a text, have hidden
+    states that are hundreds of times as large as the others': they get the small weight that belongs to
+    them. The opposite does not hold. Where the hidden state is zero or tiny (untrained or reserved tokens
+    before the first layer), attention adds as much as elsewhere, and the next norm divides by the sum. So
+    a mean square below LEAST_ENERGY times the typical one counts as that: no position weighs more than
+    1 / LEAST_ENERGY typical ones, in any units.
+
+    Args:
+        hidden: (N, T, D).
+        is_text: (N, T) bool, False for padding, whose weight is 0; None where nothing is padding.
+
+    Returns:
+        (N, T) weights with the mean 1.
+    """
+    energies = mean_squares(hidden)
+    if is_text is None:
+        is_text = torch.ones_like(energies, dtype=torch.bool)
+
+    least = LEAST_ENERGY * typical_energy(energies[is_text])
+    weights = is_text / energies.clamp_min(least)
+    return weights / weights.mean()
+
+
+def mean_squares(hidden: Tensor) -> Tensor:
+    """(N, T, D) -> (N, T), one block at a time to save memory."""
+    return torch.stack([block.float().square().mean(-1) for block in hidden])
+
+
+def query_sensitivity(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    roots: Tensor,
+    weights: Tensor,
+    bias: Tensor | None = None,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """How much the output loses where scores of a query are wrong, by query and by distance.
+
+    The sensitivity of a query is the sum over its keys s of
+
+        (a_s / (1 - a_s))^2 |W_O (v_s - o)|^2,
+
+    the squared change of the output W_O o if key s is dropped (a: attention, v: values). To first
+    order the change is a W_O (v - o). That vanishes where one key takes all attention, although there
+    the look-up itself can be lost. Caps of scores and sinks are ignored.
+
+    Args:
+        q, k, v: Queries (B, H, T, d), keys (B, Hk, S, d) and values (B, Hk, S, e).
+        mask, bias: (1 or B, 1 or H, T, S). Without a mask a query sees the keys up to its position,
+            or all keys if not `causal`.
+        scaling: Factor of the scores.
+        roots: (H, e, e), from `output_roots`.
+        weights: (B, T), from `position_weights`.
+
+    Returns:
+        The sensitivity (B, H, T) of each query, times the weight of its position; and the sums (H, T)
+        of these terms by the distance of the key: 0, 1, ... positions before the query.
+    """
+    repeat = q.shape[1] // k.shape[1]
+    length = q.shape[2]
+    rows = max(1, SCORES // (len(q) * k.shape[2]))
+    if mask is None and causal:
+        rows = min(rows, -(-length // _CAUSAL_PARTS))
+
+    sensitivity = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    distances = torch.zeros(q.shape[1], length, device=q.device)
+    for head in range(q.shape[1]):
+        kv_head = head // repeat
+        values = v[:, kv_head].float() @ roots[head].to(v.device)  # (B, S, e)
+        squares = values.square().sum(-1)
+
+        for first in range(0, length, rows):
+            part = slice(first, min(first + rows, length))
+            visible = k.shape[2]  # keys that these queries can see
+            if mask is None and causal:
+                visible = min(part.stop, visible)
+
+            scores = (q[:, head, part].float() * scaling) @ k[:, kv_head, :visible].float().mT
+            if bias is not None:
+                scores += _of(bias, head, part)[..., :visible]
+            if mask is None:
+                if causal:
+                    future = torch.full_like(scores[0, :, first:], -torch.inf).triu(1)
+                    scores[..., first:] += future
+            elif mask.dtype == torch.bool:
+                scores.masked_fill_(~_of(mask, head, part), -torch.inf)
+            else:
+                scores += _of(mask, head, part)
+            attention = scores.softmax(-1).nan_to_num_()  # (B, t, S)
+
+            # |v_s - o|^2 = |v_s|^2 - 2 v_s o + |o|^2, in place: these are the largest tensors.
+            outputs = attention @ values[:, :visible]
+            squared_odds = attention.div_((1 - attention).clamp_min_(_MIN_REMAINDER)).square_()
+            moved = torch.baddbmm(squares[:, None, :visible], outputs, values[:, :visible].mT, alpha=-2, out=scores)
+            moved = moved.add_(outputs.square().sum(-1, keepdim=True)).clamp_min_(0)
+            moved = moved.mul_(squared_odds).mul_(weights[:, part, None])
+            sensitivity[:, head, part] = moved.sum(-1)
+            del attention, squared_odds  # their memory
+
+            if visible >= part.stop:  # cross-attention has no distances, and may have fewer keys
+                # A row more in the stride turns diagonals, of one distance each, into columns.
+                shifted = torch.nn.functional.pad(moved.sum(0), (part.stop - first - 1, 0))
+                shifted = shifted.as_strided((len(shifted), part.stop), (shifted.shape[1] + 1, 1))
+                distances[head, : part.stop] += shifted.sum(0).flip(0)
+    return sensitivity, distances
+
+
+def _of(mask: Tensor, head: int, rows: slice) -> Tensor:
+    """Rows (1 or B, t, S) of a mask or bias (1 or B, 1 or H, T, S) for queries of a head."""
+    return mask[:, min(head, mask.shape[1] - 1), rows]
+
+
+def visible_keys(mask: Tensor | None, keys: Tensor) -> Tensor:
+    """(B or 1, S) bool: whether any query may attend to a key; other keys are padding.
+
+    keys: (B, Hk, S, d).
+    """
+    if mask is None:
+        return torch.ones(1, keys.shape[2], dtype=torch.bool, device=keys.device)
+    allowed = mask
+    if mask.dtype != torch.bool:
+        allowed = mask > torch.finfo(mask.dtype).min / 2
+    return allowed.flatten(1, 2).any(1)
+
+
+def output_roots(w_o: Tensor) -> Tensor:
+    """(H, e, D) -> (H, e, e): R with R R^T = W W^T for each head's W.
+
+    So |x R| = |x W|, with fewer numbers.
+    """
+    values, vectors = torch.linalg.eigh(w_o.double() @ w_o.double().mT)
+    roots: Tensor = vectors * values.clamp_min(0).sqrt()[:, None, :]
+    return roots.float()
