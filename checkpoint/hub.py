@@ -236,7 +236,7 @@ def cache_error(cause: OSError, directory: Path | None = None) -> CacheError:
     """The one-line error for a cache below HF_HOME, or this directory, that cannot be written."""
     from huggingface_hub import constants
 
-    what = os.strerror(cause.errno or errno.EIO)
+    what = cause.strerror or os.strerror(cause.errno or errno.EIO)
     return CacheError(
         f"the cache {directory or constants.HF_HOME} cannot be written: {what}; free some space there, or set HF_HOME "
         "to a directory that can be written"

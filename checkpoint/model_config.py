@@ -19,15 +19,18 @@ from typing import Any
 from gqa.checkpoint.errors import EntryError
 
 MAX_COUNT = 20_000  # layers, heads, blocks, experts
-MAX_POSITIONS = 10**8  # ten times those of the longest published models
+MAX_POSITIONS = 10**8  # of positions and tokens; ten times those of the longest published models
 # Names of keys that count modules: large values would exhaust time and memory.
 _COUNTS = re.compile(r"(\w+_)?(layers?|heads?|blocks|depth|codebooks|quantizers|labels|experts|stages)")
 # Those that count layers with tensors of their own.
 _LAYERS = re.compile(r"(num_hidden|num|n|encoder|decoder|num_encoder|num_decoder)_layers?|depth")
 # Those that are a dimension of some stored tensor.
-_SIZES = re.compile(r"(\w+_)?(hidden|intermediate|vocab)_size|d_model|d_ff|n_embd|(\w+_)?ffn_dim|(\w+_)?head_dim")
+_SIZES = re.compile(r"(\w+_)?(hidden|intermediate)_size|d_model|d_ff|n_embd|(\w+_)?ffn_dim|(\w+_)?head_dim")
 _PACKED = 8  # numbers in a stored one, at most
-_POSITIONS = re.compile(r"max_position_embeddings|max_(source|target)_positions|n_positions|n_ctx|max_seq_len\w*")
+# Rows of tables that need not be stored: positions may be computed, and the vocabulary of an outer config may be stale.
+_POSITIONS = re.compile(
+    r"max_position_embeddings|max_(source|target)_positions|n_positions|n_ctx|max_seq_len\w*|(\w+_)?vocab_size"
+)
 # Shares of a head's dimensions.
 _SHARES = re.compile(r"partial_rotary_factor|rotary_pct|rope_pct|rotary_percent\w*")
 

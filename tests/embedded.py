@@ -32,6 +32,11 @@ def texts(count: int, characters: int = 3000) -> tuple[str, ...]:
     return tuple(text[: characters // (1 + number % 3)] for number, text in enumerate(modules))
 
 
+def counting(numbers: int = 2000) -> str:
+    """Text that does not repeat itself: squares in words of their own."""
+    return " ".join(f"{number} squared is {number**2}." for number in range(numbers))
+
+
 def converted(directory: Path, groups: int) -> Path:
     out = directory / f"gqa{groups}"
     if not out.is_dir():

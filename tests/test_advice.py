@@ -97,7 +97,7 @@ def test_advised_commands_are_read_by_their_programs(name: str, here: Path, monk
         params = parse(words)
         if words[0] == "gqa-eval":
             assert params["models"] == ("it's a model", written[1])
-            assert params["data"] == "stdlib:heldout", "perplexity is measured on text"
+            assert params["data"] == (("stdlib:heldout",),), "perplexity is measured on text"
         else:
             assert params["model"] == ("it's a model" if words[0] == "gqa-convert" else written[1])
         if words[0] == "gqa-convert":

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from checkpoints import MERGED, SINGLE, check_refused, llama, run
+from embedded import counting
 from hub_server import Hub, Machine
 
 from gqa.checkpoint.errors import CacheError
@@ -24,7 +25,7 @@ FULL = os.strerror(errno.ENOSPC)
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_text("words and others " * 999)
+    path.write_text(counting())
     return path
 
 

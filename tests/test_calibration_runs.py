@@ -17,6 +17,7 @@ import checkpoints
 import pytest
 import torch
 import transformers
+from embedded import counting
 from evaluations import with_tokenizer
 from scrambled import find_maps, on_ids
 from test_calibration import SHORT, plan_of
@@ -70,7 +71,7 @@ def test_what_is_said_of_the_quality(small: Path, tmp_path: Path, monkeypatch: p
     assert f"**{level.capitalize()}** (" in card
     assert numbers in card.replace("\\", "")
     assert re.search(r"^layers      relative squared error .*:\n            [\d.e-]+ +[\d.e-]+$", done.out, re.M)
-    (tmp_path / "text.txt").write_text("words and others " * 999)
+    (tmp_path / "text.txt").write_text(counting())
     monkeypatch.setattr("gqa.convert.verdict.DAMAGED_RATIO", 0.5)
     done = convert("--data", tmp_path / "text.txt", "--json", *text)
     assert "on held-out blocks of text.txt\n" in done.err
@@ -96,7 +97,7 @@ def test_a_model_that_fills_gaps_is_not_measured(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.EuroBertConfig(**sizes, num_key_value_heads=4, vocab_size=4096, pad_token_id=0)
     model = with_tokenizer(transformers.EuroBertForMaskedLM(config), tmp_path / "model")
-    (tmp_path / "text.txt").write_text("words and others " * 999)
+    (tmp_path / "text.txt").write_text(counting())
     out, text = tmp_path / "out", ("--tokens", 256, "--context", 16, "--data", tmp_path / "text.txt")
     done = checkpoints.run(model, "-g", 2, "-o", out, *text)
     assert "quality     not measured: the model has no head that predicts tokens\n" in done.out
@@ -117,7 +118,7 @@ Calibrator.run = lambda self, layer, *rest: os.kill(os.getpid(), {}) if layer el
 def stopped(small: Path, tmp_path: Path, runs: Runs) -> tuple[object, ...]:
     """The words of a conversion that was stopped after its first layer."""
     text = tmp_path / "text.txt"
-    text.write_text("words " * 999)
+    text.write_text(counting())
     words = (small, "-g", 2, "--data", text, "--context", 16, "--tokens", 256, "-o", tmp_path / "out")
     ended = runs.run(*words, program="convert", before=_STOPPED.format(int(signal.SIGKILL)))
     assert ended.code == -signal.SIGKILL, ended.err
@@ -155,7 +156,7 @@ def test_a_conversion_that_was_stopped_without_its_check_says_that_it_cannot_be_
 def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, runs: Runs) -> None:
     """As without interruption, and nothing is left. Refused: other options, and other content of model or text."""
     model, text, out = Path(shutil.copytree(small, tmp_path / "model")), tmp_path / "text.txt", tmp_path / "out"
-    text.write_text("words " * 999)
+    text.write_text(counting())
 
     def words(output: Path) -> tuple[Any, ...]:
         return (model, "-g", 2, "--method", "refined", "--refine-steps", 2, "--data", text, "-o", output,
@@ -178,7 +179,7 @@ def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, r
     shutil.copytree(small, model, dirs_exist_ok=True, copy_function=shutil.copyfile)
     text.write_text("others " * 999)
     assert re.search(r"holds layers of another run \(content of --data: .*\); finish", checkpoints.run(*words(out)).err)
-    text.write_text("words " * 999)
+    text.write_text(counting())
     records = []
     for place in (out, tmp_path / "whole"):
         done = checkpoints.run(*words(place))
@@ -300,7 +301,10 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
             patch.setattr("gqa.convert.api.write", Mock(side_effect=KeyboardInterrupt()))
             done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", *method)
         assert (done.code, [path.name for path in tmp_path.iterdir()]) == (130, names)
-        assert "the same command continues after the last stored layer" in done.err
+        assert (
+            "stored layers and finished batches of generated text are kept, the same command continues after them"
+            in done.err
+        )
     with monkeypatch.context() as patch:  # a refusal leaves what an earlier run stored
         patch.setattr("gqa.convert.merge.find_maps.Calibrator", Mock(side_effect=RefusedError("no")))
         assert checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text[1:]).code == 2

@@ -158,7 +158,9 @@ def test_the_card_of_a_training_says_what_it_gained(converted: Path, distilled: 
     """And what the conversion had measured before it."""
     text, record = ours(distilled), json.loads((distilled / "gqa_uptraining.json").read_text())
     losses, conversion = record["losses"], json.loads((converted / "gqa_conversion.json").read_text())
-    assert "then distilled from the base model (`gqa-uptrain`): 64 tokens of `text.jsonl` in 2 steps." in text
+    assert (
+        "then distilled from the base model (`gqa-uptrain`): 64 tokens of `text.jsonl` in 2 steps (64 of the " in text
+    )
     for title, name in (("KL divergence from the teacher", "distillation"), ("cross-entropy", "heldout")):
         assert f"| {title} | {losses[f'{name}_before']:.4f} | {losses[f'{name}_after']:.4f} |" in text
     ratio = conversion["quality"]["ratio"]

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import run
+from embedded import counting
 from test_families import (
     CONTROL,
     all_tensors,
@@ -245,7 +246,7 @@ def test_our_commands_need_no_trust(all_converted: dict[str, Path], tmp_path: Pa
     source = all_converted["gpt2"].with_name("source")
     before, after = (load_tokenizer(read_checkpoint(place))("a dog").input_ids for place in (source, two))
     assert before == after != []
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    (tmp_path / "text.txt").write_text(counting(200))
     data, trained = ("--data", tmp_path / "text.txt"), tmp_path / "trained"
     done = run(two, *data, "--json", program="gqa-eval")
     assert done.code == 0, done.err

@@ -63,7 +63,7 @@ def convert(model: Path, *words: object, groups: int = 2) -> Path:
     before, out = snapshot(model), model.parent / "out"
     result = run("--groups", groups, "--method", "mean", "-o", out, *words, model)
     assert result.code == 0, result
-    assert re.fullmatch("(warning: transformers' LlamaForCausalLM does not read .*\n)?", result.err), result
+    assert re.fullmatch("(warning: transformers' LlamaForCausalLM does not read .*\n)?", result.complaints), result
     assert snapshot(model) == before
     assert leftovers(model.parent) == []
     return out

@@ -38,7 +38,8 @@ def test_the_tables() -> None:
         part.splitlines() for part in evaluate_models("SRC G4 G2 --data TEXT").out.split("\n\n")
     )
     assert [line.partition(", ")[0] for line in verdicts] == [
-        "gqa4: 4 of 8 KV heads: KV cache 2x smaller", "gqa2: 2 of 8 KV heads: KV cache 4x smaller"
+        "damaged: gqa4: 4 of 8 KV heads: KV cache 2x smaller",
+        "damaged: gqa2: 2 of 8 KV heads: KV cache 4x smaller",
     ]  # fmt: skip
     assert quality[0] == f"Quality on {model_directory() / 'text.jsonl'}"
     assert [line.split()[0] for line in quality[1:5]] == ["model", "stdlib-mha", "gqa4", "gqa2"]

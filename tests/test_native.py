@@ -216,7 +216,7 @@ def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     assert record["recast"] == written["recast"]
     assert written["recast"]["to"] == {"model_type": "phi", "architecture": "PhiForCausalLM"}
     assert record["parameters"]["before"] == build(CASES["gpt_neox"].tiny, 4).num_parameters()
-    assert "The class is phi (PhiForCausalLM), a class of transformers" in (out / "README.md").read_text()
+    assert "The class is `phi (PhiForCausalLM)`, a class of transformers" in (out / "README.md").read_text()
     for name in ("generation_config.json", "notes.txt"):
         assert (out / name).read_bytes() == (directory / name).read_bytes()
     stated, before = (json.loads((path / "config.json").read_text()) for path in (out, directory))

@@ -33,7 +33,8 @@ def model(tmp_path: Path) -> Path:
     return llama(tmp_path / "m", side_files=False)
 
 
-NOTHING = ("./nothing", "/nothing/there", "a/b/c", "two words", "../m\n", "a\x1b[2Jb")
+NO_PATHS = ("./nothing", "/nothing/there", "a/b/c", "../m\n")
+NO_IDS = ("two words", "a\x1b[2Jb")  # nor paths
 WRONG_USAGE = {
     "--groups 3 m": "4 key/value heads and 8 query heads of m; choose 1, 2, 4 or 8",
     "--groups 16 m": "choose 1, 2, 4 or 8",
@@ -45,7 +46,8 @@ WRONG_USAGE = {
     "-g2 m/config.json": "config.json is not a directory; give the one",
     "-g2 empty": "empty has no config.json; give a checkpoint",
     "-g2 ./broken": "broken is not a directory; give the one",
-    **{f"-g2 {shlex.quote(nothing)}": "there is no directory" for nothing in NOTHING},
+    **{f"-g2 {shlex.quote(path)}": "; give a directory with config.json, or a hub id" for path in NO_PATHS},
+    **{f"-g2 {shlex.quote(name)}": "and it is no hub id (owner/name): Repo id" for name in NO_IDS},
 }
 
 
@@ -55,7 +57,8 @@ def test_wrong_usage(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").symlink_to("nowhere")
     before, says = snapshot(tmp_path), WRONG_USAGE[words]
-    check_refused(run(*shlex.split(words)), says, *(["Repo id"] if says == "there is no directory" else []), advice="")
+    result = run(*shlex.split(words))
+    check_refused(result, says, advice="")
     assert snapshot(tmp_path) == before
 
 

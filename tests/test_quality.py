@@ -6,7 +6,10 @@ for the defaults; only the number of calibration tokens is smaller where a comme
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import tempfile
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -15,12 +18,15 @@ import pytest
 import torch
 from checkpoints import edit_json, edit_tensors
 from embedded import SOURCE, copy_source, load, tokenizer
+from filelock import FileLock
 from training import scratch
 
 import gqa
+from gqa.convert.methods import METHODS
 from gqa.corpus.stdlib import stdlib_texts
 
 WINDOWS, WINDOW = 24, 512  # of held-out text, which perplexity is measured on
+TOKENS = 16_384  # of calibration text, a quarter of the default
 
 # Perplexity of the converted model with 2 of 8 KV heads / base model, at most; `mean` shows that a floor can be missed.
 MOST = {"aligned": 2.3, "calibrated": 1.22, "refined": 1.16}
@@ -46,14 +52,22 @@ def heldout_nats(model: Path) -> float:
     return float(torch.stack(losses).mean())
 
 
-@cache
-def conversion(method: str) -> gqa.Result:
-    """The example with 2 of 8 KV heads by a method with its defaults, made once in a process."""
-    return gqa.convert_model(SOURCE, kv_heads=2, method=method, output=scratch() / "out", quiet=True)
+def conversion(method: str) -> Path:
+    """The example with 2 of 8 KV heads by a method, made once for all processes of a test run."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    directory = Path(tempfile.gettempdir()) / f"gqa-quality-{run}"
+    directory.mkdir(exist_ok=True)
+    out = directory / method
+
+    tokens = {"tokens": TOKENS} if METHODS[method].reads_text else {}
+    with FileLock(directory / f"{method}.lock"):
+        if not out.exists():
+            gqa.convert_model(SOURCE, kv_heads=2, method=method, output=out, quiet=True, **tokens)
+    return out
 
 
 def perplexity_ratio(method: str) -> float:
-    return math.exp(heldout_nats(conversion(method).path) - heldout_nats(SOURCE))
+    return math.exp(heldout_nats(conversion(method)) - heldout_nats(SOURCE))
 
 
 def test_the_mean_of_heads_is_no_model() -> None:
@@ -68,7 +82,8 @@ def test_a_conversion_keeps_the_perplexity(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["calibrated", "refined"])
 def test_a_conversion_keeps_recall(method: str) -> None:
-    recall = conversion(method).record["quality"]["recall"]
+    record = json.loads((conversion(method) / "gqa_conversion.json").read_text())
+    recall = record["quality"]["recall"]
     assert recall["base"] > 0.7
     assert recall["converted"] > recall["base"] - MOST_LOST_RECALL
 

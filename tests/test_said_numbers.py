@@ -53,8 +53,9 @@ def test_with_a_teacher_the_divergence_chooses_and_both_losses_are_said(
     assert "held out    KL divergence from the teacher 0.5000 -> 0.1000 nats per token (lowest: step 4)" in said
     assert "cross-entropy 8.3000 -> 8.7000 nats per token (not what the step is chosen by)" in said
     assert record["losses"]["chosen_by"] == "distillation"
-    assert "held-out KL divergence from the teacher 0.5000 -> 0.1000 nats per token, lowest at the step" in card
-    assert "cross-entropy 8.3000 -> 8.7000 nats per token" in card
+    assert "| KL divergence from the teacher | 0.5000 | 0.1000 |" in card
+    assert "| cross-entropy | 8.3000 | 8.7000 |" in card
+    assert "The weights are those of the step with the lowest KL divergence from the teacher." in card
 
 
 def test_without_a_teacher_the_cross_entropy_chooses(tmp_path: Path) -> None:
@@ -128,7 +129,9 @@ def test_output_record_and_card_state_distinct_tokens_and_all(tmp_path: Path) ->
     assert f"data.jsonl: {distinct:,} of {total:,} tokens ({percent(distinct, total)})" in " ".join(said.split())
     assert f"{in_all:,} tokens in all, with repeated passages" in " ".join(said.split())
     assert distinct < in_all
-    assert f"on {in_all:,} tokens (alpha 0.5: {distinct:,} of the {total:,} tokens of the data, and repeats)" in card
+    assert f"(`gqa-uptrain`): {in_all:,} tokens of " in card
+    share = f"(alpha 0.5, {distinct:,} of the {total:,} tokens of the data, with repeated passages)"
+    assert share in card
 
 
 def test_percentages_are_whole_only_of_all() -> None:

@@ -96,7 +96,7 @@ def test_text_that_does_not_fit_into_the_cache_is_not_generated(
     sampled = list[int]()
     with small_disk(tmp_path / "disk", "200k") as disk:
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", disk)
-        with pytest.raises(OutputError, match="no space left: generated text takes 262,144 bytes"):
+        with pytest.raises(OutputError, match="262,144 bytes of generated text do not fit into"):
             write_batches(64, sampled)
     assert sampled == []
 
@@ -107,7 +107,10 @@ def test_text_that_is_stored_stays_if_the_disk_becomes_full(tmp_path: Path, monk
     with small_disk(tmp_path / "disk", "400k") as disk:
         other = disk / "other"
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", disk)
-        with pytest.raises(OutputError, match="No space left on device; 1 of its 4 parts are kept; free some space"):
+        with pytest.raises(
+            OutputError,
+            match=r"No space left on device \(1 of 4 parts of the generated text are kept\); free some space",
+        ):
             write_batches(64, sampled, between=lambda: other.write_bytes(bytes(290_000)))
         other.unlink()
         path = write_batches(64, sampled)
@@ -133,7 +136,7 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teac
         return [data.blocks[data.first + number]["input_ids"].tobytes() for number in range(8)]
 
     def measured() -> list[bytes]:
-        return [row.tobytes() for row in self_samples(Subject(SOURCE.name, str(SOURCE), source), SIZE, None)]
+        return [row.tobytes() for row in self_samples(Subject(SOURCE.name, str(SOURCE), source), SIZE, None, 4096)]
 
     uses = [calibrated(), trained(), measured()]
     assert uses == [calibrated(), trained(), measured()]

@@ -236,7 +236,7 @@ def test_what_a_card_cannot_carry_is_refused_before_the_first_step(
         raise RecursionError("maximum recursion depth exceeded")
 
     run = prepare(options_for(model_of(tmp_path), tmp_path / "out"))
-    monkeypatch.setattr("gqa.uptrain.run.format_card", fail)
+    monkeypatch.setattr("gqa.uptrain.card.format_card", fail)
     monkeypatch.setattr("gqa.uptrain.run.train", lambda *given: pytest.fail("it trains"))
     with pytest.raises(ValueError, match=r"cannot be carried into the result .*; remove gqa_conversion\.json"):
         uptrain(run)

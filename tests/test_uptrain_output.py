@@ -219,7 +219,7 @@ def test_records_and_cards_of_a_chain(place: Path, tmp_path: Path) -> None:
     summary = (
         "`source` with 2 instead of 4 key/value heads (`gqa-convert`, method `mean`), then distilled from the base"
     )
-    assert f"{summary} model (`gqa-uptrain`): {record['tokens']:,} tokens (alpha 0.1) of `data.jsonl` in " in text
+    assert f"{summary} model (`gqa-uptrain`): {record['tokens']:,} tokens of `data.jsonl` in " in text
     assert f"| cross-entropy | {losses['heldout_before']:.4f} | {losses['heldout_after']:.4f} |" in text
     assert text.index("# first") < text.index("### Source\n\nBy me.")
     assert "license: mit" in text

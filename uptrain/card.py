@@ -151,7 +151,7 @@ def _training(record: Record) -> str:
     steps = plural(record["steps"], "step")
     before = record["trained_before"]
     again = ", after an earlier training" if isinstance(before, dict) else ""
-    return f"{text} (`gqa-uptrain`): {record['tokens']:,} tokens{share} of {source} in {steps}{again}"
+    return f"{text} (`gqa-uptrain`): {record['tokens']:,} tokens of {source} in {steps}{share}{again}"
 
 
 def _share_of_data(record: Record) -> str:

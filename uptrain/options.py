@@ -58,8 +58,8 @@ class TrainOptions(Options):
     heldout_tokens: int = option(
         8192, "Maximum number of held-out tokens.", tokens_type(), metavar="COUNT")
     alpha: float | None = option(
-        None, "Train on this fraction of the tokens of --data, each once. (The GQA paper's alpha is a fraction of the "
-        "pre-training steps: for that give --tokens.)",
+        None, "Train on this fraction of the tokens of --data, each once. The GQA paper's alpha is a fraction of the "
+        "pre-training steps: use --tokens for that.",
         Number(float, "above 0 to 1"))
     tokens: int | None = option(
         None, "Number of tokens to train on in all, like 1B: with repeats, and shorter data is read again.  "

@@ -217,8 +217,13 @@ def _append_batches(
             raise OSError(errno.ENOSPC, reason, str(path))
 
         for ids in sample(missing):
-            write_bytes(file, ids.numpy().astype(np.int32).tobytes())
-            os.fsync(file.fileno())
+            try:
+                write_bytes(file, ids.numpy().astype(np.int32).tobytes())
+                os.fsync(file.fileno())
+            except OSError as error:
+                stored = file.tell() // batch_bytes
+                reason = f"{error.strerror} ({stored} of {batches} parts of the generated text are kept)"
+                raise OSError(error.errno, reason, str(path)) from error
 
 
 def at_once(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:
