@@ -1,8 +1,8 @@
 """Attention functions of our own, which transformers knows by name.
 
 A model that is built with `attn_implementation="gqa_sdpa"` or `"gqa_eager"` computes attention as
-transformers does by `sdpa` or `eager`. Whoever sets `gqa_observer` on one of its attention modules is
-called with that module's queries, keys and values first. No architecture has to be known for it.
+transformers does by `sdpa` or `eager`. Whoever sets the attribute OBSERVER of one of its attention
+modules is called with that module's queries, keys and values first. No architecture has to be known for it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def attend_eager(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, 
     return output
 
 
+OBSERVER = "gqa_observer"  # an attribute of attention modules
 # By transformers' name: the function, and the function that makes its masks.
 PLAIN: dict[str, tuple[Attend, Any]] = {
     "sdpa": (attend_sdpa, sdpa_mask),
@@ -56,7 +57,7 @@ def _observed_attention(
     attention_mask: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    observer = getattr(module, "gqa_observer", None)
+    observer = getattr(module, OBSERVER, None)
     if observer is not None:
         observer(query, key, value, attention_mask, options)
 

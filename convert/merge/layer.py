@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gqa.checkpoint.compat import tree_map_only
 from gqa.checkpoint.errors import LayerwiseError, RefusedError, explain
 from gqa.checkpoint.loading import out_of_memory
+from gqa.convert.merge.attention_functions import OBSERVER
 
 if TYPE_CHECKING:
     from gqa.convert.merge.layer_runner import LayerRunner
@@ -179,12 +180,12 @@ class Attention:
         if self.projection is not None:
             registered.append(self.projection.register_forward_pre_hook(lambda _, args: store("head_outputs", args[0])))
 
-        self.module.gqa_observer = observe_heads
+        vars(self.module)[OBSERVER] = observe_heads
         try:
             with hooks(registered), suppress(_AllCaptured):
                 self.layer.run(stream, rows)
         finally:
-            del self.module.gqa_observer
+            del vars(self.module)[OBSERVER]
 
         if missing:
             raise LayerwiseError(f"{type(self.layer.module).__name__} does not call transformers' attention functions")

@@ -184,7 +184,8 @@ class LayerRunner:
         if self._output_name is None:
             return None
         weight = self.names.whole[f"{attention_path}.{self._output_name}.weight"]
-        return self.model.get_submodule(weight.rpartition(".")[0])
+        module: nn.Module = self.model.get_submodule(weight.rpartition(".")[0])
+        return module
 
     def _parameters_of(self, index: int) -> list[str]:
         return [f"{self.prefix}.{index}.{name}" for name in self.layers[index].state_dict()]
@@ -269,7 +270,8 @@ class LayerRunner:
 
     @property
     def _decoder(self) -> nn.Module:
-        return self.model.get_submodule(self.prefix.rpartition(".")[0])
+        decoder: nn.Module = self.model.get_submodule(self.prefix.rpartition(".")[0])
+        return decoder
 
     def _run(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """The output of the encoder or decoder. Raises LayerwiseError if it fails."""

@@ -7,6 +7,7 @@ memory. The module is transformers' own, so this works for every architecture an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -163,4 +164,4 @@ def _optimizers(parameters: list[Tensor], rate: float) -> list[torch.optim.Optim
 def _size(tensor: Tensor) -> float:
     """Root mean square of a matrix's singular values, or of a vector's numbers."""
     count = min(tensor.shape) if tensor.ndim == 2 else tensor.numel()
-    return float(tensor.norm()) / count**0.5
+    return float(tensor.norm()) / math.sqrt(count)
