@@ -237,7 +237,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
     **{
         f"{value}-{name}": (
             lambda directory, name=name, value=value: broken(directory, f"model.layers.{name}.weight", value),
-            "words " * 99,
+            counting(200),
             f"layer {name[0]} computes NaN or Inf on the calibration text; the model is broken there",
         )
         for name, value in (("0.self_attn.k_proj", torch.nan),

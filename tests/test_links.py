@@ -131,10 +131,10 @@ def test_training_warns_of_links_that_are_left_out(small: Path, tmp_path: Path) 
     assert not (tmp_path / "out/train.log").exists()
 
 
-def test_commands_to_type_are_quoted(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_to_type_are_quoted(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell reads them as they are meant, and gqa-eval takes no path for an option."""
     monkeypatch.chdir(tmp_path)
-    model.rename("-m [it's]")
+    shutil.copytree(small, "-m [it's]")
     result = run(*MERGED, "-o", "-o #1", "--", "-m [it's]")
     assert result.code == 0, result
     evaluation = result.out.partition("gqa-eval ")[2].splitlines()[0]

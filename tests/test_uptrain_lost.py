@@ -211,7 +211,7 @@ def test_a_conversion_record_that_names_no_path_stops_no_training(
         path.write_text(f'{path.read_text().rstrip()[:-1]}, "more": {deep}}}')
     trained(options_for(model, tmp_path / "out", teacher="none"))
     written = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())
-    if name not in ("nested 520 deep", "a very long path"):
+    if name not in ("nested 520 deep", "a very long path", "half of a surrogate pair"):  # copied as they are
         assert written["source"]["path"] is None
     assert load(tmp_path / "out")
 
