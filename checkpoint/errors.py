@@ -21,6 +21,10 @@ class EntryError(CorruptError):
     """A config.json that makes no sense; the message names the entry, where a single one is the cause."""
 
 
+class NoMemoryError(RefusedError):
+    """A device or the host ran out of memory, which may be otherwise the next time."""
+
+
 class LayerwiseError(RefusedError):
     """A model that cannot be run layer by layer."""
 

@@ -20,6 +20,8 @@ from gqa.checkpoint.errors import EntryError
 
 MAX_COUNT = 20_000  # layers, heads, blocks, experts
 MAX_POSITIONS = 10**8  # of positions and tokens; ten times those of the longest published models
+# Positions of encoder-decoders, some of which compute a table of sinusoids in Python; published ones have up to 16,384.
+MAX_COMPUTED_POSITIONS = 100_000
 # Names of keys that count modules: large values would exhaust time and memory.
 _COUNTS = re.compile(r"(\w+_)?(layers?|heads?|blocks|depth|codebooks|quantizers|labels|experts|stages)")
 # Those that count layers with tensors of their own.
@@ -75,10 +77,19 @@ def check_numbers(raw: dict[str, Any], name: str) -> None:
         for key, value in part.items():
             if _COUNTS.fullmatch(key) and _exceeds(value, MAX_COUNT):
                 raise wrong(name, key, value, f"at most {MAX_COUNT} are allowed")
-            if _POSITIONS.fullmatch(key) and _exceeds(value, MAX_POSITIONS):
-                raise wrong(name, key, value, f"at most {MAX_POSITIONS} are allowed")
+            most = _most_positions(part, key)
+            if _POSITIONS.fullmatch(key) and _exceeds(value, most):
+                raise wrong(name, key, value, f"at most {most} are allowed")
             if _SHARES.fullmatch(key) and value is not None and not (is_number(value) and 0 <= value <= 1):
                 raise wrong(name, key, value, "a number from 0 to 1 is allowed")
+
+
+def _most_positions(part: dict[str, Any], key: str) -> int:
+    """The greatest allowed value of a key that counts positions or tokens, in this config."""
+    has_decoder = not part.keys().isdisjoint(("decoder_layers", "num_decoder_layers"))
+    if has_decoder and not key.endswith("vocab_size"):
+        return MAX_COMPUTED_POSITIONS
+    return MAX_POSITIONS
 
 
 def check_against_headers(raw: dict[str, Any], name: str, tensors: int, largest: int) -> None:

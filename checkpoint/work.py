@@ -21,6 +21,8 @@ from gqa.checkpoint.errors import RefusedError, listing
 MARK = ".gqa-mark.json"
 LOCK = "lock"  # held while a run works in the directory
 _TOOL = "gqa"
+# Temporary caches of this process, which stand in for a cache that cannot be written (gqa.corpus.cache).
+REMOVED_AT_EXIT: set[Path] = set()
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
@@ -130,7 +132,9 @@ def shelves() -> Iterator[Path]:
     from datasets.config import HF_DATASETS_CACHE
 
     user = os.getuid() if hasattr(os, "getuid") else "user"
-    yield Path(HF_DATASETS_CACHE) / "gqa-runs"
+    cache = Path(HF_DATASETS_CACHE)
+    if cache not in REMOVED_AT_EXIT:
+        yield cache / "gqa-runs"
     yield Path(tempfile.gettempdir()) / f"gqa-runs-{user}"
 
 

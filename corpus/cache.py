@@ -13,6 +13,7 @@ from pathlib import Path
 from gqa.checkpoint.console import SILENT
 from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.hub import cache_error, local_cause
+from gqa.checkpoint.work import REMOVED_AT_EXIT
 
 
 def datasets_cache() -> Path:
@@ -33,6 +34,7 @@ def datasets_cache() -> Path:
             raise cache_error(error, directory) from error
         temporary = tempfile.mkdtemp(prefix="gqa-cache-")
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        REMOVED_AT_EXIT.add(Path(temporary))
         datasets.config.HF_DATASETS_CACHE = Path(temporary)
         SILENT.warn(
             f"the cache {directory} cannot be written ({error.strerror or error}): tokens and generated text are in "

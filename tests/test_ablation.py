@@ -28,6 +28,7 @@ from embedded import SOURCE
 from evaluations import few_questions
 from training import BLOCK, Runs, expert_options, scratch, tiny_checkpoint, words_for, write_corpus
 
+from gqa.checkpoint.errors import NoMemoryError, RefusedError
 from gqa.checkpoint.work import claim, mark
 from gqa.corpus.sources import row_digest
 from gqa.eval.study import ablation
@@ -375,6 +376,7 @@ def test_what_was_trained_is_not_trained_again(tmp_path: Path, monkeypatch: pyte
     """A row that cannot be written ends the study, a trained checkpoint that cannot is a failed cell. The next run
     neither converts nor trains again.
     """
+    expected = next(row for row in untimed(rows(study())) if (row["method"], row["alpha"]) == ("mean", 0.3))
     out, full = tmp_path / "study", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     grid = {"methods": "mean", "alphas": "0.3"}
     with monkeypatch.context() as patch:
@@ -391,8 +393,20 @@ def test_what_was_trained_is_not_trained_again(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("gqa.uptrain.run.train", lambda *given: pytest.fail("it trains"))
     monkeypatch.setattr(ablation, "convert_checkpoint", lambda *given, **options: pytest.fail("it converts"))
     again = {row["alpha"]: row for row in untimed(measured(out, **grid)) if not row["error"]}
-    assert again[0.3] == next(row for row in untimed(rows(study())) if (row["method"], row["alpha"]) == ("mean", 0.3))
+    assert again[0.3] == expected
     assert not (out / ".work").exists()
+
+
+def test_a_conversion_is_kept_if_there_was_too_little_memory_to_train_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run may have more; what is refused or diverges would fail in the same way again."""
+    out, grid = tmp_path / "study", {"methods": "mean", "alphas": "0.3"}
+    for error, is_kept in ((NoMemoryError("out of memory"), True), (RefusedError("no"), False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(ablation, "uptrain", Mock(side_effect=error))
+            assert ablate(out, **grid).code == 1
+        assert (out / ".work" / "mean-g1" / "converted").is_dir() is is_kept
 
 
 def test_overwrite_starts_over(tmp_path: Path) -> None:

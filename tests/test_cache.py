@@ -15,6 +15,7 @@ from embedded import counting
 from hub_server import Hub, Machine
 
 from gqa.checkpoint.errors import CacheError
+from gqa.checkpoint.work import shelves
 from gqa.convert.merge import self_samples
 from gqa.corpus.cache import datasets_cache
 
@@ -59,6 +60,15 @@ def test_commands_work_without_the_cache_and_warn_once(
         assert f"warning: the cache {unwritable} cannot be written (Not a directory): tokens and " in result.err
         assert "set HF_HOME to a directory" in result.err
     assert not unwritable.exists()
+
+
+def test_what_must_outlive_the_run_is_not_stored_in_a_temporary_cache(unwritable: Path) -> None:
+    """Trained weights, and where a run is: with the cache removed at exit they would be lost."""
+    temporary = datasets_cache()
+    assert temporary != unwritable
+    places = list(shelves())
+    assert places
+    assert not any(place.is_relative_to(temporary) for place in places)
 
 
 def test_several_processes_do_not_replace_the_cache_that_they_share(

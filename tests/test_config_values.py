@@ -20,7 +20,7 @@ from checkpoints import check_refused, edit_json, llama, run
 from tiny_models import TINY, build
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, one_line
-from gqa.checkpoint.model_config import MAX_COUNT
+from gqa.checkpoint.model_config import MAX_COUNT, check_numbers
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.heads.config import check_config
 from gqa.convert.merge.calibrate import Calibrator
@@ -170,6 +170,15 @@ def test_evaluation_and_training_refuse_it_too(key: str, tmp_path: Path) -> None
         words = ["--data", "stdlib:heldout", "--teacher", "none", "-o", tmp_path / "out"]
         result = run(*words[: 2 if program == "gqa-eval" else 6], model, program=program)
         check_refused(result, key, '"x"', program=program, advice="")
+
+
+@pytest.mark.parametrize("key", ["max_position_embeddings", "max_source_positions"])
+def test_positions_that_a_class_computes_are_few(key: str) -> None:
+    """Marian and its like make their table of sinusoids number by number; decoders compute no table."""
+    positions = 10_000_000
+    check_numbers({"model_type": "llama", key: positions, "num_hidden_layers": 2}, "m")
+    with pytest.raises(RefusedError, match=f"{key}: {positions}, at most 100000 are allowed"):
+        check_numbers({"model_type": "marian", key: positions, "decoder_layers": 2}, "m")
 
 
 def test_types_that_cannot_be_converted_pass_the_check() -> None:

@@ -106,6 +106,19 @@ def test_a_result_whose_place_is_taken_is_written_elsewhere_without_training(
     assert difference(tmp_path / "third", other) > 0
 
 
+def test_trained_weights_replace_what_is_at_the_output_without_training(
+    runs: Runs, tmp_path: Path, straight: Path
+) -> None:
+    """As the failed run advises: --overwrite is then about OUT, not about the training."""
+    out = tmp_path / "out"
+    done = runs.run(*runs.words(out, steps=STEPS), before=f"copy_after({STEPS}, {str(straight)!r}, {str(out)!r})")
+    assert done.code == 1, done.err
+    assert "or replace it with --overwrite" in done.err
+
+    runs.finish(*runs.words(out, steps=STEPS, overwrite=True), before="train_nothing()")
+    assert weight_bytes(out) == weight_bytes(straight)
+
+
 def test_a_disk_that_is_full_when_training_ends(runs: Runs, tmp_path: Path, straight: Path) -> None:
     """The trained weights are then in the cache, and -o on another disk writes them without training."""
     with small_disk(tmp_path / "disk", "4m") as disk:

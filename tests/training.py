@@ -305,6 +305,17 @@ def make_file_after(step: int, path: str) -> None:
     after(Log, "step", lambda log, progress, *numbers: progress.step == step and Path(path).write_text("mine"))
 
 
+def copy_after(step: int, source: str, path: str) -> None:
+    """Another result is written at `path` as soon as `step` is recorded."""
+    from gqa.uptrain.loop import Log
+
+    def copy(log: Any, progress: Any, *numbers: Any) -> None:
+        if progress.step == step:
+            shutil.copytree(source, path)
+
+    after(Log, "step", copy)
+
+
 def fill_disk_after(step: int, directory: str) -> None:
     """Somebody else fills the disk of a directory as soon as `step` is recorded."""
     from gqa.uptrain.loop import Log

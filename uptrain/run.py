@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import OutputError, RefusedError, UnfinishedError, explain, listing, plural
+from gqa.checkpoint.errors import NoMemoryError, OutputError, RefusedError, UnfinishedError, explain, listing, plural
 from gqa.checkpoint.files import TensorSpec, new_shard, shard_names, write_index
 from gqa.checkpoint.loading import from_main, model_class, on_main, out_of_memory
 from gqa.checkpoint.names import saved_tensors
@@ -106,7 +106,7 @@ def _train_and_write(setup: Setup, watcher: Watcher) -> tuple[TrainingProgress, 
             raise UnfinishedError(
                 f"{advice}. With --micro-batch or --checkpointing the same command continues: {states.remains()}"
             ) from error
-        raise RefusedError(advice) from error
+        raise NoMemoryError(advice) from error
 
     record, whole = finite(record_of(setup, progress)), gather(weights)
     on_main(lambda: _save_and_write(setup, whole, progress, record))

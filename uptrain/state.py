@@ -191,7 +191,8 @@ class States:
 
     def start(self, run: dict[str, Any]) -> State | None:
         """The state from which a run continues, the newest; None if it begins anew: if there is no state, and with
-        --overwrite if the states are of another run, damaged, or of the same run without --overwrite.
+        --overwrite if the states are of another run, damaged, or of the same run without --overwrite, unless that has
+        trained its weights already.
 
         Raises RefusedError, which names the differences and the command that continues, if they are of another run.
         """
@@ -210,7 +211,9 @@ class States:
         if before["batch_size"] % processes and not state.is_trained:
             batch = before["batch_size"]
             changed.append(f"processes: {before['ranks']} -> {processes}, which cannot share a batch of {batch}")
-        if run["overwrite"] and (changed or not before["overwrite"]):
+        # The failed run may have advised --overwrite, for what is at OUT: its trained weights are what is written.
+        begins_anew = not before["overwrite"] and not state.is_trained
+        if run["overwrite"] and (changed or begins_anew):
             return None
         if changed:
             command = _command(before) if before["argv"] and run["argv"] else "the same options"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import CorruptError, RefusedError, differences
+from gqa.checkpoint.errors import CorruptError, NoMemoryError, RefusedError, differences
 from gqa.checkpoint.json_text import parse_json
 from gqa.checkpoint.loading import out_of_memory, predicts_tokens
 from gqa.checkpoint.provenance import checkpoint_digest, portable, versions
@@ -63,7 +63,7 @@ def with_maps(
             blocks = f" with {options.at_once} blocks of {options.text.length} tokens in a layer at a time"
             blocks += f" ({options.refinement.batch} to refine it)"
             advice = "lower --context, give --precision bfloat16, or another --device"
-        raise RefusedError(f"out of memory on {options.device}{blocks}; {advice}") from error
+        raise NoMemoryError(f"out of memory on {options.device}{blocks}; {advice}") from error
     try:
         yield layers.maps(quality)
     except BaseException:  # the result could not be written: layers that took hours stay

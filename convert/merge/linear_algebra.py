@@ -18,6 +18,7 @@ from gqa.checkpoint.loading import as_float64
 CUT = 1e-6
 # The same where only float64 rounds.
 FLOAT64_CUT = 1e-10
+_TINY = 1e-4  # energy relative to common ones: of vectors that are no example of them
 _ROWS = 2048  # rows whose products are summed in float32
 
 
@@ -65,16 +66,24 @@ def pseudo_inverse(matrices: Tensor, cut: float = CUT) -> Tensor:
 
 
 def typical_energy(energies: Tensor) -> float:
-    """The upper quartile of the energies (n,) that are not zero; 1 if all are zero.
+    """The upper quartile of the energies (n,), without tiny ones; 1 if all are zero.
 
-    A quartile, because a few vectors are thousands of times as large as the others and would rule a mean; the upper
-    one, because tokens without an embedding may take up most of a short text.
+    A quartile, because a few vectors are thousands of times as large as the others and would rule a mean. Tokens whose
+    embedding is zero or tiny may take up most of a text: what is below a ten-thousandth of the 95th percentile does
+    not say what is typical.
     """
-    positive = energies[energies > 0]
-    if not len(positive):
+    if not bool((energies > 0).any()):
         return 1.0
-    rank = math.ceil(0.75 * len(positive))
-    return float(positive.kthvalue(rank).values)
+    comparable = energies[energies > _TINY * _quantile(energies, 0.95)]
+    if not len(comparable):  # more than 95 % are zero
+        comparable = energies[energies > 0]
+    return _quantile(comparable, 0.75)
+
+
+def _quantile(numbers: Tensor, share: float) -> float:
+    """The smallest of the numbers (n,) that at least this share of them does not exceed."""
+    rank = math.ceil(share * len(numbers))
+    return float(numbers.kthvalue(rank).values)
 
 
 def add_products(sums: Tensor, rows: Tensor, columns: Tensor | None = None) -> None:

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.console import SILENT, Watcher, is_interactive
-from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError, StoppedError, explain, one_line, plural
+from gqa.checkpoint.errors import (
+    DivergedError,
+    NoMemoryError,
+    OutputError,
+    RefusedError,
+    StoppedError,
+    explain,
+    one_line,
+    plural,
+)
 from gqa.checkpoint.loading import check_predicts_tokens
 from gqa.checkpoint.work import claim, remove
 from gqa.checkpoint.write import write_text
@@ -129,7 +138,8 @@ class Ablation:
         except StoppedError:
             raise
         except Exception as error:
-            if not isinstance(error, RefusedError | DivergedError):
+            fails_again = isinstance(error, RefusedError | DivergedError) and not isinstance(error, NoMemoryError)
+            if not fails_again:
                 self._kept |= {cell.conversion for cell in cells}
             is_ours = isinstance(error, RefusedError | OutputError | DivergedError)
             reason = one_line(str(error) if is_ours else f"{type(error).__name__}: {explain(error)}")
