@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from gqa.checkpoint.compat import tree_map_only
 from gqa.checkpoint.errors import LayerwiseError, RefusedError, explain
 from gqa.checkpoint.loading import out_of_memory
 from gqa.convert.merge.attention_functions import OBSERVER
-
-if TYPE_CHECKING:
-    from gqa.convert.merge.layer_runner import LayerRunner
 
 # Arguments of a call besides the hidden states: positional, and by keyword.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -77,11 +74,21 @@ class _AllCaptured(Exception):  # noqa: N818 - a signal, not an error
     """Raised inside a layer when every requested part is captured: the rest is not computed."""
 
 
+class Runner(Protocol):
+    """What a layer needs of the `LayerRunner` that has loaded it."""
+
+    device: torch.device
+
+    def projection(self, attention_path: str) -> nn.Module | None: ...
+
+    def set_tensors(self, index: int, stored: Mapping[str, Tensor]) -> None: ...
+
+
 @dataclass(frozen=True)
 class Layer:
     """The decoder layer `index` of a model, with its weights."""
 
-    runner: LayerRunner
+    runner: Runner
     index: int
     module: nn.Module
 
