@@ -124,8 +124,7 @@ def test_a_training_that_is_stopped_while_it_generates_text_says_what_is_kept(
 ) -> None:
     words = (small, "--teacher", small, "--data", "self:2K", "--seed", number, "--steps", 1, "--context", 16)
     stopped = runs.run(*words, "-o", tmp_path / "out", before=f"stop_while_sampling({number})")
-    kept = "finished batches of generated text are kept, the same command continues after them"
-    says = f"gqa-uptrain: {what}; no partial result is left; {kept}"
+    says = f"gqa-uptrain: {what}; saved states and generated text are kept; the same command continues"
     assert (stopped.code, stopped.err.strip().splitlines()[-1]) == (code, says)
 
 
