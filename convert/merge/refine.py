@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gqa.checkpoint.loading import native_bfloat16
 from gqa.convert.merge.layer import Arguments, first_tensor
+from gqa.convert.merge.muon import Muon
 from gqa.convert.merge.options import AT_ONCE, Refinement
 from gqa.convert.merge.sensitivity import mean_squares
 
@@ -138,24 +139,23 @@ def _optimizers(parameters: list[Tensor], rate: float) -> list[torch.optim.Optim
     values, or of a vector's numbers. Sizes differ tenfold between layers and models. A tensor of
     zeros gets the size of the smallest other one.
     """
+    device = str(parameters[0].device)
+    muon_dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
     sizes = [_size(parameter.detach()) for parameter in parameters]
     smallest = min((size for size in sizes if size), default=1.0)
 
     matrices = []
     vectors = []
     for parameter, size in zip(parameters, sizes, strict=True):
-        learning_rate = rate * (size or smallest)
+        group = {"params": [parameter], "lr": rate * (size or smallest)}
         if parameter.ndim == 2:
-            # torch's Muon multiplies the step by sqrt(rows / columns) if that is above 1.
-            rows, columns = parameter.shape
-            learning_rate /= max(1, rows / columns) ** 0.5
-            matrices.append({"params": [parameter], "lr": learning_rate})
+            matrices.append(group)
         else:
-            vectors.append({"params": [parameter], "lr": learning_rate})
+            vectors.append(group)
 
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        optimizers.append(torch.optim.Muon(matrices, weight_decay=0.0, momentum=0.9))
+        optimizers.append(Muon(matrices, momentum=0.9, dtype=muon_dtype))
     if vectors:
         optimizers.append(torch.optim.Adam(vectors, betas=(0.9, 0.99)))
     return optimizers
