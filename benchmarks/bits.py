@@ -1,7 +1,7 @@
 """Whether a rebuild changed a number: convert, train, evaluate and ablate with fixed seeds.
 
     python benchmarks/bits.py store before.json      # at the commit before
-    python benchmarks/bits.py compare before.json    # at the commit after; exit code 1 if a bit differs
+    python benchmarks/bits.py compare before.json    # at the commit after; exit code 1 if not equal
 
 Every figure is a hash of the weights that were written, or a number of a record. They depend on
 the machine and on the versions of the libraries: compare on one machine, with one OMP_NUM_THREADS.
@@ -23,7 +23,8 @@ import gqa
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples/stdlib-mha"
 METHODS = ("mean", "first", "random", "procrustes", "aligned", "calibrated", "refined")
-# Plain, biases, rotary part of a head, fused projections, sinks, post-norm, encoder-decoder, custom code.
+# Plain, biases, rotary part of a head, fused projections, sinks, post-norm, encoder-decoder, custom
+# code.
 FAMILIES = ("llama", "qwen2", "phi", "gpt_neox", "gpt_oss", "olmo2", "gqa_t5", "gpt2")
 
 Figures = dict[str, Any]
@@ -70,7 +71,9 @@ def convert_tiny_families(figures: Figures, scratch: Path) -> None:
     from gqa.convert.merge.calibrate import Calibrator
     from gqa.convert.merge.options import Refinement
 
-    options = on_ids(refinement=Refinement(steps=6, heldout=0.25, autocast=False), check=True, batch=24)
+    options = on_ids(
+        refinement=Refinement(steps=6, heldout=0.25, autocast=False), check=True, batch=24
+    )
     for family in FAMILIES:
         if family not in TINY:
             continue
@@ -126,16 +129,32 @@ def train_and_evaluate(figures: Figures, scratch: Path) -> None:
 
     def train() -> str:
         gqa.uptrain_model(
-            converted, output=trained, data="stdlib:train", steps=4, batch_size=2, context=128, quiet=True
+            converted,
+            output=trained,
+            data="stdlib:train",
+            steps=4,
+            batch_size=2,
+            context=128,
+            quiet=True,
         )
         return weights_digest(trained)
 
     def evaluate() -> Any:
         evaluation = gqa.evaluate(
-            EXAMPLE, converted, trained, data="stdlib:heldout", tokens=4096, kl=True, recall=True, quiet=True
+            EXAMPLE,
+            converted,
+            trained,
+            data="stdlib:heldout",
+            tokens=4096,
+            kl=True,
+            recall=True,
+            quiet=True,
         )
         return [
-            {key: model.get(key) for key in ("quality", "perplexity", "against_baseline", "recall", "nats_per_token")}
+            {
+                key: model.get(key)
+                for key in ("quality", "perplexity", "against_baseline", "recall", "nats_per_token")
+            }
             for model in evaluation.record["models"]
         ]
 

@@ -1,5 +1,5 @@
-"""Draw the README's picture: perplexity ratios of conversions, from what `gqa-eval --json` prints for the example
-model and for a published one.
+"""Draw the README's picture: perplexity ratios of conversions, from what `gqa-eval --json` prints
+for the example model and for a published one.
 
 python benchmarks/front.py docs/embedded.json docs/smollm2.json -o docs/front.svg
 """
@@ -21,7 +21,9 @@ COLOURS = METHODS | {"distilled": "#8172b3"}
 
 def ratios(path: Path) -> dict[str, float]:
     """Perplexity divided by that of the base model, the first, by the name of each other model."""
-    perplexities = {m["name"]: m["quality"]["token_perplexity"] for m in json.loads(path.read_text())["models"]}
+    perplexities = {
+        m["name"]: m["quality"]["token_perplexity"] for m in json.loads(path.read_text())["models"]
+    }
     base, *names = perplexities
     return {name: perplexities[name] / perplexities[base] for name in names}
 
@@ -31,17 +33,24 @@ def text(ratio: float) -> str:
 
 
 def embedded(axes: Any, ratio_of: dict[str, float]) -> None:
-    """Models are named METHOD-HEADS; the title and the shares are those of a model with 8 KV heads."""
+    """Models are named METHOD-HEADS; the title and the shares are those of a model with 8 KV
+    heads.
+    """
     heads = (4, 2, 1)
     for method, colour in METHODS.items():
         heights = [ratio_of[f"{method}-{g}"] for g in heads]
         axes.plot(range(len(heads)), heights, "o-", color=colour, linewidth=2)
         label, end = f"{method}  {text(heights[-1])}", (len(heads) - 1, heights[-1])
         above = {"calibrated": 7, "refined": -4}.get(method, -1)  # they end close to each other
-        axes.annotate(label, end, xytext=(9, above), textcoords="offset points", color=colour, va="center")
+        axes.annotate(
+            label, end, xytext=(9, above), textcoords="offset points", color=colour, va="center"
+        )
     axes.set(ylabel="perplexity ratio", yscale="log", xlim=(-0.2, len(heads) + 0.1), ylim=(0.9, 24))
     axes.set_title("example model, 5.8M parameters, 8 KV heads", fontsize=11)
-    axes.set_xticks(range(len(heads)), [f"{g} KV head{'s' * (g > 1)}\ncache {8 / g:.0f}x smaller" for g in heads])
+    axes.set_xticks(
+        range(len(heads)),
+        [f"{g} KV head{'s' * (g > 1)}\ncache {8 / g:.0f}x smaller" for g in heads],
+    )
     axes.set_yticks([1, 2, 5, 10, 20], ["x1", "x2", "x5", "x10", "x20"])
 
 
@@ -49,9 +58,17 @@ def published(axes: Any, ratio_of: dict[str, float]) -> None:
     for number, (method, colour) in enumerate(COLOURS.items()):
         axes.plot([number, number], [1, ratio_of[method]], color=colour, linewidth=2)
         axes.plot([number], [ratio_of[method]], "o", color=colour)
-        axes.annotate(text(ratio_of[method]), (number, ratio_of[method]), xytext=(0, 8), textcoords="offset points",
-                      color=colour, ha="center")  # fmt: skip
-    axes.set(yscale="log", xlim=(-0.6, len(ratio_of) - 0.4), ylim=(0.85, 3 * max(ratio_of.values())))
+        axes.annotate(
+            text(ratio_of[method]),
+            (number, ratio_of[method]),
+            xytext=(0, 8),
+            textcoords="offset points",
+            color=colour,
+            ha="center",
+        )
+    axes.set(
+        yscale="log", xlim=(-0.6, len(ratio_of) - 0.4), ylim=(0.85, 3 * max(ratio_of.values()))
+    )
     axes.set_title("SmolLM2-135M-Instruct, 3 KV heads to 1", fontsize=11)
     axes.set_xticks(range(len(COLOURS)), COLOURS)
     axes.set_yticks([1, 10, 100, 1000], ["x1", "x10", "x100", "x1,000"])

@@ -1,24 +1,28 @@
-"""What conversion, sampling, training and decoding cost on one GPU: one command of nine minutes at most.
+"""What conversion, sampling, training and decoding cost on one GPU: one command of nine minutes at
+most.
 
     python benchmarks/gpu.py --out DIR                          # all parts, in order
     python benchmarks/gpu.py --out DIR --part distill           # one part, with all of the time
     python benchmarks/gpu.py --out DIR --smollm2 SMOLLM2 --text stories.txt --text wikitext.txt
-    python benchmarks/gpu.py --out DIR --tiny                   # every part on a CPU, with tiny models
+    python benchmarks/gpu.py --out DIR --tiny    # every part on a CPU, with tiny models
 
-decode: tokens per second of a random bfloat16 model of Llama-2-7B's shape by KV heads, context and batch, as one CUDA
-    graph per step. `roofline` is the share of the device's copy bandwidth that the bytes of the weights and of the
-    cache take: 1 is the limit. `largest` is the largest batch whose cache fits.
-convert: a model of 1.3 billion parameters with 4 of 16 KV heads by `calibrated` and `refined`, on text that it writes
-    itself: seconds and peak memory of each stage (the first samples the text: its tokens per second are the sampler's).
-uptrain: tokens per second of gqa-uptrain on a model of that size, with and without --compile and --checkpointing, with
-    NCCL on one rank and with FSDP2 on one rank. `mfu` is 6 operations per parameter and token, of the rate of a matrix
-    product on the device.
-distill: the embedded model with 2 and 1 heads, distilled on 1 to 50 million tokens that it writes itself.
-smollm2: SmolLM2 (a directory, --smollm2) with 1 head, distilled on 20 million: perplexity and recall on each --text.
+decode: tokens per second of a random bfloat16 model of Llama-2-7B's shape by KV heads, context and
+    batch, as one CUDA graph per step. `roofline` is the share of the device's copy bandwidth that
+    the bytes of the weights and of the cache take: 1 is the limit. `largest` is the largest batch
+    whose cache fits.
+convert: a model of 1.3 billion parameters with 4 of 16 KV heads by `calibrated` and `refined`, on
+    text that it writes itself: seconds and peak memory of each stage (the first samples the text:
+    its tokens per second are the sampler's).
+uptrain: tokens per second of gqa-uptrain on a model of that size, with and without --compile and
+    --checkpointing, with NCCL on one rank and with FSDP2 on one rank. `mfu` is 6 operations per
+    parameter and token, of the rate of a matrix product on the device.
+distill: the embedded model with 2 and 1 heads, distilled on 1 to 50 million tokens that it writes
+itself. smollm2: SmolLM2 (a directory, --smollm2) with 1 head, distilled on 20 million: perplexity
+and recall on each --text.
 
-Each part is a process with a time limit. Each measurement is appended to DIR/PART.jsonl; what is there is not measured
-again, so the same command continues after a limit or a failure. Models are written to --work. Nothing needs a network.
-gqa need not be installed.
+Each part is a process with a time limit. Each measurement is appended to DIR/PART.jsonl; what is
+there is not measured again, so the same command continues after a limit or a failure. Models are
+written to --work. Nothing needs a network. gqa need not be installed.
 """
 
 from __future__ import annotations
@@ -44,9 +48,19 @@ from typing import Any
 
 import click
 import torch
-from harness import EMBEDDED, ROOT, SHAPES, Measurements, Shape, random_llama, run_command, write_random
+from harness import (
+    EMBEDDED,
+    ROOT,
+    SHAPES,
+    Measurements,
+    Shape,
+    random_llama,
+    run_command,
+    write_random,
+)
 
-LIMITS = {"decode": 110, "convert": 150, "uptrain": 110, "distill": 110, "smollm2": 60}  # seconds, if several parts run
+# Seconds, if several parts run
+LIMITS = {"decode": 110, "convert": 150, "uptrain": 110, "distill": 110, "smollm2": 60}
 LEAST = 5.0  # seconds that must be left for another measurement
 CUDA = torch.cuda.is_available()
 DEVICE, VERSION = "cuda" if CUDA else "cpu", torch.__version__
@@ -71,8 +85,17 @@ class Scale:
     refine: tuple[str, ...] = ()
     compile: bool = True
     train: tuple[str, ...] = (
-        "--steps", "12", "--batch-size", "8", "--micro-batch", "4", "--context", "2048", "--precision", "bfloat16",
-    )  # fmt: skip
+        "--steps",
+        "12",
+        "--batch-size",
+        "8",
+        "--micro-batch",
+        "4",
+        "--context",
+        "2048",
+        "--precision",
+        "bfloat16",
+    )
     tokens: tuple[int, ...] = (1_000_000, 3_000_000, 10_000_000, 20_000_000, 50_000_000)
     distil: tuple[str, ...] = ("--context", "512", "--batch-size", "32", "--precision", "bfloat16")
     heads: tuple[int, ...] = (2, 1)
@@ -83,29 +106,70 @@ class Scale:
 
 
 TINY = Scale(
-    shape=Shape(64, 128, 2, 8, 8, 4096), kv_heads=(8, 2), contexts=(32,), batches=(1, None), largest=4, steps=2,
-    copy_bytes=1 << 20, product=64, large=Shape(64, 128, 2, 8, 8, 4096), convert_heads=2,
-    convert=("--tokens", "512", "--context", "32"), refine=("--refine-steps", "4"), compile=False,
-    train=("--steps", "4", "--batch-size", "2", "--micro-batch", "1", "--context", "32", "--heldout-tokens", "128"),
-    tokens=(256, 512), distil=("--context", "32", "--batch-size", "2", "--heldout-tokens", "512"), heads=(1,),
-    method=("--method", "mean"), smollm2_tokens=256, evaluate=("--tokens", "500", "--context", "64"), recall=(),
-)  # fmt: skip
+    shape=Shape(64, 128, 2, 8, 8, 4096),
+    kv_heads=(8, 2),
+    contexts=(32,),
+    batches=(1, None),
+    largest=4,
+    steps=2,
+    copy_bytes=1 << 20,
+    product=64,
+    large=Shape(64, 128, 2, 8, 8, 4096),
+    convert_heads=2,
+    convert=("--tokens", "512", "--context", "32"),
+    refine=("--refine-steps", "4"),
+    compile=False,
+    train=(
+        "--steps",
+        "4",
+        "--batch-size",
+        "2",
+        "--micro-batch",
+        "1",
+        "--context",
+        "32",
+        "--heldout-tokens",
+        "128",
+    ),
+    tokens=(256, 512),
+    distil=("--context", "32", "--batch-size", "2", "--heldout-tokens", "512"),
+    heads=(1,),
+    method=("--method", "mean"),
+    smollm2_tokens=256,
+    evaluate=("--tokens", "500", "--context", "64"),
+    recall=(),
+)
 
 
 class Part(Measurements):
-    """The measurements of one part, until `deadline` by time.monotonic. `smollm2`: SmolLM2's checkpoint; `texts`: data
-    to evaluate distilled models on.
+    """The measurements of one part, until `deadline` by time.monotonic.
+
+    `smollm2`: SmolLM2's checkpoint; `texts`: data to evaluate distilled models on.
     """
 
     def __init__(
-        self, file: Path, work: Path, scale: Scale, deadline: float = float("inf"), smollm2: Path | None = None,
+        self,
+        file: Path,
+        work: Path,
+        scale: Scale,
+        deadline: float = float("inf"),
+        smollm2: Path | None = None,
         texts: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(file)
-        self.work, self.scale, self.deadline, self.smollm2, self.texts = work, scale, deadline, smollm2, texts
+        self.work, self.scale, self.deadline, self.smollm2, self.texts = (
+            work,
+            scale,
+            deadline,
+            smollm2,
+            texts,
+        )
 
     def measure(self, name: str, function: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-        """As `Measurements`, then free the device's memory. Raises TimeoutError if no time is left."""
+        """As `Measurements`, then free the device's memory.
+
+        Raises TimeoutError if no time is left.
+        """
         if self.missing(name) and time.monotonic() > self.deadline - LEAST:
             raise TimeoutError(f"no time left for {name}")
         super().measure(name, function, *arguments)
@@ -113,7 +177,10 @@ class Part(Measurements):
 
     def run(self, part: Callable[[Part], None]) -> None:
         """Measure what is missing and, if nothing failed, that the part is complete."""
-        self.measure("device", lambda: {"device": torch.cuda.get_device_name() if CUDA else "cpu", "torch": VERSION})
+        self.measure(
+            "device",
+            lambda: {"device": torch.cuda.get_device_name() if CUDA else "cpu", "torch": VERSION},
+        )
         part(self)
         if not self.missing(*self.rows):
             self.measure("complete", dict)
@@ -125,8 +192,9 @@ def free_memory() -> None:
 
 
 def command(module: str, *words: str) -> dict[str, Any]:
-    """Run the command gqa-MODULE in this process. Returns seconds and peak bytes of each stage whose progress it shows,
-    and its JSON as `record`.
+    """Run the command gqa-MODULE in this process.
+
+    Returns seconds and peak bytes of each stage whose progress it shows, and its JSON as `record`.
     """
     from gqa.checkpoint.console import Watcher
 
@@ -149,11 +217,17 @@ def command(module: str, *words: str) -> dict[str, Any]:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
             run_command(module, *words, "--json")
     except RuntimeError as error:
-        raise RuntimeError(f"{error} in {stage}, after {seconds}: {errors.getvalue()[-1500:]}") from error
+        raise RuntimeError(
+            f"{error} in {stage}, after {seconds}: {errors.getvalue()[-1500:]}"
+        ) from error
     finally:
         next_stage(None, "end")
         Watcher.stage = show  # type: ignore[method-assign]
-    return {"seconds": seconds, "peak_bytes": peaks, "record": json.loads(output.getvalue().splitlines()[-1])}
+    return {
+        "seconds": seconds,
+        "peak_bytes": peaks,
+        "record": json.loads(output.getvalue().splitlines()[-1]),
+    }
 
 
 def bandwidth(size: int) -> dict[str, Any]:
@@ -184,14 +258,18 @@ def seconds_of(run: Callable[[], object], repeats: int) -> float:
 
 
 class Decoder:
-    """One step of a model whose cache is full: the last position is written, all are read, nothing grows."""
+    """One step of a model whose cache is full: the last position is written, all are read, nothing
+    grows.
+    """
 
     def __init__(self, model: Any, batch: int, context: int) -> None:
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 
         class Full(DynamicLayer):  # type: ignore[misc]
-            def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+            def update(
+                self, key_states: Any, value_states: Any, *_: Any, **__: Any
+            ) -> tuple[Any, Any]:
                 self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
                 return self.keys, self.values
 
@@ -199,24 +277,37 @@ class Decoder:
                 return context, 0
 
         config = model.config
-        size = batch, config.num_key_value_heads, context, config.hidden_size // config.num_attention_heads
+        size = (
+            batch,
+            config.num_key_value_heads,
+            context,
+            config.hidden_size // config.num_attention_heads,
+        )
         self.cache, self.model = DynamicCache(), model
         self.cache.layers = [Full() for _ in range(config.num_hidden_layers)]
         for layer in self.cache.layers:
             layer.is_initialized, layer.dtype, layer.device = True, model.dtype, model.device
-            layer.keys, layer.values = (torch.empty(size, dtype=model.dtype, device=model.device) for _ in range(2))
+            layer.keys, layer.values = (
+                torch.empty(size, dtype=model.dtype, device=model.device) for _ in range(2)
+            )
             for part in (layer.keys, layer.values):
                 part.normal_()
         self.ids = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
         self.positions = torch.full((1, 1), context - 1, device=model.device)
         # The weights but for the rows of the embedding that are not looked up, and the cache.
-        self.bytes = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+        self.bytes = (
+            sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+        )
         self.bytes += sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
     def step(self) -> None:
         from gqa.checkpoint.loading import cache_name
 
-        inputs = {"input_ids": self.ids, "position_ids": self.positions, cache_name(self.model): self.cache}
+        inputs = {
+            "input_ids": self.ids,
+            "position_ids": self.positions,
+            cache_name(self.model): self.cache,
+        }
         self.ids.copy_(self.model(use_cache=True, **inputs).logits[:, -1:].argmax(-1))
 
     def graph(self) -> Callable[[], None]:
@@ -232,10 +323,14 @@ class Decoder:
         return graph.replay
 
 
-def decode_point(model: Any, batch: int | None, context: int, scale: Scale, copied: float) -> dict[str, Any]:
+def decode_point(
+    model: Any, batch: int | None, context: int, scale: Scale, copied: float
+) -> dict[str, Any]:
     """Tokens per second of all sequences together, and the share of the roofline."""
     config = model.config
-    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * context * model.dtype.itemsize
+    cache = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * context * model.dtype.itemsize
+    )
     cache *= config.hidden_size // config.num_attention_heads
     fit = int(FREE * (torch.cuda.mem_get_info()[0] if CUDA else cache * scale.largest)) // cache
     largest = min(scale.largest, fit)
@@ -245,7 +340,10 @@ def decode_point(model: Any, batch: int | None, context: int, scale: Scale, copi
             with contextlib.suppress(torch.OutOfMemoryError), torch.inference_mode():
                 decoder = Decoder(model, rows, context)
                 seconds = seconds_of(decoder.graph() if CUDA else decoder.step, scale.steps)
-                speed = {"tokens_per_second": rows / seconds, "roofline": decoder.bytes / seconds / copied}
+                speed = {
+                    "tokens_per_second": rows / seconds,
+                    "roofline": decoder.bytes / seconds / copied,
+                }
                 return {"fits": True, "batch": rows, "bytes": decoder.bytes, **speed}
             free_memory()
     return {"batch": batch, "fits": False}
@@ -260,7 +358,10 @@ def decode(part: Part) -> None:
     attentions = ["sdpa", *(["flash_attention_2"] if CUDA and is_flash_attn_2_available() else [])]
     for attention, heads in product(attentions, scale.kv_heads):
         names = {
-            f"{attention} {heads} heads {context} context {batch or 'largest'} batch": (batch, context)
+            f"{attention} {heads} heads {context} context {batch or 'largest'} batch": (
+                batch,
+                context,
+            )
             for context, batch in product(scale.contexts, scale.batches)
         }
         if part.missing(*names):
@@ -283,8 +384,20 @@ def convert(part: Part) -> None:
     scale = part.scale
 
     def run(method: str, *more: str) -> dict[str, Any]:
-        words = [random_model(part, "large", scale.large, "bfloat16"), "--groups", str(scale.convert_heads)]
-        words += ["--method", method, *scale.convert, *more, "-o", str(part.work / f"large-{method}"), "--overwrite"]
+        words = [
+            random_model(part, "large", scale.large, "bfloat16"),
+            "--groups",
+            str(scale.convert_heads),
+        ]
+        words += [
+            "--method",
+            method,
+            *scale.convert,
+            *more,
+            "-o",
+            str(part.work / f"large-{method}"),
+            "--overwrite",
+        ]
         row = command("convert", *words)
         return {name: row[name] for name in ("seconds", "peak_bytes")}
 
@@ -300,10 +413,22 @@ def metrics(out: Path) -> dict[str, Any]:
 
 def uptrain(part: Part) -> None:
     shape = part.scale.large
-    model = random_model(part, "trained-from", shape._replace(kv_heads=max(1, shape.heads // 4)), "float32")
+    model = random_model(
+        part, "trained-from", shape._replace(kv_heads=max(1, shape.heads // 4)), "float32"
+    )
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
-    fsdp2 = ["accelerate.commands.launch", "--config_file", str(ROOT / "examples" / "accelerate" / "fsdp2.yaml")]
-    fsdp2 += [*([] if CUDA else ["--mixed_precision", "no"]), "--num_processes", "1", "--main_process_port", "0"]
+    fsdp2 = [
+        "accelerate.commands.launch",
+        "--config_file",
+        str(ROOT / "examples" / "accelerate" / "fsdp2.yaml"),
+    ]
+    fsdp2 += [
+        *([] if CUDA else ["--mixed_precision", "no"]),
+        "--num_processes",
+        "1",
+        "--main_process_port",
+        "0",
+    ]
     checkpointing, compiled = ["--checkpointing"], ["--compile"]
     runs = {"plain": [], "checkpointing": checkpointing, "one rank": [], "one rank fsdp2": []}
     if part.scale.compile:
@@ -316,7 +441,17 @@ def uptrain(part: Part) -> None:
     def run(name: str) -> dict[str, Any]:
         """gqa-uptrain on the library's own text, in this process or by a launcher."""
         out = part.work / "trained"
-        words = [model, "--data", "stdlib:train", "--teacher", "none", "--train", "all", *part.scale.train, *runs[name]]
+        words = [
+            model,
+            "--data",
+            "stdlib:train",
+            "--teacher",
+            "none",
+            "--train",
+            "all",
+            *part.scale.train,
+            *runs[name],
+        ]
         words += ["-o", str(out), "--keep-state", "--overwrite"]
         shutil.rmtree(out.with_name(f"{out.name}-state"), ignore_errors=True)
         if name in launchers:
@@ -333,27 +468,71 @@ def uptrain(part: Part) -> None:
         part.measure(name, run, name)
 
 
-def distilled(part: Part, base: Path, heads: int, tokens: int, texts: Sequence[str], *more: str) -> dict[str, Any]:
-    """A converted model distilled on so much of its base model's own text, and how both predict `texts`."""
+def distilled(
+    part: Part, base: Path, heads: int, tokens: int, texts: Sequence[str], *more: str
+) -> dict[str, Any]:
+    """A converted model distilled on so much of its base model's own text, and how both predict
+    `texts`.
+    """
     start, out = part.work / f"{base.name}-{heads}", part.work / f"{base.name}-{heads}-{tokens}"
     if not (start / "config.json").exists():
-        command("convert", str(base), "--groups", str(heads), *part.scale.method, "-o", str(start), "--overwrite")
-    words = ["--data", f"self:{tokens}", "--tokens", str(tokens), *part.scale.distil, "--teacher", str(base)]
+        command(
+            "convert",
+            str(base),
+            "--groups",
+            str(heads),
+            *part.scale.method,
+            "-o",
+            str(start),
+            "--overwrite",
+        )
+    words = [
+        "--data",
+        f"self:{tokens}",
+        "--tokens",
+        str(tokens),
+        *part.scale.distil,
+        "--teacher",
+        str(base),
+    ]
     words += ["--overwrite"] if out.exists() else []  # a run that was stopped continues
     run = command("uptrain", str(start), *words, "-o", str(out), "--keep-state")
     row = {"tokens": tokens, "losses": run["record"]["losses"], "seconds": run["seconds"]}
-    row |= {name: value for name, value in metrics(out).items() if name in ("tokens_per_second", "memory_bytes")}
+    row |= {
+        name: value
+        for name, value in metrics(out).items()
+        if name in ("tokens_per_second", "memory_bytes")
+    }
     for text in texts:
-        words = [str(base), str(start), str(out), "--data", text, "--kl", *part.scale.evaluate, *more]
+        words = [
+            str(base),
+            str(start),
+            str(out),
+            "--data",
+            text,
+            "--kl",
+            *part.scale.evaluate,
+            *more,
+        ]
         models = command("eval", *words)["record"]["models"]
-        row[Path(text).name] = [{key: model.get(key) for key in ("name", "quality", "recall")} for model in models]
+        row[Path(text).name] = [
+            {key: model.get(key) for key in ("name", "quality", "recall")} for model in models
+        ]
     return row
 
 
 def distill(part: Part) -> None:
     for tokens in part.scale.tokens:
         for heads in part.scale.heads:
-            part.measure(f"{heads} heads {tokens} tokens", distilled, part, EMBEDDED, heads, tokens, part.texts[:1])
+            part.measure(
+                f"{heads} heads {tokens} tokens",
+                distilled,
+                part,
+                EMBEDDED,
+                heads,
+                tokens,
+                part.texts[:1],
+            )
 
 
 def smollm2(part: Part) -> None:
@@ -364,8 +543,12 @@ def smollm2(part: Part) -> None:
 
 
 PARTS: dict[str, Callable[[Part], None]] = {
-    "decode": decode, "convert": convert, "uptrain": uptrain, "distill": distill, "smollm2": smollm2,
-}  # fmt: skip
+    "decode": decode,
+    "convert": convert,
+    "uptrain": uptrain,
+    "distill": distill,
+    "smollm2": smollm2,
+}
 
 
 @contextlib.contextmanager
@@ -380,37 +563,70 @@ def importable() -> Iterator[str]:
         version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
         metadata = Path(scratch) / f"gqa-{version}.dist-info"
         metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: gqa\nVersion: {version}\n")
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: gqa\nVersion: {version}\n"
+        )
         yield scratch
 
 
 def run_part(name: str, seconds: float, environment: dict[str, str]) -> None:
-    """The part in a process of its own, with the options of this one, for so many seconds at most."""
+    """The part in a process of its own, with the options of this one,
+    for so many seconds at most.
+    """
     words = [sys.executable, *sys.argv, "--alone", name, "--minutes", str(seconds / 60)]
     process = subprocess.Popen(words, env=environment, start_new_session=True)
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
-        print(f"{name}: stopped after {seconds:.0f} seconds; the same command continues it", flush=True)
-    for number in (signal.SIGTERM, signal.SIGKILL):  # launchers end their workers, which are not of the group
+        print(
+            f"{name}: stopped after {seconds:.0f} seconds; the same command continues it",
+            flush=True,
+        )
+    # Launchers end their workers, which are not of the group
+    for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
             process.wait(LEAST)
 
 
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
-@click.option("--out", type=click.Path(path_type=Path), envvar="OUT", required=True, help="For results.")
-@click.option("--work", type=click.Path(path_type=Path), default=f"{tempfile.gettempdir()}/gqa-gpu", help="For models.")
-@click.option("--part", "parts", multiple=True, type=click.Choice([*PARTS]), help="Several times for several.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), envvar="OUT", required=True, help="For results."
+)
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path),
+    default=f"{tempfile.gettempdir()}/gqa-gpu",
+    help="For models.",
+)
+@click.option(
+    "--part", "parts", multiple=True, type=click.Choice([*PARTS]), help="Several times for several."
+)
 @click.option("--minutes", default=9.0, help="For all parts together.")
-@click.option("--smollm2", type=click.Path(exists=True, path_type=Path), help="SmolLM2's checkpoint.")
-@click.option("--text", "texts", multiple=True, default=("stdlib:heldout",), help="For perplexity; several times.")
+@click.option(
+    "--smollm2", type=click.Path(exists=True, path_type=Path), help="SmolLM2's checkpoint."
+)
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    default=("stdlib:heldout",),
+    help="For perplexity; several times.",
+)
 @click.option("--tiny", is_flag=True, help="Tiny models, for a CPU.")
-@click.option("--alone", hidden=True, type=click.Choice([*PARTS]), help="Run this part in this process.")
+@click.option(
+    "--alone", hidden=True, type=click.Choice([*PARTS]), help="Run this part in this process."
+)
 def main(
-    out: Path, work: Path, parts: tuple[str, ...], minutes: float, smollm2: Path | None, texts: tuple[str, ...],
-    tiny: bool, alone: str | None,
-) -> None:  # fmt: skip
+    out: Path,
+    work: Path,
+    parts: tuple[str, ...],
+    minutes: float,
+    smollm2: Path | None,
+    texts: tuple[str, ...],
+    tiny: bool,
+    alone: str | None,
+) -> None:
     deadline = time.monotonic() + 60 * minutes
     for directory in (out, work):
         directory.mkdir(parents=True, exist_ok=True)
@@ -420,8 +636,14 @@ def main(
             Part(out / f"{alone}.jsonl", work, scale, deadline, smollm2, texts).run(PARTS[alone])
         return
     with importable() as path:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([path, *os.environ.get("PYTHONPATH", "").split()])}
-        environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "TOKENIZERS_PARALLELISM": "false"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([path, *os.environ.get("PYTHONPATH", "").split()])
+        }
+        environment |= {
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(work / "hf"),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         for name in parts or [name for name in PARTS if name != "smollm2" or smollm2]:
             left = deadline - time.monotonic() - LEAST
             if not Measurements(out / f"{name}.jsonl").missing("complete"):

@@ -29,7 +29,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "135m": Shape(576, 1536, 30, 9, 9, 49152, True),  # SmolLM2-135M, with as many KV heads as query heads
+    # SmolLM2-135M, with as many KV heads as query heads
+    "135m": Shape(576, 1536, 30, 9, 9, 49152, True),
     "1.3b": Shape(2048, 5504, 24, 16, 16, 32000),
     "llama-7b": Shape(4096, 11008, 32, 32, 32, 32000),
 }
@@ -42,17 +43,27 @@ def random_llama(shape: Shape, dtype: str = "float32", device: str = "cpu", **op
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.positions, tie_word_embeddings=shape.tied, bos_token_id=1, eos_token_id=2,
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.positions,
+        tie_word_embeddings=shape.tied,
+        bos_token_id=1,
+        eos_token_id=2,
         dtype=dtype,
-    )  # fmt: skip
+    )
     with torch.device(device):
         return LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype), **options)
 
 
 def write_random(directory: Path, shape: Shape, dtype: str = "float32", device: str = "cpu") -> str:
-    """Write a random Llama with the embedded tokenizer, whose ids it can all predict. Returns the directory."""
+    """Write a random Llama with the embedded tokenizer, whose ids it can all predict.
+
+    Returns the directory.
+    """
     random_llama(shape, dtype, device).save_pretrained(directory, max_shard_size="1GB")
     for file in EMBEDDED.glob("*token*"):
         shutil.copyfile(file, directory / file.name)
@@ -72,21 +83,25 @@ def run_command(module: str, *words: str) -> None:
 
 
 class Measurements:
-    """Measurements by name, appended to a file of JSON lines one by one: a program that was stopped continues with
-    those that are missing. Those that failed have an `error` and are measured again.
+    """Measurements by name, appended to a file of JSON lines one by one: a program that was stopped
+    continues with those that are missing. Those that failed have an `error` and are measured again.
     """
 
     def __init__(self, file: Path) -> None:
         self.file = file
         lines = file.read_text().splitlines() if file.exists() else []
-        self.rows: dict[str, dict[str, Any]] = {row.pop("name"): row for row in map(json.loads, lines)}
+        self.rows: dict[str, dict[str, Any]] = {
+            row.pop("name"): row for row in map(json.loads, lines)
+        }
 
     def missing(self, *names: str) -> bool:
         """Whether one of them was not measured, or failed."""
         return any("error" in self.rows.get(name, {"error": ""}) for name in names)
 
     def measure(self, name: str, function: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-        """Add what `function` returns, or why it failed, and the seconds it `took`, unless `name` was measured."""
+        """Add what `function` returns, or why it failed, and the seconds it `took`, unless `name`
+        was measured.
+        """
         if not self.missing(name):
             return
         started = time.monotonic()

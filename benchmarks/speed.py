@@ -1,12 +1,12 @@
 """Time and memory of gqa's commands beside what one would use instead, measured in turns.
 
-    python benchmarks/speed.py convert      # beside `cp -r` and a script with transformers: a checkpoint of 4.5 GB
+    python benchmarks/speed.py convert      # 4.5 GB, beside `cp -r` and transformers
     python benchmarks/speed.py evaluate     # beside a bare forward pass and lm-evaluation-harness
     python benchmarks/speed.py evaluate --model examples/stdlib-mha --size 160
     python benchmarks/speed.py uptrain      # beside transformers' Trainer
 
-Every run is a process of its own. Its clock starts when it has imported and loaded what it needs. Memory is above what
-the process held then.
+Every run is a process of its own. Its clock starts when it has imported and loaded what it needs.
+Memory is above what the process held then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ Contestant = Callable[..., Iterator[Any]]
 
 
 class Run(NamedTuple):
-    """Seconds of a run, what it returned, and the peak of its anonymous memory above what it held when it was ready."""
+    """Seconds of a run, what it returned, and the peak of its anonymous memory above what it held
+    when it was ready.
+    """
 
     seconds: float
     value: Any
@@ -49,8 +51,8 @@ class Run(NamedTuple):
 def run_alone(contestant: Contestant, arguments: Sequence[Any], before: Callable[[], None]) -> Run:
     """Run a contestant in a process of its own. `before` is called here when it is ready.
 
-    Its memory is read from here, where its own work cannot hold the reader up; pages of files, which vanish when
-    somebody needs memory, do not count.
+    Its memory is read from here, where its own work cannot hold the reader up; pages of files,
+    which vanish when somebody needs memory, do not count.
     """
     context = multiprocessing.get_context("spawn")
     pipe, child_end = context.Pipe()
@@ -84,14 +86,20 @@ def anonymous_bytes(process: int | None) -> int:
         text = Path(f"/proc/{process}/status").read_text()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("RssAnon")), 0)
+    return next(
+        (int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("RssAnon")), 0
+    )
 
 
 def rounds(
-    contestants: Mapping[str, Contestant], count: int, arguments: Sequence[Any],
+    contestants: Mapping[str, Contestant],
+    count: int,
+    arguments: Sequence[Any],
     before: Callable[[], None] = lambda: None,
-) -> dict[str, list[Run]]:  # fmt: skip
-    """Run all in turns, in another order in each round, so that other work on the machine hits all alike."""
+) -> dict[str, list[Run]]:
+    """Run all in turns, in another order in each round, so that other work on the machine hits all
+    alike.
+    """
     runs: dict[str, list[Run]] = {name: [] for name in contestants}
     for number in range(count):
         first = number % len(contestants)
@@ -102,18 +110,26 @@ def rounds(
 
 
 def report(runs: Mapping[str, Sequence[Run]], baseline: str, tokens: int | None = None) -> None:
-    """Print a row for each: times, the median over rounds of the time by the baseline's, and memory."""
+    """Print a row for each: times, the median over rounds of the time by the baseline's, and
+    memory.
+    """
     print(f"\n{'':24}{'median':>10}{'min - max':>18}{f'of {baseline}':>24}{'memory':>12}")
     for name, entries in runs.items():
         seconds = [run.seconds for run in entries]
-        ratio = statistics.median(a.seconds / b.seconds for a, b in zip(entries, runs[baseline], strict=True))
+        ratio = statistics.median(
+            a.seconds / b.seconds for a, b in zip(entries, runs[baseline], strict=True)
+        )
         memory = max(run.memory_bytes for run in entries)
         speed = f"{tokens / statistics.median(seconds):10,.0f} tokens/s" if tokens else ""
-        print(f"{name:24}{statistics.median(seconds):8.2f} s{min(seconds):8.2f} - {max(seconds):5.2f} s{ratio:24.3f}"
-              f"{memory / MIB:8,.0f} MiB{speed}")  # fmt: skip
+        print(
+            f"{name:24}{statistics.median(seconds):8.2f} s{min(seconds):8.2f} - "
+            f"{max(seconds):5.2f} "
+            f"s{ratio:24.3f}"
+            f"{memory / MIB:8,.0f} MiB{speed}"
+        )
 
 
-# ------------------------------------------------------------------------------------------------- convert
+# ------------------------------------------------------------------------------------------ convert
 
 
 def copy_files(source: Path, out: Path) -> Iterator[Any]:
@@ -124,7 +140,8 @@ def copy_files(source: Path, out: Path) -> Iterator[Any]:
 
 def convert_by_mean(source: Path, out: Path) -> Iterator[Any]:
     words = "--method", "mean", "--quiet", "--overwrite", "--groups"
-    run_command("convert", str(EMBEDDED), *words, "2", "-o", str(out.with_name("small")))  # imports what it needs
+    # Imports what it needs
+    run_command("convert", str(EMBEDDED), *words, "2", "-o", str(out.with_name("small")))
     yield
     run_command("convert", str(source), *words, str(HEADS), "-o", str(out))
 
@@ -138,15 +155,21 @@ def convert_script(source: Path, out: Path) -> Iterator[Any]:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     for layer in model.model.layers:
         for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj):
-            heads = linear.weight.detach().float().unflatten(0, (HEADS, -1, layer.self_attn.head_dim))
-            linear.weight = torch.nn.Parameter(heads.mean(1).flatten(0, 1).to(torch.bfloat16), requires_grad=False)
+            heads = (
+                linear.weight.detach().float().unflatten(0, (HEADS, -1, layer.self_attn.head_dim))
+            )
+            linear.weight = torch.nn.Parameter(
+                heads.mean(1).flatten(0, 1).to(torch.bfloat16), requires_grad=False
+            )
     model.config.num_key_value_heads = HEADS
     model.save_pretrained(out, max_shard_size="1GB")
     os.sync()
 
 
 def convert(model: str | None, layers: int, repeats: int, scratch: Path) -> None:
-    """Until the output is on disk; the source is in the page cache, the last output is deleted before."""
+    """Until the output is on disk; the source is in the page cache, the last output is deleted
+    before.
+    """
     source, out = Path(model or scratch / "source"), scratch / "out"
     if not model:
         write_random(source, SHAPES["llama-7b"]._replace(layers=layers), "bfloat16")
@@ -157,11 +180,15 @@ def convert(model: str | None, layers: int, repeats: int, scratch: Path) -> None
         for path in source.iterdir():
             path.read_bytes()
 
-    contestants = {"cp -r": copy_files, "gqa-convert": convert_by_mean, "transformers": convert_script}
+    contestants = {
+        "cp -r": copy_files,
+        "gqa-convert": convert_by_mean,
+        "transformers": convert_script,
+    }
     report(rounds(contestants, repeats, (source, out), read_source), "cp -r")
 
 
-# ------------------------------------------------------------------------------------------------- evaluate
+# ----------------------------------------------------------------------------------------- evaluate
 
 
 def load_text(name: str, count: int) -> tuple[Any, Any, str, Any]:
@@ -176,9 +203,16 @@ def load_text(name: str, count: int) -> tuple[Any, Any, str, Any]:
     torch.set_num_threads(THREADS)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(name)
-    ids = tokenizer("\n\n".join(stdlib_texts("heldout")), add_special_tokens=False, verbose=False)["input_ids"]
+    ids = tokenizer("\n\n".join(stdlib_texts("heldout")), add_special_tokens=False, verbose=False)[
+        "input_ids"
+    ]
     text = tokenizer.decode(ids[: count * CONTEXT])
-    return model, tokenizer, text, make_text(text_windows([text], tokenizer, CONTEXT), "rolling", CONTEXT).windows
+    return (
+        model,
+        tokenizer,
+        text,
+        make_text(text_windows([text], tokenizer, CONTEXT), "rolling", CONTEXT).windows,
+    )
 
 
 def bare_forward(name: str, count: int) -> Iterator[Any]:
@@ -216,7 +250,9 @@ def lm_eval(name: str, count: int) -> Iterator[Any]:
 
 
 def evaluate(model: str | None, windows: int, repeats: int, scratch: Path) -> None:
-    """In float32; the bare forward pass drops its logits: no evaluator that uses that forward can be faster."""
+    """In float32; the bare forward pass drops its logits: no evaluator that uses that forward can
+    be faster.
+    """
     model = model or write_random(scratch, SHAPES["135m"])
     contestants = {"gqa-eval": score_windows, "bare forward": bare_forward, "lm_eval": lm_eval}
     runs = rounds(contestants, repeats, (model, windows))
@@ -224,7 +260,7 @@ def evaluate(model: str | None, windows: int, repeats: int, scratch: Path) -> No
     print(f"nats agree to {abs(runs['gqa-eval'][0].value / runs['lm_eval'][0].value - 1):.1e}")
 
 
-# ------------------------------------------------------------------------------------------------- uptrain
+# ------------------------------------------------------------------------------------------ uptrain
 
 
 def prepare_training(model: str, steps: int, scratch: Path) -> Any:
@@ -236,11 +272,22 @@ def prepare_training(model: str, steps: int, scratch: Path) -> Any:
     from gqa.uptrain.setup import prepare
 
     logging.set_verbosity_error()
-    setup = prepare(TrainOptions(
-        model=model, output=Path(tempfile.mkdtemp(dir=scratch)) / "out", data=("stdlib:train",), context=CONTEXT,
-        batch_size=BATCH, precision="bfloat16", steps=WARM_UP + steps, learning_rate=RATE, schedule="constant",
-        train="all", teacher="none", device="cpu",
-    ))  # fmt: skip
+    setup = prepare(
+        TrainOptions(
+            model=model,
+            output=Path(tempfile.mkdtemp(dir=scratch)) / "out",
+            data=("stdlib:train",),
+            context=CONTEXT,
+            batch_size=BATCH,
+            precision="bfloat16",
+            steps=WARM_UP + steps,
+            learning_rate=RATE,
+            schedule="constant",
+            train="all",
+            teacher="none",
+            device="cpu",
+        )
+    )
     torch.set_num_threads(THREADS)  # after accelerate, which sets its own
     return replace(setup, dataloader=replace(setup.dataloader, heldout=[]))
 
@@ -279,32 +326,59 @@ def trainer(model: str, steps: int, scratch: Path) -> Iterator[Any]:
         return {"input_ids": ids, "labels": ids}
 
     arguments = TrainingArguments(
-        output_dir=str(scratch), per_device_train_batch_size=setup.micro_batch, max_steps=setup.dataloader.steps,
-        learning_rate=RATE, lr_scheduler_type="constant", adam_beta2=0.95, weight_decay=0.1, optim="adamw_torch_fused",
-        bf16=True, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
-        logging_strategy="no", train_sampling_strategy="sequential",
-    )  # fmt: skip
-    training = Timed(model=setup.model, args=arguments, train_dataset=setup.dataloader.blocks, data_collator=collate)
+        output_dir=str(scratch),
+        per_device_train_batch_size=setup.micro_batch,
+        max_steps=setup.dataloader.steps,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        weight_decay=0.1,
+        optim="adamw_torch_fused",
+        bf16=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        train_sampling_strategy="sequential",
+    )
+    training = Timed(
+        model=setup.model,
+        args=arguments,
+        train_dataset=setup.dataloader.blocks,
+        data_collator=collate,
+    )
     yield
     training.train()
     yield ticks
 
 
 def uptrain(model: str | None, steps: int, repeats: int, scratch: Path) -> None:
-    """In bfloat16, on the same blocks with AdamW (fused). Contestants yield the time and the loss of each step: seconds
-    are of one step, without the first ones and without saving.
+    """In bfloat16, on the same blocks with AdamW (fused).
+
+    Contestants yield the time and the loss of each step: seconds are of one step, without the first
+    ones and without saving.
     """
     if model is None:
         model = f"{scratch}/model"
-        run_command("convert", str(EMBEDDED), "--groups", "2", "--method", "mean", "-o", model, "--quiet")
+        run_command(
+            "convert", str(EMBEDDED), "--groups", "2", "--method", "mean", "-o", model, "--quiet"
+        )
     contestants = {"gqa-uptrain": uptrain_loop, "Trainer": trainer}
     runs = rounds(contestants, repeats, (model, steps, scratch))
     of_steps = {
-        name: [run._replace(seconds=(run.value[-1][0] - run.value[WARM_UP - 1][0]) / steps) for run in entries]
+        name: [
+            run._replace(seconds=(run.value[-1][0] - run.value[WARM_UP - 1][0]) / steps)
+            for run in entries
+        ]
         for name, entries in runs.items()
     }
     report(of_steps, "gqa-uptrain", BATCH * CONTEXT)
-    print("losses of the first step", "  ".join(f"{entries[0].value[0][1]:.6f}" for entries in runs.values()))
+    print(
+        "losses of the first step",
+        "  ".join(f"{entries[0].value[0][1]:.6f}" for entries in runs.values()),
+    )
 
 
 PARTS = {"convert": (convert, 10), "evaluate": (evaluate, 64), "uptrain": (uptrain, 8)}
@@ -312,12 +386,17 @@ PARTS = {"convert": (convert, 10), "evaluate": (evaluate, 64), "uptrain": (uptra
 
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.argument("part", type=click.Choice([*PARTS]))
-@click.option("--model", type=click.Path(exists=True), help="A checkpoint.  [default: random, or the embedded one]")
+@click.option(
+    "--model",
+    type=click.Path(exists=True),
+    help="A checkpoint.  [default: random, or the embedded one]",
+)
 @click.option("--size", type=int, help="Layers (convert), windows (evaluate) or steps (uptrain).")
 @click.option("--repeats", default=5)
 def main(part: str, model: str | None, size: int | None, repeats: int) -> None:
     function, default = PARTS[part]
-    with tempfile.TemporaryDirectory(prefix=".gqa-benchmark-", dir=Path.cwd()) as scratch:  # /tmp may be memory
+    # /tmp may be memory
+    with tempfile.TemporaryDirectory(prefix=".gqa-benchmark-", dir=Path.cwd()) as scratch:
         function(model, size or default, repeats, Path(scratch))
 
 

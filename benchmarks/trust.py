@@ -1,17 +1,21 @@
-"""Methods, quantised caches and what others do, at the same bytes of KV cache: one table for each model.
+"""Methods, quantised caches and what others do, at the same bytes of KV cache: one table for each
+model.
 
     python benchmarks/trust.py --out trust                                   # the embedded model
-    python benchmarks/trust.py --out trust --model SmolLM2-135M-Instruct --text stories.txt --text wikitext2-test.txt
+    python benchmarks/trust.py --out trust --model SmolLM2-135M-Instruct \
+        --text stories.txt --text wikitext2-test.txt
 
-Rows: fewer heads by `mean`, `first`, `energy` (the head of each group with the largest attention output on samples of
-the model: PruneKVHeads of NVIDIA's ModelOpt) and each --method; a cache of 8, 4 or 2 bits; the last --method with 8 or
-4 bits; and `no attention`: the attention that changes hidden states least is removed until the bytes are as few.
+Rows: fewer heads by `mean`, `first`, `energy` (the head of each group with the largest attention
+output on samples of the model: PruneKVHeads of NVIDIA's ModelOpt) and each --method; a cache of 8,
+4 or 2 bits; the last --method with 8 or 4 bits; and `no attention`: the attention that changes
+hidden states least is removed until the bytes are as few.
 
-Columns: bytes of the cache; perplexity ratio on each --text; KL divergence on the first; recall of text and of random
-tokens; tokens until a greedy text leaves the base model's; exact answers to closed questions, as transformers'
-generate() writes them; time of a decode step at batch 8.
+Columns: bytes of the cache; perplexity ratio on each --text; KL divergence on the first; recall of
+text and of random tokens; tokens until a greedy text leaves the base model's; exact answers to
+closed questions, as transformers' generate() writes them; time of a decode step at batch 8.
 
-Each row is appended to DIR/MODEL.jsonl: the same command continues. The table is printed, and written to DIR/MODEL.md.
+Each row is appended to DIR/MODEL.jsonl: the same command continues. The table is printed, and
+written to DIR/MODEL.md.
 """
 
 from __future__ import annotations
@@ -43,26 +47,55 @@ from gqa.eval.text import prefix_token, read_text
 
 BITS = 8, 4, 2
 COUNT, LONGEST = 24, 24  # questions of a kind; tokens of an answer
-NAMES = "name value path index count line text node size start end file mode type data item list head tail".split()  # noqa: SIM905
+NAMES = [
+    "name",
+    "value",
+    "path",
+    "index",
+    "count",
+    "line",
+    "text",
+    "node",
+    "size",
+    "start",
+    "end",
+    "file",
+    "mode",
+    "type",
+    "data",
+    "item",
+    "list",
+    "head",
+    "tail",
+]
 FUNCTIONS = [  # signature, what it returns, how, and arguments
-    ("add(a, b)", "the sum of a and b", "a + b", [2, 5]), ("is_even(n)", "whether n is even", "n % 2 == 0", [6]),
-    ("last(items)", "the last item", "items[-1]", [[1, 2, 7]]), ("first(items)", "the first item", "items[0]", ["xy"]),
-    ("square(x)", "the square of x", "x * x", [7]), ("upper(text)", "text in upper case", "text.upper()", ["ab"]),
-    ("size(items)", "the length of items", "len(items)", [[3, 4]]), ("double(x)", "twice x", "2 * x", [9]),
-    ("total(numbers)", "the sum of numbers", "sum(numbers)", [[1, 5]]), ("negate(x)", "minus x", "-x", [3]),
-    ("larger(a, b)", "the larger of a and b", "max(a, b)", [4, 8]), ("strip(s)", "s stripped", "s.strip()", [" a "]),
+    ("add(a, b)", "the sum of a and b", "a + b", [2, 5]),
+    ("is_even(n)", "whether n is even", "n % 2 == 0", [6]),
+    ("last(items)", "the last item", "items[-1]", [[1, 2, 7]]),
+    ("first(items)", "the first item", "items[0]", ["xy"]),
+    ("square(x)", "the square of x", "x * x", [7]),
+    ("upper(text)", "text in upper case", "text.upper()", ["ab"]),
+    ("size(items)", "the length of items", "len(items)", [[3, 4]]),
+    ("double(x)", "twice x", "2 * x", [9]),
+    ("total(numbers)", "the sum of numbers", "sum(numbers)", [[1, 5]]),
+    ("negate(x)", "minus x", "-x", [3]),
+    ("larger(a, b)", "the larger of a and b", "max(a, b)", [4, 8]),
+    ("strip(s)", "s stripped", "s.strip()", [" a "]),
     ("contains(items, item)", "whether item is in items", "item in items", [[1, 2], 2]),
     ("join(words)", "the words, joined by spaces", "' '.join(words)", [["a", "b"]]),
-]  # fmt: skip
+]
 CHECK = """import builtins, json, sys
-names = {name: getattr(builtins, name) for name in "abs len max min sum sorted reversed str list".split()}
+allowed = "abs len max min sum sorted reversed str list".split()
+names = {"__builtins__": {name: getattr(builtins, name) for name in allowed}}
 arguments, expressions, values = json.loads(sys.argv[1])
-one, other = (eval(f"lambda {arguments}: {code}", {"__builtins__": names})(*values) for code in expressions)
+one, other = (eval(f"lambda {arguments}: {code}", names)(*values) for code in expressions)
 sys.exit((type(one), one) != (type(other), other))"""
 
 
 def questions() -> Iterator[tuple[str, str, Any]]:
-    """Kind, prompt, and the first line of the answer; of code each of `FUNCTIONS` after one of three others."""
+    """Kind, prompt, and the first line of the answer; of code each of `FUNCTIONS` after one of
+    three others.
+    """
     draw = random.Random(0)
     for _ in range(COUNT):
         words = [draw.sample(NAMES, 4) for _ in range(8)]
@@ -71,18 +104,37 @@ def questions() -> Iterator[tuple[str, str, Any]]:
         yield "copy", "\n".join(["", *lines, last, "", *lines, f"{start} ="]), answer
         values = dict(zip(draw.sample(NAMES, 6), draw.sample(range(10, 100), 6), strict=True))
         one, two, name = draw.sample([*values], 3)
-        lines = [*(f"{key} = {value}" for key, value in values.items()), f"print({one})  # {values[one]}"]
-        yield "look-up", "\n".join([*lines, f"print({two})  # {values[two]}", f"print({name})  #"]), str(values[name])
+        lines = [
+            *(f"{key} = {value}" for key, value in values.items()),
+            f"print({one})  # {values[one]}",
+        ]
+        yield (
+            "look-up",
+            "\n".join([*lines, f"print({two})  # {values[two]}", f"print({name})  #"]),
+            str(values[name]),
+        )
         *sums, (a, b) = (draw.choices(range(1, 10), k=2) for _ in range(5))
-        yield "sum", "\n".join([*(f"{c} + {d} = {c + d}" for c, d in sums), f"{a} + {b} ="]), str(a + b)
+        yield (
+            "sum",
+            "\n".join([*(f"{c} + {d} = {c + d}" for c, d in sums), f"{a} + {b} ="]),
+            str(a + b),
+        )
     for function in FUNCTIONS:
-        for name, result, code, _ in draw.sample([other for other in FUNCTIONS if other is not function], 3):
+        for name, result, code, _ in draw.sample(
+            [other for other in FUNCTIONS if other is not function], 3
+        ):
             example = f'def {name}:\n    """Return {result}."""\n    return {code}\n\n\n'
-            yield "code", f'{example}def {function[0]}:\n    """Return {function[1]}."""\n    return', function
+            yield (
+                "code",
+                f'{example}def {function[0]}:\n    """Return {function[1]}."""\n    return',
+                function,
+            )
 
 
 def is_right(answer: str, expected: Any) -> bool:
-    """Whether the answer is `expected`; of code, returns the same in a process with a few builtins."""
+    """Whether the answer is `expected`; of code, returns the same in a process with a few
+    builtins.
+    """
     if isinstance(expected, str):
         return answer == expected
     signature, _, code, values = expected
@@ -102,20 +154,28 @@ def exact_answers(model: Any, tokenizer: Any) -> dict[str, float]:
     for kind, pairs in by_kind.items():
         prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt, _ in pairs]
         texts = greedy_texts(model, [[prefix_token(tokenizer), *ids] for ids in prompts], LONGEST)
-        answers = [tokenizer.decode(text.ids[-text.scored :], skip_special_tokens=True) for text in texts]
+        answers = [
+            tokenizer.decode(text.ids[-text.scored :], skip_special_tokens=True) for text in texts
+        ]
         lines = [answer.lstrip(" ").partition("\n")[0].rstrip() for answer in answers]
-        shares[kind] = statistics.mean(is_right(line, pair[1]) for line, pair in zip(lines, pairs, strict=True))
+        shares[kind] = statistics.mean(
+            is_right(line, pair[1]) for line, pair in zip(lines, pairs, strict=True)
+        )
     return shares
 
 
 @torch.no_grad()
 def keep_strongest(model: Any, groups: int, ids: torch.Tensor) -> None:
-    """Keep the head of each group of neighbours whose part of the attention output is largest on `ids`."""
+    """Keep the head of each group of neighbours whose part of the attention output is largest on
+    `ids`.
+    """
     heads, sizes = model.config.num_key_value_heads, list[torch.Tensor]()
 
     def measure(output: Any, inputs: Any) -> None:
         parts = zip(inputs[0].chunk(heads, -1), output.weight.chunk(heads, 1), strict=True)
-        sizes.append(torch.stack([(values @ weight.T).norm(dim=-1).mean() for values, weight in parts]))
+        sizes.append(
+            torch.stack([(values @ weight.T).norm(dim=-1).mean() for values, weight in parts])
+        )
 
     for layer in model.model.layers:
         layer.self_attn.o_proj.register_forward_pre_hook(measure)
@@ -124,21 +184,30 @@ def keep_strongest(model: Any, groups: int, ids: torch.Tensor) -> None:
         best = size.view(groups, -1).argmax(1) + torch.arange(groups) * (heads // groups)
         for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj):
             for name, tensor in [*linear.named_parameters()]:
-                setattr(linear, name, torch.nn.Parameter(tensor.unflatten(0, (heads, -1))[best].flatten(0, 1)))
+                setattr(
+                    linear,
+                    name,
+                    torch.nn.Parameter(tensor.unflatten(0, (heads, -1))[best].flatten(0, 1)),
+                )
     model.config.num_key_value_heads = groups
 
 
 @torch.no_grad()
 def remove_attention(model: Any, groups: int, ids: torch.Tensor) -> None:
-    """Silence attention where the hidden states before and after it are most similar on `ids`, in as many layers as a
-    cache of `groups` heads in every layer saves.
+    """Silence attention where the hidden states before and after it are most similar on `ids`, in
+    as many layers as a cache of `groups` heads in every layer saves.
     """
     streams: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda module, inputs: streams.append(inputs[0]))
-        layer.self_attn.register_forward_hook(lambda module, inputs, outputs: streams.append(outputs[0]))
+        layer.self_attn.register_forward_hook(
+            lambda module, inputs, outputs: streams.append(outputs[0])
+        )
     model(input_ids=ids, use_cache=False)
-    similar = [torch.cosine_similarity(h, h + o, -1).mean() for h, o in zip(streams[::2], streams[1::2], strict=True)]
+    similar = [
+        torch.cosine_similarity(h, h + o, -1).mean()
+        for h, o in zip(streams[::2], streams[1::2], strict=True)
+    ]
     left = len(similar) * groups // model.config.num_key_value_heads
     for number in torch.stack(similar).argsort()[left:].tolist():
         model.model.layers[number].self_attn.o_proj.weight.zero_()
@@ -148,12 +217,19 @@ PEERS = {"energy": keep_strongest, "no attention": remove_attention}
 
 
 class Trial:
-    """A base model, and what its rows are compared with: its predictions, its recall, its greedy texts."""
+    """A base model, and what its rows are compared with: its predictions, its recall, its greedy
+    texts.
+    """
 
-    def __init__(self, work: Path, model: str, texts: Sequence[str], methods: Sequence[str], **options: Any) -> None:
+    def __init__(
+        self, work: Path, model: str, texts: Sequence[str], methods: Sequence[str], **options: Any
+    ) -> None:
         self.work, self.methods, self.base = work, methods, open_subjects([model])[0]
-        self.options = EvaluateOptions((model,), kl=True, quiet=True, decode_batches=(8,), decode_steps=16, **options)
-        self.comparisons, self.records = list[Comparison](), list[dict[str, Any]]()  # by text; of the base model
+        self.options = EvaluateOptions(
+            (model,), kl=True, quiet=True, decode_batches=(8,), decode_steps=16, **options
+        )
+        # By text; of the base model
+        self.comparisons, self.records = list[Comparison](), list[dict[str, Any]]()
         for text in texts:
             chosen, context = replace(self.options, data=text), options["context"]
             comparison = Comparison(self.base, read_text([self.base], chosen, context), chosen)
@@ -170,7 +246,10 @@ class Trial:
         for groups in (groups for groups in range(heads - 1, 0, -1) if heads % groups == 0):
             for method in ("mean", "first", *PEERS, *self.methods):
                 yield f"{method}, {groups} of {heads}", method, groups, None
-            yield from ((f"{method}, {groups} of {heads}, int{bits}", method, groups, bits) for bits in BITS[:2])
+            yield from (
+                (f"{method}, {groups} of {heads}, int{bits}", method, groups, bits)
+                for bits in BITS[:2]
+            )
 
     def checkpoint(self, method: str, groups: int) -> str:
         """The converted checkpoint, written once."""
@@ -183,12 +262,17 @@ class Trial:
             model.save_pretrained(out)
             self.base.tokenizer.save_pretrained(out)
         elif not out.exists():
-            gqa.convert_model(self.base.path, kv_heads=groups, method=method, output=out, quiet=True)
+            gqa.convert_model(
+                self.base.path, kv_heads=groups, method=method, output=out, quiet=True
+            )
         return str(out)
 
     def measure(self, method: str, groups: int, bits: int | None) -> dict[str, Any]:
         """One row."""
-        subject, records = replace(open_subjects([self.checkpoint(method, groups)])[0], cache_bits=bits), self.records
+        subject, records = (
+            replace(open_subjects([self.checkpoint(method, groups)])[0], cache_bits=bits),
+            self.records,
+        )
         if method or bits:
             records = [comparison.measure(subject, {}) for comparison in self.comparisons]
         share = subject.cache.bytes_per_token / self.base.cache.bytes_per_token
@@ -218,30 +302,55 @@ def table(rows: dict[str, dict[str, Any]], texts: Sequence[str]) -> str:
     """Markdown, the largest cache first."""
     base = rows["base model"]
     titles = "KL", "recall, text", "random", "greedy", *base["exact"], "decode"
-    lines = [["", "KV cache", *(Path(text).stem for text in texts), *titles], ["---"] * (len(texts) + len(titles) + 2)]
+    lines = [
+        ["", "KV cache", *(Path(text).stem for text in texts), *titles],
+        ["---"] * (len(texts) + len(titles) + 2),
+    ]
     for name, row in sorted(rows.items(), key=lambda item: -item[1]["bytes"]):
-        ratios = [value / of_base for value, of_base in zip(row["perplexity"], base["perplexity"], strict=True)]
+        ratios = [
+            value / of_base
+            for value, of_base in zip(row["perplexity"], base["perplexity"], strict=True)
+        ]
         recall = [f"{row['recall'][kind]:.0%}" for kind in ("text", "random")]
-        words = [name, f"{row['bytes']:.2f}", *(f"x{ratio:.3g}" for ratio in ratios), f"{row['kl']:.2f}", *recall]
+        words = [
+            name,
+            f"{row['bytes']:.2f}",
+            *(f"x{ratio:.3g}" for ratio in ratios),
+            f"{row['kl']:.2f}",
+            *recall,
+        ]
         words += [f"{row['greedy']:.0f}", *(f"{share:.0%}" for share in row["exact"].values())]
         lines.append([*words, f"x{row['decode']:.2f}" if "decode" in row else ""])
     return "\n".join(f"| {' | '.join(words)} |" for words in lines)
 
 
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="For rows, tables and conversions.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="For rows, tables and conversions.",
+)
 @click.option("--model", type=click.Path(exists=True), default=str(EMBEDDED), show_default=False)
-@click.option("--text", "texts", multiple=True, help="Several times.  [default: stdlib:heldout, click's code]")
-@click.option("--method", "methods", multiple=True, default=("calibrated", "refined"), help="Several times.")
+@click.option(
+    "--text", "texts", multiple=True, help="Several times.  [default: stdlib:heldout, click's code]"
+)
+@click.option(
+    "--method", "methods", multiple=True, default=("calibrated", "refined"), help="Several times."
+)
 @click.option("--tokens", default=20_000, help="Of each text.")
 @click.option("--context", default=512)
 @click.option("--precision", default="float32")
-@click.option("--only", default="", help="Measure rows whose names contain this, and the base model.")
+@click.option(
+    "--only", default="", help="Measure rows whose names contain this, and the base model."
+)
 def main(out: Path, model: str, texts: tuple[str, ...], only: str, **options: Any) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not texts:
         texts = "stdlib:heldout", str(out / "click.txt")
-        (out / "click.txt").write_text("\n".join(file.read_text() for file in Path(click.__file__).parent.glob("*.py")))
+        (out / "click.txt").write_text(
+            "\n".join(file.read_text() for file in Path(click.__file__).parent.glob("*.py"))
+        )
     trial = Trial(out, model, texts, **options)
     rows = Measurements(out / f"{trial.base.name}.jsonl")
     for name, *parts in trial.rows():

@@ -1,1 +1,3 @@
-"""What lies on a disk or a hub: headers, shards, names, weights, tokenizers, and the classes that read them."""
+"""What lies on a disk or a hub: headers, shards, names, weights, tokenizers, and the classes that
+read them.
+"""

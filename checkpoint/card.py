@@ -1,7 +1,7 @@
 """README.md of a result: a model card that can be published on the Hugging Face hub as it is.
 
-Nothing in a card comes from a checkpoint unescaped (`gqa.checkpoint.escape`), except the card of the base model, which
-stands at the end as the document that it is.
+Nothing in a card comes from a checkpoint unescaped (`gqa.checkpoint.escape`), except the card of
+the base model, which stands at the end as the document that it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, auto_map
 from gqa.checkpoint.errors import one_line
-from gqa.checkpoint.escape import code_block, code_span, markdown, python_string, shell_line, visible
+from gqa.checkpoint.escape import (
+    code_block,
+    code_span,
+    markdown,
+    python_string,
+    shell_line,
+    visible,
+)
 from gqa.checkpoint.provenance import version
 
 if TYPE_CHECKING:
@@ -28,17 +35,27 @@ _END = "<!-- end of the card of gqa -->"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _FRONT_MATTER = re.compile(r"\A\ufeff?\s*---[ \t]*\r?\n.*?^---[ \t]*$", re.DOTALL | re.MULTILINE)
-_INHERITED = ("license", "license_name", "license_link", "language", "datasets", "pipeline_tag", "tags")
-_PIPELINES = {"CausalLM": "text-generation", "MaskedLM": "fill-mask"}  # by the end of the class's name
+_INHERITED = (
+    "license",
+    "license_name",
+    "license_link",
+    "language",
+    "datasets",
+    "pipeline_tag",
+    "tags",
+)
+# By the end of the class's name
+_PIPELINES = {"CausalLM": "text-generation", "MaskedLM": "fill-mask"}
 
 
 @dataclass(frozen=True)
 class SourceCard:
     """The card of the checkpoint from which a result is made.
 
-    metadata: What a result inherits: license, language, data sets, pipeline, tags, each of them words.
-    base_models: Hub ids of the models from which the checkpoint itself was made.
-    text: The Markdown of its author. If gqa wrote the card, that of the model from which the checkpoint was made.
+    metadata: What a result inherits: license, language, data sets, pipeline, tags, each of them
+    words. base_models: Hub ids of the models from which the checkpoint itself was made. text: The
+    Markdown of its author. If gqa wrote the card, that of the model from which the checkpoint was
+    made.
     """
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -68,10 +85,14 @@ def source_card(checkpoint: Checkpoint) -> SourceCard:
 
 
 def _words(value: Any) -> str | list[str]:
-    """A value of metadata without anything but text: a string, or the strings of a list; empty for other values."""
+    """A value of metadata without anything but text: a string, or the strings of a list; empty for
+    other values.
+    """
     if isinstance(value, str):
         return one_line(value)
-    return [one_line(one) for one in value if isinstance(one, str)] if isinstance(value, list) else ""
+    return (
+        [one_line(one) for one in value if isinstance(one, str)] if isinstance(value, list) else ""
+    )
 
 
 def is_hub_id(name: str) -> bool:
@@ -80,18 +101,25 @@ def is_hub_id(name: str) -> bool:
 
 
 def hub_metadata(
-    source: SourceCard, base_models: Sequence[str], model_class: Any, tags: Iterable[str], side_files: Iterable[str]
+    source: SourceCard,
+    base_models: Sequence[str],
+    model_class: Any,
+    tags: Iterable[str],
+    side_files: Iterable[str],
 ) -> dict[str, Any]:
     """Metadata of a result's card.
 
     base_models: Hub ids of the models from which it is made, if they have any. tags: further ones.
-    side_files: Files that are copied from the source; a license among them is linked in the result itself.
+    side_files: Files that are copied from the source; a license among them is linked in the result
+    itself.
     """
     metadata = dict(source.metadata)
     link = metadata.get("license_link")
     if isinstance(link, str) and "://" not in link and link not in side_files and base_models:
         metadata["license_link"] = f"https://huggingface.co/{base_models[0]}/blob/main/{link}"
-    pipeline = next((task for end, task in _PIPELINES.items() if model_class.__name__.endswith(end)), None)
+    pipeline = next(
+        (task for end, task in _PIPELINES.items() if model_class.__name__.endswith(end)), None
+    )
     if pipeline:
         metadata.setdefault("pipeline_tag", pipeline)
     if base_models:
@@ -104,7 +132,9 @@ def hub_metadata(
 
 
 def format_card(metadata: Mapping[str, Any], name: str, parts: Sequence[str], original: str) -> str:
-    """Text of README.md: metadata, the title, `parts` of Markdown, and the base model's card below them."""
+    """Text of README.md: metadata, the title, `parts` of Markdown, and the base model's card below
+    them.
+    """
     from huggingface_hub import ModelCard, ModelCardData
 
     base_card = [BASE_CARD, demote_headings(visible(original))] if original else []
@@ -115,8 +145,15 @@ def format_card(metadata: Mapping[str, Any], name: str, parts: Sequence[str], or
 def demote_headings(text: str) -> str:
     """Markdown whose highest heading is of level 3, so that it can stand under one of level 2."""
     lines = _plain_headings(text.split("\n"))
-    levels = [len(match[1]) for line, is_code in lines if not is_code and (match := _HEADING.match(line))]
-    levels += [int(level) for line, is_code in lines if not is_code for level in _HTML_HEADING.findall(line)]
+    levels = [
+        len(match[1]) for line, is_code in lines if not is_code and (match := _HEADING.match(line))
+    ]
+    levels += [
+        int(level)
+        for line, is_code in lines
+        if not is_code
+        for level in _HTML_HEADING.findall(line)
+    ]
     shift = max(0, 3 - min(levels, default=3))
 
     def deeper(match: re.Match[str]) -> str:
@@ -172,13 +209,18 @@ def model_name(name: str, is_on_hub: bool) -> str:
 
 
 def loading_code(model_class: Any, name: str, side_files: Iterable[str]) -> str:
-    """Markdown: how transformers loads the checkpoint `name`; with the code in it only where the class is ours."""
+    """Markdown: how transformers loads the checkpoint `name`; with the code in it only where the
+    class is ours.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     classes, arguments = [model_class.__name__], python_string(name)
-    model_type = getattr(getattr(model_class, "config_class", None), "model_type", None)  # none of an Auto class
+    # None of an Auto class
+    model_type = getattr(getattr(model_class, "config_class", None), "model_type", None)
     if model_type in MODEL_TYPES:
-        auto_of = {reference.rpartition(".")[2]: auto for auto, reference in auto_map(model_type).items()}
+        auto_of = {
+            reference.rpartition(".")[2]: auto for auto, reference in auto_map(model_type).items()
+        }
         classes, arguments = [auto_of[model_class.__name__]], f"{arguments}, trust_remote_code=True"
     elif classes[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         classes = ["AutoModelForCausalLM"]
@@ -186,7 +228,9 @@ def loading_code(model_class: Any, name: str, side_files: Iterable[str]) -> str:
     if any(file.startswith("tokenizer") for file in side_files):
         classes.append("AutoTokenizer")
         lines.append(f"tokenizer = AutoTokenizer.from_pretrained({arguments})")
-    return code_block([f"from transformers import {', '.join(sorted(classes))}", "", *lines], "python")
+    return code_block(
+        [f"from transformers import {', '.join(sorted(classes))}", "", *lines], "python"
+    )
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:
@@ -197,12 +241,20 @@ def table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def making_of(tool: str, argv: Sequence[str], options: Mapping[str, Any], record: str) -> list[str]:
-    """Parts of Markdown: the command if there is any, the options that have a value, and the versions.
+    """Parts of Markdown: the command if there is any, the options that have a value, and the
+    versions.
 
     record: Name of the file that has them all.
     """
-    values = {name: value for name, value in options.items() if value is not False and value not in (None, [], ())}
+    values = {
+        name: value
+        for name, value in options.items()
+        if value is not False and value not in (None, [], ())
+    }
     named = ", ".join(code_span(f"{name}={value!r}") for name, value in values.items())
     packages = ", ".join(f"{name} {version(name)}" for name in ("gqa", "torch", "transformers"))
     command = [code_block([shell_line([tool, *argv])])] if argv else []
-    return [*command, f"Options: {named}. Made with {packages}; `{record}` has all options and versions."]
+    return [
+        *command,
+        f"Options: {named}. Made with {packages}; `{record}` has all options and versions.",
+    ]

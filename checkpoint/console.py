@@ -24,52 +24,79 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 
 
 def version_option(command: click.Command) -> click.Command:
     """Add --version, which also prints the versions of torch and transformers."""
-    versions = "%(prog)s %(version)s (torch {}, transformers {})".format(*map(installed, ("torch", "transformers")))
+    versions = "%(prog)s %(version)s (torch {}, transformers {})".format(
+        *map(installed, ("torch", "transformers"))
+    )
     text = "Print the versions of gqa, torch and transformers, and exit."
     return click.version_option(installed("gqa"), message=versions, help=text)(command)
 
 
 def print_lines(lines: Iterable[str], err: bool = False) -> None:
-    """Print lines for people. Together with `Watcher` and `print_json` this is the only way in which anything is
-    printed: names out of checkpoints and data files never reach the terminal with line breaks or escape sequences.
+    """Print lines for people. Together with `Watcher` and `print_json` this is the only way in
+    which anything is printed: names out of checkpoints and data files never reach the terminal with
+    line breaks or escape sequences.
     """
     for line in lines:
         click.echo(one_line(line, _LONGEST_LINE), err=err)
 
 
 def print_json(record: Any) -> None:
-    """Print one JSON object for programs; all but ASCII is escaped. Raises ValueError for NaN and infinity."""
+    """Print one JSON object for programs; all but ASCII is escaped.
+
+    Raises ValueError for NaN and infinity.
+    """
     click.echo(json.dumps(record, allow_nan=False))
 
 
-# The remaining time comes first, so that a narrow terminal never cuts it off; the bar fills the remaining columns.
+# The remaining time comes first, so that a narrow terminal never cuts it off; the bar fills the
+# remaining columns.
 _BAR = "{desc} {percentage:3.0f}% eta {remaining} {n_fmt}/{total_fmt} {rate_fmt}{postfix} |{bar}|"
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} elapsed, about {remaining} left{postfix}"
 
 
 class Watcher:
-    """Warnings on stderr and, unless `quiet`, progress: a tqdm bar, or in a log a line every `_LOG_SECONDS`."""
+    """Warnings on stderr and, unless `quiet`, progress: a tqdm bar, or in a log a line every
+    `_LOG_SECONDS`.
+    """
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet, self._next_line = quiet, 0.0
         self._bar: Any = None
 
     def stage(self, name: str, total: int, unit: str = "token", done: int = 0) -> None:
-        """Begin a stage of `total` tokens, layers or other units (0 if unknown), of which so many are `done`."""
+        """Begin a stage of `total` tokens, layers or other units (0 if unknown), of which so many
+        are `done`.
+        """
         from tqdm.auto import tqdm
 
         self.close()
         interactive = is_interactive()
-        self._next_line = float("inf") if interactive or self._quiet else time.monotonic() + _LOG_SECONDS
-        file, style, seconds = (sys.stderr, _BAR, 0.1) if interactive else (io.StringIO(), _LINE, _LOG_SECONDS)
+        self._next_line = (
+            float("inf") if interactive or self._quiet else time.monotonic() + _LOG_SECONDS
+        )
+        file, style, seconds = (
+            (sys.stderr, _BAR, 0.1) if interactive else (io.StringIO(), _LINE, _LOG_SECONDS)
+        )
         self._bar = tqdm(
-            total=total, initial=done, unit=unit, unit_scale=total > 9999, file=file, leave=False,
-            dynamic_ncols=interactive, bar_format=style if total else None, disable=self._quiet, mininterval=seconds,
-            miniters=1, desc=one_line(name, _LONGEST_STAGE),
-        )  # fmt: skip
+            total=total,
+            initial=done,
+            unit=unit,
+            unit_scale=total > 9999,
+            file=file,
+            leave=False,
+            dynamic_ncols=interactive,
+            bar_format=style if total else None,
+            disable=self._quiet,
+            mininterval=seconds,
+            miniters=1,
+            desc=one_line(name, _LONGEST_STAGE),
+        )
 
     def update(self, count: int = 1, note: str = "") -> None:
-        """Count `count` more units as done; callable from any thread. `note`: shown beside the progress."""
+        """Count `count` more units as done; callable from any thread.
+
+        `note`: shown beside the progress.
+        """
         if note:
             self._bar.set_postfix_str(one_line(note), refresh=False)
         self._bar.update(count)
@@ -135,11 +162,14 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
     Exit codes: 0 done, 2 wrong usage or refused, 130 interrupted (143 terminated), 1 anything else.
     """
     signal.signal(signal.SIGTERM, _terminate)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints a trace when another process ended
+    # Else torch prints a trace when another process ended
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         command.main(prog_name=program, standalone_mode=False)
     except click.ClickException as error:
-        fail(program, f"{error.format_message().rstrip('.')}; see {program} --help", error.exit_code)
+        fail(
+            program, f"{error.format_message().rstrip('.')}; see {program} --help", error.exit_code
+        )
     except (click.Abort, KeyboardInterrupt):
         fail(program, f"interrupted; {interrupted}", 130)
     except TerminatedError as error:
@@ -155,9 +185,23 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
             fail(program, str(error), 128 + error.number)
         if isinstance(error, OSError) and error.filename and error.strerror:
             name = os.fsdecode(error.filename)
-            fail(program, f"{name}: {error.strerror}; check that it exists, its permissions and the disk", 1)
+            fail(
+                program,
+                f"{name}: {error.strerror}; check that it exists, its permissions and the disk",
+                1,
+            )
         if isinstance(error, OSError | DivergedError):
             fail(program, str(error), 1)
         if out_of_memory(error):
-            fail(program, f"out of memory: {explain(error)}; use smaller batches or a shorter context", 1)
-        fail(program, f"unexpected {type(error).__name__}: {explain(error)}; -v shows where, please report it", 1)
+            fail(
+                program,
+                f"out of memory: {explain(error)}; use smaller batches or a shorter context",
+                1,
+            )
+        fail(
+            program,
+            f"unexpected {type(error).__name__}: {explain(error)}; -v shows where, "
+            "please report "
+            "it",
+            1,
+        )

@@ -1,8 +1,10 @@
-"""Custom modelling code: classes with grouped-query attention for model types whose class in transformers has none.
+"""Custom modelling code: classes with grouped-query attention for model types whose class in
+transformers has none.
 
-A file of `modelling` lies beside the weights, and `auto_map` of config.json names its classes, so transformers loads
-them with `trust_remote_code=True`. Our own commands need no trust: they import the installed file, never the one beside
-the weights. Nothing is registered with transformers' Auto classes.
+A file of `modelling` lies beside the weights, and `auto_map` of config.json names its classes, so
+transformers loads them with `trust_remote_code=True`. Our own commands need no trust: they import
+the installed file, never the one beside the weights. Nothing is registered with transformers' Auto
+classes.
 """
 
 import re
@@ -19,9 +21,25 @@ PREFIX = "gqa_"
 # Llama-like model types whose layers can have different numbers of heads: they build attention as
 # `attention(config, layer)`.
 BY_LAYER = (
-    "llama", "cohere", "cohere2", "gemma", "gemma2", "glm", "glm4", "granite", "mistral", "olmo", "olmo2", "phi",
-    "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
+    "llama",
+    "cohere",
+    "cohere2",
+    "gemma",
+    "gemma2",
+    "glm",
+    "glm4",
+    "granite",
+    "mistral",
+    "olmo",
+    "olmo2",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
 # Those whose attention is grouped in all layers alike.
 _GROUPED = ("gpt2", "opt", "bart", "mbart", "marian", "pegasus", "m2m_100", "t5", "mt5")
 _FILE_OF = {
@@ -38,7 +56,9 @@ def listed_as(model_type: str) -> str:
 
 
 def loads_as_decilm(model_type: str) -> bool:
-    """Whether vLLM and llama.cpp load models of this type, whose layers have different numbers of heads."""
+    """Whether vLLM and llama.cpp load models of this type, whose layers have different numbers of
+    heads.
+    """
     return model_type == f"{PREFIX}llama"
 
 
@@ -50,13 +70,17 @@ def file_of(model_type: str) -> tuple[str, str]:
 
 def class_name(model_type: str, source: str) -> str:
     """The name of our class for the class `source` of transformers."""
-    return "DeciLMForCausalLM" if (model_type, source) == (f"{PREFIX}llama", "LlamaForCausalLM") else f"GQA{source}"
+    return (
+        "DeciLMForCausalLM"
+        if (model_type, source) == (f"{PREFIX}llama", "LlamaForCausalLM")
+        else f"GQA{source}"
+    )
 
 
 @cache
 def auto_classes(model_type: str) -> dict[str, str]:
-    """Auto classes of transformers -> the class that each has for the source of a model type of ours: without a head,
-    or with one that predicts tokens.
+    """Auto classes of transformers -> the class that each has for the source of a model type of
+    ours: without a head, or with one that predicts tokens.
     """
     from transformers.models.auto import configuration_auto, modeling_auto
 
@@ -73,7 +97,10 @@ def auto_classes(model_type: str) -> dict[str, str]:
 def auto_map(model_type: str) -> dict[str, str]:
     """`auto_map` of config.json: where transformers finds the classes."""
     file = _FILE_OF[model_type]
-    return {auto: f"{file}.{class_name(model_type, name)}" for auto, name in auto_classes(model_type).items()}
+    return {
+        auto: f"{file}.{class_name(model_type, name)}"
+        for auto, name in auto_classes(model_type).items()
+    }
 
 
 @cache
@@ -90,7 +117,9 @@ def config_class(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type in MODEL_TYPES:
-        return getattr(_module(model_type), class_name(model_type, auto_classes(model_type)["AutoConfig"]))
+        return getattr(
+            _module(model_type), class_name(model_type, auto_classes(model_type)["AutoConfig"])
+        )
     return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 - `get` finds none
 
 
@@ -103,13 +132,17 @@ def custom_class(architecture: str, model_type: object) -> Any:
 
 
 def stand_in(architectures: list[str] | None, model_type: str) -> str:
-    """The name of our class for that of a config of the source; its language model if the config names no other.
+    """The name of our class for that of a config of the source; its language model if the config
+    names no other.
 
     Raises RefusedError where it has another head.
     """
     classes = auto_classes(model_type)
     for name in architectures or ():
-        if re.search("For.*(Classification|QuestionAnswering)$", name) and name not in classes.values():
+        if (
+            re.search("For.*(Classification|QuestionAnswering)$", name)
+            and name not in classes.values()
+        ):
             raise RefusedError(f"custom modelling code has no class with the head of {name}")
     names = [name for name in architectures or () if name in classes.values()]
     usual = classes.get("AutoModelForSeq2SeqLM") or classes["AutoModelForCausalLM"]

@@ -6,7 +6,10 @@ from typing import Any
 
 
 class RefusedError(ValueError):
-    """A checkpoint, a text or an option that cannot be used; nothing is where the result would be. Exit code 2."""
+    """A checkpoint, a text or an option that cannot be used; nothing is where the result would be.
+
+    Exit code 2.
+    """
 
 
 class CorruptError(RefusedError):
@@ -18,7 +21,9 @@ class MissingError(CorruptError):
 
 
 class EntryError(CorruptError):
-    """A config.json that makes no sense; the message names the entry, where a single one is the cause."""
+    """A config.json that makes no sense; the message names the entry, where a single one is the
+    cause.
+    """
 
 
 class NoMemoryError(RefusedError):
@@ -30,7 +35,10 @@ class LayerwiseError(RefusedError):
 
 
 class CorpusError(RefusedError):
-    """Text that cannot be used. One line: what was given, what is wrong with it or allowed, what to do."""
+    """Text that cannot be used.
+
+    One line: what was given, what is wrong with it or allowed, what to do.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
@@ -45,7 +53,10 @@ class CacheError(OutputError):
 
 
 class UnfinishedError(OutputError):
-    """A run stopped after work was done. What is done is stored; the message says where, and what continues it."""
+    """A run stopped after work was done.
+
+    What is done is stored; the message says where, and what continues it.
+    """
 
 
 class DivergedError(Exception):
@@ -56,7 +67,9 @@ class StoppedError(Exception):
     """A signal of this number stopped the run; the state was saved in `directory` after `step`."""
 
     def __init__(self, number: int, step: int, directory: Path) -> None:
-        super().__init__(f"stopped; step {step} is saved in {directory}; the same command continues")
+        super().__init__(
+            f"stopped; step {step} is saved in {directory}; the same command continues"
+        )
         self.number = number
 
 
@@ -74,7 +87,11 @@ def plural(count: int, noun: str) -> str:
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """`name: before -> now` for everything that is not equal."""
-    return [f"{k}: {before.get(k)} -> {now.get(k)}" for k in sorted({*now, *before}) if now.get(k) != before.get(k)]
+    return [
+        f"{k}: {before.get(k)} -> {now.get(k)}"
+        for k in sorted({*now, *before})
+        if now.get(k) != before.get(k)
+    ]
 
 
 def alternatives(values: Iterable[object]) -> str:
@@ -89,7 +106,9 @@ def explain(error: BaseException, limit: int = 300) -> str:
 
 
 def one_line(text: str, limit: int = 1000) -> str:
-    """Text with names out of a hostile file, safe to print: no line breaks, no terminal escapes, not endless."""
+    """Text with names out of a hostile file, safe to print: no line breaks, no terminal escapes,
+    not endless.
+    """
     if len(text) > limit:
         text = f"{text[: limit * 2 // 3]} ... {text[-limit // 3 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

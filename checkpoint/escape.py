@@ -1,10 +1,11 @@
-"""Text out of checkpoints and data files, made safe for one medium each. None of it is trusted: a directory, a tensor
-or a column may have any name.
+"""Text out of checkpoints and data files, made safe for one medium each.
+
+None of it is trusted: a directory, a tensor or a column may have any name.
 
     medium            function
-    terminal, logs    `one_line` of `gqa.checkpoint.errors`, which `gqa.checkpoint.console.print_lines` calls
+    terminal, logs    `one_line` of `gqa.checkpoint.errors`, which `console.print_lines` calls
     shell commands    `shell_line`
-    Markdown          `markdown` (prose), `code_span`, `code_block`, `python_string` (in a block of Python)
+    Markdown          `markdown` (prose), `code_span`, `code_block`, `python_string` (in Python)
     HTML              `visible`, and then the template engine's own escapes
 """
 
@@ -17,12 +18,14 @@ from gqa.checkpoint.errors import one_line
 
 _LONGEST_COMMAND = 4000
 
-# Control characters except tabs and line breaks, halves of surrogate pairs, separators that some programs take for
-# line breaks, and characters that reverse the direction of the text around them.
-_INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+# Control characters except tabs and line breaks, halves of surrogate pairs, separators that some
+# programs take for line breaks, and characters that reverse the direction of the text around them.
+_INVISIBLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
 
-# What starts or ends markup inside a line; `:` so that no address becomes a link by itself. Parentheses mean nothing
-# without brackets.
+# What starts or ends markup inside a line; `:` so that no address becomes a link by itself.
+# Parentheses mean nothing without brackets.
 _MARKUP = re.compile(r"[\\`*_\[\]<>#|~$&!:@]")
 
 
@@ -32,8 +35,10 @@ def visible(text: str) -> str:
 
 
 def shell_line(words: Iterable[str]) -> str:
-    """A command as one line for a shell. Words with control characters are quoted as `$'...'`, which Bash and Zsh read,
-    so that the line can be printed and still be used as it is.
+    """A command as one line for a shell.
+
+    Words with control characters are quoted as `$'...'`, which Bash and Zsh read, so that the line
+    can be printed and still be used as it is.
     """
     return " ".join(map(_shell_word, words))
 

@@ -1,4 +1,5 @@
-"""The files of a checkpoint: find its weights and the side files to copy; read and write safetensors files.
+"""The files of a checkpoint: find its weights and the side files to copy; read and write
+safetensors files.
 
 A safetensors file is 8 bytes of length, a header in JSON, then the tensors' bytes.
 """
@@ -22,26 +23,74 @@ from gqa.checkpoint.write import write_bytes, write_text
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-WEIGHT_SUFFIXES = frozenset((
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".ggml", ".onnx", ".onnx_data",
-    ".tflite", ".mlmodel", ".litertlm", ".task", ".pte", ".engine", ".nemo", ".npz", ".distcp",
-))  # fmt: skip
-# Vocabularies and tokenizer configs or code; special tokens alone (special_tokens_map.json) make no tokenizer.
-TOKENIZER_FILES = ("tokenizer*", "tokenization_*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
-# The same model for other programs (Meta's and Mistral's own, OpenVINO, ONNX, Core ML, MLC, Ollama, llama.cpp,
-# LitGPT, NeMo, vLLM), adapters trained on it, and states of its training.
+WEIGHT_SUFFIXES = frozenset(
+    (
+        ".safetensors",
+        ".bin",
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".h5",
+        ".msgpack",
+        ".ot",
+        ".gguf",
+        ".ggml",
+        ".onnx",
+        ".onnx_data",
+        ".tflite",
+        ".mlmodel",
+        ".litertlm",
+        ".task",
+        ".pte",
+        ".engine",
+        ".nemo",
+        ".npz",
+        ".distcp",
+    )
+)
+# Vocabularies and tokenizer configs or code; special tokens alone (special_tokens_map.json) make no
+# tokenizer.
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "tokenization_*",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+)
+# The same model for other programs (Meta's and Mistral's own, OpenVINO, ONNX, Core ML, MLC, Ollama,
+# llama.cpp, LitGPT, NeMo, vLLM), adapters trained on it, and states of its training.
 _OLD_MODEL = (
-    "params.json", "original/*", "openvino*", "onnx/*", "genai_config.json", "coreml/*", "mlc-chat-config.json",
-    "*-cache.json", "Modelfile", "*imatrix*", "adapter_config.json", "checkpoint-*/*", "trainer_state.json",
-    "*.onnx[._]data*", "*.mlpackage/*", "lit_config.json", "model_config.yaml", "kv_cache_scales.json",
-)  # fmt: skip
-# Further modules of Sentence Transformers, which have weights of their own, and the voices of Qwen2.5-Omni.
+    "params.json",
+    "original/*",
+    "openvino*",
+    "onnx/*",
+    "genai_config.json",
+    "coreml/*",
+    "mlc-chat-config.json",
+    "*-cache.json",
+    "Modelfile",
+    "*imatrix*",
+    "adapter_config.json",
+    "checkpoint-*/*",
+    "trainer_state.json",
+    "*.onnx[._]data*",
+    "*.mlpackage/*",
+    "lit_config.json",
+    "model_config.yaml",
+    "kv_cache_scales.json",
+)
+# Further modules of Sentence Transformers, which have weights of their own, and the voices of
+# Qwen2.5-Omni.
 FURTHER_MODULE = re.compile(r"\d+_[A-Z]\w*/|(.*/)?spk_dict\.pt$")
 MAX_HEADER_BYTES = 20_000_000  # of one file; a tensor takes about 150 bytes
 BITS = {
     **dict.fromkeys(["F4"], 4),
     **dict.fromkeys(["F6_E2M3", "F6_E3M2"], 6),
-    **dict.fromkeys(["BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"], 8),
+    **dict.fromkeys(
+        ["BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"], 8
+    ),
     **dict.fromkeys(["I16", "U16", "F16", "BF16"], 16),
     **dict.fromkeys(["I32", "U32", "F32"], 32),
     **dict.fromkeys(["I64", "U64", "F64", "C64"], 64),
@@ -74,7 +123,8 @@ def byte_size(dtype: str, shape: Iterable[int]) -> int:
 
 
 def read_header(path: Path, file: str) -> list[TensorSpec]:
-    """The tensors of `file`, stored at `path`, in the order of their bytes; valid files have no gaps.
+    """The tensors of `file`, stored at `path`, in the order of their bytes; valid files have no
+    gaps.
 
     Raises CorruptError if safetensors rejects it.
     """
@@ -85,7 +135,9 @@ def read_header(path: Path, file: str) -> list[TensorSpec]:
     specs = []
     try:
         if position > MAX_HEADER_BYTES:  # it would take minutes and gigabytes
-            raise OSError(f"a header of {position:,} bytes, at most {MAX_HEADER_BYTES:,} are allowed")
+            raise OSError(
+                f"a header of {position:,} bytes, at most {MAX_HEADER_BYTES:,} are allowed"
+            )
         with safe_open(path, framework="np") as stored:
             for name in stored.offset_keys():
                 tensor = stored.get_slice(name)
@@ -95,14 +147,17 @@ def read_header(path: Path, file: str) -> list[TensorSpec]:
                 position = end
     except (SafetensorError, OSError, KeyError) as error:  # KeyError: unknown dtype
         raise CorruptError(
-            f"{file} is truncated or not a safetensors file: {explain(error)}; download it again (if it is a Git LFS "
+            f"{file} is truncated or not a safetensors file: {explain(error)}; "
+            "download it again (if it is a Git LFS "
             "pointer, with git lfs pull)"
         ) from error
     return specs
 
 
 def format_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """Length prefix and header for tensors `name -> (dtype, shape)` written one after another in this order."""
+    """Length prefix and header for tensors `name -> (dtype, shape)` written one after another in
+    this order.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, shape) in tensors.items():
@@ -117,15 +172,19 @@ def format_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
 def weight_files(
     config: Mapping[str, Any], names: Collection[str], read: Callable[[str], dict[str, Any]]
 ) -> tuple[list[str], str | None]:
-    """Weight files, and the name of their index or None, as transformers chooses: a single file before an index,
-    safetensors before `.bin`. An empty list if there are none.
+    """Weight files, and the name of their index or None, as transformers chooses: a single file
+    before an index, safetensors before `.bin`. An empty list if there are none.
     """
     if (chosen := config.get("transformers_weights")) is not None:
         raise CorruptError(
-            f"config.json names another file of weights, {chosen!r} (transformers_weights); rename it to {SINGLE}, its "
+            f"config.json names another file of weights, {chosen!r} (transformers_weights); "
+            f"rename it to {SINGLE}, its "
             f"index to {INDEX}, and remove the entry"
         )
-    for single, index, suffix in ((SINGLE, INDEX, ".safetensors"), (TORCH_SINGLE, TORCH_INDEX, ".bin")):
+    for single, index, suffix in (
+        (SINGLE, INDEX, ".safetensors"),
+        (TORCH_SINGLE, TORCH_INDEX, ".bin"),
+    ):
         if single in names:
             return [single], None
         if index in names:
@@ -134,24 +193,32 @@ def weight_files(
 
 
 def _shards(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
-    """The shards that an index lists, sorted. Raises CorruptError unless each is a plain file name."""
+    """The shards that an index lists, sorted.
+
+    Raises CorruptError unless each is a plain file name.
+    """
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError(f"{name} has no weight_map (tensor -> file); download it again")
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or not re.fullmatch(rf"[\w][\w.\- ]*{re.escape(suffix)}", file):
+        if not isinstance(file, str) or not re.fullmatch(
+            rf"[\w][\w.\- ]*{re.escape(suffix)}", file
+        ):
             raise CorruptError(
-                f"{name} says that {tensor} is in {file!r}; allowed are names of {suffix} files in the same "
+                f"{name} says that {tensor} is in {file!r}; allowed are names of {suffix} files "
+                "in the same "
                 "directory; download the checkpoint again"
             )
     return sorted(set(weight_map.values()))
 
 
 def side_files(names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Split names other than config and weights into files to copy and files to leave out: the old model in other
-    formats, or descriptions of it.
+    """Split names other than config and weights into files to copy and files to leave out: the old
+    model in other formats, or descriptions of it.
     """
-    visible = sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
+    visible = sorted(
+        name for name in names if not any(part.startswith(".") for part in name.split("/"))
+    )
     weights = {
         name
         for name in visible
@@ -162,7 +229,9 @@ def side_files(names: Collection[str]) -> tuple[list[str], list[str]]:
     left_out = [
         name
         for name in visible
-        if name in weights or name.startswith(other_models) or any(fnmatchcase(name, old) for old in _OLD_MODEL)
+        if name in weights
+        or name.startswith(other_models)
+        or any(fnmatchcase(name, old) for old in _OLD_MODEL)
     ]
     return [name for name in visible if name not in left_out], left_out
 
@@ -176,18 +245,24 @@ def shard_names(count: int) -> list[str]:
 
 @contextmanager
 def new_shard(path: Path, tensors: Sequence[Any]) -> Iterator[BinaryIO]:
-    """Open a safetensors file and write its header; append the tensors' bytes in this order. Calls fsync at the end.
+    """Open a safetensors file and write its header; append the tensors' bytes in this order.
+
+    Calls fsync at the end.
 
     tensors: Each has a `name`, a `dtype` and a `shape`.
     """
     with path.open("wb", buffering=0) as target:
-        write_bytes(target, format_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}))
+        write_bytes(
+            target, format_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors})
+        )
         yield target
         os.fsync(target.fileno())
 
 
 def write_index(directory: Path, shards: Mapping[str, Sequence[Any]]) -> None:
-    """Write the index (tensor -> file), sorted as in transformers, unless there is a single file."""
+    """Write the index (tensor -> file), sorted as in transformers,
+    unless there is a single file.
+    """
     if len(shards) == 1:
         return
     tensors = [tensor for part in shards.values() for tensor in part]

@@ -1,4 +1,6 @@
-"""Open a model from a local directory or, through huggingface_hub (which --help does not import), from the hub."""
+"""Open a model from a local directory or, through huggingface_hub (which --help does not import),
+from the hub.
+"""
 
 import errno
 import importlib
@@ -23,7 +25,9 @@ from gqa.checkpoint.files import MAX_HEADER_BYTES, TensorSpec, read_header, side
 from gqa.checkpoint.read import ADVICE, Checkpoint, cached_revision, read_checkpoint, read_json
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
-_UNWRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR})
+_UNWRITABLE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
+)
 FIRST_BYTES = 2**16  # read first from a shard at the hub: nearly always its whole header
 # True if a caller from Python wants no progress bars.
 without_bars: ContextVar[bool] = ContextVar("without_bars", default=False)
@@ -32,10 +36,10 @@ without_bars: ContextVar[bool] = ContextVar("without_bars", default=False)
 def open_model(model: str, revision: str | None = None, headers_only: bool = False) -> Checkpoint:
     """The checkpoint of a directory or a hub id, whose files are fetched into the hub's cache.
 
-    headers_only: Fetch only the headers of a hub id's weights, unless they have none (.bin); call `fetch_weights`
-        before reading tensors.
-    Raises RefusedError if the model cannot be fetched or read, CacheError if the hub's cache cannot be written, OSError
-    if this machine is the cause.
+    headers_only: Fetch only the headers of a hub id's weights, unless they have none (.bin); call
+        `fetch_weights` before reading tensors.
+    Raises RefusedError if the model cannot be fetched or read, CacheError if the hub's cache cannot
+    be written, OSError if this machine is the cause.
     """
     if os.path.lexists(model):
         if revision is not None:
@@ -47,8 +51,13 @@ def open_model(model: str, revision: str | None = None, headers_only: bool = Fal
 
 
 def fetch_weights(checkpoint: Checkpoint) -> None:
-    """Fetch the weights of a hub id that was opened with `headers_only`. Raises what `open_model` raises."""
-    if checkpoint.hub_id is None or all((checkpoint.directory / file).exists() for file in checkpoint.files):
+    """Fetch the weights of a hub id that was opened with `headers_only`.
+
+    Raises what `open_model` raises.
+    """
+    if checkpoint.hub_id is None or all(
+        (checkpoint.directory / file).exists() for file in checkpoint.files
+    ):
         return
     with quiet("huggingface_hub"):
         _fetch(checkpoint.hub_id, checkpoint.revision, *checkpoint.files)
@@ -58,13 +67,17 @@ def _check_hub_id(model: str) -> None:
     """Raise RefusedError for a name that can only be a path."""
     if model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1:
         raise RefusedError(
-            f"there is no directory {model}; give a directory with config.json, or a hub id (owner/name)"
+            f"there is no directory {model}; give a directory with config.json, "
+            "or a hub id "
+            "(owner/name)"
         )
 
 
 @contextmanager
 def _hub_errors(model: str) -> Iterator[None]:
-    """Turn errors of the hub and of its clients into RefusedError, errors of its cache into CacheError."""
+    """Turn errors of the hub and of its clients into RefusedError, errors of its cache into
+    CacheError.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
 
@@ -81,26 +94,34 @@ def _hub_errors(model: str) -> Iterator[None]:
             raise cache_error(cause, Path(constants.HF_HUB_CACHE)) from error
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        reason = hub_reason(error) or f"{model} at the hub: {type(error).__name__}: {explain(error)}"
+        reason = (
+            hub_reason(error) or f"{model} at the hub: {type(error).__name__}: {explain(error)}"
+        )
         raise RefusedError(f"there is no directory {model}, and {reason}") from error
 
 
 @contextmanager
 def _cached(model: str, directory: Path) -> Iterator[None]:
-    """Say in errors about the files of a hub id that they are in the hub's cache, where they stay until deleted."""
+    """Say in errors about the files of a hub id that they are in the hub's cache, where they stay
+    until deleted.
+    """
     try:
         yield
     except MissingError:
         raise
     except CorruptError as error:
         advice = f"to download it again delete {directory.parent.parent}"
-        raise type(error)(f"{error}; it is in the cache of the hub, as {model}: {advice}") from error
+        raise type(error)(
+            f"{error}; it is in the cache of the hub, as {model}: {advice}"
+        ) from error
     except RefusedError as error:
         raise RefusedError(f"{model}: {error}") from error
 
 
 def default_output(model: str, suffix: str) -> Path:
-    """A model's path with a suffix: next to a local model; of a hub id or its cache, in the working directory."""
+    """A model's path with a suffix: next to a local model; of a hub id or its cache, in the working
+    directory.
+    """
     path, (hub_id, _) = Path(model), cached_revision(Path(model))
     if path.is_dir() and not hub_id:
         path = path.resolve() if path.name in ("", "..") else path
@@ -133,8 +154,9 @@ def _from_hub(model: str, revision: str | None, headers_only: bool) -> Checkpoin
 
 
 def _names_at_hub(model: str, commit: str) -> tuple[set[str] | None, Exception | None]:
-    """The names of a repository's files; or None, and why the hub cannot be reached. Raises RefusedError if the hub
-    refuses.
+    """The names of a repository's files; or None, and why the hub cannot be reached.
+
+    Raises RefusedError if the hub refuses.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -149,8 +171,10 @@ def _names_at_hub(model: str, commit: str) -> tuple[set[str] | None, Exception |
 
 
 def _read_cache(model: str, directory: Path, unreachable: Exception | None) -> Checkpoint:
-    """The checkpoint in the hub's cache, if all of it is there. Raises RefusedError with what is wrong with it: that
-    the hub cannot be reached only if something is missing.
+    """The checkpoint in the hub's cache, if all of it is there.
+
+    Raises RefusedError with what is wrong with it: that the hub cannot be reached only if something
+    is missing.
     """
     try:
         with _cached(model, directory):
@@ -159,11 +183,15 @@ def _read_cache(model: str, directory: Path, unreachable: Exception | None) -> C
         reason = unreachable and hub_reason(unreachable)
         if reason is None:
             raise
-        raise RefusedError(f"{model} is not complete in the cache of the hub ({error}), and {reason}") from error
+        raise RefusedError(
+            f"{model} is not complete in the cache of the hub ({error}), and {reason}"
+        ) from error
 
 
 def _fetch(model: str, revision: str | None, *names: str) -> Path:
-    """Fetch those of the files that the repository has; return their directory in the hub's cache."""
+    """Fetch those of the files that the repository has; return their directory in the hub's
+    cache.
+    """
     from huggingface_hub import snapshot_download
 
     patterns = [escape(name) for name in names]
@@ -172,36 +200,47 @@ def _fetch(model: str, revision: str | None, *names: str) -> Path:
 
 
 def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
-    """The tensors of a file at the hub: `read_header` of a sparse copy that contains only the header.
+    """The tensors of a file at the hub: `read_header` of a sparse copy that contains only the
+    header.
 
     HfApi.parse_safetensors_file_metadata does not return where in the file the tensors begin.
     """
     from huggingface_hub import HfFileSystem
 
     fs = HfFileSystem(skip_instance_cache=True)
-    with TemporaryDirectory() as place, fs.open(f"{model}/{file}", revision=commit, block_size=FIRST_BYTES) as stream:
+    with (
+        TemporaryDirectory() as place,
+        fs.open(f"{model}/{file}", revision=commit, block_size=FIRST_BYTES) as stream,
+    ):
         length = stream.read(8)
         copy = Path(place) / "header.safetensors"
-        copy.write_bytes(length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES)))
+        copy.write_bytes(
+            length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
+        )
         os.truncate(copy, stream.size)
         return read_header(copy, file)
 
 
 @contextmanager
 def quiet(library: str) -> Iterator[None]:
-    """Silence messages of `huggingface_hub` or `datasets` (failures raise anyway), and their progress bars with
-    --quiet, with `without_bars` or without a terminal. Their environment variables take precedence.
+    """Silence messages of `huggingface_hub` or `datasets` (failures raise anyway), and their
+    progress bars with --quiet, with `without_bars` or without a terminal. Their environment
+    variables take precedence.
     """
     command = click.get_current_context(silent=True)
     utils: Any = importlib.import_module(f"{library}.utils")
     level, shown = utils.logging.get_verbosity(), not utils.are_progress_bars_disabled()
     if level == logging.WARNING:  # the default, so not chosen by the user
         utils.logging.set_verbosity(logging.CRITICAL)
-    if shown and (without_bars.get() or not sys.stderr.isatty() or (command and command.params.get("quiet"))):
-        with warnings.catch_warnings(action="ignore"):  # of an environment variable that takes precedence
+    if shown and (
+        without_bars.get() or not sys.stderr.isatty() or (command and command.params.get("quiet"))
+    ):
+        # Of an environment variable that takes precedence
+        with warnings.catch_warnings(action="ignore"):
             utils.disable_progress_bars()
     try:
-        with quiet("huggingface_hub") if library == "datasets" else nullcontext():  # datasets fetches through it
+        # Datasets fetches through it
+        with quiet("huggingface_hub") if library == "datasets" else nullcontext():
             yield
     finally:
         utils.logging.set_verbosity(level)
@@ -212,7 +251,9 @@ def quiet(library: str) -> Iterator[None]:
 def error_chain(error: BaseException) -> list[BaseException]:
     """An error and its chain of causes and contexts, as in a traceback."""
     chain = [error]
-    while cause := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
+    while cause := chain[-1].__cause__ or (
+        None if chain[-1].__suppress_context__ else chain[-1].__context__
+    ):
         if cause in chain:
             break
         chain.append(cause)
@@ -238,21 +279,27 @@ def cache_error(cause: OSError, directory: Path | None = None) -> CacheError:
 
     what = cause.strerror or os.strerror(cause.errno or errno.EIO)
     return CacheError(
-        f"the cache {directory or constants.HF_HOME} cannot be written: {what}; free some space there, or set HF_HOME "
+        f"the cache {directory or constants.HF_HOME} cannot be written: {what}; "
+        "free some space there, or set HF_HOME "
         "to a directory that can be written"
     )
 
 
 def hub_reason(error: BaseException) -> str | None:
-    """The message of huggingface_hub in an error, or that the hub is unreachable; None if the hub is not the cause."""
+    """The message of huggingface_hub in an error, or that the hub is unreachable; None if the hub
+    is not the cause.
+    """
     from huggingface_hub import constants, errors
 
     for cause in error_chain(error):
-        if isinstance(cause, errors.HfHubHTTPError | errors.OfflineModeIsEnabled | errors.HFValidationError):
+        if isinstance(
+            cause, errors.HfHubHTTPError | errors.OfflineModeIsEnabled | errors.HFValidationError
+        ):
             return f"huggingface_hub says: {explain(cause, 400)}"
         if type(cause).__module__.startswith("httpx"):  # httpx2 from huggingface_hub 2 on
             return (
-                f"the hub at {constants.ENDPOINT} cannot be reached ({explain(cause)}); check the connection, "
+                f"the hub at {constants.ENDPOINT} cannot be reached ({explain(cause)}); "
+                "check the connection, "
                 "HF_ENDPOINT and the proxy, or set HF_HUB_OFFLINE=1 to use what is in the cache"
             )
     return None

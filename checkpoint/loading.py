@@ -1,4 +1,5 @@
-"""Load a checkpoint's model and tokenizer with transformers, strictly: what transformers only warns of is refused.
+"""Load a checkpoint's model and tokenizer with transformers, strictly: what transformers only warns
+of is refused.
 
 At the end: devices, their memory and precision.
 """
@@ -32,11 +33,15 @@ from gqa.checkpoint.read import Checkpoint, read_json
 T = TypeVar("T")
 FILLED = 7 / 8  # of an accelerator's free memory, by weights alone
 _ADAPTED = ".base_layer.weight"  # of a layer that peft has put an adapter on
-# Messages of torch's CPU allocators (Linux and macOS, Windows), memory-mapped files, MPS and cuBLAS.
+# Messages of torch's CPU allocators (Linux and macOS, Windows), memory-mapped files, MPS and
+# cuBLAS.
 _NO_MEMORY = (
-    "can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "not enough memory",
+    "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -56,19 +61,24 @@ def load_model(
 
     Args:
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
-        device: A device, or `auto`: accelerate's device_map, filling each accelerator to `FILLED`, then memory, disk.
-        weights: Whether to load any; if not, parameters are on `meta` and nothing stored is checked.
+        device: A device, or `auto`: accelerate's device_map, filling each accelerator to `FILLED`,
+            then memory, disk.
+        weights: Whether to load any; if not, parameters are on `meta` and nothing stored is
+            checked.
         attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
 
     Raises:
-        RefusedError: It cannot be loaded, loads with keys missing, unexpected or of another shape, or an adapter lies
-            beside its weights.
+        RefusedError: It cannot be loaded, loads with keys missing, unexpected or of another shape,
+            or an adapter lies beside its weights.
         RuntimeError, MemoryError: There is no memory left for it (`out_of_memory`).
     """
-    if (Path(name) / "adapter_config.json").exists():  # transformers would apply it to weights that may have it already
+    # Transformers would apply it to weights that may have it already
+    if (Path(name) / "adapter_config.json").exists():
         raise RefusedError(
-            f"{name} has an adapter beside its weights (adapter_config.json), which would be applied to them: remove "
-            "the adapter's files if it is merged already, else merge it first (peft: merge_and_unload)"
+            f"{name} has an adapter beside its weights (adapter_config.json), "
+            "which would be applied to them: remove "
+            "the adapter's files if it is merged already, else merge it first (peft: "
+            "merge_and_unload)"
         )
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
@@ -76,16 +86,22 @@ def load_model(
             config = read_auto_config(name, trust_remote_code)
             cls = model_class(config, trust_remote_code)
             if not weights:
-                return _empty(cls, config, dtype, options | {"trust_remote_code": trust_remote_code})
+                return _empty(
+                    cls, config, dtype, options | {"trust_remote_code": trust_remote_code}
+                )
             if device == "auto":
                 options |= _spread()
             if plain != name:
                 # Code of a checkpoint is found by the path of its config, so that gets the object.
                 options["config"] = config if _is_auto(cls) else plain
             model, info = cls.from_pretrained(
-                name, dtype=dtype, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,
-                output_loading_info=True, **options,
-            )  # fmt: skip
+                name,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
+            )
     except RefusedError:
         raise
     except Exception as error:  # whatever a library raises about a checkpoint it cannot read
@@ -103,10 +119,15 @@ def load_model(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence the bars, tables and hints of transformers while it loads; our errors say what matters."""
+    """Silence the bars, tables and hints of transformers while it loads; our errors say what
+    matters.
+    """
     from transformers.utils import logging as transformers_logging
 
-    level, has_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    level, has_bars = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
     transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
@@ -122,14 +143,22 @@ def _spread() -> dict[str, Any]:
     from accelerate.utils import get_max_memory
 
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of offloading
-    limits = {place: int(size * FILLED) if isinstance(place, int) else size for place, size in get_max_memory().items()}
-    return {"device_map": "auto", "max_memory": limits, "offload_folder": tempfile.mkdtemp(prefix="gqa-offload-")}
+    limits = {
+        place: int(size * FILLED) if isinstance(place, int) else size
+        for place, size in get_max_memory().items()
+    }
+    return {
+        "device_map": "auto",
+        "max_memory": limits,
+        "offload_folder": tempfile.mkdtemp(prefix="gqa-offload-"),
+    }
 
 
 def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device: str) -> None:
-    """Read weights from the `files` of the checkpoint `name` into an empty model whose parameters are shards (DTensors
-    on `meta`), with transformers' own loading; each process reads only its rows. Parameters that are not empty, such as
-    adapters, are not touched. Raises the errors of `load_model`.
+    """Read weights from the `files` of the checkpoint `name` into an empty model whose parameters
+    are shards (DTensors on `meta`), with transformers' own loading; each process reads only its
+    rows. Parameters that are not empty, such as adapters, are not touched. Raises the errors of
+    `load_model`.
     """
     from safetensors import safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -139,18 +168,28 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
     from gqa.checkpoint.compat import load_weights, set_weight_conversions, weight_conversions
     from gqa.checkpoint.names import follow_prefix
 
-    adapted = [re.escape(key.removesuffix(_ADAPTED)) for key in model.state_dict() if key.endswith(_ADAPTED)]
+    adapted = [
+        re.escape(key.removesuffix(_ADAPTED))
+        for key in model.state_dict()
+        if key.endswith(_ADAPTED)
+    ]
     mapping = [*get_model_conversion_mapping(model)]
     more = [
-        WeightRenaming(rf"^({'|'.join(adapted)})\.{tail}$", rf"\1.base_layer.{tail}") for tail in ("weight", "bias")
+        WeightRenaming(rf"^({'|'.join(adapted)})\.{tail}$", rf"\1.base_layer.{tail}")
+        for tail in ("weight", "bias")
     ]
     options = LoadStateDictConfig(
-        pretrained_model_name_or_path=name, ignore_mismatched_sizes=True, device_map={"": device},
-        dtype=model.dtype, weight_mapping=[*mapping, *(more if adapted else ())],
-    )  # fmt: skip
+        pretrained_model_name_or_path=name,
+        ignore_mismatched_sizes=True,
+        device_map={"": device},
+        dtype=model.dtype,
+        weight_mapping=[*mapping, *(more if adapted else ())],
+    )
     try:
         with ExitStack() as opened, quiet_transformers():
-            stored = [opened.enter_context(safe_open(file, "pt", backend="pread")) for file in files]
+            stored = [
+                opened.enter_context(safe_open(file, "pt", backend="pread")) for file in files
+            ]
             slices = {key: file.get_slice(key) for file in stored for key in file.offset_keys()}
             info = load_weights(model, slices, options)
     except Exception as error:
@@ -182,8 +221,8 @@ def _empty(cls: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTra
 
 
 def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
-    """transformers' config object of the model in the directory `name`, whose classes may be ours, without the entries
-    that say how a model is run (`RUN_FLAGS`). Raises RefusedError.
+    """transformers' config object of the model in the directory `name`, whose classes may be ours,
+    without the entries that say how a model is run (`RUN_FLAGS`). Raises RefusedError.
     """
     import transformers
 
@@ -198,23 +237,29 @@ def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
             elif trust_remote_code and isinstance(code, dict) and "AutoConfig" in code:
                 # output_attentions is refused beside some implementations of attention.
                 options = {} if plain == name else {"output_attentions": False}
-                config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=True, **options)
+                config = transformers.AutoConfig.from_pretrained(
+                    name, trust_remote_code=True, **options
+                )
                 if plain != name:
                     reset_run_flags(config)
             else:
                 config = transformers.AutoConfig.from_pretrained(plain if known else name)
     except Exception as error:  # whatever a library, or code of a checkpoint, raises about a config
-        entry = culprit(raw, lambda other: known.from_dict(without_run_flags(other))) if known else ""
+        entry = (
+            culprit(raw, lambda other: known.from_dict(without_run_flags(other))) if known else ""
+        )
         cause = f" because of {entry}" if entry else ""
-        raise RefusedError(f"transformers cannot read config.json of {name}{cause}: {explain(error)}") from error
+        raise RefusedError(
+            f"transformers cannot read config.json of {name}{cause}: {explain(error)}"
+        ) from error
     config.name_or_path = name
     return config
 
 
 @contextmanager
 def _plain_config(name: str) -> Iterator[str]:
-    """A directory with the config.json of the directory `name`, but without `RUN_FLAGS`: a temporary one, or `name`
-    itself if its config has none.
+    """A directory with the config.json of the directory `name`, but without `RUN_FLAGS`: a
+    temporary one, or `name` itself if its config has none.
     """
     raw = read_json(Path(name), "config.json")
     if not has_run_flags(raw):
@@ -222,18 +267,22 @@ def _plain_config(name: str) -> Iterator[str]:
         return
 
     with tempfile.TemporaryDirectory(prefix="gqa-config-") as directory:
-        Path(directory, "config.json").write_text(json.dumps(without_run_flags(raw)), encoding="utf-8")
+        Path(directory, "config.json").write_text(
+            json.dumps(without_run_flags(raw)), encoding="utf-8"
+        )
         yield directory
 
 
 def _is_auto(cls: Any) -> bool:
-    """Whether a class is one of transformers' Auto classes, which choose the class of a checkpoint."""
+    """Whether a class is one of transformers' Auto classes, which choose the class of a
+    checkpoint.
+    """
     return hasattr(cls, "from_config")
 
 
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:
-    """The class that a config names, else the one of its model type that predicts tokens; an Auto class if the class is
-    code of the checkpoint, or transformers has none.
+    """The class that a config names, else the one of its model type that predicts tokens; an Auto
+    class if the class is code of the checkpoint, or transformers has none.
     """
     import transformers
     from transformers.models.auto import modeling_auto
@@ -247,7 +296,10 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
         return getattr(transformers, autos[0] if autos else "AutoModelForCausalLM")
     auto, classes = transformers.AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if config.is_encoder_decoder:
-        auto, classes = transformers.AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+        auto, classes = (
+            transformers.AutoModelForSeq2SeqLM,
+            modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        )
     named = getattr(transformers, name, None)
     is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
     return named if is_model else classes.get(type(config), auto)
@@ -257,8 +309,8 @@ _PREDICTING = re.compile("CausalLM|Seq2SeqLM|LMHead|PreTraining|ImageTextToText|
 
 
 def predicts_tokens(config: Any, trust_remote_code: bool = False) -> bool:
-    """Whether the class that a config names reads token ids and has a head that predicts them: no classifier, reward
-    model, base class or model of sound.
+    """Whether the class that a config names reads token ids and has a head that predicts them: no
+    classifier, reward model, base class or model of sound.
     """
     from transformers import GenerationMixin, PreTrainedModel
 
@@ -273,26 +325,35 @@ def check_predicts_tokens(config: Any, name: str, trust_remote_code: bool = Fals
     if not predicts_tokens(config, trust_remote_code):
         kind = model_class(config, trust_remote_code).__name__
         raise RefusedError(
-            f"{name} is a {kind}, which does not predict the next token of a text; give one with a language-model head "
+            f"{name} is a {kind}, which does not predict the next token of a text; "
+            "give one with a language-model head "
             "(like ...ForCausalLM)"
         )
 
 
 def positions(config: Any) -> int | None:
-    """Maximum number of positions of the model of transformers' `config`; None if it has no limit."""
+    """Maximum number of positions of the model of transformers' `config`;
+    None if it has no limit.
+    """
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or None
 
 
 def cache_name(model: PreTrainedModel) -> str:
-    """Name of the key/value cache among the arguments and outputs of `model`: transformers 5.24 has renamed it."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    """Name of the key/value cache among the arguments and outputs of `model`: transformers 5.24 has
+    renamed it.
+    """
+    return (
+        "cache"
+        if "cache" in inspect.signature(type(model).forward).parameters
+        else "past_key_values"
+    )
 
 
 def ranks() -> PartialState:
     """accelerate's state of the processes that a launcher started, or of this one.
 
-    Without cpu=True accelerate treats CPU processes as independent. The timeout is 6 hours: one process tokenises, or
-    writes the result, while the others wait.
+    Without cpu=True accelerate treats CPU processes as independent. The timeout is 6 hours: one
+    process tokenises, or writes the result, while the others wait.
     """
     from accelerate import PartialState
 
@@ -309,7 +370,9 @@ def on_main(function: Callable[[], object]) -> None:
 
 
 def from_main(function: Callable[[], T]) -> T:
-    """What a function returns in the main process, which the others wait for; all processes raise its error."""
+    """What a function returns in the main process, which the others wait for; all processes raise
+    its error.
+    """
     from accelerate.utils import broadcast_object_list
 
     outcome: list[Any] = [None, None]
@@ -325,35 +388,43 @@ def from_main(function: Callable[[], T]) -> T:
     return cast("T", result)
 
 
-def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, instead: str = "") -> Any:
+def load_tokenizer(
+    checkpoint: Checkpoint, trust_remote_code: bool = False, instead: str = ""
+) -> Any:
     """The checkpoint's tokenizer. `instead`: further advice in errors.
 
-    Raises RefusedError if there is none that transformers can load. Without files, or with those of the special
-    tokens alone, some classes make an empty one.
+    Raises RefusedError if there is none that transformers can load. Without files, or with those of
+    the special tokens alone, some classes make an empty one.
     """
     from transformers import AutoTokenizer
 
     directory, advice = checkpoint.directory, f", or {instead}" if instead else ""
     none = RefusedError(
-        f"{checkpoint.name} has no tokenizer; copy its base model's tokenizer files into {directory}{advice}"
+        f"{checkpoint.name} has no tokenizer; copy its base model's tokenizer files into "
+        f"{directory}{advice}"
     )
     if not any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise none
     try:
         raw = read_json(directory, "config.json")  # a view's is another
         options: dict[str, Any] = {}
-        if raw.get("model_type") in MODEL_TYPES or has_run_flags(raw):  # else transformers reads the file itself
+        # Else transformers reads the file itself
+        if raw.get("model_type") in MODEL_TYPES or has_run_flags(raw):
             options["config"] = read_auto_config(str(directory), trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, **options)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory), trust_remote_code=trust_remote_code, **options
+        )
         words = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)
     except Exception as error:  # whatever a library raises about files that it cannot read
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise RefusedError(
-                f"the tokenizer of {checkpoint.name} is Python code in the checkpoint; review it, then give "
+                f"the tokenizer of {checkpoint.name} is Python code in the checkpoint; review it, "
+                "then give "
                 f"--trust-remote-code to run it{advice}"
             ) from error
         raise RefusedError(
-            f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}; repair its files{advice}"
+            f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}; "
+            f"repair its files{advice}"
         ) from error
     if len(words) < 2:
         raise none
@@ -362,31 +433,43 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, inst
 
 def default_device() -> str:
     """The accelerator, or else the CPU."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     return accelerator.type if accelerator else "cpu"
 
 
 def find_device(name: str | None) -> str:
-    """The device of that name, or the default. Raises RefusedError if it does not exist or cannot hold tensors."""
+    """The device of that name, or the default.
+
+    Raises RefusedError if it does not exist or cannot hold tensors.
+    """
     if name is None:
         return default_device()
     try:
         torch.zeros(1, device=name).item()
     except Exception as error:  # each backend has its own
-        raise RefusedError(f"device {name} cannot be used: {explain(error)}; use {default_device()}") from error
+        raise RefusedError(
+            f"device {name} cannot be used: {explain(error)}; use {default_device()}"
+        ) from error
     return name
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the host, ran out of memory: torch has an error class for devices only."""
+    """Whether a device, or the host, ran out of memory: torch has an error class for devices
+    only.
+    """
     message = str(error) if isinstance(error, RuntimeError) else ""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in message for words in _NO_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        words in message for words in _NO_MEMORY
+    )
 
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes free for tensors on an accelerator; None for a CPU, and if torch cannot report them.
 
-    Memory that torch's allocator has reserved but does not use is free, though the driver counts it as used.
+    Memory that torch's allocator has reserved but does not use is free, though the driver counts it
+    as used.
     """
     if device.type != "cuda":
         return None
@@ -395,7 +478,9 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def total_memory(device: str) -> int | None:
-    """Total bytes of memory of an accelerator, or of this host or its container; None if unknown."""
+    """Total bytes of memory of an accelerator, or of this host or its container;
+    None if unknown.
+    """
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[1]
     try:

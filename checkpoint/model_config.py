@@ -1,8 +1,9 @@
 """What every command does with a config.json before transformers reads it.
 
-Numbers that size something are compared with the headers and with sane bounds, as transformers builds whatever they
-say: a module for each layer, a list for each rotated dimension, a table for each position. And entries that say how a
-model is run, not what it computes, are set aside: fine-tuning leaves them behind, and some name code to be fetched.
+Numbers that size something are compared with the headers and with sane bounds, as transformers
+builds whatever they say: a module for each layer, a list for each rotated dimension, a table for
+each position. And entries that say how a model is run, not what it computes, are set aside:
+fine-tuning leaves them behind, and some name code to be fetched.
 """
 
 from __future__ import annotations
@@ -20,31 +21,53 @@ from gqa.checkpoint.errors import EntryError
 
 MAX_COUNT = 20_000  # layers, heads, blocks, experts
 MAX_POSITIONS = 10**8  # of positions and tokens; ten times those of the longest published models
-# Positions of encoder-decoders, some of which compute a table of sinusoids in Python; published ones have up to 16,384.
+# Positions of encoder-decoders, some of which compute a table of sinusoids in Python; published
+# ones have up to 16,384.
 MAX_COMPUTED_POSITIONS = 100_000
 # Names of keys that count modules: large values would exhaust time and memory.
-_COUNTS = re.compile(r"(\w+_)?(layers?|heads?|blocks|depth|codebooks|quantizers|labels|experts|stages)")
+_COUNTS = re.compile(
+    r"(\w+_)?(layers?|heads?|blocks|depth|codebooks|quantizers|labels|experts|stages)"
+)
 # Those that count layers with tensors of their own.
 _LAYERS = re.compile(r"(num_hidden|num|n|encoder|decoder|num_encoder|num_decoder)_layers?|depth")
 # Those that are a dimension of some stored tensor.
-_SIZES = re.compile(r"(\w+_)?(hidden|intermediate)_size|d_model|d_ff|n_embd|(\w+_)?ffn_dim|(\w+_)?head_dim")
+_SIZES = re.compile(
+    r"(\w+_)?(hidden|intermediate)_size|d_model|d_ff|n_embd|(\w+_)?ffn_dim|(\w+_)?head_dim"
+)
 _PACKED = 8  # numbers in a stored one, at most
-# Rows of tables that need not be stored: positions may be computed, and the vocabulary of an outer config may be stale.
+# Rows of tables that need not be stored: positions may be computed, and the vocabulary of an outer
+# config may be stale.
 _POSITIONS = re.compile(
     r"max_position_embeddings|max_(source|target)_positions|n_positions|n_ctx|max_seq_len\w*|(\w+_)?vocab_size"
 )
 # Shares of a head's dimensions.
 _SHARES = re.compile(r"partial_rotary_factor|rotary_pct|rope_pct|rotary_percent\w*")
 
-# How a model is run: what it returns, which implementation computes it, what it keeps for the next token. transformers
-# writes some of them into config.json. An implementation may name a repository of kernels at the hub, and transformers
-# then fetches and runs these. Every command runs models in its own way.
-RUN_FLAGS = frozenset((
-    "return_dict", "use_return_dict", "torchscript", "use_cache", "gradient_checkpointing", "chunk_size_feed_forward",
-    "output_attentions", "_output_attentions", "output_hidden_states", "output_router_logits",
-    "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
-    "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
-))  # fmt: skip
+# How a model is run: what it returns, which implementation computes it, what it keeps for the next
+# token. transformers writes some of them into config.json. An implementation may name a repository
+# of kernels at the hub, and transformers then fetches and runs these. Every command runs models in
+# its own way.
+RUN_FLAGS = frozenset(
+    (
+        "return_dict",
+        "use_return_dict",
+        "torchscript",
+        "use_cache",
+        "gradient_checkpointing",
+        "chunk_size_feed_forward",
+        "output_attentions",
+        "_output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_attn_implementation_autoset",
+        "experts_implementation",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+    )
+)
 _SEARCH_SECONDS = 3.0  # of computing, for the key that makes a config unreadable
 _searching: ContextVar[bool] = ContextVar("searching", default=False)
 
@@ -72,7 +95,9 @@ def without_run_flags(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_numbers(raw: dict[str, Any], name: str) -> None:
-    """Raise EntryError for numbers of modules, positions and rotated dimensions that no model has."""
+    """Raise EntryError for numbers of modules, positions and rotated dimensions that no model
+    has.
+    """
     for part in parts(raw):
         for key, value in part.items():
             if _COUNTS.fullmatch(key) and _exceeds(value, MAX_COUNT):
@@ -80,7 +105,11 @@ def check_numbers(raw: dict[str, Any], name: str) -> None:
             most = _most_positions(part, key)
             if _POSITIONS.fullmatch(key) and _exceeds(value, most):
                 raise wrong(name, key, value, f"at most {most} are allowed")
-            if _SHARES.fullmatch(key) and value is not None and not (is_number(value) and 0 <= value <= 1):
+            if (
+                _SHARES.fullmatch(key)
+                and value is not None
+                and not (is_number(value) and 0 <= value <= 1)
+            ):
                 raise wrong(name, key, value, "a number from 0 to 1 is allowed")
 
 
@@ -93,13 +122,18 @@ def _most_positions(part: dict[str, Any], key: str) -> int:
 
 
 def check_against_headers(raw: dict[str, Any], name: str, tensors: int, largest: int) -> None:
-    """Raise EntryError for more layers than the checkpoint has `tensors`, as each layer has one at least, and for
-    dimensions greater than the count of numbers in its `largest` tensor.
+    """Raise EntryError for more layers than the checkpoint has `tensors`, as each layer has one at
+    least, and for dimensions greater than the count of numbers in its `largest` tensor.
     """
     for part in parts(raw):
         for key, value in part.items():
             if _LAYERS.fullmatch(key) and _exceeds(value, tensors):
-                raise wrong(name, key, value, f"but its weights are {tensors} tensors, at least one for each layer")
+                raise wrong(
+                    name,
+                    key,
+                    value,
+                    f"but its weights are {tensors} tensors, at least one for each layer",
+                )
             if _SIZES.fullmatch(key) and _exceeds(value, _PACKED * largest):
                 raise wrong(name, key, value, f"but its largest tensor has {largest:,} numbers")
 
@@ -125,10 +159,11 @@ def shown(value: Any, limit: int = 80) -> str:
 
 
 def culprit(raw: dict[str, Any], read: Callable[[dict[str, Any]], object]) -> str:
-    """`KEY: VALUE`, the entry without which `read` takes a config that it refuses; empty if no entry is the only cause,
-    or if `read` is too slow to find it.
+    """`KEY: VALUE`, the entry without which `read` takes a config that it refuses; empty if no
+    entry is the only cause, or if `read` is too slow to find it.
 
-    `read` may call this function, too: the inner call finds nothing, as the outer one is searching already.
+    `read` may call this function, too: the inner call finds nothing, as the outer one is searching
+    already.
     """
     if _searching.get():
         return ""

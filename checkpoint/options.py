@@ -1,4 +1,5 @@
-"""The options of a command: a frozen dataclass, from which the command line is built and which Python callers make too.
+"""The options of a command: a frozen dataclass, from which the command line is built and which
+Python callers make too.
 
     @dataclass(frozen=True)
     class Windows(Options):
@@ -10,7 +11,8 @@
     def windows(options: Windows) -> None:
         "What --help says."
 
-A bool is a flag, a Literal a choice, a tuple takes several values; other types need a click type. Imports no torch.
+A bool is a flag, a Literal a choice, a tuple takes several values; other types need a click type.
+Imports no torch.
 """
 
 import math
@@ -34,7 +36,17 @@ from gqa.checkpoint.errors import DivergedError, OutputError, RefusedError
 
 T = TypeVar("T")
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZES = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 _COMPARE = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": operator.lt}
 
 
@@ -45,16 +57,28 @@ class Number(click.ParamType[Any]):
 
     def __init__(self, kind: type, bounds: str = "") -> None:
         words = bounds.split()
-        self._bounds = [(_COMPARE[word], float(bound)) for word, bound in zip(words[::2], words[1::2], strict=True)]
-        self._kind, self._allowed = kind, " ".join(["whole number" if kind is int else "number", *words])
+        self._bounds = [
+            (_COMPARE[word], float(bound))
+            for word, bound in zip(words[::2], words[1::2], strict=True)
+        ]
+        self._kind, self._allowed = (
+            kind,
+            " ".join(["whole number" if kind is int else "number", *words]),
+        )
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = value
         if isinstance(value, str):
             with suppress(ValueError):
                 number = self._kind(value)
-        is_number = isinstance(number, int if self._kind is int else int | float) and not isinstance(number, bool)
-        if not is_number or not abs(number) < math.inf or not all(holds(number, b) for holds, b in self._bounds):
+        is_number = isinstance(
+            number, int if self._kind is int else int | float
+        ) and not isinstance(number, bool)
+        if (
+            not is_number
+            or not abs(number) < math.inf
+            or not all(holds(number, b) for holds, b in self._bounds)
+        ):
             self.fail(f"{value!r} is not a {self._allowed}", param, ctx)
         return self._kind(number)
 
@@ -68,7 +92,9 @@ _FLAG = click.Choice((True, False))
 
 
 class Amount(click.ParamType[int]):
-    """`64k`, `1.5GB`: a whole number with one of the `units`, of `least` to 10^15; `allowed` says so in words."""
+    """`64k`, `1.5GB`: a whole number with one of the `units`, of `least` to 10^15; `allowed` says
+    so in words.
+    """
 
     name = "amount"
 
@@ -90,7 +116,11 @@ def read_amount(text: str, units: Mapping[str, int] = _COUNTS) -> int | None:
 
 def tokens_type(least: int = 1) -> Amount:
     """A number of tokens."""
-    return Amount(_COUNTS, f"number of tokens from {least} to 1000T; give one like 65536, 64k, 500M or 1B", least)
+    return Amount(
+        _COUNTS,
+        f"number of tokens from {least} to 1000T; give one like 65536, 64k, 500M or 1B",
+        least,
+    )
 
 
 BYTES = Amount(_SIZES, "size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB")
@@ -112,20 +142,27 @@ class Text(click.ParamType[Any]):
 
 
 class Several(click.ParamType[tuple[Any, ...]]):
-    """`1,8,32`: values of another type, one or more. A file with a comma in its name is one value."""
+    """`1,8,32`: values of another type, one or more.
+
+    A file with a comma in its name is one value.
+    """
 
     name = "list"
 
     def __init__(self, kind: click.ParamType[Any]) -> None:
         self.kind = kind
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
         if isinstance(value, str) and not os.path.exists(value):
             values: Sequence[Any] = [word.strip() for word in value.split(",") if word.strip()]
         else:
             values = value if isinstance(value, list | tuple) else [value]
         if not values:
-            self.fail(f"{value!r} is empty; give one or more values, separated by commas", param, ctx)
+            self.fail(
+                f"{value!r} is empty; give one or more values, separated by commas", param, ctx
+            )
         return tuple(self.kind.convert(one, param, ctx) for one in values)
 
 
@@ -166,10 +203,17 @@ def option(
     return field(
         default=default,
         metadata={
-            "help": help, "kind": kind, "metavar": metavar, "short": short, "argument": argument,
-            "free": free, "needs": needs, "methods": methods, "expert": expert,
+            "help": help,
+            "kind": kind,
+            "metavar": metavar,
+            "short": short,
+            "argument": argument,
+            "free": free,
+            "needs": needs,
+            "methods": methods,
+            "expert": expert,
         },
-    )  # fmt: skip
+    )
 
 
 def same_as(kind: type, name: str, **changes: Any) -> Any:
@@ -189,7 +233,8 @@ def _types(kind: type) -> dict[str, tuple[click.ParamType[Any], bool]]:
     types = {}
     for name, hint in get_type_hints(kind).items():
         parts = [part for part in get_args(hint) if part is not NoneType]
-        plain = hint if get_origin(hint) in (Literal, tuple) or not parts else parts[0]  # of `X | None` the X
+        # Of `X | None` the X
+        plain = hint if get_origin(hint) in (Literal, tuple) or not parts else parts[0]
         several = get_origin(hint) is tuple or (get_origin(plain) is tuple and len(parts) == 1)
         value = get_args(plain)[0] if several else plain
         choices = click.Choice(get_args(value)) if get_origin(value) is Literal else None
@@ -225,14 +270,26 @@ class Options:
         for one in fields(self):
             needs = one.metadata["needs"]
             if needs and self.is_set(one.name) and not any(getattr(self, name) for name in needs):
-                names = [field_of(type(self), name).metadata["argument"].strip("[]") or flag(name) for name in needs]
+                names = [
+                    field_of(type(self), name).metadata["argument"].strip("[]") or flag(name)
+                    for name in needs
+                ]
                 give = "both" if len(names) == 1 else "one of them"
-                raise RefusedError(f"{flag(one.name)} has no effect without {' or '.join(names)}: give {give} or none")
+                raise RefusedError(
+                    f"{flag(one.name)} has no effect without {' or '.join(names)}: "
+                    f"give {give} or "
+                    "none"
+                )
 
     def binding(self) -> dict[str, Any]:
         """What a continued run must have in common with the one before, JSON-ready."""
-        bound = {one.name: getattr(self, one.name) for one in fields(self) if not one.metadata["free"]}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in bound.items()}
+        bound = {
+            one.name: getattr(self, one.name) for one in fields(self) if not one.metadata["free"]
+        }
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in bound.items()
+        }
 
 
 def flag(name: str) -> str:
@@ -242,8 +299,8 @@ def flag(name: str) -> str:
 
 @contextmanager
 def parameters_in_errors(command: type) -> Iterator[None]:
-    """Errors of the block are for Python callers: `kv_heads=3` instead of `--groups 3`, `overwrite=True` instead of
-    `--overwrite`, `output` instead of `-o`.
+    """Errors of the block are for Python callers: `kv_heads=3` instead of `--groups 3`,
+    `overwrite=True` instead of `--overwrite`, `output` instead of `-o`.
     """
 
     def parameter_of(match: re.Match[str]) -> str:
@@ -257,12 +314,16 @@ def parameters_in_errors(command: type) -> Iterator[None]:
         yield
     except (RefusedError, OutputError, DivergedError) as error:
         message = re.sub(r"(?<![\w-])-o\b", "output", str(error))
-        error.args = (re.sub(r"(?<![\w-])--(no-)?([a-z][a-z-]+)( [\dA-Z])?", parameter_of, message),)
+        error.args = (
+            re.sub(r"(?<![\w-])--(no-)?([a-z][a-z-]+)( [\dA-Z])?", parameter_of, message),
+        )
         raise
 
 
 def default_text(default: Any) -> str:
-    """How --help shows a default: `  [default: 0]`; empty for what is off, or depends on other things."""
+    """How --help shows a default: `  [default: 0]`; empty for what is off, or depends on other
+    things.
+    """
     if default is True:
         return "  [default: on]"
     # By identity: 0 and 0.0 are equal to False, and are defaults like others.
@@ -279,7 +340,9 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
     metadata, required = one.metadata, one.default is MISSING
     if metadata["argument"]:
         nargs = -1 if several else 1
-        return click.Argument([name], type=Text(), nargs=nargs, required=required, metavar=metadata["argument"])
+        return click.Argument(
+            [name], type=Text(), nargs=nargs, required=required, metavar=metadata["argument"]
+        )
     names = [name, *filter(None, [metadata["short"]]), flag(name)]
     text = metadata["help"] + default_text(one.default)
     if kind is _FLAG:
@@ -288,14 +351,17 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
         return click.Option(names, is_flag=True, default=None, help=text)
     numbers = "N[,...]" if several else "N" if isinstance(kind, Number) else None
     metavar = metadata["metavar"] or numbers
-    return click.Option(names, type=kind, required=required, help=text, metavar=metavar, multiple=several)
+    return click.Option(
+        names, type=kind, required=required, help=text, metavar=metavar, multiple=several
+    )
 
 
 def read(kind: type[T], params: Mapping[str, Any]) -> T:
     """The options that click has read; those that were not given have their defaults."""
     values = {name: value for name, value in params.items() if value not in (None, ())}
     for name, value in values.items():
-        if isinstance(value, tuple) and isinstance(value[0], tuple):  # an option that was given several times
+        # An option that was given several times
+        if isinstance(value, tuple) and isinstance(value[0], tuple):
             values[name] = tuple(chain.from_iterable(value))
     return kind(**values)
 
@@ -307,12 +373,17 @@ def command(kind: type[T], epilog: str = "") -> Callable[[Callable[[T], Any]], c
         def call(**params: Any) -> Any:
             return function(read(kind, params))
 
-        params = [parameter(kind, one, one.name) for one in fields(kind) if not one.metadata["expert"]]  # type: ignore[arg-type]
+        shown = [one for one in fields(kind) if not one.metadata["expert"]]  # type: ignore[arg-type]
+        params = [parameter(kind, one, one.name) for one in shown]
         return version_option(
             click.Command(
-                None, callback=call, params=params, help=function.__doc__, epilog=epilog,
+                None,
+                callback=call,
+                params=params,
+                help=function.__doc__,
+                epilog=epilog,
                 context_settings=CONTEXT_SETTINGS,
             )
-        )  # fmt: skip
+        )
 
     return decorate

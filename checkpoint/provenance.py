@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 PROVENANCE = "gqa_conversion.json"
 UPTRAINING = "gqa_uptraining.json"
 METRICS = "gqa_uptraining.jsonl"
-_CODE_TOKENIZER = re.compile(r"\.py$|\.model$|\.tiktoken$|^(tokenizer|vocab|merges|special_tokens|added_tokens)[^/]*$")
+_CODE_TOKENIZER = re.compile(
+    r"\.py$|\.model$|\.tiktoken$|^(tokenizer|vocab|merges|special_tokens|added_tokens)[^/]*$"
+)
 
 
 @cache
@@ -35,7 +37,10 @@ def version(package: str = "gqa") -> str:
 
 
 def stamp(tool: str, argv: Sequence[str]) -> dict[str, Any]:
-    """First entries of every record. `argv`: the command's arguments; empty for a call from Python."""
+    """First entries of every record.
+
+    `argv`: the command's arguments; empty for a call from Python.
+    """
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return {"tool": tool, "version": version(), "argv": portable(argv), "created": created}
 
@@ -46,8 +51,10 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def portable(value: Any) -> Any:
-    """Arguments or options, JSON-ready. Of paths that say where this machine has its files (absolute ones, and those
-    that begin with `..` or `~`), also after `--option=`, `-o` or a comma, only names stay.
+    """Arguments or options, JSON-ready.
+
+    Of paths that say where this machine has its files (absolute ones, and those that begin with
+    `..` or `~`), also after `--option=`, `-o` or a comma, only names stay.
     """
     if isinstance(value, list | tuple):
         return [portable(part) for part in value]
@@ -67,11 +74,16 @@ def _portable_path(text: str) -> str:
 
 def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:
     """Arguments and options of a command for its record, without absolute paths, JSON-ready."""
-    return {"argv": portable(argv), "options": {name: portable(value) for name, value in asdict(options).items()}}
+    return {
+        "argv": portable(argv),
+        "options": {name: portable(value) for name, value in asdict(options).items()},
+    }
 
 
 def relative_path(directory: Path, out: Path) -> str | None:
-    """The path of a directory from `out`; None if the user's name is in it, or if it is no path on this system."""
+    """The path of a directory from `out`; None if the user's name is in it, or if it is no path on
+    this system.
+    """
     try:
         path = Path(os.path.relpath(directory.resolve(), out.resolve()))
     except (OSError, ValueError):  # too long, or with characters that no path can have
@@ -81,7 +93,10 @@ def relative_path(directory: Path, out: Path) -> str | None:
 
 
 def _home_name() -> str | None:
-    """The last part of the home directory, usually the user's name. None for a user without one (in a container)."""
+    """The last part of the home directory, usually the user's name.
+
+    None for a user without one (in a container).
+    """
     try:
         return Path.home().name or None
     except RuntimeError:
@@ -100,8 +115,9 @@ def path_of_record(value: object) -> str | None:
 
 
 def read_record(checkpoint: Checkpoint, name: str) -> Any:
-    """The record `name` that a conversion or a training wrote next to the weights; None if it cannot be read, or is so
-    deeply nested that it could not be written again into the record of the next step.
+    """The record `name` that a conversion or a training wrote next to the weights; None if it
+    cannot be read, or is so deeply nested that it could not be written again into the record of the
+    next step.
     """
     try:
         return read_json_file(checkpoint.path(name), name)
@@ -114,7 +130,9 @@ def checkpoint_digest(checkpoint: Checkpoint) -> str:
     origin = checkpoint.source or checkpoint
     files = [*origin.files, *filter(_CODE_TOKENIZER.search, origin.side_files)]
     config = hashlib.sha256(json.dumps(origin.config, sort_keys=True).encode()).hexdigest()
-    return hashlib.sha256("\n".join([config, *file_digests(map(origin.path, files))]).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join([config, *file_digests(map(origin.path, files))]).encode()
+    ).hexdigest()
 
 
 def file_digests(paths: Iterable[Path]) -> list[str]:

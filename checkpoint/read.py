@@ -1,4 +1,6 @@
-"""Read a directory as a Checkpoint (config, tensor table, side files) without trusting its contents."""
+"""Read a directory as a Checkpoint (config, tensor table, side files) without trusting its
+contents.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,33 @@ if TYPE_CHECKING:
 
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 STORED_DTYPES = {name: stored for stored, name in TORCH_DTYPES.items()} | {
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 ADVICE = (
-    "give a checkpoint with config.json and safetensors or .bin weights (GGUF and ONNX are made from one, "
+    "give a checkpoint with config.json and safetensors or .bin weights (GGUF and ONNX are made "
+    "from one, "
     "an adapter is merged into one)"
 )
 # Name suffixes of packed weights and scales in GPTQ, AWQ, bitsandbytes and compressed-tensors.
 _PACKED = (
-    ".qweight", ".qzeros", ".g_idx", ".SCB", ".weight_packed", ".weight_scale", ".weight_scale_inv",
-    ".weight.absmax", ".weight.quant_map",
-)  # fmt: skip
-_PACKED_DTYPES = frozenset(("U8", "I8", "U32", "I32", *(name for name in BITS if name.startswith(("F4", "F6_", "F8")))))
+    ".qweight",
+    ".qzeros",
+    ".g_idx",
+    ".SCB",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight.absmax",
+    ".weight.quant_map",
+)
+_PACKED_DTYPES = frozenset(
+    ("U8", "I8", "U32", "I32", *(name for name in BITS if name.startswith(("F4", "F6_", "F8"))))
+)
 
 
 @dataclass(frozen=True)
@@ -67,9 +84,9 @@ class ModelClass:
 class Checkpoint:
     """A checkpoint on disk (in a dry run from the hub, without its weights).
 
-    source: The stored checkpoint, if this is a view of it in another class; `way`: `native` or `custom modelling code`.
-    added: Additional text files of the result: contents by name.
-    warnings: About files that a result would lack.
+    source: The stored checkpoint, if this is a view of it in another class; `way`: `native` or
+    `custom modelling code`. added: Additional text files of the result: contents by name. warnings:
+    About files that a result would lack.
     """
 
     name: str
@@ -92,9 +109,12 @@ class Checkpoint:
         return member_path(self.directory, file)
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
-        """One tensor, in its stored dtype and shape. Raises CorruptError if the file was truncated.
+        """One tensor, in its stored dtype and shape.
 
-        buffer: At least `spec.nbytes` long; the tensor is read into it and valid until its next use.
+        Raises CorruptError if the file was truncated.
+
+        buffer: At least `spec.nbytes` long; the tensor is read into it and valid until its next
+        use.
         """
         import numpy as np
         import torch
@@ -106,13 +126,19 @@ class Checkpoint:
             stream.seek(spec.begin)
             done = stream.readinto(raw.data)
         if done != spec.nbytes:
-            raise CorruptError(f"{spec.file} became shorter while it was read: {spec.name} is incomplete")
+            raise CorruptError(
+                f"{spec.file} became shorter while it was read: {spec.name} is incomplete"
+            )
         if not raw.nbytes:
             return torch.empty(spec.shape, dtype=getattr(torch, TORCH_DTYPES[spec.dtype]))
-        return torch.from_numpy(raw).view(getattr(torch, TORCH_DTYPES[spec.dtype])).reshape(spec.shape)
+        return (
+            torch.from_numpy(raw).view(getattr(torch, TORCH_DTYPES[spec.dtype])).reshape(spec.shape)
+        )
 
     def has_range(self, spec: TensorSpec) -> bool:
-        """Whether the bytes `[begin, end)` of the file are the tensor; not for `.bin` files and computed tensors."""
+        """Whether the bytes `[begin, end)` of the file are the tensor; not for `.bin` files and
+        computed tensors.
+        """
         return spec.file not in self._pickled
 
     @property
@@ -134,7 +160,9 @@ class Checkpoint:
     def classes(self) -> tuple[ModelClass, ...]:
         """The model class; for a view in another class both, the stored one first."""
         names = self.config.get("architectures")
-        architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+        architecture = (
+            names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+        )
         source = self.source.classes if self.source else ()
         return (*source, ModelClass(str(self.config.get("model_type")), architecture))
 
@@ -154,26 +182,36 @@ def stored_as(tensor: Tensor, dtype: str) -> Tensor:
 def member_path(directory: Path, name: str) -> Path:
     """The real path of a file of the checkpoint.
 
-    Links may lead to other files of the directory and into a cache of the hub; from such a cache, to blobs of the same
-    model. Raises MissingError if there is no such file, CorruptError if the link leaves, PermissionError.
+    Links may lead to other files of the directory and into a cache of the hub; from such a cache,
+    to blobs of the same model. Raises MissingError if there is no such file, CorruptError if the
+    link leaves, PermissionError.
     """
     if not name or name.startswith(("/", "\\")) or ".." in Path(name).parts or Path(name).drive:
-        raise CorruptError(f"{name!r} is not the name of a file inside {directory}; download the checkpoint again")
+        raise CorruptError(
+            f"{name!r} is not the name of a file inside {directory}; download the checkpoint again"
+        )
     path = directory / name
     try:
         real = path.resolve(strict=True)
     except PermissionError:
         raise
-    except (OSError, RuntimeError, ValueError) as error:  # missing, a link to itself, or an impossible name
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # missing, a link to itself, or an impossible name
         if os.path.islink(path):
             raise MissingError(
-                f"{name} in {directory} is a broken link: it points to {os.readlink(path)}, which does not exist; put "
+                f"{name} in {directory} is a broken link: it points to {os.readlink(path)}, "
+                "which does not exist; put "
                 "the file itself in its place"
             ) from error
         raise MissingError(f"{directory} has no file {name}; download it again") from error
     if not _is_allowed_target(directory, real):
         raise CorruptError(
-            f"{name} is a link that leaves {directory}: it points to {real}; put the file itself in its place"
+            f"{name} is a link that leaves {directory}: it points to {real}; "
+            "put the file itself in its "
+            "place"
         )
     if not real.is_file():
         raise CorruptError(f"{name} in {directory} is not a regular file; download it again")
@@ -183,8 +221,9 @@ def member_path(directory: Path, name: str) -> Path:
 
 
 def _is_allowed_target(directory: Path, real: Path) -> bool:
-    """Whether links of a checkpoint may lead to a real path: only the real path counts, so that nothing that a download
-    contains (such as a directory that looks like a cache, with links in it) leads to other files of the user.
+    """Whether links of a checkpoint may lead to a real path: only the real path counts, so that
+    nothing that a download contains (such as a directory that looks like a cache, with links in it)
+    leads to other files of the user.
     """
     root = directory.resolve()
     if real.is_relative_to(root):
@@ -192,7 +231,8 @@ def _is_allowed_target(directory: Path, real: Path) -> bool:
     if root.parent.name == "snapshots":
         return real.is_relative_to(root.parent.parent / "blobs")
     return any(
-        parent.name in ("blobs", "snapshots") and parent.parent.name.startswith("models--") for parent in real.parents
+        parent.name in ("blobs", "snapshots") and parent.parent.name.startswith("models--")
+        for parent in real.parents
     )
 
 
@@ -200,7 +240,9 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     """A JSON object in UTF-8 that can be written again. Raises CorruptError."""
     value = read_json_file(member_path(directory, name), name)
     if not isinstance(value, dict):
-        raise CorruptError(f"{name} holds a JSON {type(value).__name__}, not an object; download it again")
+        raise CorruptError(
+            f"{name} holds a JSON {type(value).__name__}, not an object; download it again"
+        )
     return value
 
 
@@ -209,21 +251,29 @@ def read_checkpoint(
     read_table: Callable[[str], list[TensorSpec]] | None = None,
     present: AbstractSet[str] = frozenset(),
 ) -> Checkpoint:
-    """Read config, index and headers of a local directory. Raises RefusedError or CorruptError with one line.
+    """Read config, index and headers of a local directory.
 
-    For weights that are not in the directory: `present` names all files, and `read_table` reads headers by file.
+    Raises RefusedError or CorruptError with one line.
+
+    For weights that are not in the directory: `present` names all files, and `read_table` reads
+    headers by file.
     """
     if not directory.is_dir():
-        raise RefusedError(f"{directory} is not a directory; give the one that contains config.json")
+        raise RefusedError(
+            f"{directory} is not a directory; give the one that contains config.json"
+        )
     present = present or {p.name for p in directory.iterdir()}
     if "config.json" not in present:
         raise MissingError(f"{directory} has no config.json; {ADVICE}")
     config = read_json(directory, "config.json")
     files, index = weight_files(config, present, partial(read_json, directory))
     if not files:
-        others = listing(n for n in present if Path(n).suffix in WEIGHT_SUFFIXES) or "no weights at all"
+        others = (
+            listing(n for n in present if Path(n).suffix in WEIGHT_SUFFIXES) or "no weights at all"
+        )
         raise MissingError(
-            f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}; {ADVICE}"
+            f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}; "
+            f"{ADVICE}"
         )
     pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}
     if read_table:
@@ -234,26 +284,41 @@ def read_checkpoint(
     else:
         tables = {file: read_header(member_path(directory, file), file) for file in files}
     tensors = merge_tables(tables, read_json(directory, index) if index else None)
-    side, left_out, warnings = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, index, *files})
+    side, left_out, warnings = _side_files(
+        directory, {"config.json", INDEX, TORCH_INDEX, index, *files}
+    )
     hub_id, revision = cached_revision(directory)
     name = hub_id.split("/")[-1] if hub_id else directory.resolve().name
     check_numbers(config, name)
     check_against_headers(config, name, len(tensors), max(spec.numel for spec in tensors.values()))
     return Checkpoint(
-        name, directory, config, tensors, tuple(files), side, left_out, revision, hub_id,
-        warnings=warnings, _pickled={file: stored for file, (stored, _) in pickled.items()},
-    )  # fmt: skip
+        name,
+        directory,
+        config,
+        tensors,
+        tuple(files),
+        side,
+        left_out,
+        revision,
+        hub_id,
+        warnings=warnings,
+        _pickled={file: stored for file, (stored, _) in pickled.items()},
+    )
 
 
 def cached_revision(directory: Path) -> tuple[str | None, str | None]:
-    """Hub id and commit of a directory in the hub's cache (models--owner--name/snapshots/commit), else (None, None)."""
+    """Hub id and commit of a directory in the hub's cache (models--owner--name/snapshots/commit),
+    else (None, None).
+    """
     *_, repository, snapshots, commit = "", "", *directory.resolve().parts
     if snapshots != "snapshots" or not repository.startswith("models--"):
         return None, None
     return repository.removeprefix("models--").replace("--", "/"), commit
 
 
-def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any] | None) -> dict[str, TensorSpec]:
+def merge_tables(
+    tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any] | None
+) -> dict[str, TensorSpec]:
     """One table of all files, in the order of files and bytes.
 
     Raises CorruptError if a tensor is in two files, or the files disagree with their index.
@@ -263,18 +328,24 @@ def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any
         for spec in table:
             if spec.name in tensors:
                 raise CorruptError(
-                    f"duplicate tensor: {spec.name} is in two files, {tensors[spec.name].file} and {spec.file}; "
+                    f"duplicate tensor: {spec.name} is in two files, {tensors[spec.name].file} "
+                    f"and {spec.file}; "
                     "remove the stale one or download the checkpoint again"
                 )
             tensors[spec.name] = spec
     if not tensors:
         raise CorruptError(f"{listing(tables)} hold no tensors; download the checkpoint again")
-    listed = {name: spec.file for name, spec in tensors.items()} if index is None else index["weight_map"]
+    listed = (
+        {name: spec.file for name, spec in tensors.items()}
+        if index is None
+        else index["weight_map"]
+    )
     for name in sorted(tensors.keys() | listed.keys()):
         file = tensors[name].file if name in tensors else "no file"
         if listed.get(name, "no file") != file:
             raise CorruptError(
-                f"the index says that {name} is in {listed.get(name, 'no file')}, but it is in {file}; download the "
+                f"the index says that {name} is in {listed.get(name, 'no file')}, "
+                f"but it is in {file}; download the "
                 "checkpoint again"
             )
     return tensors
@@ -289,11 +360,14 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
     path = member_path(directory, file)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # the restricted unpickler raises any kind on a broken or hostile file
+    except (
+        Exception
+    ) as error:  # the restricted unpickler raises any kind on a broken or hostile file
         unpickling = isinstance(error, pickle.UnpicklingError)
         why = "it contains code, which is never run" if unpickling else explain(error)
         raise CorruptError(
-            f"{file} is not a file of plain tensors that can be mapped ({why}); download it again, or save the "
+            f"{file} is not a file of plain tensors that can be mapped ({why}); "
+            "download it again, or save the "
             "checkpoint as safetensors first"
         ) from error
     table, end = [], 0
@@ -305,7 +379,8 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
         dtype = STORED_DTYPES.get(str(tensor.dtype).removeprefix("torch.")) if plain else None
         if not named or dtype is None or tensor.device.type != "cpu":
             raise CorruptError(
-                f"{file} holds something other than named dense tensors of {listing(STORED_DTYPES, 20)}: "
+                f"{file} holds something other than named dense tensors of "
+                f"{listing(STORED_DTYPES, 20)}: "
                 f"{str(name)[:99]!r}; save the checkpoint as safetensors first"
             )
         begin, end = end, end + tensor.nbytes
@@ -316,7 +391,8 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
 def _side_files(
     directory: Path, rewritten: AbstractSet[str | None]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """`side_files` of a directory, checked with `member_path`, and warnings about links that are left out.
+    """`side_files` of a directory, checked with `member_path`, and warnings about links that are
+    left out.
 
     Raises CorruptError and PermissionError for files that transformers would read.
     """
@@ -336,17 +412,21 @@ def _side_files(
 
 
 def _is_read(name: str) -> bool:
-    """Whether libraries read a file of a model: its tokenizer, configs and code; not its logs, pictures and texts."""
+    """Whether libraries read a file of a model: its tokenizer, configs and code; not its logs,
+    pictures and texts.
+    """
     if "/" in name and not FURTHER_MODULE.match(name):
         return False
-    return any(fnmatchcase(name, pattern) for pattern in (*TOKENIZER_FILES, "*.json", "*.py", "*.jinja"))
+    return any(
+        fnmatchcase(name, pattern) for pattern in (*TOKENIZER_FILES, "*.json", "*.py", "*.jinja")
+    )
 
 
 def _names_below(directory: Path) -> tuple[list[str], dict[str, str]]:
     """Names of all files below a directory; and by name, why a link to a directory is not followed.
 
-    Links to directories are followed as those of files. One that leads to where it is, or where another link leads, is
-    ignored: its files are listed already.
+    Links to directories are followed as those of files. One that leads to where it is, or where
+    another link leads, is ignored: its files are listed already.
     """
     names, not_followed = list[str](), dict[str, str]()
     followed = set[Path]()
@@ -360,7 +440,9 @@ def _names_below(directory: Path) -> tuple[list[str], dict[str, str]]:
             if path.is_symlink():
                 real = path.resolve()
                 if not _is_allowed_target(directory, real):
-                    not_followed[name] = f"{name} is a link that leaves {directory}: it points to {real}"
+                    not_followed[name] = (
+                        f"{name} is a link that leaves {directory}: it points to {real}"
+                    )
                     continue
                 if real in followed or path.parent.resolve().is_relative_to(real):
                     continue

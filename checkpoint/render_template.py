@@ -2,9 +2,9 @@
 
 It imports nothing else of this package.
 
-Reads JSON from stdin: the limits, and the arguments of transformers' own `render_jinja_template`. Writes JSON to
-stdout: {"text": ...}, or {"error": ...} if the template raises or writes too much. A process that is killed by one of
-its limits writes nothing.
+Reads JSON from stdin: the limits, and the arguments of transformers' own `render_jinja_template`.
+Writes JSON to stdout: {"text": ...}, or {"error": ...} if the template raises or writes too much. A
+process that is killed by one of its limits writes nothing.
 """
 
 import json
@@ -13,8 +13,9 @@ from typing import Any
 
 
 def limit_resources(seconds: int, added_bytes: int) -> None:
-    """Let the system kill this process after so many seconds of computing, and refuse it more memory than so many
-    bytes beside what its imports took. Windows has no such limits: there the caller's clock alone stops it.
+    """Let the system kill this process after so many seconds of computing, and refuse it more
+    memory than so many bytes beside what its imports took. Windows has no such limits: there the
+    caller's clock alone stops it.
     """
     try:
         import resource
@@ -37,7 +38,9 @@ def _lower(limit: int, hard: int) -> int:
 
 
 def _address_space(resource: Any) -> int:
-    """Bytes of address space that this process has; elsewhere than on Linux the most memory that it used."""
+    """Bytes of address space that this process has; elsewhere than on Linux the most memory that it
+    used.
+    """
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * int(resource.getpagesize())

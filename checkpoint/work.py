@@ -1,6 +1,8 @@
-"""Directories for unfinished work: each has a mark, a small file that says which command made it and for which run.
+"""Directories for unfinished work: each has a mark, a small file that says which command made it
+and for which run.
 
-Only what has a mark is removed. A directory of the same name that somebody else made is refused, and left as it is.
+Only what has a mark is removed. A directory of the same name that somebody else made is refused,
+and left as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from gqa.checkpoint.errors import RefusedError, listing
 MARK = ".gqa-mark.json"
 LOCK = "lock"  # held while a run works in the directory
 _TOOL = "gqa"
-# Temporary caches of this process, which stand in for a cache that cannot be written (gqa.corpus.cache).
+# Temporary caches of this process, which stand in for a cache that cannot be written
+# (gqa.corpus.cache).
 REMOVED_AT_EXIT: set[Path] = set()
 
 
@@ -31,7 +34,10 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
 
 
 def read_mark(directory: Path) -> dict[str, Any] | None:
-    """The mark of a directory: its "purpose" and what else `mark` was given. None if it has none that we wrote."""
+    """The mark of a directory: its "purpose" and what else `mark` was given.
+
+    None if it has none that we wrote.
+    """
     try:
         text = (directory / MARK).read_text(encoding="utf-8")
         content = json.loads(text)
@@ -44,7 +50,8 @@ def read_mark(directory: Path) -> dict[str, Any] | None:
 def is_ours(directory: Path, purpose: str) -> bool:
     """Whether a directory was made by `claim` for this purpose.
 
-    A run that was killed while it made or removed the directory leaves it with nothing but half a mark and a lock.
+    A run that was killed while it made or removed the directory leaves it with nothing but half a
+    mark and a lock.
     """
     if directory.is_symlink() or not directory.is_dir():
         return False
@@ -57,15 +64,19 @@ def is_ours(directory: Path, purpose: str) -> bool:
     return names <= {MARK, LOCK}
 
 
-def claim(directory: Path, purpose: str, identity: str = "", ours: Collection[str] | None = None) -> None:
-    """Make a directory for unfinished work, or take over the one that an earlier run made for the same purpose.
+def claim(
+    directory: Path, purpose: str, identity: str = "", ours: Collection[str] | None = None
+) -> None:
+    """Make a directory for unfinished work, or take over the one that an earlier run made for the
+    same purpose.
 
     Args:
         directory: Where; its parents are made too.
         purpose: One word for the kind of work, like `states`.
         identity: The run that the work belongs to.
-        ours: Patterns of the only names that the caller will ever replace or remove there. If they are given, a
-            directory with other files is shared with these; otherwise it must contain nothing of anybody else.
+        ours: Patterns of the only names that the caller will ever replace or remove there. If they
+            are given, a directory with other files is shared with these; otherwise it must contain
+            nothing of anybody else.
 
     Raises:
         RefusedError: The directory exists, and what is in it is not ours.
@@ -75,16 +86,25 @@ def claim(directory: Path, purpose: str, identity: str = "", ours: Collection[st
     if content and (content["purpose"], content.get("run")) == (purpose, identity):
         return
     if os.path.lexists(directory) and not is_ours(directory, purpose):
-        # A link to a shared directory is followed: a user may let the states of a run lie on another disk.
+        # A link to a shared directory is followed: a user may let the states of a run lie on
+        # another disk.
         is_allowed_link = directory.is_symlink() and ours is not None
         if not directory.is_dir() or (directory.is_symlink() and not is_allowed_link):
-            raise RefusedError(f"{directory} exists and is not a directory of {_TOOL}; move it away")
+            raise RefusedError(
+                f"{directory} exists and is not a directory of {_TOOL}; move it away"
+            )
 
         patterns = ["*"] if ours is None else ours
-        foreign = {path.name for pattern in patterns for path in directory.glob(pattern)} - {MARK, LOCK}
+        foreign = {path.name for pattern in patterns for path in directory.glob(pattern)} - {
+            MARK,
+            LOCK,
+        }
         if foreign and (content is None or content["purpose"] != purpose):
             raise RefusedError(
-                f"{directory} contains {listing(foreign, 3)}, which no run of {_TOOL} has written; move it away"
+                f"{directory} contains {listing(foreign, 3)}, which no run of {_TOOL} has "
+                "written; "
+                "move it "
+                "away"
             )
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -101,8 +121,8 @@ def mark(directory: Path, purpose: str, identity: str = "", /, **more: Any) -> N
 
 
 def remove(directory: Path, purpose: str) -> None:
-    """Remove a directory that `claim` made for this purpose, the mark last: a run that is killed meanwhile leaves a
-    directory that still is ours. Nothing is done if it is not there.
+    """Remove a directory that `claim` made for this purpose, the mark last: a run that is killed
+    meanwhile leaves a directory that still is ours. Nothing is done if it is not there.
 
     Raises:
         RefusedError: It is not ours.
@@ -125,9 +145,10 @@ def remove(directory: Path, purpose: str) -> None:
 
 
 def shelves() -> Iterator[Path]:
-    """Directories of this user that outlive a run and lie neither next to its model nor next to its output, the best
-    first: the cache of `datasets` (HF_DATASETS_CACHE or HF_HOME), and a private one for temporary files, for users
-    without a home directory that they can write to. They need not exist.
+    """Directories of this user that outlive a run and lie neither next to its model nor next to its
+    output, the best first: the cache of `datasets` (HF_DATASETS_CACHE or HF_HOME), and a private
+    one for temporary files, for users without a home directory that they can write to. They need
+    not exist.
     """
     from datasets.config import HF_DATASETS_CACHE
 
@@ -139,8 +160,8 @@ def shelves() -> Iterator[Path]:
 
 
 def is_private(path: Path) -> bool:
-    """Whether a path belongs to this user, and no other user can change it: states are read with pickle, so those that
-    somebody else could have put there must not be.
+    """Whether a path belongs to this user, and no other user can change it: states are read with
+    pickle, so those that somebody else could have put there must not be.
     """
     if not hasattr(os, "getuid"):
         return True
@@ -152,7 +173,9 @@ def is_private(path: Path) -> bool:
 
 
 def open_shelf(name: str) -> Path | None:
-    """A directory of this name on the first of the `shelves` that can be written; None if none can."""
+    """A directory of this name on the first of the `shelves` that can be written;
+    None if none can.
+    """
     for shelf in shelves():
         place = shelf / name
         with suppress(OSError):

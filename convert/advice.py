@@ -1,5 +1,7 @@
-"""What a finished conversion advises. Every command runs as it is printed: it has the names that the user gave, quoted
-for a shell, and is left out where the model does not allow it.
+"""What a finished conversion advises.
+
+Every command runs as it is printed: it has the names that the user gave, quoted for a shell, and is
+left out where the model does not allow it.
 """
 
 from __future__ import annotations
@@ -23,10 +25,23 @@ from gqa.convert.summary import quality_loss, quality_text
 _LEAST_RECALL_CONTEXT = 128  # `gqa-eval --recall` refuses a shorter context
 _EVALUATED_TOKENS = 20_000  # seconds for a small model, minutes for one of 7B on a GPU
 
-# Options that another run of gqa-convert does not repeat: what is written where, and what is printed.
-_NOT_REPEATED = frozenset({
-    "model", "kv_heads", "kv_budget", "method", "output", "overwrite", "dry_run", "check", "json", "verbose", "quiet",
-})  # fmt: skip
+# Options that another run of gqa-convert does not repeat: what is written where, and what is
+# printed.
+_NOT_REPEATED = frozenset(
+    {
+        "model",
+        "kv_heads",
+        "kv_budget",
+        "method",
+        "output",
+        "overwrite",
+        "dry_run",
+        "check",
+        "json",
+        "verbose",
+        "quiet",
+    }
+)
 
 
 def quality_line(plan: Plan, options: ConvertOptions, out: Path) -> str:
@@ -37,7 +52,10 @@ def quality_line(plan: Plan, options: ConvertOptions, out: Path) -> str:
     if text := quality_text(plan):
         return f"{quality_loss(plan).level}: {text}"
     if config.is_encoder_decoder:
-        return "not measured; gqa-eval measures it on pairs of text: see its options --data and --target-field"
+        return (
+            "not measured; gqa-eval measures it on pairs of text: see its options --data and "
+            "--target-field"
+        )
     if not _has_tokenizer(plan, options):
         return "not measured: the model has no tokenizer that transformers can load"
     command = evaluation_command(plan, options, out)
@@ -47,11 +65,14 @@ def quality_line(plan: Plan, options: ConvertOptions, out: Path) -> str:
 
 
 def next_line(plan: Plan, options: ConvertOptions, out: Path, source: dict[str, Any]) -> str:
-    """What improves the result: the best method that the model allows, or training; empty where nothing can.
+    """What improves the result: the best method that the model allows, or training; empty where
+    nothing can.
 
     source: The part of the conversion's record that names the base model.
     """
-    if quality_loss(plan).level == "good" or not predicts_tokens(transformers_config(plan.new_config)):
+    if quality_loss(plan).level == "good" or not predicts_tokens(
+        transformers_config(plan.new_config)
+    ):
         return ""
     *_, best = plan.available_methods()
     command = conversion_command(plan, options, best)
@@ -63,7 +84,9 @@ def next_line(plan: Plan, options: ConvertOptions, out: Path, source: dict[str, 
     return f"for better quality distill from the base model: {command}" if command else ""
 
 
-def warnings(plan: Plan, options: ConvertOptions, out: Path, source: dict[str, Any]) -> Iterator[str]:
+def warnings(
+    plan: Plan, options: ConvertOptions, out: Path, source: dict[str, Any]
+) -> Iterator[str]:
     """A warning if the result is of no use as it is, with what to do."""
     if plan.method not in METHODS:
         return
@@ -73,7 +96,8 @@ def warnings(plan: Plan, options: ConvertOptions, out: Path, source: dict[str, A
     remedies.append(f"train it: {training}" if training else "train it")
     if not plan.merging.traits.reads_text:
         yield (
-            f"--method {plan.method} does not run the model on text, and the quality of its result is not measured: "
+            f"--method {plan.method} does not run the model on text, "
+            "and the quality of its result is not measured: "
             f"the result is not usable before it is trained; {' or '.join(remedies)}"
         )
     elif quality_loss(plan).level == "damaged":
@@ -94,7 +118,9 @@ def evaluation_command(plan: Plan, options: ConvertOptions, out: Path) -> str:
 
 
 def training_command(plan: Plan, options: ConvertOptions, out: Path, source: dict[str, Any]) -> str:
-    """gqa-uptrain of the result, with the base model as its teacher; empty if it cannot be trained."""
+    """gqa-uptrain of the result, with the base model as its teacher;
+    empty if it cannot be trained.
+    """
     if plan.checkpoint.packed or not predicts_tokens(transformers_config(plan.new_config)):
         return ""
     if not _has_tokenizer(plan, options):
@@ -108,8 +134,8 @@ def training_command(plan: Plan, options: ConvertOptions, out: Path, source: dic
 
 
 def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> str:
-    """gqa-convert with another method and the same other options, as far as that method uses them; empty if its result
-    exists.
+    """gqa-convert with another method and the same other options, as far as that method uses them;
+    empty if its result exists.
     """
     heads = plan.groups if isinstance(plan.groups, int) else ",".join(map(str, plan.groups))
     words = ["gqa-convert", operand(options.model), "--groups", str(heads), "--method", method.name]
@@ -125,7 +151,12 @@ def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> s
     for name, field in type(options).__dataclass_fields__.items():
         uses = field.metadata["methods"]
         is_used = not uses or getattr(method, uses)
-        if is_used and options.is_set(name) and name not in _NOT_REPEATED and not field.metadata["expert"]:
+        if (
+            is_used
+            and options.is_set(name)
+            and name not in _NOT_REPEATED
+            and not field.metadata["expert"]
+        ):
             words += _option_words(name, getattr(options, name))
     return shell_line(words)
 

@@ -41,11 +41,13 @@ class Conversion:
 def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     """Decide everything about a conversion from config and headers; write nothing.
 
-    Weights are fetched only if they have no headers (.bin), or with `kv_budget`, which measures layers on text.
+    Weights are fetched only if they have no headers (.bin), or with `kv_budget`, which measures
+    layers on text.
 
     Raises:
-        RefusedError: The checkpoint or the options cannot be converted; one line says why and what is allowed.
-        CorruptError: Files of the checkpoint are broken or hostile (a kind of RefusedError).
+        RefusedError: The checkpoint or the options cannot be converted; one line says why and what
+        is allowed. CorruptError: Files of the checkpoint are broken or hostile (a kind of
+        RefusedError).
     """
     options.refuse_conflicts()
     checkpoint = open_model(options.model, options.revision, headers_only=True)
@@ -70,7 +72,10 @@ def _plan(checkpoint: Checkpoint, groups: int | tuple[int, ...], options: Conver
 
 
 def open_output(options: ConvertOptions, plan: Plan) -> OutputDirectory:
-    """The output directory, not yet created. Raises RefusedError if it must not be, or the disk is too full."""
+    """The output directory, not yet created.
+
+    Raises RefusedError if it must not be, or the disk is too full.
+    """
     output = OutputDirectory(output_of(options, plan), plan.checkpoint.directory, options.overwrite)
     require_space(plan.total_bytes, output.out)
     return output
@@ -84,11 +89,12 @@ def convert(
     *,
     calibration: MapsOptions | None = None,
 ) -> Conversion:
-    """Run a plan: fetch weights, find the maps of its method, stream the shards into the output, verify them from disk,
-    make them visible.
+    """Run a plan: fetch weights, find the maps of its method, stream the shards into the output,
+    verify them from disk, make them visible.
 
-    Memory stays near 4 x the largest changed tensor per thread; unchanged tensors are copied by the kernel. Merging is
-    done in float32 (float64 for F64 tensors) and rounded once to the stored dtype.
+    Memory stays near 4 x the largest changed tensor per thread; unchanged tensors are copied by the
+    kernel. Merging is done in float32 (float64 for F64 tensors) and rounded once to the stored
+    dtype.
 
     Args:
         plan: Made with `prepare` from the same options.
@@ -97,7 +103,8 @@ def convert(
 
     Raises:
         RefusedError: Weights or text cannot be used; nothing is left at the output either.
-        OutputError: The result could not be written or did not verify; nothing is left at the output.
+        OutputError: The result could not be written or did not verify; nothing is left at the
+        output.
     """
     maps = (calibration or options.maps()) if plan.needs_maps else None
     out, command = output_of(options, plan), request(options, argv)
@@ -109,7 +116,9 @@ def convert(
             from gqa.convert.merge.find_maps import with_maps
 
             try:
-                stored = stack.enter_context(with_maps(plan, out, maps, watcher, overwrite=options.overwrite))
+                stored = stack.enter_context(
+                    with_maps(plan, out, maps, watcher, overwrite=options.overwrite)
+                )
             except LayerwiseError as error:
                 usable = (one.name for one in plan.available_methods() if not one.reads_text)
                 raise RefusedError(f"{error}; use --method {alternatives(usable)}") from error
@@ -122,10 +131,17 @@ def convert(
     return Conversion(out, plan, warnings, record)
 
 
-def plan_conversion(model: str | os.PathLike[str], kv_heads: int | tuple[int, ...], **options: Any) -> Plan:
-    """The plan of `--dry-run`; `options` are fields of `ConvertOptions`. Raises what `prepare` raises."""
+def plan_conversion(
+    model: str | os.PathLike[str], kv_heads: int | tuple[int, ...], **options: Any
+) -> Plan:
+    """The plan of `--dry-run`; `options` are fields of `ConvertOptions`.
+
+    Raises what `prepare` raises.
+    """
     with parameters_in_errors(ConvertOptions):
-        return prepare(ConvertOptions(model=os.fspath(model), kv_heads=kv_heads, dry_run=True, **options))
+        return prepare(
+            ConvertOptions(model=os.fspath(model), kv_heads=kv_heads, dry_run=True, **options)
+        )
 
 
 def convert_checkpoint(
@@ -137,5 +153,7 @@ def convert_checkpoint(
     **options: Any,
 ) -> Conversion:
     """`prepare`, then `convert`; `options` are fields of `ConvertOptions`."""
-    settings = ConvertOptions(model=os.fspath(model), kv_heads=kv_heads, output=Path(out) if out else None, **options)
+    settings = ConvertOptions(
+        model=os.fspath(model), kv_heads=kv_heads, output=Path(out) if out else None, **options
+    )
     return convert(prepare(settings), settings, calibration=calibration)

@@ -24,7 +24,12 @@ from gqa.convert.plan import Plan
 from gqa.convert.summary import BY_LAYER, cache_change, quality_loss, quality_text, size
 from gqa.convert.verdict import MEANINGS, Level
 
-_ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
+_ATTENTION_TAGS = {
+    "multi-head-attention",
+    "grouped-query-attention",
+    "multi-query-attention",
+    "gqa-convert",
+}
 
 
 def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
@@ -34,7 +39,9 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     cls = model_class(transformers_config(plan.new_config))
     base_models = [checkpoint.hub_id] if checkpoint.hub_id else source.base_models
     metadata = hub_metadata(source, base_models, cls, _tags(plan), checkpoint.side_files)
-    metadata["tags"] = [tag for tag in metadata["tags"] if tag in _tags(plan) or tag not in _ATTENTION_TAGS]
+    metadata["tags"] = [
+        tag for tag in metadata["tags"] if tag in _tags(plan) or tag not in _ATTENTION_TAGS
+    ]
 
     parts = [
         _summary(plan),
@@ -45,7 +52,10 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     ]
     if plan.fewest < plan.config.main.kv:
         parts += ["## Quality", _quality(plan)]
-    parts += ["## How it was made", *making_of("gqa-convert", request["argv"], _options(plan, request), PROVENANCE)]
+    parts += [
+        "## How it was made",
+        *making_of("gqa-convert", request["argv"], _options(plan, request), PROVENANCE),
+    ]
     if plan.fewest < plan.config.main.kv:
         parts += ["## Limits", limits(quality_loss(plan).level)]
     return format_card(metadata, name, parts, source.text)
@@ -54,7 +64,8 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
 def limits(level: Level | None) -> str:
     """Markdown: what a user of a model with fewer heads has to know."""
     points = [
-        "Fewer key/value heads cost quality, and perplexity does not show all of it: measure the tasks, the languages "
+        "Fewer key/value heads cost quality, and perplexity does not show all of it: "
+        "measure the tasks, the languages "
         "and the context length that you need before you rely on the model.",
         "What the base model is not fit for, this model is not fit for either.",
     ]
@@ -78,7 +89,8 @@ def cache_rows(before: KVCache, after: KVCache) -> list[tuple[str, str, str]]:
 def quality_paragraph(level: Level, text: str) -> str:
     """Markdown: the verdict and the numbers of `describe_quality`."""
     return (
-        f"**{level.capitalize()}** ({MEANINGS[level]}). Compared with the base model: {markdown(text)} (recall: share "
+        f"**{level.capitalize()}** ({MEANINGS[level]}). Compared with the base model: "
+        f"{markdown(text)} (recall: share "
         "of a repeated passage predicted right)."
     )
 
@@ -93,10 +105,18 @@ def _summary(plan: Plan) -> str:
     if plan.method == "none":
         change = f"with its original {main.kv} key/value heads: no heads are merged"
     elif plan.method == "repeat":
-        change = f"with {kv_heads} instead of {main.kv} key/value heads, by repeating each: the same logits"
+        change = (
+            f"with {kv_heads} instead of {main.kv} key/value heads, by repeating each: "
+            "the same "
+            "logits"
+        )
     else:
         result = plan.merging.traits.result
-        change = f"with {kv_heads} instead of {main.kv} key/value heads, {result} (`--method {plan.method}`)"
+        change = (
+            f"with {kv_heads} instead of {main.kv} key/value heads, "
+            f"{result} (`--method "
+            f"{plan.method}`)"
+        )
     checkpoint = plan.checkpoint
     base = model_name(checkpoint.hub_id or checkpoint.name, checkpoint.hub_id is not None)
     ratio = plan.cache_before.bytes_at(1) / max(plan.cache_after.bytes_at(1), 1)
@@ -120,9 +140,17 @@ def _notes(plan: Plan) -> list[str]:
     notes = []
     if plan.checkpoint.way:
         source, target = (code_span(str(one)) for one in plan.checkpoint.classes)
-        code = "a class of transformers" if plan.checkpoint.way == "native" else "whose code is in this repository"
+        code = (
+            "a class of transformers"
+            if plan.checkpoint.way == "native"
+            else "whose code is in this repository"
+        )
         which = "fewer" if isinstance(plan.groups, int) else "layers with different numbers of"
-        notes.append(f"The class is {target}, {code}; that of the base model, {source}, cannot have {which} KV heads.")
+        notes.append(
+            f"The class is {target}, {code}; that of the base model, {source}, "
+            f"cannot have {which} KV "
+            "heads."
+        )
     if isinstance(plan.groups, tuple):
         notes.append(BY_LAYER)
     return notes
@@ -131,7 +159,11 @@ def _notes(plan: Plan) -> list[str]:
 def _quality(plan: Plan) -> str:
     level = quality_loss(plan).level
     if level is None:
-        return "Quality was not measured. Merging heads costs quality: evaluate and train the model before use."
+        return (
+            "Quality was not measured. Merging heads costs quality: evaluate and train the model "
+            "before "
+            "use."
+        )
     return quality_paragraph(level, quality_text(plan))
 
 

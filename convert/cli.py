@@ -1,4 +1,7 @@
-"""gqa-convert: options, what is printed, exit codes. Nothing here imports torch before it is needed."""
+"""gqa-convert: options, what is printed, exit codes.
+
+Nothing here imports torch before it is needed.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,13 @@ if TYPE_CHECKING:
 
 _LONG = 15 * 60  # seconds
 _QUICK = (
-    "--method aligned reads only the weights and takes minutes, but loses more: with 1 of 3 KV heads, SmolLM2-135M's "
+    "--method aligned reads only the weights and takes minutes, but loses more: "
+    "with 1 of 3 KV heads, SmolLM2-135M's "
     "perplexity rises x12.2 (calibrated: x2.10)"
 )
-_METHODS = "\n".join(f"  {name:12}{method.needs}; {method.cost}: {method.result}" for name, method in METHODS.items())
+_METHODS = "\n".join(
+    f"  {name:12}{method.needs}; {method.cost}: {method.result}" for name, method in METHODS.items()
+)
 _EPILOG = f"""\b
 Methods (text: --data, or self-generated), with input, time and algorithm:
 {_METHODS}
@@ -41,9 +47,9 @@ Examples:
 def command(options: ConvertOptions) -> None:
     """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.
 
-    KV heads are merged (or repeated, if G is larger); the rest is copied byte for byte. The KV cache shrinks with the
-    number of heads. No data is needed: the default method calibrates on text that the model generates. The GQA
-    paper's mean pooling is --method mean.
+    KV heads are merged (or repeated, if G is larger); the rest is copied byte for byte. The KV
+    cache shrinks with the number of heads. No data is needed: the default method calibrates on text
+    that the model generates. The GQA paper's mean pooling is --method mean.
     """
     from gqa.checkpoint.loading import quiet_transformers
     from gqa.convert.api import prepare
@@ -54,7 +60,11 @@ def command(options: ConvertOptions) -> None:
             plan = prepare(options, bar)
         _warn(plan.warnings if options.dry_run else ())
         if options.is_set("method") and plan.method not in METHODS:
-            _say(f"note        --method is not used: none of the {plan.config.main.kv} heads are merged", options)
+            _say(
+                f"note        --method is not used: none of the {plan.config.main.kv} heads are "
+                "merged",
+                options,
+            )
         record = plan_record(plan, options.kv_budget) | {"dry_run": options.dry_run}
         record |= _dry_run(plan, options) if options.dry_run else _convert(plan, options)
         if options.json:
@@ -75,24 +85,34 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     _say_lines(plan_lines(plan, tensors=options.verbose), options)
     _say_lines(error_lines(result.plan), options)
     seconds = time.monotonic() - start
-    _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
+    _say(
+        f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options
+    )
     if plan.method in METHODS and not options.quiet:
         _say(f"quality     {quality_line(result.plan, options, result.out)}", options)
         if advice := next_line(result.plan, options, result.out, result.record["source"]):
             _say(f"next        {advice}", options)
     _warn(result.warnings)
-    quality = {name: value for name, value in result.record.items() if name in ("quality", "layer_errors")}
+    quality = {
+        name: value for name, value in result.record.items() if name in ("quality", "layer_errors")
+    }
     return {"output": str(result.out), **quality, "warnings": list(result.warnings)}
 
 
 def _say_cost(plan: Plan, options: ConvertOptions) -> None:
-    """Print the estimated time of a method that reads the model and, if it is long, the name of a faster method."""
+    """Print the estimated time of a method that reads the model and, if it is long, the name of a
+    faster method.
+    """
     from gqa.convert.estimate import duration, estimate
 
     maps = options.maps()
     seconds, memory = estimate(plan, plan.merging.traits, maps)
     text = f"estimate    about {duration(seconds)} on {maps.device}"
-    if seconds > _LONG and plan.merging.traits.reads_text and METHODS["aligned"] in plan.available_methods():
+    if (
+        seconds > _LONG
+        and plan.merging.traits.reads_text
+        and METHODS["aligned"] in plan.available_methods()
+    ):
         text += f"; {_QUICK}"
     _say(text, options)
     _warn(_memory_warnings(plan, options, maps.device, memory))
@@ -108,11 +128,17 @@ def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: i
         return []
     samples = plan.merging.traits.reads_text and not options.is_set("data")
     advice = "; --data takes less, because nothing is sampled" if samples else ""
-    return [f"--method {plan.method} takes about {size(memory)} of memory; {device} has {size(total)}{advice}"]
+    return [
+        f"--method {plan.method} takes about {size(memory)} of memory; "
+        f"{device} has "
+        f"{size(total)}{advice}"
+    ]
 
 
 def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
-    """Print the plan, and time and memory of every method that the model allows; the latter JSON-ready."""
+    """Print the plan, and time and memory of every method that the model allows; the latter
+    JSON-ready.
+    """
     from gqa.convert.api import open_output
     from gqa.convert.estimate import duration, estimate
     from gqa.convert.summary import plan_lines, size
@@ -152,5 +178,9 @@ def _warn(warnings: Sequence[str]) -> None:
 
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
-    kept = "stored layers and finished batches of generated text are kept, the same command continues after them"
+    kept = (
+        "stored layers and finished batches of generated text are kept, "
+        "the same command continues after "
+        "them"
+    )
     console.run(command, "gqa-convert", f"no partial result is left; {kept}")

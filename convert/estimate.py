@@ -1,5 +1,5 @@
-"""Time and memory of each method, within a factor of 2 on an idle machine: operations and numbers held, counted from
-config and headers, and how fast this device multiplies.
+"""Time and memory of each method, within a factor of 2 on an idle machine: operations and numbers
+held, counted from config and headers, and how fast this device multiplies.
 """
 
 import math
@@ -17,12 +17,14 @@ from gqa.corpus.sources import is_self
 
 _BENCHMARK_SECONDS = 0.2
 _BYTES_A_SECOND = 1e9  # that are read, copied and read again
-_PASSES = 4.0  # of the whole model over the text: both streams, attention once more, products for W_O
+# Of the whole model over the text: both streams, attention once more, products for W_O
+_PASSES = 4.0
 _SAMPLING = 2.0  # passes that sampling takes, one token at a time
 _STEP_SECONDS = 5e-4  # of a layer that computes one token
 _TRAINING = 3.0  # forward passes that a step of training takes
 _OVERHEAD_BYTES = 8 << 20
-_STREAM_COPIES = 3.5  # hidden states of the text: both streams, targets, and part of one while they are computed
+# Hidden states of the text: both streams, targets, and part of one while they are computed
+_STREAM_COPIES = 3.5
 _REFINE_COPIES = 5  # of attention's parameters: weights, start, best, gradients and moments
 _ESTIMATE_COPIES = 4  # of a layer's parameters
 _PROCRUSTES_COPIES = 4  # of attention's parameters, in float64
@@ -30,8 +32,9 @@ _MUON = 5  # iterations for each matrix and step
 
 
 def estimate(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]:
-    """Seconds that a method takes, and the bytes of memory of its device at the most; on a CPU with those of the
-    process itself (`runtime_memory`). The first call times the device for a fifth of a second.
+    """Seconds that a method takes, and the bytes of memory of its device at the most; on a CPU with
+    those of the process itself (`runtime_memory`). The first call times the device for a fifth of a
+    second.
     """
     speed = measure_flops(options.device, int(plan.config.text.hidden_size))
     operations, memory = _cost(plan, method, options)
@@ -56,8 +59,9 @@ def duration(seconds: float) -> str:
 
 @cache
 def runtime_memory(device: str) -> int:
-    """Bytes that this process has on a device before it converts: on a CPU Python, torch, transformers and what is
-    loaded so far. Measured when it is first called; more is loaded later, if text runs through the model.
+    """Bytes that this process has on a device before it converts: on a CPU Python, torch,
+    transformers and what is loaded so far. Measured when it is first called; more is loaded later,
+    if text runs through the model.
     """
     if not device.startswith("cpu"):
         return 0
@@ -88,8 +92,11 @@ def _cost(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]
         return 0.0, writing
     checkpoint, text, training = plan.checkpoint, options.text, options.refinement
     width = int(plan.config.text.hidden_size)
-    embeddings = width * int(getattr(plan.config.text, "vocab_size", 0))  # none of BLT, whose tokens other stacks embed
-    modules = [module for module in attention_modules(checkpoint, plan.config) if plan.changes_of(module)]
+    # None of BLT, whose tokens other stacks embed
+    embeddings = width * int(getattr(plan.config.text, "vocab_size", 0))
+    modules = [
+        module for module in attention_modules(checkpoint, plan.config) if plan.changes_of(module)
+    ]
     sizes = [sum(spec.numel for spec in module.tensors.values()) for module in modules]
     inside = f"{modules[0].layer_path}."
     layer = sum(spec.numel for name, spec in checkpoint.tensors.items() if name.startswith(inside))
@@ -97,7 +104,9 @@ def _cost(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]
     if not method.reads_text:
         operations = 2.0 * width * (sum(sizes) + 2 * width**2 * len(modules))
         if method.guesses:
-            return operations + 4 * width * mlps, writing + 4 * (embeddings + _ESTIMATE_COPIES * layer)
+            return operations + 4 * width * mlps, writing + 4 * (
+                embeddings + _ESTIMATE_COPIES * layer
+            )
         return operations, writing + 8 * _PROCRUSTES_COPIES * sizes[0]
     operations = _PASSES * 2 * text.taken * (sum(sizes) + mlps)
     numbers = int(_STREAM_COPIES * text.taken * width) + 2 * (layer + embeddings)
@@ -108,5 +117,7 @@ def _cost(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]
     memory = 4 * numbers
     if any(map(is_self, text.sources)):  # the whole model in 16 bits
         kv_cache = min(SAMPLED_BYTES, text.taken * plan.cache_before.bytes_per_token)
-        memory = max(memory, 2 * checkpoint.parameters + kv_cache + SAMPLED * embeddings // width * DRAWN)
+        memory = max(
+            memory, 2 * checkpoint.parameters + kv_cache + SAMPLED * embeddings // width * DRAWN
+        )
     return operations, writing + memory

@@ -1,10 +1,12 @@
 """The methods, and how they apply: how the heads of a group are merged into one.
 
-`mean` and `first` are the pooling of arXiv 2305.13245, section 2.1 and figure 4; `random` is that figure's control. The
-others read the model: their maps are computed first (`gqa.convert.merge.find_maps`) and then applied; modules without
-maps (those of layers that predict further tokens) are pooled.
+`mean` and `first` are the pooling of arXiv 2305.13245, section 2.1 and figure 4; `random` is that
+figure's control. The others read the model: their maps are computed first
+(`gqa.convert.merge.find_maps`) and then applied; modules without maps (those of layers that predict
+further tokens) are pooled.
 
-Letters: H query heads, Hk key/value heads, G groups of m = Hk / G, d and e the dimensions of a key and a value head.
+Letters: H query heads, Hk key/value heads, G groups of m = Hk / G, d and e the dimensions of a key
+and a value head.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ if TYPE_CHECKING:
 class HeadMaps:
     """Linear maps that merge the heads of one attention module.
 
-    key: (G, d, m * d), `W_K'[j] = key[j] @ stack(W_K of the group)`; or (G, m) weights, short for blocks key[j, a] * I.
-    value: (G, e, m * e) or (G, m), the same for values. Both hold for biases too.
-    query: (H, d, d), `W_Q'[i] = query[i] @ W_Q[i]`; None for the identity.
-    output: (H * e, H * e), `W_O' = W_O @ output` with W_O (D, H * e); None for the identity.
-    order: (Hk,) source heads in the order in which neighbours are merged; query heads move with them.
+    key: (G, d, m * d), `W_K'[j] = key[j] @ stack(W_K of the group)`; or (G, m) weights, short for
+    blocks key[j, a] * I. value: (G, e, m * e) or (G, m), the same for values. Both hold for biases
+    too. query: (H, d, d), `W_Q'[i] = query[i] @ W_Q[i]`; None for the identity. output: (H * e, H *
+    e), `W_O' = W_O @ output` with W_O (D, H * e); None for the identity. order: (Hk,) source heads
+    in the order in which neighbours are merged; query heads move with them.
     """
 
     key: Tensor
@@ -43,7 +45,8 @@ class HeadMaps:
     order: tuple[int, ...] | None = None
 
     def merge(self, role: Role, heads: Tensor) -> Tensor:
-        """Keys or values (Hk, rows, *rest) -> (G, rows, *rest); queries and outputs (H, rows, *rest) -> the same.
+        """Keys or values (Hk, rows, *rest) -> (G, rows, *rest); queries and outputs (H, rows,
+        *rest) -> the same.
 
         Summed in float32 (float64 for F64) and rounded once.
         """
@@ -55,8 +58,11 @@ class HeadMaps:
         if weights.ndim == 2:
             return _pooled(heads, weights)
         groups, rows, width = weights.shape
-        if heads.shape[1] * (heads.shape[0] // groups) != width:  # a row or so for each head: a norm, a gate
-            return _pooled(heads, weights.new_full((groups, heads.shape[0] // groups), groups / heads.shape[0]))
+        # A row or so for each head: a norm, a gate
+        if heads.shape[1] * (heads.shape[0] // groups) != width:
+            return _pooled(
+                heads, weights.new_full((groups, heads.shape[0] // groups), groups / heads.shape[0])
+            )
         merged = heads.new_empty(groups, rows, *heads.shape[2:])
         if not heads.is_meta:
             members = heads.unflatten(0, (groups, -1)).flatten(1, 2)  # (G, m * d, *rest)
@@ -94,7 +100,9 @@ def _product(matrix: Tensor, rows: Tensor) -> Tensor:
 
 
 def _pooled(heads: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums (G, rows, *rest) of the heads (Hk, rows, *rest) of each group, (G, m) weights."""
+    """Weighted sums (G, rows, *rest) of the heads (Hk, rows, *rest) of each group, (G,
+    m) weights.
+    """
     import torch
 
     groups, per_group = weights.shape
@@ -105,7 +113,8 @@ def _pooled(heads: Tensor, weights: Tensor) -> Tensor:
     members = heads.unflatten(0, (groups, per_group))  # (G, m, rows, *rest)
     for j, row in enumerate(weights.tolist()):
         total: Tensor | None = None
-        for head, weight in zip(members[j], row, strict=True):  # one at a time: the wide numbers stay in the cache
+        # One at a time: the wide numbers stay in the cache
+        for head, weight in zip(members[j], row, strict=True):
             if weight:  # times zero, an Inf of an unused head would become a NaN of the group
                 wide = head.to(precise)
                 total = wide * weight if total is None else total.add_(wide, alpha=weight)
@@ -118,13 +127,14 @@ MAPS = ("key", "value", "query", "output")
 
 @dataclass(frozen=True)
 class StoredMaps:
-    """The maps of a model in safetensors `files`, one for each finished layer (of methods that read weights: module).
+    """The maps of a model in safetensors `files`, one for each finished layer (of methods that read
+    weights: module).
 
-    Each attention module has `MODULE/key`, `/value`, `/query`, `/output`, `/order` (see HeadMaps). Tensors that replace
-    whole tensors of the result have the names of those.
-    description: What made them, as JSON: the method, its options, the text.
-    errors: If the method reads text, for each layer the squared error of attention's output relative to the base
-    model's; None if nothing is merged. quality: Of both models on held-out text (`Check`); None if not measured.
+    Each attention module has `MODULE/key`, `/value`, `/query`, `/output`, `/order` (see HeadMaps).
+    Tensors that replace whole tensors of the result have the names of those. description: What made
+    them, as JSON: the method, its options, the text. errors: If the method reads text, for each
+    layer the squared error of attention's output relative to the base model's; None if nothing is
+    merged. quality: Of both models on held-out text (`Check`); None if not measured.
     """
 
     files: tuple[Path, ...]
@@ -142,11 +152,17 @@ class StoredMaps:
 
     def of(self, module: str) -> HeadMaps | None:
         """The maps of the attention module at this path, or None."""
-        parts = {part: self.tensor(f"{module}/{part}") for part in MAPS if f"{module}/{part}" in self.names}
+        parts = {
+            part: self.tensor(f"{module}/{part}")
+            for part in MAPS
+            if f"{module}/{part}" in self.names
+        }
         order = f"{module}/order"
         if not parts:
             return None
-        return HeadMaps(**parts, order=tuple(self.tensor(order).tolist()) if order in self.names else None)
+        return HeadMaps(
+            **parts, order=tuple(self.tensor(order).tolist()) if order in self.names else None
+        )
 
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self.names[name].get_tensor(name)
@@ -174,12 +190,12 @@ def first(kv: int, groups: int) -> HeadMaps:
 class Method:
     """One method of merging heads.
 
-    needs: What it reads besides the numbers of heads: nothing, the `weights`, or `text` that runs through the model.
-    cost, result: The time it takes, and what the heads of the result are, in words.
-    pool: Function from (Hk, G) to maps; methods that read the model use it for modules without maps.
-    redraws: Whether projections are drawn at random instead.
-    guesses: Whether it estimates the inputs of layers from the weights (`can_guess_inputs`).
-    refines: Whether it trains layers after the closed form; trained tensors then replace whole tensors of the model.
+    needs: What it reads besides the numbers of heads: nothing, the `weights`, or `text` that runs
+    through the model. cost, result: The time it takes, and what the heads of the result are, in
+    words. pool: Function from (Hk, G) to maps; methods that read the model use it for modules
+    without maps. redraws: Whether projections are drawn at random instead. guesses: Whether it
+    estimates the inputs of layers from the weights (`can_guess_inputs`). refines: Whether it trains
+    layers after the closed form; trained tensors then replace whole tensors of the model.
     """
 
     name: str
@@ -213,7 +229,9 @@ _METHODS = (
     Method("first", "nothing", "seconds", "the first of each group", first),
     Method("random", "nothing", "seconds", "random, as a control", redraws=True),
     Method("procrustes", "weights", "seconds", "rotated onto each other, then averaged"),
-    Method("aligned", "weights", "minutes", "merged in closed form, from the weights", guesses=True),
+    Method(
+        "aligned", "weights", "minutes", "merged in closed form, from the weights", guesses=True
+    ),
     Method("calibrated", "text", "four forward passes", "merged in closed form on text"),
     Method("refined", "text", "3x as long as calibrated", "trained layer by layer", refines=True),
 )
@@ -236,7 +254,10 @@ class Merging:
         return METHODS[self.method]
 
     def apply(self, change: Change, tensor: Tensor) -> Tensor:
-        """Split a stored tensor into heads, merge these and join them. A meta tensor yields the new shape."""
+        """Split a stored tensor into heads, merge these and join them.
+
+        A meta tensor yields the new shape.
+        """
         if self.maps and change.source.name in self.maps.names:
             return self.maps.tensor(change.source.name)
         import torch
@@ -247,10 +268,12 @@ class Merging:
         return change.mapped(tensor, lambda role, heads: self.merge(change, role, heads, generator))
 
     def merge(self, change: Change, role: Role, heads: Tensor, generator: Generator) -> Tensor:
-        """Keys or values (Hk, rows, *rest) -> (G, rows, *rest); queries and outputs (H, rows, *rest) -> the same.
+        """Keys or values (Hk, rows, *rest) -> (G, rows, *rest); queries and outputs (H, rows,
+        *rest) -> the same.
 
-        With G > Hk every method repeats heads, which changes no logit; with G = Hk they stay. `random` redraws
-        projections only: norms and gates, which random numbers would break, are averaged.
+        With G > Hk every method repeats heads, which changes no logit; with G = Hk they stay.
+        `random` redraws projections only: norms and gates, which random numbers would break, are
+        averaged.
         """
         kv, groups = change.heads.kv, change.groups
         if groups >= kv:

@@ -10,7 +10,17 @@ from typing import Literal
 import click
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.options import COUNT, SEED, KVHeads, Number, Options, Text, flag, option, tokens_type
+from gqa.checkpoint.options import (
+    COUNT,
+    SEED,
+    KVHeads,
+    Number,
+    Options,
+    Text,
+    flag,
+    option,
+    tokens_type,
+)
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import DEFAULT, GROUPINGS, METHODS
 from gqa.corpus.sources import is_self, parse_self
@@ -20,90 +30,172 @@ from gqa.corpus.sources import is_self, parse_self
 class ConvertOptions(Options):
     """See `gqa-convert --help`."""
 
-    # fmt: off
     model: str = option(MISSING, argument="MODEL")
     kv_heads: int | tuple[int, ...] | None = option(
-        None, "Key/value heads of the result: a divisor of the model's number, or a multiple to expand; or one number "
-        "per layer: 3,1,1,3.", KVHeads(), short="-g", metavar="G")
+        None,
+        "Key/value heads of the result: a divisor of the model's number, or a multiple to expand; "
+        "or one number "
+        "per layer: 3,1,1,3.",
+        KVHeads(),
+        short="-g",
+        metavar="G",
+    )
     kv_budget: float | None = option(
-        None, "Instead of --groups: the share of the KV cache to keep, like 0.5. The number of heads of each layer is "
-        "chosen by its loss on calibration text.", Number(float, "above 0 below 1"),
-        metavar="SHARE")
+        None,
+        "Instead of --groups: the share of the KV cache to keep, like 0.5. "
+        "The number of heads of each layer is "
+        "chosen by its loss on calibration text.",
+        Number(float, "above 0 below 1"),
+        metavar="SHARE",
+    )
     output: Path | None = option(
-        None, "Output directory.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]",
-        short="-o", metavar="DIR")
+        None,
+        "Output directory.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, "
+        "MODEL-mqa-<METHOD> for "
+        "1]",
+        short="-o",
+        metavar="DIR",
+    )
     method: str = option(
-        DEFAULT, "How to merge heads; see below.", click.Choice((*METHODS,)), metavar="METHOD")
+        DEFAULT, "How to merge heads; see below.", click.Choice((*METHODS,)), metavar="METHOD"
+    )
     data: tuple[str, ...] = option(
-        CalibrationText.sources, "Calibration text: self (sampled from MODEL), self:TOKENS, self:plain (no repeats), "
+        CalibrationText.sources,
+        "Calibration text: self (sampled from MODEL), self:TOKENS, self:plain (no repeats), "
         "a file, a hub data set or stdlib:train. Repeat it or use commas for several.",
-        metavar="SOURCE[,...]", methods="reads_text")
+        metavar="SOURCE[,...]",
+        methods="reads_text",
+    )
     tokens: int = option(
-        CalibrationText.tokens, "Tokens of calibration text, the same number from each source.", tokens_type(),
-        metavar="COUNT", methods="reads_text")
+        CalibrationText.tokens,
+        "Tokens of calibration text, the same number from each source.",
+        tokens_type(),
+        metavar="COUNT",
+        methods="reads_text",
+    )
     context: int = option(
-        CalibrationText.length, "Tokens per calibration block.", tokens_type(2), metavar="COUNT", methods="reads_text")
+        CalibrationText.length,
+        "Tokens per calibration block.",
+        tokens_type(2),
+        metavar="COUNT",
+        methods="reads_text",
+    )
     field: str = option(
-        "text", "Text column of jsonl, csv, parquet and data sets.", metavar="NAME",
-        methods="reads_text")
+        "text",
+        "Text column of jsonl, csv, parquet and data sets.",
+        metavar="NAME",
+        methods="reads_text",
+    )
     separator: str | None = option(
-        None, "Separator of the documents in a text file, like '<|endoftext|>' or '\\n\\n'.  [default: one document "
-        "per file]", Text(blank=True), metavar="TEXT", methods="reads_text")
+        None,
+        "Separator of the documents in a text file, like '<|endoftext|>' or '\\n\\n'.  [default: "
+        "one document "
+        "per file]",
+        Text(blank=True),
+        metavar="TEXT",
+        methods="reads_text",
+    )
     target_field: str | None = option(
-        None, "Encoder-decoders: the column of targets; --field names that of sources.  "
-        "[default: mask spans of plain text]", metavar="NAME", methods="reads_text")
+        None,
+        "Encoder-decoders: the column of targets; --field names that of sources.  "
+        "[default: mask spans of plain text]",
+        metavar="NAME",
+        methods="reads_text",
+    )
     grouping: str = option(
-        "auto", "Which heads to merge. auto: the groups with the least loss, if there are few heads (8, or 12 in "
-        "pairs); else contiguous ones.", click.Choice(GROUPINGS), methods="aligns")
-    refine_steps: int = option(Refinement.steps, "Training steps per layer.", COUNT, methods="refines")
+        "auto",
+        "Which heads to merge. auto: the groups with the least loss, if there are few heads (8, "
+        "or 12 in "
+        "pairs); else contiguous ones.",
+        click.Choice(GROUPINGS),
+        methods="aligns",
+    )
+    refine_steps: int = option(
+        Refinement.steps, "Training steps per layer.", COUNT, methods="refines"
+    )
     precision: Literal["float32", "bfloat16", "float16"] = option(
-        "float32", "Dtype in which layers run; 16 bits are less accurate.", methods="reads_text")
+        "float32", "Dtype in which layers run; 16 bits are less accurate.", methods="reads_text"
+    )
     device: str | None = option(
-        None, "Device: cpu, cuda, cuda:1 or mps.  [default: a GPU if there is one]",
-        metavar="NAME", methods="aligns")
+        None,
+        "Device: cpu, cuda, cuda:1 or mps.  [default: a GPU if there is one]",
+        metavar="NAME",
+        methods="aligns",
+    )
     seed: int = option(0, "Random seed.", SEED, methods="draws")
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = option(
-        None, "Dtype of the stored weights.  [default: unchanged]")
+        None, "Dtype of the stored weights.  [default: unchanged]"
+    )
     revision: str | None = option(None, "Branch, tag or commit of a hub id.", metavar="NAME")
-    trust_remote_code: bool = option(False, "Run the checkpoint's modelling code (dangerous).", methods="reads_text")
-    check: bool = option(
-        True, "Measure perplexity and recall against MODEL on other text.")
-    dry_run: bool = option(False, "Print the plan and write nothing; fetches only headers of a hub id.")
+    trust_remote_code: bool = option(
+        False, "Run the checkpoint's modelling code (dangerous).", methods="reads_text"
+    )
+    check: bool = option(True, "Measure perplexity and recall against MODEL on other text.")
+    dry_run: bool = option(
+        False, "Print the plan and write nothing; fetches only headers of a hub id."
+    )
     json: bool = option(False, "One JSON object on stdout, everything else on stderr.")
     overwrite: bool = option(False, "Replace the checkpoint at DIR once the new one is complete.")
     verbose: bool = option(False, "List every changed tensor; show tracebacks.", short="-v")
     quiet: bool = option(False, "Print errors and warnings only.", short="-q")
     # For Python callers.
-    repeats: bool = option(True, methods="reads_text", expert=True)  # half of the blocks repeat themselves
-    # fmt: on
+    # Half of the blocks repeat themselves
+    repeats: bool = option(True, methods="reads_text", expert=True)
 
     def maps(self) -> MapsOptions:
         """How maps are computed. Raises RefusedError for a device that cannot be used."""
         from gqa.checkpoint.loading import find_device
 
         text = CalibrationText(
-            self.data, self.tokens, self.context, self.seed, self.field, self.target_field, self.repeats,
-            self.trust_remote_code, separator=self.separator,
-        )  # fmt: skip
+            self.data,
+            self.tokens,
+            self.context,
+            self.seed,
+            self.field,
+            self.target_field,
+            self.repeats,
+            self.trust_remote_code,
+            separator=self.separator,
+        )
         refinement = Refinement(self.refine_steps, seed=self.seed)
         return MapsOptions(
-            text=text, grouping=self.grouping, refinement=refinement, dtype=self.precision,
-            device=find_device(self.device), check=self.check,
-        )  # fmt: skip
+            text=text,
+            grouping=self.grouping,
+            refinement=refinement,
+            dtype=self.precision,
+            device=find_device(self.device),
+            check=self.check,
+        )
 
     def refuse_conflicts(self) -> None:
         """Raise RefusedError if options exclude each other, or the method does not use one."""
         if (self.kv_heads is None) == (self.kv_budget is None):
-            raise RefusedError("the number of KV heads is not clear; give either --groups G or --kv-budget SHARE")
+            raise RefusedError(
+                "the number of KV heads is not clear; give either --groups G or --kv-budget SHARE"
+            )
         if self.kv_budget and self.dry_run:
-            raise RefusedError("--kv-budget runs the model's layers, --dry-run runs nothing; leave one of them out")
-        if self.is_set("tokens") and self.data and all(is_self(one) and parse_self(one)[0] for one in self.data):
-            raise RefusedError("--data states the number of tokens; leave --tokens out, or give self")
-        refuse_unused(self, (self.method, DEFAULT) if self.kv_budget else (self.method,), f"--method {self.method}")
+            raise RefusedError(
+                "--kv-budget runs the model's layers, --dry-run runs nothing; leave one of them out"
+            )
+        if (
+            self.is_set("tokens")
+            and self.data
+            and all(is_self(one) and parse_self(one)[0] for one in self.data)
+        ):
+            raise RefusedError(
+                "--data states the number of tokens; leave --tokens out, or give self"
+            )
+        refuse_unused(
+            self,
+            (self.method, DEFAULT) if self.kv_budget else (self.method,),
+            f"--method {self.method}",
+        )
 
 
 def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:
-    """Raise RefusedError for an option that is set and that none of `methods` uses; `where` names them."""
+    """Raise RefusedError for an option that is set and that none of `methods` uses; `where` names
+    them.
+    """
     known = [METHODS[name] for name in methods]
     for name, field in type(options).__dataclass_fields__.items():
         uses = field.metadata["methods"]

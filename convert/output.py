@@ -17,8 +17,8 @@ def output_of(options: ConvertOptions, plan: Plan) -> Path:
 def default_directory(options: ConvertOptions, plan: Plan, method: str) -> Path:
     """`MODEL-gqa4-refined` next to a local model, in the working directory for a hub id.
 
-    `MODEL-mqa-refined` for one head; `MODEL-gqa32` if none are merged; `MODEL-kv56-refined` if heads differ by layer
-    and 56 % of the KV cache remains.
+    `MODEL-mqa-refined` for one head; `MODEL-gqa32` if none are merged; `MODEL-kv56-refined` if
+    heads differ by layer and 56 % of the KV cache remains.
     """
     suffix = "-mqa" if plan.groups == 1 else f"-gqa{plan.groups}"
     if isinstance(plan.groups, tuple):

@@ -1,4 +1,6 @@
-"""Checkpoint + family + options -> Plan: every output tensor and byte, every reason to refuse, before any writing."""
+"""Checkpoint + family + options -> Plan: every output tensor and byte, every reason to refuse,
+before any writing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES
-from gqa.checkpoint.errors import CorruptError, EntryError, RefusedError, alternatives, explain, listing
+from gqa.checkpoint.errors import (
+    CorruptError,
+    EntryError,
+    RefusedError,
+    alternatives,
+    explain,
+    listing,
+)
 from gqa.checkpoint.files import TensorSpec, byte_size, shard_names
 from gqa.checkpoint.loading import model_class, quiet_transformers
 from gqa.checkpoint.model_config import culprit
@@ -36,7 +45,8 @@ from gqa.convert.methods import METHODS, Merging, Method
 from gqa.convert.recast.targets import RECAST_TYPES, recast
 
 _LISTED = 3  # names in a message
-_MOST_GROUPS = 90  # possible groups of one size: all partitions into them are tried (135,135 of 14 heads in pairs)
+# Possible groups of one size: all partitions into them are tried (135,135 of 14 heads in pairs)
+_MOST_GROUPS = 90
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,8 @@ class Plan:
     cache_after: KVCache
     dtype: str | None = None
     warnings: tuple[str, ...] = ()
-    losses: Sequence[Mapping[int, float]] = ()  # with a KV budget, by layer: heads -> loss (nats per token)
+    # With a KV budget, by layer: heads -> loss (nats per token)
+    losses: Sequence[Mapping[int, float]] = ()
 
     @property
     def fewest(self) -> int:
@@ -104,8 +115,12 @@ class Plan:
         return [t.change for t in self.tensors if t.change and t.change.module == module.path]
 
     def available_methods(self) -> list[Method]:
-        """The methods that can merge the heads of the model, without controls, worst quality first."""
-        return available_methods(self.checkpoint, self.config, attention_modules(self.checkpoint, self.config))
+        """The methods that can merge the heads of the model, without controls,
+        worst quality first.
+        """
+        return available_methods(
+            self.checkpoint, self.config, attention_modules(self.checkpoint, self.config)
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -124,10 +139,18 @@ class Plan:
     def method(self) -> str:
         """The method's name; `repeat` if the result has more heads, `none` if it has as many."""
         before = self.config.main.kv
-        return self.merging.method if self.fewest < before else "repeat" if self.fewest > before else "none"
+        return (
+            self.merging.method
+            if self.fewest < before
+            else "repeat"
+            if self.fewest > before
+            else "none"
+        )
 
 
-def make_plan(checkpoint: Checkpoint, groups: Groups, method: str, seed: int = 0, dtype: str | None = None) -> Plan:
+def make_plan(
+    checkpoint: Checkpoint, groups: Groups, method: str, seed: int = 0, dtype: str | None = None
+) -> Plan:
     """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
 
     `groups` that are the same in all layers become one number.
@@ -140,15 +163,22 @@ def make_plan(checkpoint: Checkpoint, groups: Groups, method: str, seed: int = 0
         return plan(checkpoint.config)
     except EntryError:
         raise
-    except CorruptError as error:  # the weights contradict config.json: say which entry of it, if one alone does
+    except (
+        CorruptError
+    ) as error:  # the weights contradict config.json: say which entry of it, if one alone does
         entry = culprit(checkpoint.config, plan)
         if not entry or entry in str(error):
             raise
         raise CorruptError(f"{error} (without {entry} in config.json it would fit)") from error
 
 
-def _plan(checkpoint: Checkpoint, groups: Groups, method: str, seed: int, dtype: str | None) -> Plan:
-    requested, groups = groups, groups[0] if isinstance(groups, tuple) and len(set(groups)) == 1 else groups
+def _plan(
+    checkpoint: Checkpoint, groups: Groups, method: str, seed: int, dtype: str | None
+) -> Plan:
+    requested, groups = (
+        groups,
+        groups[0] if isinstance(groups, tuple) and len(set(groups)) == 1 else groups,
+    )
     if isinstance(groups, tuple) or checkpoint.config.get("model_type") in RECAST_TYPES:
         checkpoint = recast(checkpoint, groups)
     config = read_config(checkpoint.config, checkpoint.name)
@@ -161,14 +191,22 @@ def _plan(checkpoint: Checkpoint, groups: Groups, method: str, seed: int, dtype:
         raise RefusedError(f"{reason}; use --method {alternatives(usable)}")
     extra: tuple[Rule, ...] = ()  # of the tensors that the method changes beside keys and values
     if merges and METHODS[method].aligns:
-        unaligned = tuple(Rule(tensor, Layout()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
+        unaligned = tuple(
+            Rule(tensor, Layout()) for tensor in ("q_proj", "o_proj", "out_proj", "dense")
+        )
         extra = config.symmetry.rules if isinstance(config.symmetry, Symmetry) else unaligned
-    every_change = (change for module in modules for change in module_changes(module, config, groups, extra))
+    every_change = (
+        change for module in modules for change in module_changes(module, config, groups, extra)
+    )
     changes = [change for change in every_change if change.groups != change.heads.kv]
     spread = getattr(config.text, "initializer_range", None)
-    merging = Merging(method, seed, spread if isinstance(spread, int | float) and spread > 0 else 0.02)
+    merging = Merging(
+        method, seed, spread if isinstance(spread, int | float) and spread > 0 else 0.02
+    )
     if dtype and checkpoint.packed:
-        raise RefusedError(f"--dtype does not go with quantised weights, which {checkpoint.name} has; leave it out")
+        raise RefusedError(
+            f"--dtype does not go with quantised weights, which {checkpoint.name} has; leave it out"
+        )
     stored = STORED_DTYPES[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
     new, edits = edit_config(config, groups, checkpoint.name, dtype, bool(checkpoint.packed))
@@ -190,58 +228,81 @@ def _plan(checkpoint: Checkpoint, groups: Groups, method: str, seed: int, dtype:
 
 
 def _check_source(checkpoint: Checkpoint) -> None:
-    """Raise CorruptError if the weights do not belong to config.json, as far as `check_loads` knows."""
+    """Raise CorruptError if the weights do not belong to config.json, as far as `check_loads`
+    knows.
+    """
     list(check_loads(checkpoint.config, _outputs(checkpoint, (), Merging(), None), checkpoint))
 
 
-def obstacle(method: Method, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]) -> str:
+def obstacle(
+    method: Method, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
+) -> str:
     """Why a method cannot merge the heads of a model; empty if it can."""
     symmetry, name = config.symmetry, f"{checkpoint.name} ({config.text.model_type})"
-    not_layerwise = config.not_layerwise or ("its other weights are quantised" if checkpoint.packed else "")
+    not_layerwise = config.not_layerwise or (
+        "its other weights are quantised" if checkpoint.packed else ""
+    )
     if method.reads_text and not_layerwise:
         return f"{name} cannot be run layer by layer: {not_layerwise}"
     if method.aligns and not method.refines and isinstance(symmetry, str):
         return f"--method {method.name} cannot align the heads of {name}: {symmetry}"
     if method.guesses and not can_guess_inputs(checkpoint, config, modules):
-        return f"--method {method.name} needs layers of attention and one MLP; {name} has other layers"
+        return (
+            f"--method {method.name} needs layers of attention and one MLP; {name} has other layers"
+        )
     return ""
 
 
-def available_methods(checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]) -> list[Method]:
+def available_methods(
+    checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
+) -> list[Method]:
     """The methods that can merge the heads of a model, without controls, worst quality first."""
     methods = (method for method in METHODS.values() if not method.redraws)
     return [method for method in methods if not obstacle(method, checkpoint, config, modules)]
 
 
 def searches(plan: Plan, grouping: str) -> bool:
-    """Whether to search for the groups with the least loss: by default if heads can be reordered into few possible
-    groups (of 8 heads, of 12 in pairs).
+    """Whether to search for the groups with the least loss: by default if heads can be reordered
+    into few possible groups (of 8 heads, of 12 in pairs).
     """
     heads, symmetry = plan.config.main.kv, plan.config.symmetry
     groups = [plan.groups] if isinstance(plan.groups, int) else plan.groups
     ways = max((math.comb(heads, heads // count) for count in groups if count < heads), default=0)
     regroups = isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)
-    return grouping == "auto" and plan.merging.traits.aligns and regroups and 1 < ways <= _MOST_GROUPS
+    return (
+        grouping == "auto" and plan.merging.traits.aligns and regroups and 1 < ways <= _MOST_GROUPS
+    )
 
 
 def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
-    """Raise RefusedError for a number of groups that the model, or one of its layers, cannot have."""
-    allowed, main, requested = valid_groups(config), config.main, [groups] if isinstance(groups, int) else groups
+    """Raise RefusedError for a number of groups that the model, or one of its layers,
+    cannot have.
+    """
+    allowed, main, requested = (
+        valid_groups(config),
+        config.main,
+        [groups] if isinstance(groups, int) else groups,
+    )
     if isinstance(groups, tuple):
         if len(groups) != config.layers:
             raise RefusedError(
-                f"--groups names {len(groups)} layers, {name} has {config.layers}; give one number for each, or one"
+                f"--groups names {len(groups)} layers, {name} has {config.layers}; "
+                "give one number for each, "
+                "or "
+                "one"
             )
         if len({config.heads(layer).kv for layer in range(config.layers)}) > 1:
             raise RefusedError(
-                f"--groups by layer is not possible for {name}, whose layers already have different numbers of "
+                f"--groups by layer is not possible for {name}, whose layers already have "
+                "different numbers of "
                 "key/value heads; convert the base model"
             )
         allowed = [count for count in allowed if count <= main.kv]
     for count in sorted(set(requested) - set(allowed)):
         note = f" ({config.family.note})" if config.family.note else ""
         raise RefusedError(
-            f"--groups {count} is not possible for the {main.kv} key/value heads and {main.query} query heads of "
+            f"--groups {count} is not possible for the {main.kv} key/value heads and {main.query} "
+            "query heads of "
             f"{name}{note}; choose {alternatives(allowed)}"
         )
 
@@ -274,19 +335,32 @@ def _shards(outputs: Sequence[OutputTensor], files: Sequence[str]) -> tuple[Shar
 
 def _warnings(checkpoint: Checkpoint) -> Iterable[str]:
     if checkpoint.config.get("model_type") in MODEL_TYPES:
-        yield "the result brings custom modelling code: other programs load it with trust_remote_code=True"
+        yield (
+            "the result brings custom modelling code: other programs load it with "
+            "trust_remote_code=True"
+        )
     elif "auto_map" in checkpoint.config:
-        yield "config.json names remote code (auto_map): it is copied, not run; check that it reads the KV-head count"
+        yield (
+            "config.json names remote code (auto_map): it is copied, not run; "
+            "check that it reads the KV-head "
+            "count"
+        )
     if checkpoint.left_out:
-        yield f"not copied, because they belong to the old weights: {', '.join(checkpoint.left_out)}"
+        yield (
+            f"not copied, because they belong to the old weights: {', '.join(checkpoint.left_out)}"
+        )
     yield from checkpoint.warnings
 
 
-def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint: Checkpoint) -> Iterator[str]:
-    """Load the tensors of a result into the class of its config.json on the meta device, without weights or packed
-    tensors. Yield warnings: tensors that transformers does not read, or why this could not be checked.
+def check_loads(
+    raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint: Checkpoint
+) -> Iterator[str]:
+    """Load the tensors of a result into the class of its config.json on the meta device, without
+    weights or packed tensors. Yield warnings: tensors that transformers does not read, or why this
+    could not be checked.
 
-    Raises CorruptError if a parameter is missing, which transformers would initialise at random, or has another shape.
+    Raises CorruptError if a parameter is missing, which transformers would initialise at random, or
+    has another shape.
     """
     import torch
     import transformers
@@ -294,12 +368,18 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
     config = transformers_config(without_quantisation(raw))
     cls = model_class(config)
     if not issubclass(cls, transformers.PreTrainedModel):
-        yield f"could not check that the result loads: transformers has no class of {raw['model_type']} with a head"
+        yield (
+            "could not check that the result loads: transformers has no class of "
+            f"{raw['model_type']} with a "
+            "head"
+        )
         return
     packed = {name.rpartition(".")[0] for name in checkpoint.packed}
     tensors = {
         tensor.name: torch.empty(
-            tensor.shape, dtype=getattr(torch, TORCH_DTYPES.get(tensor.dtype, "uint8")), device="meta"
+            tensor.shape,
+            dtype=getattr(torch, TORCH_DTYPES.get(tensor.dtype, "uint8")),
+            device="meta",
         )
         for tensor in outputs
         if tensor.name.rpartition(".")[0] not in packed
@@ -308,25 +388,42 @@ def check_loads(raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint
         with quiet_transformers():
             # Not the class's own from_pretrained, which may fetch more files from the hub.
             _, info = transformers.PreTrainedModel.from_pretrained.__func__(
-                cls, None, config=config, state_dict=tensors, device_map="meta",
-                attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True,
-            )  # fmt: skip
+                cls,
+                None,
+                config=config,
+                state_dict=tensors,
+                device_map="meta",
+                attn_implementation="eager",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
     except ImportError as error:  # a part of the model needs a library that is not installed
         yield f"could not check that the result loads: {explain(error)}"
         return
     except Exception as error:  # any error of a class means that the config is wrong
         raise CorruptError(
-            f"{checkpoint.name}: transformers cannot build {cls.__name__} from config.json: {explain(error)}; "
+            f"{checkpoint.name}: transformers cannot build {cls.__name__} from config.json: "
+            f"{explain(error)}; "
             "correct it"
         ) from error
-    missing, unexpected = set() if packed else set(info["missing_keys"]), set(info["unexpected_keys"])
+    missing, unexpected = (
+        set() if packed else set(info["missing_keys"]),
+        set(info["unexpected_keys"]),
+    )
     if problem := _problem(cls.__name__, missing, unexpected, info["mismatched_keys"]):
         named = checkpoint.classes[-1].architecture in (cls.__name__, None)
         if (named and "auto_map" not in raw) or cls.__module__.startswith("gqa."):
             raise CorruptError(f"{checkpoint.name}: {problem}")
-        yield f"transformers' {cls.__name__} does not load the result (other classes were not tried): {problem}"
+        yield (
+            f"transformers' {cls.__name__} does not load the result (other classes were not "
+            "tried): "
+            f"{problem}"
+        )
     elif unexpected:
-        yield f"transformers' {cls.__name__} does not read these copied tensors: {listing(unexpected, _LISTED)}"
+        yield (
+            f"transformers' {cls.__name__} does not read these copied tensors: "
+            f"{listing(unexpected, _LISTED)}"
+        )
 
 
 def _problem(
@@ -337,14 +434,17 @@ def _problem(
         key, stored, expected = min(mismatched, key=lambda one: one[0])
         more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
         return (
-            f"{key} is stored as {list(stored)}, config.json implies {list(expected)}{more}; correct config.json, or "
+            f"{key} is stored as {list(stored)}, config.json implies {list(expected)}{more}; "
+            "correct config.json, or "
             "give the checkpoint that it belongs to"
         )
     if missing:
         rest = f" (but {listing(unexpected, _LISTED)})" if unexpected else ""
         return (
-            f"{listing(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} not stored{rest}, and {class_name} "
-            "would initialise them at random; correct config.json, or give a checkpoint of the whole model "
+            f"{listing(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} not "
+            f"stored{rest}, and {class_name} "
+            "would initialise them at random; correct config.json, or give a checkpoint of the "
+            "whole model "
             "with the names of transformers"
         )
     return None

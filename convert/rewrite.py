@@ -1,4 +1,6 @@
-"""Write the output of a plan and verify it: shards, several at a time, then side files, index and config."""
+"""Write the output of a plan and verify it: shards, several at a time, then side files, index and
+config.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from gqa.checkpoint.errors import CorruptError, OutputError, RefusedError, listi
 from gqa.checkpoint.files import TensorSpec, new_shard, read_header, write_index
 from gqa.checkpoint.provenance import METRICS, PROVENANCE, UPTRAINING
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
-from gqa.checkpoint.write import DEFAULT_JOBS, Progress, copy_file, copy_range, no_progress, write_tensor, write_text
+from gqa.checkpoint.write import (
+    DEFAULT_JOBS,
+    Progress,
+    copy_file,
+    copy_range,
+    no_progress,
+    write_tensor,
+    write_text,
+)
 from gqa.convert.heads.config import read_config, target_heads
 from gqa.convert.heads.modules import Change, attention_modules, module_changes
 from gqa.convert.plan import OutputTensor, Plan, Shard
@@ -34,7 +44,9 @@ class _CancelledError(Exception):
 
 
 def write(plan: Plan, work: Path, progress: Progress = no_progress) -> None:
-    """Fill the directory `work` and verify it. Raises OutputError, and CorruptError for heads with NaN or Inf.
+    """Fill the directory `work` and verify it.
+
+    Raises OutputError, and CorruptError for heads with NaN or Inf.
 
     Merging is memory-bound: one torch thread per shard.
     """
@@ -68,7 +80,8 @@ def _write_shard(plan: Plan, work: Path, progress: Progress, shard: Shard) -> No
 
     progress(0)
     checkpoint = plan.checkpoint
-    # Memory to read into, the same for all tensors: fresh pages for every tensor cost as much as reading it.
+    # Memory to read into, the same for all tensors: fresh pages for every tensor cost as much as
+    # reading it.
     largest = max((tensor.source.nbytes for tensor in shard.tensors if tensor.change), default=0)
     buffer = np.empty(max(largest, 8 * CAST_CHUNK), np.uint8)
     with new_shard(work / shard.file, shard.tensors) as target:
@@ -80,23 +93,39 @@ def _write_shard(plan: Plan, work: Path, progress: Progress, shard: Shard) -> No
             elif tensor.change is None:
                 _cast(checkpoint, target, tensor, buffer, progress)
             else:
-                write_tensor(target, stored_as(_merge(plan, tensor.change, buffer), tensor.dtype), progress)
+                write_tensor(
+                    target, stored_as(_merge(plan, tensor.change, buffer), tensor.dtype), progress
+                )
     verify_shard(plan, work / shard.file, shard)
 
 
 def _cast(
-    checkpoint: Checkpoint, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.uint8], progress: Progress
+    checkpoint: Checkpoint,
+    target: BinaryIO,
+    tensor: OutputTensor,
+    buffer: NDArray[np.uint8],
+    progress: Progress,
 ) -> None:
-    """Write an unmerged tensor that is cast, unpickled (`.bin`) or computed by a view, a bounded piece at a time."""
+    """Write an unmerged tensor that is cast, unpickled (`.bin`) or computed by a view, a bounded
+    piece at a time.
+    """
     source = tensor.source
     for piece in _pieces(checkpoint, source, buffer):
         cast = stored_as(piece, tensor.dtype)
-        if cast.dtype != piece.dtype and not all_finite(cast) and not cast.isfinite().equal(piece.isfinite()):
-            raise OutputError(f"{source.name} has numbers too large for {tensor.dtype}; give another --dtype")
+        if (
+            cast.dtype != piece.dtype
+            and not all_finite(cast)
+            and not cast.isfinite().equal(piece.isfinite())
+        ):
+            raise OutputError(
+                f"{source.name} has numbers too large for {tensor.dtype}; give another --dtype"
+            )
         write_tensor(target, cast, progress)
 
 
-def _pieces(checkpoint: Checkpoint, spec: TensorSpec, buffer: NDArray[np.uint8]) -> Iterator[Tensor]:
+def _pieces(
+    checkpoint: Checkpoint, spec: TensorSpec, buffer: NDArray[np.uint8]
+) -> Iterator[Tensor]:
     """The numbers of a tensor, CAST_CHUNK at a time."""
     if not checkpoint.has_range(spec):
         yield from checkpoint.read(spec).reshape(-1).split(CAST_CHUNK)
@@ -104,48 +133,63 @@ def _pieces(checkpoint: Checkpoint, spec: TensorSpec, buffer: NDArray[np.uint8])
     size = max(spec.nbytes, 1) // max(spec.numel, 1)
     for start in range(spec.begin, spec.end, CAST_CHUNK * size):
         end = min(start + CAST_CHUNK * size, spec.end)
-        yield checkpoint.read(replace(spec, shape=((end - start) // size,), begin=start, end=end), buffer)
+        yield checkpoint.read(
+            replace(spec, shape=((end - start) // size,), begin=start, end=end), buffer
+        )
 
 
 def _merge(plan: Plan, change: Change, buffer: NDArray[np.uint8]) -> Tensor:
-    """Merge in float32 (float64 for F64) and round once: to the stored dtype, or to that of --dtype.
+    """Merge in float32 (float64 for F64) and round once: to the stored dtype, or to that of
+    --dtype.
 
-    `HeadMaps` returns heads in the dtype of its inputs. Inputs are cast up first if rounding comes later: with --dtype,
-    or of what belongs to heads.
+    `HeadMaps` returns heads in the dtype of its inputs. Inputs are cast up first if rounding comes
+    later: with --dtype, or of what belongs to heads.
     """
     import torch
 
     # The buffer can be reused: results are written before the next tensor is read.
     tensor = plan.checkpoint.read(change.source, buffer)
     if not all_finite(tensor):
-        raise CorruptError(f"{change.source.name} of {plan.checkpoint.name} has NaN or Inf; its heads are broken")
+        raise CorruptError(
+            f"{change.source.name} of {plan.checkpoint.name} has NaN or Inf; its heads are broken"
+        )
     if plan.dtype or not change.rule.projection:
         tensor = tensor.to(torch.float64 if change.source.dtype == "F64" else torch.float32)
     return plan.merging.apply(change, tensor)
 
 
 def _write_side_files(plan: Plan, work: Path) -> None:
-    """Everything that is not weights; index and config last, so that nothing earlier looks like a checkpoint."""
+    """Everything that is not weights; index and config last, so that nothing earlier looks like a
+    checkpoint.
+    """
     for name in plan.checkpoint.side_files:
         if name not in ("README.md", PROVENANCE, UPTRAINING, METRICS):
             copy_file(plan.checkpoint.path(name), work / name)
     for name, text in plan.checkpoint.added.items():
         write_text(work / name, text)
     write_index(work, {shard.file: shard.tensors for shard in plan.shards})
-    write_text(work / "config.json", json.dumps(plan.new_config, indent=2, ensure_ascii=False) + "\n")
+    write_text(
+        work / "config.json", json.dumps(plan.new_config, indent=2, ensure_ascii=False) + "\n"
+    )
 
 
 def verify(plan: Plan, work: Path) -> None:
-    """Check a written directory, whose shards are verified: the index, and the head counts that transformers reads from
-    the new config. Raises OutputError: a result that fails is removed by the caller.
+    """Check a written directory, whose shards are verified: the index, and the head counts that
+    transformers reads from the new config. Raises OutputError: a result that fails is removed by
+    the caller.
     """
     try:
         written = replace(read_checkpoint(work), name=plan.checkpoint.name)
         config = read_config(written.config, written.name)
         for layer in range(config.layers):
-            actual, expected = config.heads(layer).kv, target_heads(plan.config, layer, plan.groups).kv
+            actual, expected = (
+                config.heads(layer).kv,
+                target_heads(plan.config, layer, plan.groups).kv,
+            )
             if actual != expected:
-                raise OutputError(f"layer {layer} of the result has {actual} KV heads instead of {expected}")
+                raise OutputError(
+                    f"layer {layer} of the result has {actual} KV heads instead of {expected}"
+                )
         for module in attention_modules(written, config):
             module_changes(module, config, plan.groups)  # checks shapes against the config
     except RefusedError as error:
@@ -153,8 +197,8 @@ def verify(plan: Plan, work: Path) -> None:
 
 
 def verify_shard(plan: Plan, path: Path, shard: Shard) -> None:
-    """Check one written file from disk: sampled bytes of copied tensors, and that merged tensors are finite. Raises
-    OutputError.
+    """Check one written file from disk: sampled bytes of copied tensors, and that merged tensors
+    are finite. Raises OutputError.
     """
     try:
         tensors = {spec.name: spec for spec in read_header(path, shard.file)}
@@ -163,31 +207,49 @@ def verify_shard(plan: Plan, path: Path, shard: Shard) -> None:
     written = Checkpoint(plan.checkpoint.name, path.parent, {}, tensors, (shard.file,))
     expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in shard.tensors}
     actual = {name: (spec.dtype, spec.shape) for name, spec in tensors.items()}
-    if wrong := {name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)}:
+    if wrong := {
+        name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)
+    }:
         raise OutputError(f"the result does not verify: {listing(wrong)} differ from the plan")
     with path.open("rb") as copy:  # an unbuffered read stops at 2 GiB
         for tensor in shard.tensors:
             spec = tensors[tensor.name]
             if tensor.change and not all_finite(written.read(spec)):
-                raise OutputError(f"the result does not verify: {spec.name} has NaN or Inf though its source has none")
+                raise OutputError(
+                    f"the result does not verify: {spec.name} has NaN or Inf though its source "
+                    "has "
+                    "none"
+                )
             if tensor.copied and not _is_copy(plan.checkpoint, tensor.source, copy, spec):
-                raise OutputError(f"the result does not verify: {spec.name} differs from the source")
+                raise OutputError(
+                    f"the result does not verify: {spec.name} differs from the source"
+                )
 
 
 def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: TensorSpec) -> bool:
-    """Whether a written tensor has the bytes of its source: a block at the start, in the middle and at the end. Tensors
-    without a byte range in the source (`.bin`, a view) are compared whole.
+    """Whether a written tensor has the bytes of its source: a block at the start, in the middle and
+    at the end. Tensors without a byte range in the source (`.bin`, a view) are compared whole.
     """
     import numpy as np
     import torch
 
     if not source.has_range(original):
-        stored = stored_as(source.read(original), original.dtype).contiguous().reshape(-1).view(torch.uint8)
-        return np.array_equal(stored.numpy(), np.frombuffer(_read(copy, spec.begin, spec.nbytes), np.uint8))
+        stored = (
+            stored_as(source.read(original), original.dtype)
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+        )
+        return np.array_equal(
+            stored.numpy(), np.frombuffer(_read(copy, spec.begin, spec.nbytes), np.uint8)
+        )
     with source.path(original.file).open("rb", buffering=0) as stream:
         starts = {max(0, start) for start in (0, spec.nbytes // 2 - BLOCK, spec.nbytes - BLOCK)}
         blocks = [(start, min(BLOCK, spec.nbytes)) for start in starts]
-        return all(_read(stream, original.begin + i, n) == _read(copy, spec.begin + i, n) for i, n in blocks)
+        return all(
+            _read(stream, original.begin + i, n) == _read(copy, spec.begin + i, n)
+            for i, n in blocks
+        )
 
 
 def _read(stream: BinaryIO, position: int, count: int) -> bytes:

@@ -1,5 +1,5 @@
-"""Describe a plan: as text and as one JSON object (--dry-run and --json print them), and as the record next to the
-result.
+"""Describe a plan: as text and as one JSON object (--dry-run and --json print them), and as the
+record next to the result.
 """
 
 import math
@@ -68,7 +68,8 @@ def _ratio_number(value: float | None) -> str:
 
 
 def describe_quality(quality: Mapping[str, Any], text: str) -> str:
-    """`perplexity x1.24 (95% interval 1.22-1.26), recall 79% (base model 80%), on self-generated text`.
+    """`perplexity x1.24 (95% interval 1.22-1.26), recall 79% (base model 80%), on self-generated
+    text`.
 
     quality: Of a conversion's record. text: What it was measured on, of `measured_text`.
     """
@@ -79,7 +80,9 @@ def describe_quality(quality: Mapping[str, Any], text: str) -> str:
 
 
 def measured_text(sources: Sequence[str]) -> str:
-    """The text on which a conversion measured quality, in words, from the sources of its calibration text."""
+    """The text on which a conversion measured quality, in words, from the sources of its
+    calibration text.
+    """
     if all(map(is_self, sources)):
         return "self-generated text"
     return f"held-out blocks of {', '.join(sources)}"
@@ -138,9 +141,12 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
         "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
         "config_edits": list(plan.config_edits),
         "changed_tensors": [
-            {"name": t.name, "shape": list(t.shape), "source_shapes": [list(t.source.shape)]} for t in plan.changed
+            {"name": t.name, "shape": list(t.shape), "source_shapes": [list(t.source.shape)]}
+            for t in plan.changed
         ],
-        "shards": [{"file": s.file, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in plan.shards],
+        "shards": [
+            {"file": s.file, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in plan.shards
+        ],
         "total_bytes": plan.total_bytes,
         "parameters": {
             "before": plan.checkpoint.parameters,
@@ -157,34 +163,52 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
             "bytes_at_context_after": after.bytes_at(context) if context else None,
         },
         "warnings": list(plan.warnings),
-    } | ({"allotment": {"kv_budget": kv_budget, "heads": plan.groups, "nats": plan.losses}} if plan.losses else {})
+    } | (
+        {"allotment": {"kv_budget": kv_budget, "heads": plan.groups, "nats": plan.losses}}
+        if plan.losses
+        else {}
+    )
 
 
 def plan_lines(plan: Plan, tensors: bool) -> list[str]:
-    """The plan for people; `tensors`: list every changed tensor with its shapes instead of their number."""
+    """The plan for people; `tensors`: list every changed tensor with its shapes instead of their
+    number.
+    """
     record, classes = plan_record(plan), " -> ".join(map(str, plan.checkpoint.classes))
     heads, saved = record["heads"], record["parameters"]["saved"]
     lines = [
         f"model       {record['model']} ({record['model_type']}: {record['family']})",
         *([f"class       {classes}, {plan.checkpoint.way}"] if record["recast"] else []),
-        f"heads       {heads['query']} query, {heads['kv_before']} -> {groups_text(plan.groups)} key/value "
+        f"heads       {heads['query']} query, {heads['kv_before']} -> {groups_text(plan.groups)} "
+        "key/value "
         f"(method {plan.method})",
         f"KV cache    {kv_line(plan)}",
         "parameters  {before:,} -> {after:,}".format(**record["parameters"])
         + (f" ({saved:,} saved)" if saved >= 0 else f" ({-saved:,} more)"),
-        *(one_line("config      {key}: {before} -> {after}".format(**edit), 200) for edit in record["config_edits"]),
-        *("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard) for shard in record["shards"]),
+        *(
+            one_line("config      {key}: {before} -> {after}".format(**edit), 200)
+            for edit in record["config_edits"]
+        ),
+        *(
+            "shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard)
+            for shard in record["shards"]
+        ),
         *([f"note        {BY_LAYER}"] if isinstance(plan.groups, tuple) else []),
     ]
     if not tensors:
         lines.append(f"tensors     {len(record['changed_tensors'])} changed")
     for tensor in plan.changed if tensors else ():
-        lines.append(f"tensor      {tensor.name}: {list(tensor.source.shape)} -> {list(tensor.shape)} {tensor.dtype}")
+        lines.append(
+            f"tensor      {tensor.name}: {list(tensor.source.shape)} -> {list(tensor.shape)} "
+            f"{tensor.dtype}"
+        )
     return lines
 
 
 def options_used(plan: Plan, out: Path, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """What was chosen where an option was left open, and None for a seed from which nothing was drawn."""
+    """What was chosen where an option was left open, and None for a seed from which nothing was
+    drawn.
+    """
     merges = plan.method == plan.merging.method
     # With a KV budget text is drawn too, on which layers are measured, whatever the method is.
     draws = (merges and plan.merging.traits.draws) or bool(plan.losses)
@@ -201,7 +225,9 @@ def options_used(plan: Plan, out: Path, requested: Mapping[str, Any]) -> dict[st
 
 
 def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Record of how the result at `out` was made, JSON-ready; `request`: the command's arguments and options."""
+    """Record of how the result at `out` was made, JSON-ready; `request`: the command's arguments
+    and options.
+    """
     planned, maps = plan_record(plan), plan.merging.maps
     record: dict[str, Any] = {
         **stamp("gqa-convert", request.get("argv", ())),
@@ -213,9 +239,11 @@ def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, A
         },
         **{name: planned[name] for name in ("heads", "kv_cache", "config_edits")},
         "changed_tensors": [t.name for t in plan.changed],
-        "versions": versions("torch", "transformers", "safetensors") | {"python": platform.python_version()},
+        "versions": versions("torch", "transformers", "safetensors")
+        | {"python": platform.python_version()},
     }
-    if plan.checkpoint.hub_id is None:  # where training looks for its teacher; without the user's name
+    # Where training looks for its teacher; without the user's name
+    if plan.checkpoint.hub_id is None:
         record["source"]["path"] = relative_path(plan.checkpoint.directory, out)
     optional = {
         "recast": planned["recast"],

@@ -1,13 +1,16 @@
-"""What a measured loss of quality means, in three levels. Every command and every report takes its verdict from here.
+"""What a measured loss of quality means, in three levels.
+
+Every command and every report takes its verdict from here.
 
 Why these thresholds:
 
-- x1.05: what weights of 3 bits cost, which many people run (llama.cpp's Q3_K_M: Llama 2 70B x1.047).
-- x1.5: what a model of a fifth to a tenth of the parameters costs (LLaMA 7B against 30B: x1.39, Llama 2 7B against 70B:
-  x1.69). A smaller base model is then the better way to save memory.
+- x1.05: what weights of 3 bits cost, which many people run (llama.cpp's Q3_K_M: Llama 2 70B
+  x1.047).
+- x1.5: what a model of a fifth to a tenth of the parameters costs (LLaMA 7B against 30B: x1.39,
+  Llama 2 7B against 70B: x1.69). A smaller base model is then the better way to save memory.
 - 2 points of recall: four standard errors of a share of 8,192 tokens, so not noise.
-- 10 points of recall: of passages of seven tokens, a name or a number, half are copied with an error that the base
-  model does not make (0.9 ** 7 = 0.48).
+- 10 points of recall: of passages of seven tokens, a name or a number, half are copied with an
+  error that the base model does not make (0.9 ** 7 = 0.48).
 """
 
 from __future__ import annotations
@@ -46,8 +49,9 @@ class Loss:
     def level(self) -> Level | None:
         """The worst level of what was measured; None if nothing was.
 
-        A model is only called good if the interval allows no other level. It is called damaged by the ratio itself: an
-        interval is wide where little text was scored, which is no reason to warn.
+        A model is only called good if the interval allows no other level. It is called damaged by
+        the ratio itself: an interval is wide where little text was scored, which is no reason to
+        warn.
         """
         if self.ratio is None and self.recall_loss is None:
             return None
@@ -58,7 +62,9 @@ class Loss:
     def _is_damaged(self) -> bool:
         # `not <=` also holds for NaN.
         damaged_ratio = self.ratio is not None and not self.ratio <= DAMAGED_RATIO
-        damaged_recall = self.recall_loss is not None and not self.recall_loss <= DAMAGED_RECALL_LOSS
+        damaged_recall = (
+            self.recall_loss is not None and not self.recall_loss <= DAMAGED_RECALL_LOSS
+        )
         return damaged_ratio or damaged_recall
 
     def _is_good(self) -> bool:

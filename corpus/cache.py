@@ -1,4 +1,6 @@
-"""The cache of `datasets`, which holds tokens and generated text: a directory that can be written, and its errors."""
+"""The cache of `datasets`, which holds tokens and generated text: a directory that can be written,
+and its errors.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from gqa.checkpoint.work import REMOVED_AT_EXIT
 def datasets_cache() -> Path:
     """The directory of the cache of `datasets`, which exists and can be written.
 
-    If it cannot be written, a temporary directory replaces it in this process, with one warning: the run then works,
-    but stores nothing for later ones. Several processes share the cache, so they raise CacheError instead.
+    If it cannot be written, a temporary directory replaces it in this process, with one warning:
+    the run then works, but stores nothing for later ones. Several processes share the cache, so
+    they raise CacheError instead.
     """
     import datasets
 
@@ -37,8 +40,11 @@ def datasets_cache() -> Path:
         REMOVED_AT_EXIT.add(Path(temporary))
         datasets.config.HF_DATASETS_CACHE = Path(temporary)
         SILENT.warn(
-            f"the cache {directory} cannot be written ({error.strerror or error}): tokens and generated text are in "
-            f"{temporary} until this run ends; set HF_HOME to a directory that can be written to keep them"
+            f"the cache {directory} cannot be written ({error.strerror or error}): "
+            "tokens and generated text are in "
+            f"{temporary} until this run ends; set HF_HOME to a directory that can be written to "
+            "keep "
+            "them"
         )
         return Path(temporary)
     return directory
@@ -46,7 +52,9 @@ def datasets_cache() -> Path:
 
 @contextmanager
 def cache_errors() -> Iterator[None]:
-    """Turn errors of the system in a block that writes into the cache of `datasets` into a CacheError that names it."""
+    """Turn errors of the system in a block that writes into the cache of `datasets` into a
+    CacheError that names it.
+    """
     import datasets
 
     try:

@@ -1,10 +1,11 @@
 """Next-token likelihoods without the logits of a whole batch in memory.
 
-Uptraining, calibration and evaluation need float32 logits of every position, V numbers each, but not all at once. So
-the backbone runs once, and the model's own head (projection, soft-capping, scaling) runs on slices of hidden states.
+Uptraining, calibration and evaluation need float32 logits of every position, V numbers each, but
+not all at once. So the backbone runs once, and the model's own head (projection, soft-capping,
+scaling) runs on slices of hidden states.
 
-At the end: statistics of a comparison, from arrays with one number per scored token. KL, agreement and standard errors
-are defined as in llama.cpp's `llama-perplexity --kl-divergence`.
+At the end: statistics of a comparison, from arrays with one number per scored token. KL, agreement
+and standard errors are defined as in llama.cpp's `llama-perplexity --kl-divergence`.
 """
 
 from __future__ import annotations
@@ -26,29 +27,37 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.floating[Any]]
 
-# Float32 logits per slice. CPU: fits into the cache, yet large enough for a fast matrix product. GPU: needs more rows
-# for full utilisation, half a GiB (a comparison of two models holds eight slices).
+# Float32 logits per slice. CPU: fits into the cache, yet large enough for a fast matrix product.
+# GPU: needs more rows for full utilisation, half a GiB (a comparison of two models holds eight
+# slices).
 CHUNK_NUMBERS = 1 << 22
 DEVICE_CHUNK_NUMBERS = 1 << 27
-# Every slice reads the whole head (and, in training, writes its gradient), which takes as long as multiplying about a
-# hundred rows.
+# Every slice reads the whole head (and, in training, writes its gradient), which takes as long as
+# multiplying about a hundred rows.
 LEAST_ROWS = 256
 BOOTSTRAP_SAMPLES = 2000
 
 
 class ChunkedHead:
-    """A model split into backbone and head: call `hidden(...)` once, then `logits(rows)` for any positions.
+    """A model split into backbone and head: call `hidden(...)` once, then `logits(rows)` for any
+    positions.
 
-    The head is the model's own `forward` with its backbone replaced by a function that returns existing hidden states,
-    so whatever the class does after the backbone is exact. The first call checks that this reproduces the model's
-    logits; if not (an unusual class), `split` becomes False and the full forward is used, in the model's dtype.
+    The head is the model's own `forward` with its backbone replaced by a function that returns
+    existing hidden states, so whatever the class does after the backbone is exact. The first call
+    checks that this reproduces the model's logits; if not (an unusual class), `split` becomes False
+    and the full forward is used, in the model's dtype.
     """
 
     def __init__(self, model: PreTrainedModel, compile_model: bool = False) -> None:
         self.model = model
         self._compiled: Callable[[Any], Any] = cache(torch.compile) if compile_model else _eager
-        # T5 has no module for encoder plus decoder without head: the encoder runs first, the decoder is the backbone.
-        self._decoder = model.get_decoder() if model.base_model is model and model.config.is_encoder_decoder else None
+        # T5 has no module for encoder plus decoder without head: the encoder runs first, the
+        # decoder is the backbone.
+        self._decoder = (
+            model.get_decoder()
+            if model.base_model is model and model.config.is_encoder_decoder
+            else None
+        )
         self.backbone = self._decoder or model.base_model
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self.split = self.backbone is not model
@@ -56,11 +65,17 @@ class ChunkedHead:
         self._output: Any = None
 
     def hidden(self, **inputs: Tensor) -> Tensor:
-        """`input_ids` (B, T) and other inputs of the model -> hidden states (B, T, D) before the head, or without a
-        split logits (B, T, V) in the model's dtype. With `decoder_input_ids` T is their length.
+        """`input_ids` (B, T) and other inputs of the model -> hidden states (B, T, D) before the
+        head, or without a split logits (B, T, V) in the model's dtype. With `decoder_input_ids` T
+        is their length.
         """
         if self.split and not self._checked:
-            self._check({name: part[:1, :8] if part.ndim == 2 else part[:1] for name, part in inputs.items()})
+            self._check(
+                {
+                    name: part[:1, :8] if part.ndim == 2 else part[:1]
+                    for name, part in inputs.items()
+                }
+            )
         if not self.split:
             return self._compiled(self.model)(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
         self._output = self._run_backbone(inputs, self._compiled)
@@ -75,7 +90,10 @@ class ChunkedHead:
         if self._decoder is not None:
             mask, encoder = inputs.get("attention_mask"), compiled(self.model.get_encoder())
             encoded = encoder(input_ids=inputs["input_ids"], attention_mask=mask, return_dict=True)
-            inputs = {"input_ids": inputs["decoder_input_ids"], "encoder_hidden_states": encoded.last_hidden_state}
+            inputs = {
+                "input_ids": inputs["decoder_input_ids"],
+                "encoder_hidden_states": encoded.last_hidden_state,
+            }
             inputs |= {} if mask is None else {"encoder_attention_mask": mask}
         return compiled(self.backbone)(**inputs, use_cache=False, return_dict=True)
 
@@ -90,8 +108,8 @@ class ChunkedHead:
             return self.model(**inputs, use_cache=False).logits[0]  # type: ignore[no-any-return]
 
     def _check(self, inputs: dict[str, Tensor]) -> None:
-        """Set `split` to whether backbone and head reproduce the model's logits up to rounding, relative to their norm,
-        in the model's dtype.
+        """Set `split` to whether backbone and head reproduce the model's logits up to rounding,
+        relative to their norm, in the model's dtype.
         """
         self._checked = True
         try:
@@ -102,12 +120,16 @@ class ChunkedHead:
             finite = expected.isfinite()  # some classes set logits to -inf to exclude tokens
             self.split = torch.equal(logits.isfinite(), finite)
             if self.split:
-                error, size = (logits - expected)[finite].float().norm(), expected[finite].float().norm()
+                error, size = (
+                    (logits - expected)[finite].float().norm(),
+                    expected[finite].float().norm(),
+                )
                 self.split = bool(error <= max(2 * torch.finfo(expected.dtype).eps, 1e-5) * size)
         except (AttributeError, TypeError, ValueError, IndexError):  # an unusual class
             self.split = False
         finally:
-            # Older torch would reuse autocast copies of weights made without a gradient (pytorch#112583).
+            # Older torch would reuse autocast copies of weights made without a gradient
+            # (pytorch#112583).
             torch.clear_autocast_cache()
 
 
@@ -118,7 +140,9 @@ def _eager(module: Any) -> Any:
 
 @contextmanager
 def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode within the block; then each module gets back the mode that it had."""
+    """Put a model into evaluation mode within the block; then each module gets back the mode that
+    it had.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -155,19 +179,24 @@ def nats(logits: Tensor, targets: Tensor) -> Tensor:
     small = logits.device.type == "cpu" and not logits.requires_grad
     rows = max(1, CHUNK_NUMBERS // 2 // logits.shape[-1] if small else len(logits))
     pieces = zip(logits.split(rows), targets.split(rows), strict=True)
-    return torch.cat([torch.nn.functional.cross_entropy(*piece, reduction="none") for piece in pieces])
+    return torch.cat(
+        [torch.nn.functional.cross_entropy(*piece, reduction="none") for piece in pieces]
+    )
 
 
 def common_log_probabilities(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the tokens that two models both have: float32 logits (n, V) and (n, W) -> twice (n, min(V,
-    W)). Rows beyond are padding of the embedding, which no tokenizer uses: they are left out before the softmax.
+    """Log-probabilities of the tokens that two models both have: float32 logits (n, V) and (n, W)
+    -> twice (n, min(V, W)). Rows beyond are padding of the embedding, which no tokenizer uses: they
+    are left out before the softmax.
     """
     common = min(first.shape[-1], second.shape[-1])
     return first[..., :common].log_softmax(-1), second[..., :common].log_softmax(-1)
 
 
 def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL(P || Q) = sum_v P(v) (ln P(v) - ln Q(v)) in nats: log-probabilities p, q (n, V) -> (n,)."""
+    """KL(P || Q) = sum_v P(v) (ln P(v) - ln Q(v)) in nats: log-probabilities p, q (n,
+    V) -> (n,).
+    """
     divergence = (p.exp() * (p - q)).sum(-1)
     if bool(divergence.isnan().any()):  # 0 x (-inf - -inf) where a model excludes a token
         divergence = (p.exp() * (p - q)).masked_fill(p == -torch.inf, 0.0).sum(-1)
@@ -178,7 +207,9 @@ def mean_and_error(values: NDArray[Any]) -> tuple[float, float]:
     """Mean and its standard error sd / sqrt(n - 1), tokens taken as independent."""
     values = values.astype(np.float64)
     count = len(values)
-    return float(values.mean()), float(values.std() / math.sqrt(count - 1)) if count > 1 else math.nan
+    return float(values.mean()), float(
+        values.std() / math.sqrt(count - 1)
+    ) if count > 1 else math.nan
 
 
 def kl_statistics(kl: Floats, same_top: NDArray[np.bool_], acceptance: Floats) -> dict[str, Any]:
@@ -188,7 +219,9 @@ def kl_statistics(kl: Floats, same_top: NDArray[np.bool_], acceptance: Floats) -
         kl: KL(P || Q) in nats; same_top: argmax P == argmax Q; acceptance: sum min(P, Q) =
             1 - sum |P - Q| / 2.
     """
-    (mean, error), (share, share_error), (accepted, accepted_error) = map(mean_and_error, (kl, same_top, acceptance))
+    (mean, error), (share, share_error), (accepted, accepted_error) = map(
+        mean_and_error, (kl, same_top, acceptance)
+    )
     return {
         "kl": {"mean": mean, "mean_error": error},
         "same_top": share,
@@ -198,12 +231,15 @@ def kl_statistics(kl: Floats, same_top: NDArray[np.bool_], acceptance: Floats) -
     }
 
 
-def paired_ratio(model: Floats, baseline: Floats, cluster: NDArray[np.integer[Any]]) -> dict[str, float]:
-    """ln(PPL(Q) / PPL(P)) on the same tokens, with its standard error and a 95 % paired bootstrap interval.
+def paired_ratio(
+    model: Floats, baseline: Floats, cluster: NDArray[np.integer[Any]]
+) -> dict[str, float]:
+    """ln(PPL(Q) / PPL(P)) on the same tokens, with its standard error and a 95 % paired bootstrap
+    interval.
 
-    The error is llama.cpp's: sqrt((var_Q + var_P - 2 cov) / (n - 1)), tokens taken as independent. Within a text they
-    are not, so the interval resamples whole clusters (documents, or windows of one document; Efron and Tibshirani,
-    An Introduction to the Bootstrap, 1993, section 8.6).
+    The error is llama.cpp's: sqrt((var_Q + var_P - 2 cov) / (n - 1)), tokens taken as independent.
+    Within a text they are not, so the interval resamples whole clusters (documents, or windows of
+    one document; Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 8.6).
     """
     difference = model.astype(np.float64) - baseline
     mean, error = mean_and_error(difference)
@@ -214,7 +250,8 @@ def paired_ratio(model: Floats, baseline: Floats, cluster: NDArray[np.integer[An
 
 
 def _interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[float, float]:
-    """95 % bootstrap bounds of exp(mean) of values (n,): samples of clusters (n,) from a fixed seed.
+    """95 % bootstrap bounds of exp(mean) of values (n,): samples of clusters (n,) from a fixed
+    seed.
 
     One sample is drawn at a time, so that memory does not grow with the number of clusters.
     """

@@ -1,5 +1,5 @@
-"""Pairs of a source and a target for encoder-decoders: two columns of a data set, or plain text with spans left out
-(span corruption).
+"""Pairs of a source and a target for encoder-decoders: two columns of a data set, or plain text
+with spans left out (span corruption).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _SENTINELS = 100  # of T5
 class PairEncoder:
     """Text -> pairs for the encoder-decoder of a transformers `config`.
 
-    start: the decoder's first token; end: the last token of a text; pad: the padding token; marks: tokens in place of
-    spans that are left out: T5's sentinels in order, or one mask token (BART), or empty. `tokenizer` may be None if no
-    text is encoded. Raises RefusedError if the config names no first token.
+    start: the decoder's first token; end: the last token of a text; pad: the padding token; marks:
+    tokens in place of spans that are left out: T5's sentinels in order, or one mask token (BART),
+    or empty. `tokenizer` may be None if no text is encoded. Raises RefusedError if the config names
+    no first token.
     """
 
     def __init__(self, config: Any, tokenizer: Any, name: str) -> None:
@@ -55,9 +56,11 @@ class PairEncoder:
         ids: list[list[int]] = self.tokenizer(**sides, **settings)["input_ids"]
         return ids
 
-    def add_special_tokens(self, source: Sequence[int], target: Sequence[int], length: int) -> TokenPair:
-        """Add the special tokens of the tokenizer, without `start` of the target, which only the decoder reads; each
-        side is cut to `length` in all.
+    def add_special_tokens(
+        self, source: Sequence[int], target: Sequence[int], length: int
+    ) -> TokenPair:
+        """Add the special tokens of the tokenizer, without `start` of the target, which only the
+        decoder reads; each side is cut to `length` in all.
         """
         framed_source, framed_target = (
             [*before, *ids[: length - len(before) - len(after)], *after]
@@ -71,19 +74,31 @@ class PairEncoder:
         return any(len(before) + len(ids) + len(after) > length for ids, (before, after) in sides)
 
     def corrupt(self, ids: Ints, generator: np.random.Generator) -> TokenPair:
-        """A pair from plain text (T,), with at most T tokens a side. Raises RefusedError if there are no marks."""
+        """A pair from plain text (T,), with at most T tokens a side.
+
+        Raises RefusedError if there are no marks.
+        """
         if not self.marks:
             raise RefusedError(
-                f"the tokenizer of {self.name} has neither sentinels nor a mask token, so plain text makes no pairs: "
+                f"the tokenizer of {self.name} has neither sentinels nor a mask token, "
+                "so plain text makes no pairs: "
                 "give pairs with --field and --target-field"
             )
         most = len(ids) - max(len(before) + len(after) for before, after in self._around)
-        return self.add_special_tokens(*corrupt_spans(ids[: max(most, 2)], self.marks, generator), len(ids))
+        return self.add_special_tokens(
+            *corrupt_spans(ids[: max(most, 2)], self.marks, generator), len(ids)
+        )
 
 
 def tokenise_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents:
-    """The pairs of data sets, without special tokens, stored as by `tokenise`. Raises CorpusError."""
-    identity, encode_target = Encoder(encoder.tokenizer).identify(), partial(encoder.encode, target=True)
+    """The pairs of data sets, without special tokens, stored as by `tokenise`.
+
+    Raises CorpusError.
+    """
+    identity, encode_target = (
+        Encoder(encoder.tokenizer).identify(),
+        partial(encoder.encode, target=True),
+    )
     return tokenise_columns(sources, identity, {"source": encoder.encode, "target": encode_target})
 
 
@@ -95,7 +110,9 @@ def pair_block(pair: tuple[Sequence[int] | Ints, Sequence[int] | Ints]) -> Block
 
 @dataclass(frozen=True)
 class PairBlocks:
-    """Pairs of a table as blocks, in the order of these numbers, with at most `size` tokens a side."""
+    """Pairs of a table as blocks, in the order of these numbers,
+    with at most `size` tokens a side.
+    """
 
     table: Documents
     order: Ints
@@ -103,13 +120,16 @@ class PairBlocks:
     size: int
 
     def __getitem__(self, index: int) -> Block:
-        source, target = (self.table.tokens(int(self.order[index]), side).tolist() for side in ("source", "target"))
+        source, target = (
+            self.table.tokens(int(self.order[index]), side).tolist()
+            for side in ("source", "target")
+        )
         return pair_block(self.encoder.add_special_tokens(source, target, self.size))
 
 
 def corrupt_spans(ids: Ints, marks: Sequence[int], generator: np.random.Generator) -> TokenPair:
-    """Tokens (T,) -> the source, with a mark in place of each noise span, and the target: each mark followed by its
-    span, or the whole text if there is one mark for all.
+    """Tokens (T,) -> the source, with a mark in place of each noise span, and the target: each mark
+    followed by its span, or the whole text if there is one mark for all.
     """
     noise = min(max(round(NOISE * len(ids)), 1), len(ids) - 1)
     most = noise if len(marks) == 1 else min(noise, len(marks))
@@ -120,7 +140,9 @@ def corrupt_spans(ids: Ints, marks: Sequence[int], generator: np.random.Generato
         return [int(size) for size in np.diff([0, *ends, total])]
 
     source, target, begin = list[int](), list[int](), 0
-    for number, (plain_size, span_size) in enumerate(zip(cut(len(ids) - noise), cut(noise), strict=True)):
+    for number, (plain_size, span_size) in enumerate(
+        zip(cut(len(ids) - noise), cut(noise), strict=True)
+    ):
         mark, middle = marks[number % len(marks)], begin + plain_size
         source += [*ids[begin:middle].tolist(), mark]
         target += [mark, *ids[middle : middle + span_size].tolist()]
@@ -130,6 +152,9 @@ def corrupt_spans(ids: Ints, marks: Sequence[int], generator: np.random.Generato
 
 def _frame(tokenizer: Any, side: str) -> tuple[list[int], list[int]]:
     """The special tokens before and after a text."""
-    plain, framed = (tokenizer(**{side: "a"}, add_special_tokens=special)["input_ids"] for special in (False, True))
+    plain, framed = (
+        tokenizer(**{side: "a"}, add_special_tokens=special)["input_ids"]
+        for special in (False, True)
+    )
     begin = next(i for i in range(len(framed)) if framed[i : i + len(plain)] == plain)
     return framed[:begin], framed[begin + len(plain) :]

@@ -1,10 +1,12 @@
-"""Passages of held-out text, to find them again in other text, however that is cut into documents and formatted.
+"""Passages of held-out text, to find them again in other text, however that is cut into documents
+and formatted.
 
-A passage is LENGTH letters and digits in a row; case, white space and symbols do not count, as in GPT-4's check for
-contamination (arXiv 2303.08774, appendix C). Unlike words, letters are the same in code, in Chinese and in a table.
+A passage is LENGTH letters and digits in a row; case, white space and symbols do not count, as in
+GPT-4's check for contamination (arXiv 2303.08774, appendix C). Unlike words, letters are the same
+in code, in Chinese and in a table.
 
-Only the held-out text, which is small, is in memory: a 64-bit hash of each of its passages. Other text is looked up.
-Rewritten and translated text is not found, nor are passages that are shorter.
+Only the held-out text, which is small, is in memory: a 64-bit hash of each of its passages. Other
+text is looked up. Rewritten and translated text is not found, nor are passages that are shorter.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ def letters_of(text: str) -> str:
 class Passages:
     """The passages of held-out text.
 
-    hashes: sorted and unique. short: the letters of texts with less than LENGTH, which are found as whole documents.
-    whole: whether all of the text is in `hashes`, which has at most MOST. identity: a hash of the text.
+    hashes: sorted and unique. short: the letters of texts with less than LENGTH, which are found as
+    whole documents. whole: whether all of the text is in `hashes`, which has at most MOST.
+    identity: a hash of the text.
     """
 
     hashes: Hashes
@@ -74,15 +77,18 @@ class Passages:
         return np.searchsorted(self.hashes, hashes[self._contain(hashes)])
 
     def share(self, text: str) -> float:
-        """The share of the letters of a text that are in passages; 1 for a short text that is held out as a whole."""
+        """The share of the letters of a text that are in passages; 1 for a short text that is held
+        out as a whole.
+        """
         letters = letters_of(text)
         if len(letters) < LENGTH:
             return float(letters in self.short)
         return float(self._covered(letters).mean())
 
     def remove_from(self, text: str) -> list[str]:
-        """What is left of a text without these passages: pieces of at least LENGTH letters. The text itself, if it has
-        none of them.
+        """What is left of a text without these passages: pieces of at least LENGTH letters.
+
+        The text itself, if it has none of them.
         """
         letters = letters_of(text)
         if len(letters) < LENGTH:
@@ -91,7 +97,8 @@ class Passages:
         if not covered.any():
             return [text]
 
-        # The character in the text of each letter: one character may be several letters, case-folded.
+        # The character in the text of each letter: one character may be several letters,
+        # case-folded.
         origin = [place for place, character in enumerate(text) for _ in letters_of(character)]
         edges = np.flatnonzero(np.diff(np.concatenate([[True], covered, [True]]).astype(np.int8)))
         pieces = []
@@ -125,7 +132,9 @@ class Passages:
 def _sorted_unique(hashes: Hashes) -> Hashes:
     """As `np.unique`, whose hash table is a hundred times slower for such numbers (numpy 2.3)."""
     ordered = np.sort(hashes)
-    return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
+    return (
+        ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
+    )
 
 
 def _codes(letters: str) -> Codes:
@@ -141,13 +150,15 @@ _INVERSE_POWERS = np.full(_CHUNK + LENGTH, pow(_BASE, -1, 1 << 64), np.uint64).c
 
 
 def _hashes(codes: Codes) -> Hashes:
-    """(n,) letters -> (n - LENGTH + 1,) hashes of all passages: polynomials modulo 2^64, as differences of prefix sums
-    divided by the power of their first letter.
+    """(n,) letters -> (n - LENGTH + 1,) hashes of all passages: polynomials modulo 2^64, as
+    differences of prefix sums divided by the power of their first letter.
     """
     parts = [np.zeros(0, np.uint64)]
     for begin in range(0, len(codes) - LENGTH + 1, _CHUNK):
         values = codes[begin : begin + _CHUNK + LENGTH - 1].astype(np.uint64) * np.uint64(_SPREAD)
-        prefix = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values * _POWERS[: len(values)])])
+        prefix = np.concatenate(
+            [np.zeros(1, np.uint64), np.cumsum(values * _POWERS[: len(values)])]
+        )
         hashes = (prefix[LENGTH:] - prefix[:-LENGTH]) * _INVERSE_POWERS[: len(values) - LENGTH + 1]
         hashes ^= hashes >> np.uint64(31)
         parts.append(hashes * np.uint64(_MIX))

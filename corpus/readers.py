@@ -1,7 +1,8 @@
 """Read the rows of local files: text, JSON, CSV, Parquet and Arrow.
 
-Only the columns that are named are read, so a file may have any other columns, of any type. Files of one source need
-not have the same columns or types: each is read by itself, and one without rows has no text.
+Only the columns that are named are read, so a file may have any other columns, of any type. Files
+of one source need not have the same columns or types: each is read by itself, and one without rows
+has no text.
 """
 
 from __future__ import annotations
@@ -39,17 +40,24 @@ def file_format(path: Path) -> str | None:
 
 
 def load_files(files: Sequence[Path], columns: Sequence[str]) -> Any:
-    """A `datasets.IterableDataset` of files of one format, with a shard for each. A text file is one row, "text"."""
+    """A `datasets.IterableDataset` of files of one format, with a shard for each.
+
+    A text file is one row, "text".
+    """
     import datasets
 
     datasets_cache()  # `datasets` puts a lock there
-    arguments = {"files": [str(file) for file in files], "columns": tuple(columns)}  # a list is split into shards
+    # A list is split into shards
+    arguments = {"files": [str(file) for file in files], "columns": tuple(columns)}
     with cache_errors():
         return datasets.IterableDataset.from_generator(read_rows, gen_kwargs=arguments)
 
 
 def read_rows(files: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of files, with `columns` only; a text or None in each. Raises CorpusError, which names the file."""
+    """The rows of files, with `columns` only; a text or None in each.
+
+    Raises CorpusError, which names the file.
+    """
     for file in files:
         path = Path(file)
         try:
@@ -70,16 +78,22 @@ def check_text(value: Any, column: str, where: str) -> None:
     if value is None:
         return
     if not isinstance(value, str):
-        raise CorpusError(f"{where}: field {column!r} has type {type(value).__name__}; name a column of text")
+        raise CorpusError(
+            f"{where}: field {column!r} has type {type(value).__name__}; name a column of text"
+        )
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can express
-            raise CorpusError(f"{where}: field {column!r} is not Unicode: {explain(error)}; remove it") from error
+            raise CorpusError(
+                f"{where}: field {column!r} is not Unicode: {explain(error)}; remove it"
+            ) from error
 
 
 def _not_utf8(where: str, error: UnicodeDecodeError) -> CorpusError:
-    return CorpusError(f"{where} is not UTF-8: {explain(error)}; convert it, for instance with iconv")
+    return CorpusError(
+        f"{where} is not UTF-8: {explain(error)}; convert it, for instance with iconv"
+    )
 
 
 def _check_columns(columns: Sequence[str], present: Iterable[str], file: Path) -> None:
@@ -87,7 +101,9 @@ def _check_columns(columns: Sequence[str], present: Iterable[str], file: Path) -
     names = list(present)
     missing = [column for column in columns if column not in names]
     if missing:
-        raise CorpusError(f"{file} has no field {missing[0]!r}; it has {listing(map(repr, names)) or 'none'}")
+        raise CorpusError(
+            f"{file} has no field {missing[0]!r}; it has {listing(map(repr, names)) or 'none'}"
+        )
 
 
 def _open(path: Path) -> io.BufferedReader:
@@ -119,7 +135,11 @@ def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     for number, value in _json_values(path):
         if not isinstance(value, dict):
             kind = type(value).__name__
-            raise CorpusError(f"{path} cannot be read: row {number} is a JSON {kind}; give an object in every line")
+            raise CorpusError(
+                f"{path} cannot be read: row {number} is a JSON {kind}; "
+                "give an object in every "
+                "line"
+            )
         rows += 1
         present.update(value)
         yield {column: value.get(column) for column in columns}
@@ -131,7 +151,9 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
     """The values in a JSON file, each with its number, from 1: of JSON Lines that of its line."""
     with _open(path) as stream:
         lines = enumerate(stream, 1)
-        start, first = next(((n, line) for n, line in lines if _without_mark(line).strip()), (0, b""))
+        start, first = next(
+            ((n, line) for n, line in lines if _without_mark(line).strip()), (0, b"")
+        )
         first = _without_mark(first)
         if not first:
             return
@@ -172,14 +194,20 @@ def _parse(text: bytes, where: str) -> Any:
 
 
 def _rows_of_value(value: Any) -> Iterable[Any]:
-    """The rows of a JSON value: of a list its items (texts are the column "text"), of an object of lists its columns'
-    entries, of another object itself.
+    """The rows of a JSON value: of a list its items (texts are the column "text"), of an object of
+    lists its columns' entries, of another object itself.
     """
     if isinstance(value, list):
         return [{"text": item} if isinstance(item, str) else item for item in value]
-    if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
+    if (
+        isinstance(value, dict)
+        and value
+        and all(isinstance(column, list) for column in value.values())
+    ):
         length = max(map(len, value.values()))
-        padded = {name: [*column, *[None] * (length - len(column))] for name, column in value.items()}
+        padded = {
+            name: [*column, *[None] * (length - len(column))] for name, column in value.items()
+        }
         return [{name: padded[name][number] for name in padded} for number in range(length)]
     return [value]
 

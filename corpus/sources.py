@@ -1,10 +1,11 @@
 """Sources of text: the built-in corpus, local files, or a data set of the Hugging Face hub.
 
     stdlib:train   stdlib:heldout                          the source of Python's standard library
-    notes.txt   data/   'data/**/*.jsonl.gz'               files of one format, with any suffix of `FORMATS`
+    notes.txt   data/   'data/**/*.jsonl.gz'               files of one format (`FORMATS`)
     org/name   org/name:config   org/name:config:split     a data set of the hub
 
-`datasets` reads them all; HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE mean what they mean there.
+`datasets` reads them all; HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE mean what they mean
+there.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from gqa.corpus.stdlib import stdlib_texts
 if TYPE_CHECKING:  # it imports numpy, for which `--help` does not wait
     from gqa.corpus.passages import Passages
 
-_NO_DATA = "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train"
+_NO_DATA = (
+    "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train"
+)
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
 _ROWS = 64  # read at a time
 _PAIR_SHARE = 0.5  # of a pair in held-out passages, from which on it is left out
@@ -51,12 +54,16 @@ def is_self(spec: str) -> bool:
 
 
 def parse_self(spec: str) -> tuple[int | None, bool]:
-    """Tokens of a spec like `self:plain:1M`, if given, and whether it is plain: without repeats. Raises CorpusError."""
+    """Tokens of a spec like `self:plain:1M`, if given, and whether it is plain: without repeats.
+
+    Raises CorpusError.
+    """
     match = re.fullmatch("self(:plain)?(?::(.+))?", spec)
     tokens = read_amount(match[2]) if match and match[2] else None
     if not match or (match[2] and not tokens):
         raise CorpusError(
-            f"{spec} is not a source of text; give self, self:1M for a number of tokens, or self:plain (self:plain:1M) "
+            f"{spec} is not a source of text; give self, self:1M for a number of tokens, "
+            "or self:plain (self:plain:1M) "
             "for text without repeats"
         )
     return tokens, bool(match[1])
@@ -66,7 +73,8 @@ def parse_self(spec: str) -> tuple[int | None, bool]:
 class Exclusion:
     """Which parts of documents are left out of a source: passages of held-out text.
 
-    copies: digests of documents that stay as they are, because whoever reads the source leaves them out by digest.
+    copies: digests of documents that stay as they are, because whoever reads the source leaves them
+    out by digest.
     """
 
     passages: Passages
@@ -78,8 +86,9 @@ class Exclusion:
         return f"{self.passages.identity} {copies}"
 
     def remainder(self, row: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """What is left of a document: pieces, each a document of its own. Pairs are left out if at least half of a pair
-        is in passages; others stay whole.
+        """What is left of a document: pieces, each a document of its own.
+
+        Pairs are left out if at least half of a pair is in passages; others stay whole.
         """
         if row_digest(*row) in self.copies:
             return [row]
@@ -90,11 +99,12 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Source:
-    """Documents, or pairs of a source and a target, that can be read repeatedly, always in the same order.
+    """Documents, or pairs of a source and a target, that can be read repeatedly, always in the same
+    order.
 
-    `load` gives the data set of `datasets`; its `columns` are the text, or the source and the target. `files`: shards,
-    if known. `separator`: between the documents of a text file. `takes`: only documents whose digest it accepts.
-    `fraction`: of `part`. `excluded`: of `excluding`.
+    `load` gives the data set of `datasets`; its `columns` are the text, or the source and the
+    target. `files`: shards, if known. `separator`: between the documents of a text file. `takes`:
+    only documents whose digest it accepts. `fraction`: of `part`. `excluded`: of `excluding`.
     """
 
     spec: str
@@ -107,16 +117,26 @@ class Source:
     excluded: Exclusion | None = None
 
     def identify(self) -> str:
-        """What determines the documents: hashes of the content, and how it is read. Raises CorpusError."""
+        """What determines the documents: hashes of the content, and how it is read.
+
+        Raises CorpusError.
+        """
         from gqa.checkpoint.compat import fingerprint
 
-        content = [file_format(self.files[0]), *file_digests(self.files)] if self.files else fingerprint(self.load())
+        content = (
+            [file_format(self.files[0]), *file_digests(self.files)]
+            if self.files
+            else fingerprint(self.load())
+        )
         identity = f"{content} {self.columns} {self.fraction}"
         identity += f" {self.separator!r}" if self.separator else ""
         return identity + (f" without {self.excluded.identity}" if self.excluded else "")
 
     def texts(self) -> Iterator[str]:
-        """Documents in the order of the source, none of them blank. Raises CorpusError as `rows` does."""
+        """Documents in the order of the source, none of them blank.
+
+        Raises CorpusError as `rows` does.
+        """
         return (row[0] for row in self.rows())
 
     def rows(self) -> Iterator[tuple[str, ...]]:
@@ -130,7 +150,10 @@ class Source:
         yield from (tuple(row[name] for name in self.columns) for row in chain([first], rows))
 
     def dataset(self) -> Any:
-        """A `datasets.IterableDataset` of `columns` alone, of rows that have text in each. Raises CorpusError."""
+        """A `datasets.IterableDataset` of `columns` alone, of rows that have text in each.
+
+        Raises CorpusError.
+        """
         data = self.load()
         if hasattr(data, "to_iterable_dataset"):
             data = data.to_iterable_dataset()
@@ -156,7 +179,11 @@ class Source:
         for row in zip(*(batch[column] for column in self.columns), strict=True):
             for column, value in zip(self.columns, row, strict=True):
                 check_text(value, column, self.spec)
-            parts = [row] if self.separator is None else [(text.strip("\n"),) for text in row[0].split(self.separator)]
+            parts = (
+                [row]
+                if self.separator is None
+                else [(text.strip("\n"),) for text in row[0].split(self.separator)]
+            )
             rows += [part for part in parts if all(value and value.strip() for value in part)]
         if self.takes is not None:
             rows = [row for row in rows if self.takes(row_digest(*row))]
@@ -169,7 +196,9 @@ class Source:
         if count == 1:
             return self
         files = self.files[index::count]
-        return replace(self, load=lambda: self.load().shard(count, index, contiguous=False), files=files)
+        return replace(
+            self, load=lambda: self.load().shard(count, index, contiguous=False), files=files
+        )
 
     @property
     def n_shards(self) -> int:
@@ -177,7 +206,9 @@ class Source:
 
     def part(self, fraction: float) -> Source:
         """The held-out documents: about that fraction, those with the lowest hashes."""
-        return replace(self, takes=partial(in_lowest_fraction, fraction=fraction), fraction=fraction)
+        return replace(
+            self, takes=partial(in_lowest_fraction, fraction=fraction), fraction=fraction
+        )
 
     def excluding(self, excluded: Exclusion) -> Source:
         """The documents without passages of held-out text."""
@@ -199,9 +230,9 @@ def parse_source(
 ) -> Source:
     """The source of a spec. Nothing of a hub data set is fetched before its documents are read.
 
-    `field` holds the text in JSON, CSV, Parquet, Arrow and hub data sets; with `target_field` rows are pairs of both.
-    `split` is that of a hub data set whose spec names none. `separator` cuts text files into documents; without it each
-    file is one. Raises CorpusError.
+    `field` holds the text in JSON, CSV, Parquet, Arrow and hub data sets; with `target_field` rows
+    are pairs of both. `split` is that of a hub data set whose spec names none. `separator` cuts
+    text files into documents; without it each file is one. Raises CorpusError.
     """
     if not spec.strip():
         raise CorpusError(_NO_DATA)
@@ -215,12 +246,17 @@ def parse_source(
         plain, source = True, Source(spec, partial(_load_stdlib, side))
     elif (
         os.path.exists(spec)  # else it is written as a path or a pattern
-        or spec.startswith(("/", ".", "~")) or spec.endswith("/") or file_format(Path(spec)) or glob.has_magic(spec)
-    ):  # fmt: skip
+        or spec.startswith(("/", ".", "~"))
+        or spec.endswith("/")
+        or file_format(Path(spec))
+        or glob.has_magic(spec)
+    ):
         files = find_files(spec)
         plain = file_format(files[0]) == "text"
         columns = ("text",) if plain and not target_field else columns
-        source = Source(spec, partial(load_files, files, columns), columns, files, separator if plain else None)
+        source = Source(
+            spec, partial(load_files, files, columns), columns, files, separator if plain else None
+        )
     elif match := _HUB_NAME.fullmatch(spec):
         name, config, named_split = match.groups()
         # Cached: a branch may move while its files are read.
@@ -228,7 +264,8 @@ def parse_source(
         plain, source = False, Source(spec, load, columns)
     else:
         raise CorpusError(
-            f"there is no file or directory {spec}, and it is not a data set name (org/name[:config[:split]])"
+            f"there is no file or directory {spec}, and it is not a data set name "
+            "(org/name[:config[:split]])"
         )
     if plain and target_field:
         raise CorpusError(f"{spec} is plain text and has no field {target_field!r}")
@@ -239,22 +276,35 @@ def check_text_options(specs: Iterable[str], field: str, separator: str | None) 
     """Raise CorpusError if `field` or `separator` is given and none of the sources uses it."""
     if field == "text" and separator is None:
         return
-    sources = [parse_source(spec, field=field, separator=separator) for spec in specs if not is_self(spec)]
+    sources = [
+        parse_source(spec, field=field, separator=separator) for spec in specs if not is_self(spec)
+    ]
     names = listing(source.spec for source in sources) or "self-generated text"
     if field != "text" and all(source.columns == ("text",) for source in sources):
-        raise CorpusError(f"--field {field} is a column of tables and data sets; {names} has no columns: leave it out")
+        raise CorpusError(
+            f"--field {field} is a column of tables and data sets; {names} has no columns: "
+            "leave it "
+            "out"
+        )
     if separator is not None and not any(source.separator is not None for source in sources):
-        raise CorpusError(f"--separator splits text files into documents; {names} is not a text file: leave it out")
+        raise CorpusError(
+            f"--separator splits text files into documents; {names} is not a text file: "
+            "leave it "
+            "out"
+        )
 
 
 def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
-    """The sources of specs; `options` are those of `parse_source`. Raises CorpusError, also for a file or data set that
-    is named twice.
+    """The sources of specs; `options` are those of `parse_source`.
+
+    Raises CorpusError, also for a file or data set that is named twice.
     """
     if not specs:
         raise CorpusError(_NO_DATA)
     sources = tuple(parse_source(spec, **options) for spec in specs)
-    names = Counter(chain.from_iterable(map(Path.resolve, s.files) if s.files else [s.spec] for s in sources))
+    names = Counter(
+        chain.from_iterable(map(Path.resolve, s.files) if s.files else [s.spec] for s in sources)
+    )
     (name, count), *_ = names.most_common()
     if count > 1:
         raise CorpusError(f"the data names {name} {count} times; name every file and data set once")
@@ -262,23 +312,28 @@ def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
 
 
 def row_digest(*texts: str) -> bytes:
-    """SHA-256 of a text, or of a source and a target, in UTF-8: 32 bytes. A file and a row of the same text differ in
-    the white space around it, which does not count.
+    """SHA-256 of a text, or of a source and a target, in UTF-8: 32 bytes.
+
+    A file and a row of the same text differ in the white space around it, which does not count.
     """
     return hashlib.sha256("\0".join(text.strip() for text in texts).encode()).digest()
 
 
 def in_lowest_fraction(digest: bytes, fraction: float) -> bool:
-    """Whether a digest is in the lowest fraction of all, by its first 64 bits: exact, so the same on every machine."""
+    """Whether a digest is in the lowest fraction of all, by its first 64 bits: exact, so the same
+    on every machine.
+    """
     return int.from_bytes(digest[:8], "big") < int(Fraction(repr(float(fraction))) * 2**64)
 
 
 def find_files(spec: str) -> tuple[Path, ...]:
-    """The files of one format that a file, a directory or a glob names, sorted by path, without those of no bytes.
+    """The files of one format that a file, a directory or a glob names, sorted by path, without
+    those of no bytes.
 
-    Directories are searched recursively, without hidden files, cards, and caches of `datasets`. Links are followed; a
-    file that has several paths counts once, with the first of them. Raises CorpusError if there is no file, or files of
-    several formats, or a directory holds several splits.
+    Directories are searched recursively, without hidden files, cards, and caches of `datasets`.
+    Links are followed; a file that has several paths counts once, with the first of them. Raises
+    CorpusError if there is no file, or files of several formats, or a directory holds several
+    splits.
     """
     path = Path(os.path.expanduser(spec))  # pathlib raises where there is no such user
     # pathlib raises where a name is too long
@@ -295,7 +350,9 @@ def find_files(spec: str) -> tuple[Path, ...]:
     files = [file for file in files if is_file or not _SKIPPED.fullmatch(file.name)]
     files = _without_repeats(files)
     if not files:
-        raise CorpusError(f"there is no file or directory {spec} with text; allowed are {ALLOWED}, and patterns")
+        raise CorpusError(
+            f"there is no file or directory {spec} with text; allowed are {ALLOWED}, and patterns"
+        )
 
     splits = set[str]()
     if is_directory:
@@ -303,12 +360,19 @@ def find_files(spec: str) -> tuple[Path, ...]:
     if len(splits) > 1:
         pattern = shlex.quote(f"{glob.escape(spec.rstrip('/'))}/**/*train*")
         raise CorpusError(
-            f"the directory {spec} holds several splits ({listing(splits)}); give the files of one, like {pattern}"
+            f"the directory {spec} holds several splits ({listing(splits)}); "
+            "give the files of one, "
+            "like "
+            f"{pattern}"
         )
     formats = {file_format(file): str(file) for file in files}
     if len(formats) > 1:
         examples = listing(formats.values())
-        raise CorpusError(f"{spec} names files of several formats ({examples}); give a pattern that names those of one")
+        raise CorpusError(
+            f"{spec} names files of several formats ({examples}); give a pattern that names those "
+            "of "
+            "one"
+        )
     if not (files := [file for file in files if file.stat().st_size]):
         raise CorpusError(f"{spec} holds no text: it is empty or blank, or held out")
     return tuple(files)
@@ -324,8 +388,8 @@ def _without_repeats(files: Sequence[Path]) -> list[Path]:
 
 
 def _matches(directory: Path, pattern: Sequence[str]) -> Iterator[Path]:
-    """The paths that a glob names, as `glob.iglob` does, but a part that exists as it is written is no pattern, and
-    `**` ends where directories contain links to themselves.
+    """The paths that a glob names, as `glob.iglob` does, but a part that exists as it is written is
+    no pattern, and `**` ends where directories contain links to themselves.
     """
     if not pattern:
         yield directory
@@ -342,13 +406,16 @@ def _matches(directory: Path, pattern: Sequence[str]) -> Iterator[Path]:
             yield from _matches(directory / part, rest)
     else:
         for path in _entries(directory):
-            if fnmatchcase(path.name, part) and (part.startswith(".") or not path.name.startswith(".")):
+            if fnmatchcase(path.name, part) and (
+                part.startswith(".") or not path.name.startswith(".")
+            ):
                 yield from _matches(path, rest)
 
 
 def _below(directory: Path) -> Iterator[Path]:
-    """Files and directories below a directory, in any depth, without hidden ones. Links to directories are followed,
-    but each directory is searched once.
+    """Files and directories below a directory, in any depth, without hidden ones.
+
+    Links to directories are followed, but each directory is searched once.
     """
     searched = {os.path.realpath(directory)}
     waiting = [directory]
@@ -375,8 +442,8 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
-    """Load a data set (`datasets.Dataset`, or `IterableDataset` when streaming) at its newest commit. Raises
-    CorpusError.
+    """Load a data set (`datasets.Dataset`, or `IterableDataset` when streaming) at its newest
+    commit. Raises CorpusError.
     """
     import datasets
     from huggingface_hub import HfApi, constants
@@ -386,13 +453,19 @@ def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
         with quiet("datasets"):
             # The hub's own error comes first: `datasets` retries for half a minute and says less.
             revision = None if constants.HF_HUB_OFFLINE else HfApi().dataset_info(name).sha
-            return datasets.load_dataset(name, config, split=split, revision=revision, streaming=streaming)
-    except Exception as error:  # datasets, huggingface_hub, its HTTP client and fsspec raise many kinds
+            return datasets.load_dataset(
+                name, config, split=split, revision=revision, streaming=streaming
+            )
+    except (
+        Exception
+    ) as error:  # datasets, huggingface_hub, its HTTP client and fsspec raise many kinds
         raise hub_error(error, name) from error
 
 
 def hub_error(error: BaseException, name: str) -> CorpusError | CacheError:
-    """The one-line error for a data set that cannot be loaded: the cause, and what to do about it."""
+    """The one-line error for a data set that cannot be loaded:
+    the cause, and what to do about it.
+    """
     if cause := local_cause(error):
         return cache_error(cause)
     if reason := hub_reason(error):

@@ -1,7 +1,7 @@
 """The built-in corpus: the source of Python's standard library.
 
-A hash of the module's *name* splits it, so the same modules are held out on every machine and, for modules that keep
-their name, in every version of Python.
+A hash of the module's *name* splits it, so the same modules are held out on every machine and, for
+modules that keep their name, in every version of Python.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from pathlib import Path
 
 HELDOUT_PER_MILLE = 50
 # Tests, vendored wheels and generated tables.
-_EXCLUDED_PARTS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
+_EXCLUDED_PARTS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
+)
 _EXCLUDED_PACKAGES = frozenset({"encodings", "pydoc_data", "turtledemo", "lib2to3"})
 
 
 def stdlib_texts(split: str) -> Iterator[str]:
-    """The modules of one split (train or heldout), sorted by path, without files that are not UTF-8.
+    """The modules of one split (train or heldout), sorted by path, without files that are not
+    UTF-8.
 
-    A module is held out if the SHA-256 of its dotted name, modulo 1000, is below `HELDOUT_PER_MILLE`.
+    A module is held out if the SHA-256 of its dotted name, modulo 1000, is below
+    `HELDOUT_PER_MILLE`.
     """
     root, paths = Path(sysconfig.get_path("stdlib")), list[Path]()
     for folder, subfolders, files in os.walk(root):
@@ -34,7 +38,10 @@ def stdlib_texts(split: str) -> Iterator[str]:
         if parts[0].startswith(("_sysconfigdata", "config-")):  # describes one machine
             continue
         module = ".".join(parts)
-        heldout = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "big") % 1000 < HELDOUT_PER_MILLE
+        heldout = (
+            int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "big") % 1000
+            < HELDOUT_PER_MILLE
+        )
         if heldout != (split == "heldout"):
             continue
         try:

@@ -1,8 +1,9 @@
-"""Blocks of a source that is too large to store: `datasets` streams it, and it is tokenised on the way.
+"""Blocks of a source that is too large to store: `datasets` streams it, and it is tokenised on the
+way.
 
-A stream is read in n lanes side by side; lane i has every nth shard (file) of the source from shard i on. Blocks come
-from the lanes in turn, so each process reads only the shards of its blocks. The number of lanes depends on the batch
-and the shards, not on the number of processes.
+A stream is read in n lanes side by side; lane i has every nth shard (file) of the source from shard
+i on. Blocks come from the lanes in turn, so each process reads only the shards of its blocks. The
+number of lanes depends on the batch and the shards, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -31,27 +32,42 @@ Bookmark = tuple[list[int], list[State]]  # of each lane its next block, and its
 def positions_of(bookmark: Bookmark) -> list[Any]:
     """`StreamedBlocks.positions` at a bookmark."""
     lanes = enumerate(zip(*bookmark, strict=True))
-    return [[lane, number, state | {"rest": state["rest"].tolist()}] for lane, (number, state) in lanes if number]
+    return [
+        [lane, number, state | {"rest": state["rest"].tolist()}]
+        for lane, (number, state) in lanes
+        if number
+    ]
 
 
 class StreamedBlocks:
-    """Endless blocks: an exhausted source starts again. The number of lanes divides the `batch`, and the source has at
-    least as many shards.
+    """Endless blocks: an exhausted source starts again.
+
+    The number of lanes divides the `batch`, and the source has at least as many shards.
     """
 
     def __init__(
-        self, source: Source, tokenizer: PreTrainedTokenizerBase, *, block_size: int, heldout: Heldout, batch: int = 1
+        self,
+        source: Source,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        block_size: int,
+        heldout: Heldout,
+        batch: int = 1,
     ) -> None:
         self.source, self.encoder, self._heldout = source, Encoder(tokenizer), heldout
         self._size, self._shards = block_size, source.n_shards
-        self.lanes = max(n for n in range(1, min(self._shards, _LANES, batch) + 1) if batch % n == 0)
+        self.lanes = max(
+            n for n in range(1, min(self._shards, _LANES, batch) + 1) if batch % n == 0
+        )
         # Of each lane: its next block, the position before it, and the blocks from there on.
         self._numbers, self._states = [0] * self.lanes, [State()] * self.lanes
         self._blocks = [self._read(lane) for lane in range(self.lanes)]
 
     def __str__(self) -> str:
         """The source and the number of lanes, on which the blocks depend."""
-        return self.source.spec + (f" ({self._shards} files, {self.lanes} at a time)" if self._shards > 1 else "")
+        return self.source.spec + (
+            f" ({self._shards} files, {self.lanes} at a time)" if self._shards > 1 else ""
+        )
 
     def __getitem__(self, index: int) -> Block:
         """Block `index`; its lane is read forward, or again from the start."""
@@ -75,7 +91,10 @@ class StreamedBlocks:
     def seek(self, positions: list[Any]) -> None:
         """Continue each lane from its furthest position."""
         for lane, number, state in sorted(positions, key=lambda position: position[:2]):
-            self._numbers[lane], self._states[lane] = number, state | {"rest": np.array(state.get("rest", ()), int)}
+            self._numbers[lane], self._states[lane] = (
+                number,
+                state | {"rest": np.array(state.get("rest", ()), int)},
+            )
             self._blocks[lane] = self._read(lane)
 
     def _read(self, lane: int) -> Iterator[tuple[Block, State]]:
@@ -84,7 +103,11 @@ class StreamedBlocks:
         position = state.get("data")
         columns = list(part.columns)
         data = part.dataset().map(
-            self._tokens, input_columns=columns, batched=True, batch_size=_BATCH, remove_columns=columns
+            self._tokens,
+            input_columns=columns,
+            batched=True,
+            batch_size=_BATCH,
+            remove_columns=columns,
         )
         if position:
             data.load_state_dict(position)
@@ -97,7 +120,9 @@ class StreamedBlocks:
                     position = data.state_dict()
                     yield row["tokens"]
                 if position is None:
-                    raise CorpusError(f"{part.spec} has nothing to train on: it is empty, blank or held out")
+                    raise CorpusError(
+                        f"{part.spec} has nothing to train on: it is empty, blank or held out"
+                    )
 
         for block, rest in pack(documents(), self._size, state.get("rest", ())):
             yield block, {"data": position, "rest": rest}
@@ -105,5 +130,7 @@ class StreamedBlocks:
     def _tokens(self, texts: list[str]) -> dict[str, list[list[int]]]:
         """Tokenise a batch of documents, without what is held out."""
         pairs = zip(texts, self.encoder.tokens(texts), strict=True)
-        rows = [tokens[: self._heldout.limit(row_digest(text), len(tokens))] for text, tokens in pairs]
+        rows = [
+            tokens[: self._heldout.limit(row_digest(text), len(tokens))] for text, tokens in pairs
+        ]
         return {"tokens": [tokens for tokens in rows if tokens]}

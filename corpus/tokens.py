@@ -1,16 +1,18 @@
 """Documents -> cached tokens, and tokens -> blocks of one length.
 
-A document gets BOS before it (if the tokenizer adds one) and EOS after it. Text that spells a special token stays text.
-Consecutive documents are cut into blocks without padding, so a block depends on the list of documents and its number,
-not on batches or ranks.
+A document gets BOS before it (if the tokenizer adds one) and EOS after it. Text that spells a
+special token stays text. Consecutive documents are cut into blocks without padding, so a block
+depends on the list of documents and its number, not on batches or ranks.
 
-Documents are ordered by a hash of their text and the seed: the same on every machine, for every number of ranks, and
-for any layout of files. Training reads a prefix, so a larger alpha first reads the data of a smaller one. Held-out
-documents are identified by a hash of their text, so no seed, alpha or other source brings them back.
+Documents are ordered by a hash of their text and the seed: the same on every machine, for every
+number of ranks, and for any layout of files. Training reads a prefix, so a larger alpha first reads
+the data of a smaller one. Held-out documents are identified by a hash of their text, so no seed,
+alpha or other source brings them back.
 
-Some blocks get repeated passages, which train recall from the context: the second copy of a passage can be predicted
-from the first, whatever it says. Self-generated text hardly exercises retrieval heads; a model that is calibrated or
-trained on plain text alone has a low perplexity but loses recall.
+Some blocks get repeated passages, which train recall from the context: the second copy of a passage
+can be predicted from the first, whatever it says. Self-generated text hardly exercises retrieval
+heads; a model that is calibrated or trained on plain text alone has a low perplexity but loses
+recall.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ _BATCH = 64  # documents tokenised at a time
 SHORTEST = 16  # tokens of a repeated passage: shorter ones are predicted without the first copy
 # Shares of the kinds of blocks; docs/results.md compares others.
 MIX = {"plain": 0.5, "tiled": 0.25, "random": 0.25}
-# Some tools begin a text with BOS even if the tokenizer does not: then one of so many blocks begins with it.
+# Some tools begin a text with BOS even if the tokenizer does not: then one of so many blocks begins
+# with it.
 START_EVERY = 4
 EARLIER_BLOCKS = 7  # earlier blocks from which a random block draws tokens too
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -54,8 +57,8 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 class Documents:
     """D tokenised documents, or pairs, of one or several sources.
 
-    `data`: a memory-mapped `datasets.Dataset` of token ids ("tokens", or "source" and "target") and the "digest" of
-    each text. `fingerprint`: a hash of texts and tokenizer.
+    `data`: a memory-mapped `datasets.Dataset` of token ids ("tokens", or "source" and "target") and
+    the "digest" of each text. `fingerprint`: a hash of texts and tokenizer.
     """
 
     data: Any
@@ -67,18 +70,28 @@ class Documents:
     @cached_property
     def digests(self) -> NDArray[np.uint8]:
         """(D, 32) SHA-256 of each text."""
-        return np.frombuffer(b"".join(self.data.data.column("digest").to_pylist()), np.uint8).reshape(-1, 32)
+        return np.frombuffer(
+            b"".join(self.data.data.column("digest").to_pylist()), np.uint8
+        ).reshape(-1, 32)
 
     @cached_property
     def lengths(self) -> Ints:
         """Sizes (D,) of documents: tokens, or 1 for a pair."""
-        return self.count("tokens") if "tokens" in self.data.column_names else np.ones(len(self), np.int64)
+        return (
+            self.count("tokens")
+            if "tokens" in self.data.column_names
+            else np.ones(len(self), np.int64)
+        )
 
     def count(self, column: str) -> Ints:
         """Numbers of tokens (D,) in a column."""
         import pyarrow.compute  # type: ignore[import-untyped]
 
-        counts: Ints = pyarrow.compute.list_value_length(self.data.data.column(column)).to_numpy().astype(np.int64)
+        counts: Ints = (
+            pyarrow.compute.list_value_length(self.data.data.column(column))
+            .to_numpy()
+            .astype(np.int64)
+        )
         return counts
 
     def tokens(self, i: int, column: str = "tokens") -> NDArray[np.int32]:
@@ -94,12 +107,15 @@ def tokenise(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> D
 
 
 def tokenise_columns(
-    sources: Sequence[Source], identity: str, encoders: Mapping[str, Callable[[list[str]], list[list[int]]]]
+    sources: Sequence[Source],
+    identity: str,
+    encoders: Mapping[str, Callable[[list[str]], list[list[int]]]],
 ) -> Documents:
-    """Tokenise each column of the sources' rows by its encoder; `identity`: a hash of all that encoders depend on.
+    """Tokenise each column of the sources' rows by its encoder; `identity`: a hash of all that
+    encoders depend on.
 
-    The cache of `datasets` keeps the tokens of each source. One process tokenises; others that need the same tokens
-    wait. Raises CorpusError.
+    The cache of `datasets` keeps the tokens of each source. One process tokenises; others that need
+    the same tokens wait. Raises CorpusError.
     """
     import datasets
 
@@ -110,7 +126,10 @@ def tokenise_columns(
         texts = source.rows()
         while batch := list(islice(texts, _BATCH)):
             texts_of_columns = map(list, zip(*batch, strict=True))
-            tokens = [encode(column) for encode, column in zip(encoders.values(), texts_of_columns, strict=True)]
+            tokens = [
+                encode(column)
+                for encode, column in zip(encoders.values(), texts_of_columns, strict=True)
+            ]
             for row, *parts in zip(batch, *tokens, strict=True):
                 yield dict(zip(encoders, parts, strict=True)) | {"digest": row_digest(*row)}
 
@@ -124,7 +143,10 @@ def tokenise_columns(
 
 
 def _stored(rows: Callable[[], Iterator[dict[str, Any]]], features: Any, key: str) -> Any:
-    """A `datasets.Dataset` of rows in the cache, where it may be already. Raises CorpusError and CacheError."""
+    """A `datasets.Dataset` of rows in the cache, where it may be already.
+
+    Raises CorpusError and CacheError.
+    """
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
@@ -142,19 +164,24 @@ def _stored(rows: Callable[[], Iterator[dict[str, Any]]], features: Any, key: st
             if local_cause(error):
                 raise
             place = directory / "generator" / f"default-fingerprint={key}"
-            raise CorpusError(f"stored tokens cannot be read: {explain(error)}; delete {place}") from error
+            raise CorpusError(
+                f"stored tokens cannot be read: {explain(error)}; delete {place}"
+            ) from error
 
 
 class Encoder:
     """Encodes documents. Raises CorpusError if the tokenizer has no EOS token.
 
-    BOS is added if the tokenizer adds it by default, as for Llama and Gemma, but not GPT-2 and Qwen.
+    BOS is added if the tokenizer adds it by default, as for Llama and Gemma, but not GPT-2 and
+    Qwen.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         if tokenizer.eos_token_id is None:
-            raise CorpusError("the tokenizer has no EOS token, which is put between documents; set its eos_token")
+            raise CorpusError(
+                "the tokenizer has no EOS token, which is put between documents; set its eos_token"
+            )
         self.eos: int = tokenizer.eos_token_id
         bos: int | None = tokenizer.bos_token_id
         self.start = self.eos if bos is None else bos
@@ -181,18 +208,31 @@ class Encoder:
             content.pop("truncation", None)
             content.pop("padding", None)
         else:
-            flags = {name: value for name, value in self.tokenizer.init_kwargs.items() if isinstance(value, bool)}
-            settings = sorted((name, flags[name]) for name in flags.keys() - {"is_local", "local_files_only"})
-            with TemporaryDirectory() as directory:  # the files also have merges or scores, get_vocab() does not
+            flags = {
+                name: value
+                for name, value in self.tokenizer.init_kwargs.items()
+                if isinstance(value, bool)
+            }
+            settings = sorted(
+                (name, flags[name]) for name in flags.keys() - {"is_local", "local_files_only"}
+            )
+            # The files also have merges or scores, get_vocab() does not
+            with TemporaryDirectory() as directory:
                 self.tokenizer.save_vocabulary(directory)
                 files = [file.read_bytes().hex() for file in sorted(Path(directory).iterdir())]
-            content = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items()), settings, files]
+            content = [
+                type(self.tokenizer).__name__,
+                sorted(self.tokenizer.get_vocab().items()),
+                settings,
+                files,
+            ]
         return hashlib.sha256(json.dumps([content, self.bos, self.eos]).encode()).hexdigest()
 
 
 def first_token(config: Any, name: str) -> int:
-    """The first token of a sequence: an encoder-decoder's decoder start token, else BOS, else EOS. Raises RefusedError
-    if there is none.
+    """The first token of a sequence: an encoder-decoder's decoder start token, else BOS, else EOS.
+
+    Raises RefusedError if there is none.
     """
     start = getattr(config, "decoder_start_token_id", None) if config.is_encoder_decoder else None
     config = config.get_text_config(decoder=True)
@@ -201,14 +241,17 @@ def first_token(config: Any, name: str) -> int:
             token = token[0] if token else None
         if isinstance(token, int) and 0 <= token < config.vocab_size:
             return token
-    raise RefusedError(f"{name} has neither BOS nor EOS to start a sample from; give text instead of self")
+    raise RefusedError(
+        f"{name} has neither BOS nor EOS to start a sample from; give text instead of self"
+    )
 
 
 def check_ids(largest: int, vocabulary: int, name: str) -> None:
     """Raise RefusedError if token ids exceed the embedding of the model `name`."""
     if largest >= vocabulary:
         raise RefusedError(
-            f"the tokenizer of {name} gives token {largest}, its embedding has {vocabulary}; they do not belong "
+            f"the tokenizer of {name} gives token {largest}, its embedding has {vocabulary}; "
+            "they do not belong "
             "together"
         )
 
@@ -216,36 +259,47 @@ def check_ids(largest: int, vocabulary: int, name: str) -> None:
 def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
     """(D,) order of documents with these text digests (D, 32).
 
-    The key is SHA-256(digest, seed, epoch, number of earlier copies of the text), which spreads copies out.
+    The key is SHA-256(digest, seed, epoch, number of earlier copies of the text), which spreads
+    copies out.
     """
     import pandas
 
     raw = digests.tobytes()
-    copies = pandas.DataFrame(np.frombuffer(raw, np.uint64).reshape(-1, 4)).groupby([0, 1, 2, 3]).cumcount()
+    copies = (
+        pandas.DataFrame(np.frombuffer(raw, np.uint64).reshape(-1, 4))
+        .groupby([0, 1, 2, 3])
+        .cumcount()
+    )
     salts = (f"{seed}:{epoch}:{copy}".encode() for copy in copies)
-    keys = [hashlib.sha256(raw[32 * i : 32 * i + 32] + salt).digest()[:8] for i, salt in enumerate(salts)]
+    keys = [
+        hashlib.sha256(raw[32 * i : 32 * i + 32] + salt).digest()[:8]
+        for i, salt in enumerate(salts)
+    ]
     return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
 
 
 def text_of_first_tokens(text: str, tokenizer: Any, count: int, **settings: Any) -> str:
-    """The beginning of a text that its first `count` tokens cover, in the text's own characters; `settings`: of the
-    tokenizer's call.
+    """The beginning of a text that its first `count` tokens cover, in the text's own characters;
+    `settings`: of the tokenizer's call.
 
-    Decoded tokens would not do: a tokenizer without a decoder puts spaces between them, others change white space.
-    Tokenizers in Python know no positions: then it is the same share of the characters.
+    Decoded tokens would not do: a tokenizer without a decoder puts spaces between them, others
+    change white space. Tokenizers in Python know no positions: then it is the same share of the
+    characters.
     """
     if not getattr(tokenizer, "is_fast", False):
         total = len(tokenizer(text, verbose=False, **settings)["input_ids"])
         return text[: round(len(text) * count / total)]
-    offsets = tokenizer(text, verbose=False, return_offsets_mapping=True, **settings)["offset_mapping"]
+    offsets = tokenizer(text, verbose=False, return_offsets_mapping=True, **settings)[
+        "offset_mapping"
+    ]
     # Special tokens have the offsets (0, 0), also in the middle.
     return text[: max((end for _, end in offsets[:count]), default=0)]
 
 
 @dataclass(frozen=True)
 class Heldout:
-    """Text that training never reads, in any source and epoch: documents with a digest in `limits` from that number of
-    tokens on.
+    """Text that training never reads, in any source and epoch: documents with a digest in `limits`
+    from that number of tokens on.
     """
 
     limits: Mapping[bytes, int] = field(default_factory=dict)
@@ -257,12 +311,14 @@ class Heldout:
     def lengths(self, documents: Documents) -> Ints:
         """(D,) tokens of each document to train on."""
         pairs = zip(documents.digests, documents.lengths.tolist(), strict=True)
-        return np.array([self.limit(digest.tobytes(), length) for digest, length in pairs], np.int64)
+        return np.array(
+            [self.limit(digest.tobytes(), length) for digest, length in pairs], np.int64
+        )
 
 
 def hold_back(documents: Documents, tokens: int) -> dict[bytes, int]:
-    """The `limits` of a `Heldout` that hold back so many tokens: whole documents in the order of their digests, and the
-    end of the last one.
+    """The `limits` of a `Heldout` that hold back so many tokens: whole documents in the order of
+    their digests, and the end of the last one.
     """
     limits: dict[bytes, int] = {}
     hashes = np.ascontiguousarray(documents.digests[:, :8]).view(">u8").ravel()
@@ -279,25 +335,33 @@ def hold_back(documents: Documents, tokens: int) -> dict[bytes, int]:
 def reading_order(documents: Documents, lengths: Ints, tokens: int, seed: int = 0) -> Ints:
     """(N,) document numbers in training order, enough for so many tokens.
 
-    `lengths`: (D,) tokens of each document to train on. Exhausted documents start again in another order; more tokens
-    only append documents.
+    `lengths`: (D,) tokens of each document to train on. Exhausted documents start again in another
+    order; more tokens only append documents.
     """
     numbers = np.flatnonzero(lengths)
     epochs = range(-(-tokens // int(lengths.sum())))
-    order = np.concatenate([numbers[permutation(documents.digests[numbers], seed, epoch)] for epoch in epochs])
+    order = np.concatenate(
+        [numbers[permutation(documents.digests[numbers], seed, epoch)] for epoch in epochs]
+    )
     return order[: int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1]
 
 
 class Blocks:
-    """Documents in a given order, cut into blocks: a map-style data set for a DataLoader without shuffling.
+    """Documents in a given order, cut into blocks: a map-style data set for a DataLoader without
+    shuffling.
 
-    `order`: (N,) document numbers, repeated in several epochs. `lengths`: (D,) tokens to read from the start of each
-    document, by default all. Block b is tokens b * size to (b + 1) * size of the stream: {"input_ids": (size,) int64}.
-    `n_blocks`: by default all.
+    `order`: (N,) document numbers, repeated in several epochs. `lengths`: (D,) tokens to read from
+    the start of each document, by default all. Block b is tokens b * size to (b + 1) * size of the
+    stream: {"input_ids": (size,) int64}. `n_blocks`: by default all.
     """
 
     def __init__(
-        self, text: Documents, order: Ints, size: int, n_blocks: int | None = None, lengths: Ints | None = None
+        self,
+        text: Documents,
+        order: Ints,
+        size: int,
+        n_blocks: int | None = None,
+        lengths: Ints | None = None,
     ) -> None:
         self.text, self.order, self.size = text, order, size
         self.lengths = text.lengths if lengths is None else lengths
@@ -316,13 +380,14 @@ class Blocks:
         first = int(np.searchsorted(self._ends, begin, "right"))
         last = int(np.searchsorted(self._ends, begin + self.size, "left"))
         parts = [self.text.tokens(int(i))[: self.lengths[i]] for i in self.order[first : last + 1]]
-        parts[0] = parts[0][begin - int(self._ends[first]) :]  # a negative start counts from the end
+        # A negative start counts from the end
+        parts[0] = parts[0][begin - int(self._ends[first]) :]
         return {"input_ids": np.concatenate(parts)[: self.size].astype(np.int64)}
 
 
 def pack(documents: Iterable[Any], size: int, rest: Any = ()) -> Iterator[tuple[Block, Ints]]:
-    """Pack the tokens of documents, after `rest` of an earlier document, into blocks; yield each block with the
-    remaining tokens of its last document.
+    """Pack the tokens of documents, after `rest` of an earlier document, into blocks; yield each
+    block with the remaining tokens of its last document.
     """
     rest = np.asarray(rest, np.int64)
     for tokens in chain([()], documents):
@@ -340,17 +405,22 @@ def repeat_start(block: Ints, random: np.random.Generator) -> Ints:
 
 
 def is_plain(numbers: Any) -> Any:
-    """Whether blocks with these numbers (an array, or one number) stay as they are; the others repeat passages.
+    """Whether blocks with these numbers (an array, or one number) stay as they are; the others
+    repeat passages.
 
-    Multiples of the golden ratio are spread evenly, so each kind has its share in any run of blocks.
+    Multiples of the golden ratio are spread evenly, so each kind has its share in any run of
+    blocks.
     """
     return numbers * _GOLDEN % 1.0 < MIX["plain"]
 
 
-def with_repeats(blocks: Callable[[int], Ints], index: int, seed: int, start: int | None, *, first: int = 0) -> Ints:
+def with_repeats(
+    blocks: Callable[[int], Ints], index: int, seed: int, start: int | None, *, first: int = 0
+) -> Ints:
     """Block `index` (T,), plain or with repeated passages, in the shares of `MIX`.
 
-    It depends on the index, the seed and the `EARLIER_BLOCKS` earlier blocks, not on the number of blocks.
+    It depends on the index, the seed and the `EARLIER_BLOCKS` earlier blocks, not on the number of
+    blocks.
 
     Args:
         blocks: Index -> plain block.
@@ -361,11 +431,15 @@ def with_repeats(blocks: Callable[[int], Ints], index: int, seed: int, start: in
     lead = int(plain[0] == start)
     head, block = plain[:lead], plain[lead:]
     # As `is_plain`.
-    kind = list(MIX)[int(np.searchsorted(np.cumsum(list(MIX.values())), index * _GOLDEN % 1.0, side="right"))]
+    kind = list(MIX)[
+        int(np.searchsorted(np.cumsum(list(MIX.values())), index * _GOLDEN % 1.0, side="right"))
+    ]
     if kind == "plain" or len(block) < 2 * SHORTEST:
         return plain
     random = np.random.default_rng([seed, index])
     if kind == "random":
-        before = [blocks(number)[lead:] for number in range(max(first, index - EARLIER_BLOCKS), index)]
+        before = [
+            blocks(number)[lead:] for number in range(max(first, index - EARLIER_BLOCKS), index)
+        ]
         block = random.choice(np.concatenate([*before, block]), len(block))
     return np.concatenate([head, repeat_start(block, random)])

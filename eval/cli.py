@@ -38,7 +38,9 @@ def command(options: EvaluateOptions) -> None:
         if report:
             write_report(results, report)
     if options.output and not options.quiet:
-        print_lines(["", f"written to {options.output}: results.json, report.html"], err=options.json)
+        print_lines(
+            ["", f"written to {options.output}: results.json, report.html"], err=options.json
+        )
     if options.json:
         print_json(finite(results, infinity=str))
 

@@ -15,53 +15,94 @@ CACHE_BITS = Number(int, "from 2 to 8")
 
 @dataclass(frozen=True)
 class EvaluateOptions(Options):
-    """See `gqa-eval --help`: the text, what is measured, how models are run, and what is printed. The first of `models`
-    is the baseline.
+    """See `gqa-eval --help`: the text, what is measured, how models are run, and what is printed.
+
+    The first of `models` is the baseline.
     """
 
-    # fmt: off
     models: tuple[str, ...] = option((), argument="BASELINE [MODEL]...")
     data: tuple[str, ...] | None = option(
-        None, "Text to evaluate on: a file (txt, jsonl, csv, parquet, arrow), a directory, a glob, "
-        "stdlib:heldout, or a hub data set. Repeat it or use commas for several.", metavar="SOURCE[,...]")
+        None,
+        "Text to evaluate on: a file (txt, jsonl, csv, parquet, arrow), a directory, a glob, "
+        "stdlib:heldout, or a hub data set. Repeat it or use commas for several.",
+        metavar="SOURCE[,...]",
+    )
     field: str = same_as(ConvertOptions, "field", needs=("data",))
     separator: str | None = same_as(ConvertOptions, "separator", needs=("data",))
     target_field: str | None = option(
-        None, "Encoder-decoders: column of targets; --field names that of sources.", metavar="NAME", needs=("data",))
+        None,
+        "Encoder-decoders: column of targets; --field names that of sources.",
+        metavar="NAME",
+        needs=("data",),
+    )
     context: int | None = option(
-        None, "Tokens per window, and per sequence in the memory table.  [default: the model's context, at most "
-        "2048]", tokens_type(4), metavar="COUNT", needs=("data", "recall", "memory"))
+        None,
+        "Tokens per window, and per sequence in the memory table.  [default: the model's context, "
+        "at most "
+        "2048]",
+        tokens_type(4),
+        metavar="COUNT",
+        needs=("data", "recall", "memory"),
+    )
     tokens: int | None = option(
-        None, "Score only the first COUNT tokens (pairs are not cut).", tokens_type(),
-        metavar="COUNT", needs=("data",))
-    kl: bool = option(False, "Compare next-token distributions with the baseline's.", needs=("data",))
+        None,
+        "Score only the first COUNT tokens (pairs are not cut).",
+        tokens_type(),
+        metavar="COUNT",
+        needs=("data",),
+    )
+    kl: bool = option(
+        False, "Compare next-token distributions with the baseline's.", needs=("data",)
+    )
     recall: bool | None = option(
-        None, "Measure recall from the context: repeated text, repeated samples, repeated random tokens, key-value "
-        "lookup, passkeys.  [default: with -o and --data, for decoders]")
+        None,
+        "Measure recall from the context: repeated text, repeated samples, "
+        "repeated random tokens, key-value "
+        "lookup, passkeys.  [default: with -o and --data, for decoders]",
+    )
     cache_bits: tuple[int, ...] | None = option(
-        None, "Also evaluate with a KV cache quantised to N bits, like 8,4,2.", CACHE_BITS)
+        None, "Also evaluate with a KV cache quantised to N bits, like 8,4,2.", CACHE_BITS
+    )
     decode: bool = option(False, "Time prefill and decoding.")
-    decode_batches: tuple[int, ...] = option((1, 8), "Batch sizes of --decode.", COUNT, needs=("decode",))
+    decode_batches: tuple[int, ...] = option(
+        (1, 8), "Batch sizes of --decode.", COUNT, needs=("decode",)
+    )
     decode_contexts: tuple[int, ...] | None = option(
-        None, "Prompt lengths of --decode, in tokens.  [default: half and all of the model's context, at most 4096]",
-        tokens_type(), metavar="N[,...]", needs=("decode",))
+        None,
+        "Prompt lengths of --decode, in tokens.  [default: half and all of the model's context, "
+        "at most "
+        "4096]",
+        tokens_type(),
+        metavar="N[,...]",
+        needs=("decode",),
+    )
     decode_steps: int = option(32, "Tokens to generate with --decode.", COUNT, needs=("decode",))
     memory: int | None = option(
-        None, "Show how many sequences of --context tokens fit into this memory, like 80GB.", BYTES, metavar="SIZE")
+        None,
+        "Show how many sequences of --context tokens fit into this memory, like 80GB.",
+        BYTES,
+        metavar="SIZE",
+    )
     batch_size: int = option(8, "Windows per forward pass.", COUNT, needs=("data", "recall"))
     precision: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Dtype of the computation; auto: as stored.", needs=("data", "recall", "decode"))
+        "auto", "Dtype of the computation; auto: as stored.", needs=("data", "recall", "decode")
+    )
     device: str | None = option(
-        None, "Device: cpu, cuda, cuda:1, mps, or auto: spread over all GPUs, then host memory, then "
-        "disk.  [default: a GPU if there is one]", metavar="NAME", needs=("data", "recall", "decode"))
+        None,
+        "Device: cpu, cuda, cuda:1, mps, or auto: spread over all GPUs, then host memory, then "
+        "disk.  [default: a GPU if there is one]",
+        metavar="NAME",
+        needs=("data", "recall", "decode"),
+    )
     revision: str | None = same_as(ConvertOptions, "revision")
     trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code")
-    output: Path | None = option(None, "Write results.json and report.html here.", short="-o", metavar="DIR")
+    output: Path | None = option(
+        None, "Write results.json and report.html here.", short="-o", metavar="DIR"
+    )
     overwrite: bool = option(False, "Replace the report at DIR.", needs=("output",))
     json: bool = same_as(ConvertOptions, "json")
     verbose: bool = option(False, "Show tracebacks.", short="-v")
     quiet: bool = option(False, "Print only results.", short="-q")
-    # fmt: on
 
     @property
     def measures_recall(self) -> bool:
@@ -73,9 +114,13 @@ class EvaluateOptions(Options):
         if not self.models:
             raise RefusedError("no model is named; give one checkpoint or more, the baseline first")
         if not any((self.data, self.recall, self.decode, self.memory)):
-            raise RefusedError("nothing to measure: give text with --data, or --recall, --decode or --memory")
+            raise RefusedError(
+                "nothing to measure: give text with --data, or --recall, --decode or --memory"
+            )
         replace(self, recall=self.measures_recall).check_needs()
         if self.cache_bits and self.decode:
-            raise RefusedError("--cache-bits and --decode exclude each other; leave one of them out")
+            raise RefusedError(
+                "--cache-bits and --decode exclude each other; leave one of them out"
+            )
         if self.kl and not (len(self.models) > 1 or self.cache_bits):
             raise RefusedError("--kl compares checkpoints; give at least two")

@@ -1,5 +1,5 @@
-"""Records as tables for a terminal, and the report of gqa-eval and gqa-ablate: one HTML page without other files
-(page.html.jinja).
+"""Records as tables for a terminal, and the report of gqa-eval and gqa-ablate: one HTML page
+without other files (page.html.jinja).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Table:
     note: str = ""
 
     def text(self, width: int | None = None) -> str:
-        """Lines of at most `width` characters, by default `line_width` of stdout: columns that do not fit continue
-        below, after the first column again.
+        """Lines of at most `width` characters, by default `line_width` of stdout: columns that do
+        not fit continue below, after the first column again.
         """
         width = width or line_width(sys.stdout)
         first, *columns = (list(column) for column in zip(self.header, *self.rows, strict=True))
@@ -73,8 +73,10 @@ def wrap(text: str, width: int, indent: str = "") -> str:
 
 
 def table(title: str, columns: Sequence[Column], records: Collection[Any], note: str = "") -> Table:
-    """A row for each record, without the columns that are empty in all rows. A cell is empty where its record lacks the
-    number. Title, note and cells have no line breaks and control characters, whatever names are in them.
+    """A row for each record, without the columns that are empty in all rows.
+
+    A cell is empty where its record lacks the number. Title, note and cells have no line breaks and
+    control characters, whatever names are in them.
     """
 
     def cell(record: Any, function: Callable[[Any], str]) -> str:
@@ -83,9 +85,16 @@ def table(title: str, columns: Sequence[Column], records: Collection[Any], note:
         except (KeyError, TypeError):  # not measured, or null
             return ""
 
-    cells = {one_line(name): [cell(record, function) for record in records] for name, function in columns}
+    cells = {
+        one_line(name): [cell(record, function) for record in records] for name, function in columns
+    }
     cells = {name: column for name, column in cells.items() if any(column)}
-    return Table(one_line(title), tuple(cells), tuple(zip(*cells.values(), strict=True)), one_line(note, _LONGEST_NOTE))
+    return Table(
+        one_line(title),
+        tuple(cells),
+        tuple(zip(*cells.values(), strict=True)),
+        one_line(note, _LONGEST_NOTE),
+    )
 
 
 def format_number(value: float) -> str:
@@ -96,25 +105,28 @@ def format_number(value: float) -> str:
 
 
 def write_page(directory: Path, **content: Any) -> None:
-    """Write report.html into the directory that has the pictures as NAME.svg. All text is escaped, and its control
-    characters are written out.
+    """Write report.html into the directory that has the pictures as NAME.svg.
 
-    Content, of which the template leaves out what is missing:
-        title, lead, foot: Text.
-        verdicts: `Verdict`s.
-        tables: `Table`s; the first is unfolded.
-        pictures: Names and captions.
-        samples: Each prompt with the models' texts, base model first, as (name, prefix equal to the base model's text,
-            rest).
-        commands: To reproduce it.
+    All text is escaped, and its control characters are written out.
+
+    Content, of which the template leaves out what is missing: title, lead, foot: Text. verdicts:
+        `Verdict`s. tables: `Table`s; the first is unfolded. pictures: Names and captions. samples:
+        Each prompt with the models' texts, base model first, as (name, prefix equal to the base
+        model's text, rest). commands: To reproduce it.
     """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, finalize=_visible_text
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=_visible_text,
     )
-    environment.filters["base64"] = lambda name: b64encode((directory / f"{name}.svg").read_bytes()).decode()
+    environment.filters["base64"] = lambda name: b64encode(
+        (directory / f"{name}.svg").read_bytes()
+    ).decode()
     write_text(directory / PAGE, environment.get_template("page.html.jinja").render(content))
 
 
 def _visible_text(value: Any) -> Any:
-    """Text as the template inserts it, with its control characters written out; other values as they are."""
+    """Text as the template inserts it, with its control characters written out; other values as
+    they are.
+    """
     return visible(value) if type(value) is str else value

@@ -1,12 +1,12 @@
-"""Recall of the context, which perplexity hardly shows: repeated passages, values by their keys, passkeys; and
-agreement with the baseline's greedy texts. No data is needed: passages are from text, from self-generated text, or
-random tokens.
+"""Recall of the context, which perplexity hardly shows: repeated passages, values by their keys,
+passkeys; and agreement with the baseline's greedy texts. No data is needed: passages are from text,
+from self-generated text, or random tokens.
 
-A question is a window (`gqa.eval.scoring`). Its answers are the predictions that the context determines; an answer is
-right if it is the most probable token.
+A question is a window (`gqa.eval.scoring`). Its answers are the predictions that the context
+determines; an answer is right if it is the most probable token.
 
-Two greedy texts are equal up to the first difference, so only the baseline generates. A model scores that text and
-leaves it at the first token that is not its most probable one.
+Two greedy texts are equal up to the first difference, so only the baseline generates. A model
+scores that text and leaves it at the first token that is not its most probable one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from gqa.eval.subjects import Subject, input_device
 Ints = NDArray[np.integer[Any]]
 
 COPIED = 192  # tokens of a second copy at most
-DISTANCES = (64, 192, 512, *(1024 << n for n in range(12)))  # from a token of the second copy to the same of the first
+# From a token of the second copy to the same of the first
+DISTANCES = (64, 192, 512, *(1024 << n for n in range(12)))
 LONGEST = {"samples": 512, "random": 512}  # distance, of kinds that show no more further away
 READ = 2048  # tokens that are read for one distance, but two sequences at least and sixteen at most
 PAIRS = 16  # lines of a list of keys and values
@@ -64,20 +65,28 @@ def check_recall(subject: Subject, context: int) -> None:
         raise RefusedError(f"--recall is for decoders, and {subject.name} is an encoder-decoder")
     if context < (least := 2 * DISTANCES[0]):
         raise RefusedError(
-            f"recall needs a context of at least {least} tokens, and --context is {context}: leave recall out"
+            f"recall needs a context of at least {least} tokens, and --context is {context}: "
+            "leave recall "
+            "out"
         )
 
 
 def self_samples(subject: Subject, length: int, device: str | None, vocabulary: int) -> list[Any]:
-    """Self-generated token ids below `vocabulary`, each (length,); the seed differs from those of calibration and
-    training.
+    """Self-generated token ids below `vocabulary`, each (length,); the seed differs from those of
+    calibration and training.
     """
     try:
         blocks = sampled_blocks(
-            lambda dtype, device=device: subject.load(dtype, device), input_device(device),
-            subject.checkpoint, length, SAMPLES, derive_seed(0, "evaluation"), plain=True,
-            trust_remote_code=subject.trust_remote_code, vocabulary=vocabulary,
-        )  # fmt: skip
+            lambda dtype, device=device: subject.load(dtype, device),
+            input_device(device),
+            subject.checkpoint,
+            length,
+            SAMPLES,
+            derive_seed(0, "evaluation"),
+            plain=True,
+            trust_remote_code=subject.trust_remote_code,
+            vocabulary=vocabulary,
+        )
     except RefusedError as error:
         raise RefusedError(f"recall: {error}; or leave recall out") from error
     return [blocks[index]["input_ids"] for index in range(len(blocks))]
@@ -89,8 +98,8 @@ def make_questions(
     """Questions of all kinds at all distances up to `context` tokens.
 
     Args:
-        streams: Token ids of `text`, of `samples` or of both, without special tokens: the passages, and what stands
-            around a passkey.
+        streams: Token ids of `text`, of `samples` or of both, without special tokens: the passages,
+            and what stands around a passkey.
         vocabulary: Number of token ids that the model knows.
         prefix: The token that a sequence begins with.
     """
@@ -117,8 +126,9 @@ def _sequences(length: int) -> int:
 
 
 def _second_copies(kind: str, stream: Ints, distance: int, prefix: int) -> Iterable[Questions]:
-    """Passages of `distance` tokens followed by a copy of their beginning. The context does not determine the first
-    token of the copy: it is no answer.
+    """Passages of `distance` tokens followed by a copy of their beginning.
+
+    The context does not determine the first token of the copy: it is no answer.
     """
     copied = min(distance, COPIED)
     count = min(_sequences(distance + copied), len(stream) // distance)
@@ -133,7 +143,9 @@ def _second_copies(kind: str, stream: Ints, distance: int, prefix: int) -> Itera
 def _look_ups(
     tokenizer: Any, words: Ints, filler: Ints, length: int, prefix: int, random: np.random.Generator
 ) -> Iterable[Questions]:
-    """`key: value` lines, text, and the same lines in another order, whose values are the answers."""
+    """`key: value` lines, text, and the same lines in another order,
+    whose values are the answers.
+    """
     colon, newline = _tokens(tokenizer, ":"), _tokens(tokenizer, "\n")
     line = 2 + len(colon) + len(newline)
     between = length - 2 * PAIRS * line
@@ -147,7 +159,8 @@ def _look_ups(
             for pairs in (drawn, random.permutation(drawn))
         )
         ids = (prefix, *listed, *filler[start : start + between].tolist(), *queried)
-        windows.append(Window(ids, PAIRS * line - 1 - len(colon)))  # from the first value that is asked for
+        # From the first value that is asked for
+        windows.append(Window(ids, PAIRS * line - 1 - len(colon)))
     answers = (np.arange(count)[:, None] * windows[0].scored + line * np.arange(PAIRS)).flatten()
     yield Questions("look-up", length, tuple(windows), answers)
 
@@ -166,7 +179,11 @@ def _passkeys(
         text, position = filler[start : start + around].tolist(), round(around * depth)
         key = random.choice(words, DIGITS, replace=False).tolist()
         statement = (*question, *key, *newline)
-        windows.append(Window((prefix, *text[:position], *statement, *text[position:], *question, *key), DIGITS))
+        windows.append(
+            Window(
+                (prefix, *text[:position], *statement, *text[position:], *question, *key), DIGITS
+            )
+        )
     yield Questions("passkey", length, tuple(windows), np.arange(DEPTHS * DIGITS))
 
 
@@ -177,13 +194,16 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def _words(tokenizer: Any, plain: Ints) -> Ints:
-    """Tokens that are a lower-case word after a space; all of `plain` if there are fewer than 256."""
+    """Tokens that are a lower-case word after a space; all of `plain` if there are fewer than
+    256.
+    """
     texts = tokenizer.batch_decode([[int(token)] for token in plain])
     raw = tokenizer.convert_ids_to_tokens(plain.tolist())
     words = [
-        token for token, text, piece in zip(plain.tolist(), texts, raw, strict=True)
+        token
+        for token, text, piece in zip(plain.tolist(), texts, raw, strict=True)
         if len(word := text.strip()) > 2 and word.isalpha() and word.islower() and piece[0] in "Ġ▁ "
-    ]  # fmt: skip
+    ]
     return np.array(words) if len(words) >= 256 else plain
 
 
@@ -196,19 +216,27 @@ def summarise(questions: Sequence[Questions], scores: Scores) -> list[dict[str, 
     for question in questions:
         picks = start + question.answers
         start += sum(window.scored for window in question.windows)
-        records.append({
-            "kind": question.kind, "distance": question.distance, "answers": len(picks),
-            "accuracy": float(scores["hits"][picks].mean()),
-        })  # fmt: skip
+        records.append(
+            {
+                "kind": question.kind,
+                "distance": question.distance,
+                "answers": len(picks),
+                "accuracy": float(scores["hits"][picks].mean()),
+            }
+        )
     return records
 
 
 @torch.inference_mode()
 def greedy_texts(
-    model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS, vocabulary: int | None = None
+    model: PreTrainedModel,
+    openings: Sequence[Sequence[int]],
+    steps: int = STEPS,
+    vocabulary: int | None = None,
 ) -> list[Window]:
-    """Greedy texts after each opening, up to EOS or `steps` tokens, as windows that score them. Token ids are below
-    `vocabulary`, if it is given.
+    """Greedy texts after each opening, up to EOS or `steps` tokens, as windows that score them.
+
+    Token ids are below `vocabulary`, if it is given.
 
     Raises RefusedError for a model that transformers cannot generate with.
     """
@@ -222,13 +250,19 @@ def greedy_texts(
     checkpoint_config = model.generation_config
     model.generation_config = greedy  # without the checkpoint's penalties and sampling
     ids, mask = (
-        pad_sequence([torch.tensor(line) for line in lines], batch_first=True, padding_side="left").to(model.device)
+        pad_sequence(
+            [torch.tensor(line) for line in lines], batch_first=True, padding_side="left"
+        ).to(model.device)
         for lines in (openings, [[1] * len(opening) for opening in openings])
     )
     try:
-        output: Tensor = model.generate(input_ids=ids, attention_mask=mask, generation_config=greedy)
+        output: Tensor = model.generate(
+            input_ids=ids, attention_mask=mask, generation_config=greedy
+        )
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-        raise RefusedError(f"{model.name_or_path} cannot write text: {explain(error)}; leave recall out") from error
+        raise RefusedError(
+            f"{model.name_or_path} cannot write text: {explain(error)}; leave recall out"
+        ) from error
     finally:
         model.generation_config = checkpoint_config
     windows = []
@@ -239,12 +273,18 @@ def greedy_texts(
 
 
 def agreement(hits: NDArray[np.bool_], windows: Sequence[Window]) -> dict[str, float]:
-    """Mean number of tokens before the model leaves the baseline's text, of the `longest` possible on average. `hits`:
-    for each scored token of `windows`, whether it is the most probable.
+    """Mean number of tokens before the model leaves the baseline's text, of the `longest` possible
+    on average. `hits`: for each scored token of `windows`, whether it is the most probable.
     """
     scored = [window.scored for window in windows]
-    lengths = [np.append(text_hits, False).argmin() for text_hits in np.split(hits, np.cumsum(scored)[:-1])]
-    return {"texts": len(windows), "longest": float(np.mean(scored)), "tokens": float(np.mean(lengths))}
+    lengths = [
+        np.append(text_hits, False).argmin() for text_hits in np.split(hits, np.cumsum(scored)[:-1])
+    ]
+    return {
+        "texts": len(windows),
+        "longest": float(np.mean(scored)),
+        "tokens": float(np.mean(lengths)),
+    }
 
 
 def decode_windows(tokenizer: Any, windows: Sequence[Window]) -> list[dict[str, str]]:
@@ -253,4 +293,6 @@ def decode_windows(tokenizer: Any, windows: Sequence[Window]) -> list[dict[str, 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    return [{"prompt": decode(w.ids[: -w.scored]), "text": decode(w.ids[-w.scored :])} for w in windows]
+    return [
+        {"prompt": decode(w.ids[: -w.scored]), "text": decode(w.ids[-w.scored :])} for w in windows
+    ]

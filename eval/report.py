@@ -21,11 +21,19 @@ from gqa.eval.page import Column, Table, Verdict, format_number, line_width, tab
 Record = dict[str, Any]
 
 _RESULTS = "results.json"
-_KINDS = {"text": "text", "samples": "samples", "random": "random", "look-up": "values", "passkey": "passkeys"}
+_KINDS = {
+    "text": "text",
+    "samples": "samples",
+    "random": "random",
+    "look-up": "values",
+    "passkey": "passkeys",
+}
 
 
 def verdicts(results: Record) -> list[Verdict]:
-    """A verdict on each converted model: the cache it saves against the first, and the quality it loses."""
+    """A verdict on each converted model: the cache it saves against the first, and the quality it
+    loses.
+    """
     first, *converted = results["models"]
     result = []
     for model in converted:
@@ -48,7 +56,9 @@ def loss_of_model(first: Record, model: Record) -> Loss:
 
 
 def main_kind(recall: Collection[str]) -> str:
-    """The kind of recall that counts for a verdict: that of the text, or without one of self-generated text."""
+    """The kind of recall that counts for a verdict: that of the text, or without one of
+    self-generated text.
+    """
     return "text" if "text" in recall else "samples"
 
 
@@ -65,7 +75,8 @@ def _saved_and_lost(first: Record, model: Record) -> str:
         before, after = recall_by_kind(first), recall_by_kind(model)
         kind = main_kind(after)
         parts.append(
-            f"recall {before[kind]:.0%} -> {after[kind]:.0%} (random tokens {before.get('random', math.nan):.0%} -> "
+            f"recall {before[kind]:.0%} -> {after[kind]:.0%} (random tokens "
+            f"{before.get('random', math.nan):.0%} -> "
             f"{after.get('random', math.nan):.0%})"
         )
     return heads + ", ".join(parts)
@@ -73,7 +84,9 @@ def _saved_and_lost(first: Record, model: Record) -> str:
 
 def cache_bytes(model: Record) -> int:
     """KV cache bytes of one token, plus one source token for an encoder-decoder."""
-    return int(model["kv_cache"]["bytes_per_token"] + model["kv_cache"].get("cross_bytes_per_token", 0))
+    return int(
+        model["kv_cache"]["bytes_per_token"] + model["kv_cache"].get("cross_bytes_per_token", 0)
+    )
 
 
 def recall_by_kind(model: Record) -> dict[str, float]:
@@ -120,7 +133,10 @@ _QUALITY: list[Column] = [
     ("KV heads", lambda m: str(m["heads"]["kv"])),
     ("perplexity", lambda m: format_number(m["quality"]["token_perplexity"])),
     ("x baseline", lambda m: f"{m['against_baseline']['ratio']:.4g}"),
-    ("95% interval", lambda m: "{ratio_low:.4g} - {ratio_high:.4g}".format_map(m["against_baseline"])),
+    (
+        "95% interval",
+        lambda m: "{ratio_low:.4g} - {ratio_high:.4g}".format_map(m["against_baseline"]),
+    ),
     ("bits/byte", lambda m: f"{m['quality']['bits_per_byte']:.4f}"),
 ]
 _DISTRIBUTIONS: list[Column] = [
@@ -130,7 +146,8 @@ _DISTRIBUTIONS: list[Column] = [
     ("acceptance", lambda m: f"{m['against_baseline']['acceptance']:.2%}"),
 ]
 _DISTRIBUTIONS_NOTE = (
-    "KL(baseline || model) in nats over the tokens that both have; acceptance: share of tokens drafted by the model "
+    "KL(baseline || model) in nats over the tokens that both have; acceptance: "
+    "share of tokens drafted by the model "
     "that the baseline accepts in speculative decoding at temperature 1"
 )
 _DECODE: list[Column] = [
@@ -152,7 +169,8 @@ def describe_text(text: Record) -> str:
         return f"{tokens} of {documents} ({size}) scored in windows of {text['context']:,}"
     cut = f", to which {text['cut']:,} were cut" if text.get("cut") else ""
     return (
-        f"{tokens} of {plural(text['documents'], 'target text')} ({size}) scored; sources and targets have at most "
+        f"{tokens} of {plural(text['documents'], 'target text')} ({size}) scored; "
+        "sources and targets have at most "
         f"{text['context']:,} tokens{cut}"
     )
 
@@ -163,9 +181,12 @@ def _recall(models: list[Record], settings: Record) -> Table:
     columns.append(("greedy", lambda m: f"{m['greedy']['tokens']:.1f}"))
     baseline, longest = models[0]["name"], models[0]["greedy"]["longest"]
     note = (
-        f"share of tokens predicted right where the context determines them, in windows of {settings['context']:,}. "
-        f"text, samples, random: second copies of passages of the text, of samples of {baseline}, of random tokens; "
-        f"values: looked up by key in a list; passkeys: words hidden in text. greedy: tokens, of {longest:.0f}, before "
+        "share of tokens predicted right where the context determines them, "
+        f"in windows of {settings['context']:,}. "
+        f"text, samples, random: second copies of passages of the text, of samples of {baseline}, "
+        "of random tokens; "
+        "values: looked up by key in a list; passkeys: words hidden in text. greedy: tokens, "
+        f"of {longest:.0f}, before "
         f"greedy decoding differs from that of {baseline} (rounding alone can cause a difference)"
     )
     records = [model | recall_by_kind(model) for model in models if "recall" in model]
@@ -176,7 +197,8 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
     note = ""
     if memory:
         note = (
-            f"batch: sequences of {memory['context']:,} tokens that fit into {memory['bytes'] / 1e9:.4g} GB with the "
+            f"batch: sequences of {memory['context']:,} tokens that fit into "
+            f"{memory['bytes'] / 1e9:.4g} GB with the "
             "weights (activations not counted)"
         )
     context = next((m["kv_cache"]["context"] for m in models if "kv_cache" in m), 0)
@@ -185,7 +207,10 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         ("weights", lambda m: size(m["weight_bytes"])),
         ("KV/token", lambda m: size(m["kv_cache"]["bytes_per_token"])),
         ("of source", lambda m: size(b) if (b := m["kv_cache"]["cross_bytes_per_token"]) else ""),
-        ("x baseline", lambda m: f"{cache_bytes(m) / cache_bytes(models[0]):.3g}" if models[1:] else ""),
+        (
+            "x baseline",
+            lambda m: f"{cache_bytes(m) / cache_bytes(models[0]):.3g}" if models[1:] else "",
+        ),
         (f"KV at {context:,}", lambda m: size(m["kv_cache"]["bytes_at_context"])),
         ("batch", lambda m: f"{m['kv_cache']['fits']['batch']:,}"),
     ]
@@ -194,7 +219,11 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
 
 def _decode(models: list[Record]) -> Table:
     records = [
-        point | {"name": model["name"], "speedup": points[0]["seconds_per_token"] / point["seconds_per_token"]}
+        point
+        | {
+            "name": model["name"],
+            "speedup": points[0]["seconds_per_token"] / point["seconds_per_token"],
+        }
         for points in zip(*(m["decode"]["points"] for m in models), strict=True)
         for model, point in zip(models, points, strict=True)
     ]
@@ -205,7 +234,10 @@ def _decode(models: list[Record]) -> Table:
 
 
 def open_report(options: EvaluateOptions) -> AbstractContextManager[OutputDirectory | None]:
-    """Reserve the directory of the report, if there is to be one, on rank 0. Raises RefusedError and OutputError."""
+    """Reserve the directory of the report, if there is to be one, on rank 0.
+
+    Raises RefusedError and OutputError.
+    """
     if not options.output or not ranks().is_main_process:
         return nullcontext()
     return OutputDirectory(options.output, None, options.overwrite, records=_RESULTS)
@@ -217,7 +249,9 @@ def write_report(results: Record, report: OutputDirectory) -> None:
     argv = results["argv"]
     write_page(
         report.work,
-        title=" against ".join(filter(None, (", ".join(m["name"] for m in converted), first["name"]))),
+        title=" against ".join(
+            filter(None, (", ".join(m["name"] for m in converted), first["name"]))
+        ),
         verdicts=verdicts(results),
         tables=tables(results),
         samples=list(compare_samples(results["models"])),
@@ -230,14 +264,22 @@ def write_report(results: Record, report: OutputDirectory) -> None:
 def describe_environment(record: Record) -> str:
     """Time, device and versions of `gqa.eval.evaluate.environment`, in words."""
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    return f"{record['created']}, {record['device']}, {plural(record['threads'], 'thread')}; {versions}"
+    return (
+        f"{record['created']}, {record['device']}, {plural(record['threads'], 'thread')}; "
+        f"{versions}"
+    )
 
 
 def compare_samples(models: list[Record]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """Each prompt, with (name, prefix equal to the first model's text, rest) of the models' greedy texts."""
+    """Each prompt, with (name, prefix equal to the first model's text, rest) of the models' greedy
+    texts.
+    """
     models = [model for model in models if "samples" in model]
     for lines in zip(*(model["samples"] for model in models), strict=True):
         texts = [line["text"] for line in lines]
         same = [len(os.path.commonprefix([text, texts[0]])) for text in texts]  # noqa: RUF071 - of characters
         rows = zip(models, texts, same, strict=True)
-        yield lines[0]["prompt"], [(model["name"], text[:end], text[end:]) for model, text, end in rows]
+        yield (
+            lines[0]["prompt"],
+            [(model["name"], text[:end], text[end:]) for model, text, end in rows],
+        )

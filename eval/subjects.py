@@ -1,10 +1,10 @@
 """The checkpoints to evaluate: their records from config and headers, and the loaded models.
 
-At the end, a KV cache quantised to few bits is simulated. Each key and each value of a head is split into equal groups
-of at most 64 numbers. A group stores its minimum and step in 16 bits (float16, or bfloat16 beyond its range), and every
-number as a multiple of the step
-(asymmetric rounding to nearest, per token; KIVI, arXiv 2402.02750, section 3.1). Engines round slightly differently:
-this measures the cost of the bits, not an engine.
+At the end, a KV cache quantised to few bits is simulated. Each key and each value of a head is
+split into equal groups of at most 64 numbers. A group stores its minimum and step in 16 bits
+(float16, or bfloat16 beyond its range), and every number as a multiple of the step (asymmetric
+rounding to nearest, per token; KIVI, arXiv 2402.02750, section 3.1). Engines round slightly
+differently: this measures the cost of the bits, not an engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.compat import attention_name
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.hub import open_model
-from gqa.checkpoint.loading import find_device, load_model, load_tokenizer, positions, ranks, read_auto_config
+from gqa.checkpoint.loading import (
+    find_device,
+    load_model,
+    load_tokenizer,
+    positions,
+    ranks,
+    read_auto_config,
+)
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import KVCache, check_config, groups_per_head, read_config
@@ -62,7 +69,11 @@ class Subject:
     @cached_property
     def encoder(self) -> PairEncoder | None:
         """Encoder of pairs for an encoder-decoder, else None."""
-        return PairEncoder(self.config, self.tokenizer, self.name) if self.config.is_encoder_decoder else None
+        return (
+            PairEncoder(self.config, self.tokenizer, self.name)
+            if self.config.is_encoder_decoder
+            else None
+        )
 
     @cached_property
     def cache(self) -> KVCache | None:
@@ -74,7 +85,9 @@ class Subject:
         return replace(formula, bits=self.cache_bits) if self.cache_bits else formula
 
     def record(self, context: int, memory: int | None = None) -> dict[str, Any]:
-        """JSON-ready record from config and headers: bytes of `context` tokens, and the batch that fits `memory`."""
+        """JSON-ready record from config and headers: bytes of `context` tokens, and the batch that
+        fits `memory`.
+        """
         record: dict[str, Any] = {
             "name": self.name,
             "path": self.path,
@@ -103,23 +116,31 @@ class Subject:
     def load(self, precision: str = "auto", device: str | None = None) -> PreTrainedModel:
         """The model, with a quantised cache if the subject has one. Raises RefusedError."""
         model = load_model(
-            self.path, dtype=precision, device="auto" if device == "auto" else input_device(device),
+            self.path,
+            dtype=precision,
+            device="auto" if device == "auto" else input_device(device),
             trust_remote_code=self.trust_remote_code,
-        )  # fmt: skip
+        )
         if self.cache_bits and self.cache:
             quantise_cache(model, self.cache_bits, len(self.cache.layers), self.name)
         return model
 
 
 def open_subjects(
-    models: Sequence[str], trust_remote_code: bool = False, revision: str | None = None, cache_bits: Sequence[int] = ()
+    models: Sequence[str],
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    cache_bits: Sequence[int] = (),
 ) -> list[Subject]:
-    """Open directories and hub ids; hub ids are downloaded. All of them come once more for
-    each cache width of `cache_bits`. Raises RefusedError.
+    """Open directories and hub ids; hub ids are downloaded.
+
+    All of them come once more for each cache width of `cache_bits`. Raises RefusedError.
     """
     if revision is not None and all(map(os.path.lexists, models)):
         raise RefusedError("--revision is for hub ids, and all of these are local paths")
-    checkpoints = [open_model(model, None if os.path.lexists(model) else revision) for model in models]
+    checkpoints = [
+        open_model(model, None if os.path.lexists(model) else revision) for model in models
+    ]
     for checkpoint in checkpoints:
         check_config(checkpoint.config, checkpoint.name)
     names = [checkpoint.hub_id or checkpoint.name for checkpoint in checkpoints]
@@ -132,22 +153,30 @@ def open_subjects(
     for subject in subjects if cache_bits else ():
         if not subject.cache or subject.cache.cross:
             raise RefusedError(
-                f"--cache-bits is for decoders with key/value heads, and {subject.name} is not one; leave it out"
+                f"--cache-bits is for decoders with key/value heads, and {subject.name} is not "
+                "one; "
+                "leave it "
+                "out"
             )
     return subjects + [
         replace(subject, name=f"{subject.name} (int{bits})", cache_bits=bits)
-        for bits in cache_bits for subject in subjects
-    ]  # fmt: skip
+        for bits in cache_bits
+        for subject in subjects
+    ]
 
 
 def input_device(name: str | None) -> str:
-    """Device of inputs: `name`, or without one, or with `auto`, this rank's. Raises RefusedError if it cannot be used,
-    and for `auto` if several processes would each use all devices.
+    """Device of inputs: `name`, or without one, or with `auto`, this rank's.
+
+    Raises RefusedError if it cannot be used, and for `auto` if several processes would each use all
+    devices.
     """
     state = ranks()
     if name == "auto" and state.num_processes > 1:
         raise RefusedError(
-            f"--device auto is for one process, and there are {state.num_processes}; start it without a launcher"
+            f"--device auto is for one process, and there are {state.num_processes}; "
+            "start it without a "
+            "launcher"
         )
     return str(state.device) if name in (None, "auto", state.device.type) else find_device(name)
 
@@ -176,8 +205,8 @@ def fake_quantise(heads: Tensor, bits: int) -> Tensor:
 
 
 def stored_in_16_bits(numbers: Tensor) -> Tensor:
-    """Float32 numbers rounded to float16; those beyond its range (65,504) to bfloat16, as engines do that keep the
-    cache of a bfloat16 model in bfloat16. NaN and infinity stay.
+    """Float32 numbers rounded to float16; those beyond its range (65,504) to bfloat16, as engines
+    do that keep the cache of a bfloat16 model in bfloat16. NaN and infinity stay.
     """
     rounded = numbers.half().float()
     return torch.where(rounded.isfinite(), rounded, numbers.bfloat16().float())
@@ -187,14 +216,19 @@ def stored_in_16_bits(numbers: Tensor) -> Tensor:
 def quantise_cache(model: PreTrainedModel, bits: int, layers: int, name: str) -> None:
     """Replace the model's attention with one whose keys and values are quantised to `bits`.
 
-    Raises RefusedError for other attention implementations, or if fewer than `layers` layers call it.
+    Raises RefusedError for other attention implementations, or if fewer than `layers` layers call
+    it.
     """
     plain, calls = attention_name(model), 0
     if plain not in PLAIN:
-        raise RefusedError(f"--cache-bits needs sdpa or eager attention, {name} has {plain}; leave it out")
+        raise RefusedError(
+            f"--cache-bits needs sdpa or eager attention, {name} has {plain}; leave it out"
+        )
     attend, mask = PLAIN[plain]
 
-    def attend_quantised(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def attend_quantised(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
+    ) -> Tensor:
         nonlocal calls
         calls += 1
         return attend(module, q, fake_quantise(k, bits), fake_quantise(v, bits), *rest, **options)
@@ -204,6 +238,7 @@ def quantise_cache(model: PreTrainedModel, bits: int, layers: int, name: str) ->
     model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     if calls < layers:
         raise RefusedError(
-            f"--cache-bits: {calls} of {layers} layers of {name} call transformers' attention functions; leave it out "
+            f"--cache-bits: {calls} of {layers} layers of {name} call transformers' attention "
+            "functions; leave it out "
             "for this model"
         )

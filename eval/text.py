@@ -1,4 +1,6 @@
-"""Cut the text to score into windows, check that all checkpoints tokenise it alike, and compute perplexity."""
+"""Cut the text to score into windows, check that all checkpoints tokenise it alike, and compute
+perplexity.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ from gqa.eval.options import EvaluateOptions
 from gqa.eval.scoring import Window, rolling_windows
 from gqa.eval.subjects import Subject
 
-MAX_CONTEXT = 2048  # default: for a model with 128k positions, windows of 128k tokens would take hours
+# Default: for a model with 128k positions, windows of 128k tokens would take hours
+MAX_CONTEXT = 2048
 
 
 def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: int) -> Text:
-    """The text of `options`, tokenised for the first checkpoint. Raises RefusedError and CorpusError."""
+    """The text of `options`, tokenised for the first checkpoint.
+
+    Raises RefusedError and CorpusError.
+    """
     check_target_field(subjects[0], options.target_field)
     specs = options.data or ()
     check_text_options(specs, options.field, options.separator)
@@ -43,45 +49,63 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: in
 
 
 def check_target_field(subject: Subject, target_field: str | None) -> None:
-    """Raise RefusedError unless `target_field` is given for an encoder-decoder and for no other model."""
+    """Raise RefusedError unless `target_field` is given for an encoder-decoder and for no other
+    model.
+    """
     if subject.config.is_encoder_decoder != bool(target_field):
         raise RefusedError(
             f"--target-field is for encoder-decoders, {subject.name} is not one"
             if target_field
-            else f"{subject.name} is an encoder-decoder: name the column to predict with --target-field"
+            else f"{subject.name} is an encoder-decoder: name the column to predict with "
+            "--target-field"
         )
 
 
 def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
-    """Raise RefusedError unless all checkpoints read and predict the same tokens: else losses per token are not
-    comparable. `sample`: text on which tokenizers with equal vocabularies may differ.
+    """Raise RefusedError unless all checkpoints read and predict the same tokens: else losses per
+    token are not comparable. `sample`: text on which tokenizers with equal vocabularies may differ.
     """
     traits: dict[str, Callable[[Subject], Any]] = {
-        "tokenizers": lambda one: (one.tokenizer.get_vocab(), one.tokenizer(sample, verbose=False)["input_ids"]),
+        "tokenizers": lambda one: (
+            one.tokenizer.get_vocab(),
+            one.tokenizer(sample, verbose=False)["input_ids"],
+        ),
         "kinds of models (one is an encoder-decoder)": lambda one: one.config.is_encoder_decoder,
     }
     first = subjects[0]
     for (name, trait), subject in product(traits.items(), subjects[1:]):
         if trait(subject) != trait(first):
             raise RefusedError(
-                f"{first.name} and {subject.name} have different {name}, so their losses per token are not comparable; "
-                "give conversions of one checkpoint, or evaluate each alone and compare bits per byte"
+                f"{first.name} and {subject.name} have different {name}, "
+                "so their losses per token are not comparable; "
+                "give conversions of one checkpoint, or evaluate each alone and compare bits per "
+                "byte"
             )
     # Rows beyond the tokenizer's are padding, of which checkpoints may have different numbers.
     needed = max(first.tokenizer.get_vocab().values()) + 1
     smallest = min(subjects, key=lambda one: one.vocabulary)
     if smallest.vocabulary < min(needed, max(one.vocabulary for one in subjects)):
         raise RefusedError(
-            f"{smallest.name} knows {smallest.vocabulary:,} of the {needed:,} tokens of its tokenizer, another model "
-            "knows more, so their losses per token are not comparable; give conversions of one checkpoint"
+            f"{smallest.name} knows {smallest.vocabulary:,} of the {needed:,} tokens of its "
+            "tokenizer, another model "
+            "knows more, so their losses per token are not comparable; "
+            "give conversions of one "
+            "checkpoint"
         )
 
 
 def choose_context(subjects: Sequence[Subject], context: int | None) -> int:
-    """Tokens per window: `context`, or by default the models' positions, at most MAX_CONTEXT. Raises RefusedError."""
+    """Tokens per window: `context`, or by default the models' positions, at most MAX_CONTEXT.
+
+    Raises RefusedError.
+    """
     limit = min((subject.positions for subject in subjects if subject.positions), default=None)
     if context and limit and context > limit:
-        raise RefusedError(f"--context {context} is more than the {limit} positions of the model; give at most {limit}")
+        raise RefusedError(
+            f"--context {context} is more than the {limit} positions of the model; "
+            "give at most "
+            f"{limit}"
+        )
     return context or min(limit or MAX_CONTEXT, MAX_CONTEXT)
 
 
@@ -104,7 +128,9 @@ class Text:
 
     @property
     def clusters(self) -> NDArray[np.int64]:
-        """(tokens,) bootstrap cluster of each prediction: its document, or with fewer than 30 its window."""
+        """(tokens,) bootstrap cluster of each prediction: its document, or with fewer than 30 its
+        window.
+        """
         documents = [window.document for window in self.windows]
         ids = documents if len(set(documents)) >= 30 else range(len(self.windows))
         return np.repeat(ids, [window.scored for window in self.windows])
@@ -115,11 +141,16 @@ class Text:
 
 
 def cut_text(
-    subjects: Sequence[Subject], rows: Iterable[tuple[str, ...]], context: int, max_tokens: int | None
+    subjects: Sequence[Subject],
+    rows: Iterable[tuple[str, ...]],
+    context: int,
+    max_tokens: int | None,
 ) -> Text:
-    """Cut rows (a text, or source and target for encoder-decoders) into windows of the first checkpoint's tokens.
+    """Cut rows (a text, or source and target for encoder-decoders) into windows of the first
+    checkpoint's tokens.
 
-    Raises CorpusError, and RefusedError for too little text or a token id outside a model's vocabulary.
+    Raises CorpusError, and RefusedError for too little text or a token id outside a model's
+    vocabulary.
     """
     first = subjects[0]
     if first.encoder:
@@ -134,23 +165,27 @@ def cut_text(
 
 
 def make_text(
-    documents: Iterable[tuple[str, list[Window], bool]], protocol: Literal["rolling", "pairs"], context: int,
+    documents: Iterable[tuple[str, list[Window], bool]],
+    protocol: Literal["rolling", "pairs"],
+    context: int,
     least: int = 1,
-) -> Text:  # fmt: skip
-    """Collect `documents`: each is the scored text, its windows, and whether they are cut to the context. Words and
-    bytes count the whole text. Raises RefusedError for less than `least` tokens.
+) -> Text:
+    """Collect `documents`: each is the scored text, its windows, and whether they are cut to the
+    context. Words and bytes count the whole text. Raises RefusedError for less than `least` tokens.
     """
     windows, documents_read, n_bytes, words, cuts = list[Window](), 0, 0, 0, 0
     for text, parts, cut in documents:
         windows += parts
         documents_read += 1
         n_bytes += len(text.encode())
-        words += len(re.split(r"\s+", text))  # as lm-evaluation-harness: counts empty words at the ends
+        # As lm-evaluation-harness: counts empty words at the ends
+        words += len(re.split(r"\s+", text))
         cuts += cut
     result = Text(tuple(windows), protocol, context, documents_read, n_bytes, words, cuts)
     if result.tokens < least:
         raise RefusedError(
-            f"the text has {plural(result.tokens, 'token')}, less than one window of {context:,}; give more text or a "
+            f"the text has {plural(result.tokens, 'token')}, less than one window of {context:,}; "
+            "give more text or a "
             "smaller --context"
         )
     return result
@@ -159,10 +194,11 @@ def make_text(
 def text_windows(
     texts: Iterable[str], tokenizer: Any, context: int, max_tokens: int | None = None
 ) -> Iterator[tuple[str, list[Window], bool]]:
-    """Tokenise, cut after `max_tokens`, and cut into windows as lm-evaluation-harness does: every token of every
-    document is scored once.
+    """Tokenise, cut after `max_tokens`, and cut into windows as lm-evaluation-harness does: every
+    token of every document is scored once.
 
-    BOS (or else EOS) precedes the first token; a BOS that the tokenizer itself adds is then scored, too.
+    BOS (or else EOS) precedes the first token; a BOS that the tokenizer itself adds is then scored,
+    too.
     """
     prefix, left = prefix_token(tokenizer), max_tokens or sys.maxsize
     for number, text in enumerate(texts):
@@ -177,17 +213,23 @@ def text_windows(
 
 
 def pair_windows(
-    pairs: Iterable[tuple[str, ...]], encoder: PairEncoder, context: int, max_tokens: int | None = None
+    pairs: Iterable[tuple[str, ...]],
+    encoder: PairEncoder,
+    context: int,
+    max_tokens: int | None = None,
 ) -> Iterator[tuple[str, list[Window], bool]]:
-    """One window per pair for an encoder-decoder, until they have `max_tokens`: every target token is scored, after the
-    decoder start token. Sources and targets are cut to the context; pairs with an empty target are skipped.
+    """One window per pair for an encoder-decoder, until they have `max_tokens`: every target token
+    is scored, after the decoder start token. Sources and targets are cut to the context; pairs with
+    an empty target are skipped.
     """
     number, left = 0, max_tokens or sys.maxsize
     for source, target in pairs:
         ids = encoder.encode([source])[0], encoder.encode([target], target=True)[0]
         if ids[1]:
             source_ids, target_ids = encoder.add_special_tokens(*ids, context)
-            window = Window((encoder.start, *target_ids), len(target_ids), number, tuple(source_ids))
+            window = Window(
+                (encoder.start, *target_ids), len(target_ids), number, tuple(source_ids)
+            )
             yield target, [window], encoder.cuts(*ids, context)
             number, left = number + 1, left - len(target_ids)
         if left <= 0:
@@ -195,7 +237,10 @@ def pair_windows(
 
 
 def prefix_token(tokenizer: Any) -> int:
-    """First token of every sequence: BOS, or else EOS. Raises RefusedError if the tokenizer has neither."""
+    """First token of every sequence: BOS, or else EOS.
+
+    Raises RefusedError if the tokenizer has neither.
+    """
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
@@ -203,8 +248,9 @@ def prefix_token(tokenizer: Any) -> int:
 
 
 def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
-    """exp(nats / tokens), exp(nats / words), exp(nats / bytes) and nats / (ln 2 bytes), each from sums over all tokens;
-    per word and per byte only if no pair is cut, and if the tokens cover any text (not if there is only BOS).
+    """exp(nats / tokens), exp(nats / words), exp(nats / bytes) and nats / (ln 2 bytes), each from
+    sums over all tokens; per word and per byte only if no pair is cut, and if the tokens cover any
+    text (not if there is only BOS).
     """
     total, tokens = float(nats.sum(dtype="float64")), len(nats)
     whole = not text.cut and text.bytes > 0

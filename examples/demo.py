@@ -1,9 +1,10 @@
-"""Every method of conversion on the embedded checkpoint, trained a little and measured: a small study.
+"""Every method of conversion on the embedded checkpoint, trained a little and measured: a small
+study.
 
     make demo
 
-Every number is computed here and now, without a network: the text is Python's standard library, measured on modules
-that the checkpoint was never trained on.
+Every number is computed here and now, without a network: the text is Python's standard library,
+measured on modules that the checkpoint was never trained on.
 """
 
 from __future__ import annotations
@@ -22,17 +23,37 @@ ALPHAS = [0.0, 0.01]
 
 
 def study(output: Path) -> gqa.Study:
-    """Calibrated on 16,384 tokens, refined for 50 steps a layer: a fraction of the defaults, as is the training."""
-    print(f"{', '.join(METHODS)}; 8 heads to 2, each untrained and after {max(ALPHAS):.0%} of the data\n")
+    """Calibrated on 16,384 tokens, refined for 50 steps a layer: a fraction of the defaults, as is
+    the training.
+    """
+    print(
+        f"{', '.join(METHODS)}; 8 heads to 2, each untrained and after {max(ALPHAS):.0%} of the "
+        "data\n"
+    )
     return gqa.ablate(
-        SOURCE, data="stdlib:train", output=output, methods=METHODS, kv_heads=[2], alphas=ALPHAS, batch_size=4,
-        precision="bfloat16", calibration_tokens=16_384, refine_steps=50, eval_tokens=16_384, overwrite=True,
-    )  # fmt: skip
+        SOURCE,
+        data="stdlib:train",
+        output=output,
+        methods=METHODS,
+        kv_heads=[2],
+        alphas=ALPHAS,
+        batch_size=4,
+        precision="bfloat16",
+        calibration_tokens=16_384,
+        refine_steps=50,
+        eval_tokens=16_384,
+        overwrite=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("examples/stdlib-mha-study"), help="the study, made anew")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("examples/stdlib-mha-study"),
+        help="the study, made anew",
+    )
     args = parser.parse_args()
     logging.disable_progress_bar()
     start = time.perf_counter()

@@ -1,15 +1,17 @@
-"""Train the embedded checkpoint `examples/stdlib-mha`: a small multi-head Llama on Python's standard library.
+"""Train the embedded checkpoint `examples/stdlib-mha`: a small multi-head Llama on Python's
+standard library.
 
-    python examples/pretrain.py --minutes 85 --context 512 --batch 16 --plain 1 --out first
-    python examples/pretrain.py --minutes 75 --start first --out second
-    python examples/pretrain.py --minutes 95 --peak 3e-3 --drawn 0.5 --start second --out examples/stdlib-mha
+    python examples/pretrain.py --minutes 85 --context 512 --batch 16 --plain 1 --out first python
+    examples/pretrain.py --minutes 75 --start first --out second python examples/pretrain.py
+    --minutes 95 --peak 3e-3 --drawn 0.5 --start second --out examples/stdlib-mha
 
-From the second stage on half of the windows repeat themselves: so small a model does not learn from code alone to find
-things again in its context.
+From the second stage on half of the windows repeat themselves: so small a model does not learn from
+code alone to find things again in its context.
 
-Everything it needs is on the machine: the corpus is the running Python's own source (`gqa.corpus.stdlib`; held-out
-modules are never read here except to report the loss). Needs the `dev` extra for sentencepiece. The learning rate
-follows the elapsed share of `--minutes`, so the run ends with a finished decay on a fast and on a slow machine alike.
+Everything it needs is on the machine: the corpus is the running Python's own source
+(`gqa.corpus.stdlib`; held-out modules are never read here except to report the loss). Needs the
+`dev` extra for sentencepiece. The learning rate follows the elapsed share of `--minutes`, so the
+run ends with a finished decay on a fast and on a slow machine alike.
 """
 
 from __future__ import annotations
@@ -36,27 +38,57 @@ from gqa.corpus.tokens import repeat_start
 BOS, EOS = 1, 2
 LOG = "training_log.jsonl"
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
-# Written by hand and not by `save_pretrained`: transformers 4 does not find the rotary base that version 5 writes.
+# Written by hand and not by `save_pretrained`: transformers 4 does not find the rotary base that
+# version 5 writes.
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": BOS,
-    "eos_token_id": EOS, "head_dim": 32, "hidden_act": "silu", "hidden_size": 256, "initializer_range": 0.02,
-    "intermediate_size": 688, "max_position_embeddings": 1024, "mlp_bias": False, "model_type": "llama",
-    "num_attention_heads": 8, "num_hidden_layers": 6, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "initializer_range": 0.02,
+    "intermediate_size": 688,
+    "max_position_embeddings": 1024,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
     "vocab_size": 4096,
-}  # fmt: skip
+}
 
 
 def train_tokenizer(texts: list[str], out: Path) -> sentencepiece.SentencePieceProcessor:
-    """A SentencePiece BPE model (what llama.cpp's converter reads) and the same tokenizer as `tokenizer.json`."""
+    """A SentencePiece BPE model (what llama.cpp's converter reads) and the same tokenizer as
+    `tokenizer.json`.
+    """
     model = io.BytesIO()
-    lines = (line for text in texts for line in text.split("\n") if line.strip() and len(line) < 2000)
+    lines = (
+        line for text in texts for line in text.split("\n") if line.strip() and len(line) < 2000
+    )
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_writer=model, model_type="bpe", vocab_size=CONFIG["vocab_size"],
-        byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, add_dummy_prefix=False, allow_whitespace_only_pieces=True,
-        user_defined_symbols=["\n"], max_sentence_length=8192, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=lines,
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=CONFIG["vocab_size"],
+        byte_fallback=True,
+        character_coverage=0.9999,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True,
+        user_defined_symbols=["\n"],
+        max_sentence_length=8192,
+        minloglevel=2,
+    )
     (out / "tokenizer.model").write_bytes(model.getvalue())
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     write_fast_tokenizer(processor, out)
@@ -64,20 +96,30 @@ def train_tokenizer(texts: list[str], out: Path) -> sentencepiece.SentencePieceP
 
 
 def write_fast_tokenizer(processor: sentencepiece.SentencePieceProcessor, out: Path) -> None:
-    """The SentencePiece model once more in the `tokenizers` format; `main` checks that both agree."""
+    """The SentencePiece model once more in the `tokenizers` format;
+    `main` checks that both agree.
+    """
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     merges = []
-    for piece in pieces:  # a merge is known by its result; SentencePiece numbers results in the order of merging
+    # A merge is known by its result; SentencePiece numbers results in the order of merging
+    for piece in pieces:
         if len(piece) > 1:
             splits = [(piece[:k], piece[k:]) for k in range(1, len(piece))]
             merges += sorted(
-                ((a, b) for a, b in splits if a in vocab and b in vocab), key=lambda ab: (vocab[ab[0]], vocab[ab[1]])
+                ((a, b) for a, b in splits if a in vocab and b in vocab),
+                key=lambda ab: (vocab[ab[0]], vocab[ab[1]]),
             )
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in ("<unk>", "<s>", "</s>")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t in ("<unk>", "<s>", "</s>")]
+    )
     tokenizer.add_tokens([AddedToken("\n", normalized=False, special=False)])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
@@ -88,11 +130,16 @@ def write_fast_tokenizer(processor: sentencepiece.SentencePieceProcessor, out: P
 def write_settings(out: Path) -> None:
     """What transformers reads beside tokenizer.json."""
     settings = {
-        "add_bos_token": True, "add_eos_token": False, "add_prefix_space": False, "bos_token": "<s>",
-        "clean_up_tokenization_spaces": False, "eos_token": "</s>",
-        "model_max_length": CONFIG["max_position_embeddings"], "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "add_prefix_space": False,
+        "bos_token": "<s>",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "</s>",
+        "model_max_length": CONFIG["max_position_embeddings"],
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": "<unk>",
-    }  # fmt: skip
+    }
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (out / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")
@@ -119,7 +166,9 @@ def heldout_loss(model: LlamaForCausalLM, stream: torch.Tensor, context: int, de
         with torch.autocast(device, torch.bfloat16):
             logits = model(input_ids=batch.to(device)).logits[:, :-1].float()
         targets = batch[:, 1:].to(device)
-        nats += torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+        nats += torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="sum"
+        ).item()
         count += targets.numel()
     model.train()
     return nats / count
@@ -128,14 +177,18 @@ def heldout_loss(model: LlamaForCausalLM, stream: torch.Tensor, context: int, de
 def repeating(
     batch: torch.Tensor, plain: float, drawn: float, random: np.random.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch of windows as it stands in a share `plain`, else repeating itself: input ids and labels, (B, T) each.
+    """A batch of windows as it stands in a share `plain`, else repeating itself: input ids and
+    labels, (B, T) each.
 
-    Of the others a share `drawn` are random tokens again and again, whose first copies are not scored. Of what is left
-    two thirds have one to four of their passages once more further on, and a third are their beginning again and again.
+    Of the others a share `drawn` are random tokens again and again, whose first copies are not
+    scored. Of what is left two thirds have one to four of their passages once more further on, and
+    a third are their beginning again and again.
     """
     ids = batch.numpy().copy()
     labels = ids.copy()
-    for row, draw in enumerate((random.random(len(ids)) - plain) / (1 - plain) if plain < 1 else []):
+    for row, draw in enumerate(
+        (random.random(len(ids)) - plain) / (1 - plain) if plain < 1 else []
+    ):
         if 0 <= draw < (1 - drawn) * 2 / 3:
             labels[row] = ids[row] = copied(ids[row], int(random.integers(1, 5)), random)
         elif 0 <= draw < 1 - drawn:
@@ -147,7 +200,8 @@ def repeating(
 
 
 def copied(block: np.ndarray, copies: int, random: np.random.Generator) -> np.ndarray:
-    """A window with `copies` of its passages inserted once more further on; what follows moves back. Shape (T,).
+    """A window with `copies` of its passages inserted once more further on; what follows moves
+    back. Shape (T,).
 
     Lengths are uniform in their logarithm between 16 and a quarter of the window, places uniform.
     """
@@ -156,7 +210,9 @@ def copied(block: np.ndarray, copies: int, random: np.random.Generator) -> np.nd
         passage = round(math.exp(random.uniform(math.log(16), math.log(max(length // 4, 16)))))
         start = random.integers(0, length - 2 * passage, endpoint=True)
         place = random.integers(start + passage, length - passage, endpoint=True)
-        block = np.concatenate([block[:place], block[start : start + passage], block[place:]])[:length]
+        block = np.concatenate([block[:place], block[start : start + passage], block[place:]])[
+            :length
+        ]
     return block
 
 
@@ -176,7 +232,9 @@ def twice(tokens: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, 
 
 @torch.no_grad()
 def second_copies(model: LlamaForCausalLM, stream: torch.Tensor, length: int, device: str) -> float:
-    """Share of tokens that are the most likely one, in second copies of 64 passages of `length` tokens."""
+    """Share of tokens that are the most likely one, in second copies of 64 passages of `length`
+    tokens.
+    """
     model.eval()
     passages = windows(stream, length, 0)
     passages = passages[torch.linspace(0, len(passages) - 1, 64).long()]
@@ -190,8 +248,12 @@ def second_copies(model: LlamaForCausalLM, stream: torch.Tensor, length: int, de
 def optimizers_of(
     matrices: list[torch.nn.Parameter], others: list[dict[str, object]], peak: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, AdamW without decay for groups of others, which may have a rate of their own."""
-    muon = torch.optim.Muon(matrices, lr=peak, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    """Muon for matrices, AdamW without decay for groups of others, which may have a rate of their
+    own.
+    """
+    muon = torch.optim.Muon(
+        matrices, lr=peak, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
     adamw = torch.optim.AdamW(others, lr=peak, weight_decay=0.0, betas=(0.9, 0.95))
     for optimizer in (muon, adamw):
         for group in optimizer.param_groups:
@@ -200,8 +262,12 @@ def optimizers_of(
 
 
 def save_checkpoint(model: LlamaForCausalLM, out: Path) -> None:
-    """bfloat16 weights under the names transformers reads; the tied output layer is not stored twice."""
-    state = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
+    """bfloat16 weights under the names transformers reads; the tied output layer is not stored
+    twice.
+    """
+    state = {
+        k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()
+    }
     del state["lm_head.weight"]
     partial = out / "model.safetensors.partial"
     save_file(state, partial, metadata={"format": "pt"})
@@ -213,11 +279,18 @@ def save_checkpoint(model: LlamaForCausalLM, out: Path) -> None:
 
 
 def rate(progress: float) -> float:
-    """Share of the peak learning rate: 1 % warm-up, flat, linear decay to zero over the last 60 %."""
+    """Share of the peak learning rate: 1 % warm-up, flat, linear decay to zero over the last 60
+    %.
+    """
     return min(progress / 0.01, 1.0) * min((1 - progress) / 0.6, 1.0) if progress < 1 else 0.0
 
 
-def descend(model: torch.nn.Module, loss: torch.Tensor, optimizers: list[torch.optim.Optimizer], scale: float) -> None:
+def descend(
+    model: torch.nn.Module,
+    loss: torch.Tensor,
+    optimizers: list[torch.optim.Optimizer],
+    scale: float,
+) -> None:
     """One step of all optimisers, at `scale` of their rates."""
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -233,14 +306,16 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
     order, repeats = random.Random(args.seed), np.random.default_rng(args.seed)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG)).float().to(args.device)
     if args.start:
-        model.load_state_dict(load_file(args.start / "model.safetensors"), strict=False)  # the output layer is tied
+        # The output layer is tied
+        model.load_state_dict(load_file(args.start / "model.safetensors"), strict=False)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     embedding = [p for n, p in model.named_parameters() if "embed" in n]
     norms = [p for p in model.parameters() if p.ndim == 1]
     others = [{"params": embedding}, {"params": norms, "lr": args.peak / 2}]
     optimizers = optimizers_of(matrices, others, args.peak)
     log = (args.out / LOG).open("a")
-    sample = windows(heldout, args.context, 0)[::7].flatten()  # a seventh of the held-out text, for the log
+    # A seventh of the held-out text, for the log
+    sample = windows(heldout, args.context, 0)[::7].flatten()
     start, step, tokens = time.monotonic(), 0, 0
     while True:
         blocks = windows(train_stream, args.context, order.randrange(args.context))
@@ -252,7 +327,12 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
             scale = rate(progress)
             if scale == 0.0 and step:
                 final = heldout_loss(model, heldout, args.context, args.device)
-                record = {"step": step, "tokens": tokens, "minutes": round(elapsed / 60, 2), "context": args.context}
+                record = {
+                    "step": step,
+                    "tokens": tokens,
+                    "minutes": round(elapsed / 60, 2),
+                    "context": args.context,
+                }
                 record["second_copies"] = round(second_copies(model, heldout, 64, args.device), 4)
                 log.write(json.dumps(record | {"heldout_loss": round(final, 4)}) + "\n")
                 log.close()
@@ -260,7 +340,8 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
                 print(f"done: {step} steps, {tokens:,} tokens, held-out {final:.4f} nats/token")
                 return
             batch = blocks[indices[first : first + args.batch]]
-            if args.plain < 1 and step % 3 == 2:  # short windows: what repeats is near, which is learnt first
+            # Short windows: what repeats is near, which is learnt first
+            if args.plain < 1 and step % 3 == 2:
                 batch = batch.reshape(-1, 128)
             batch, labels = repeating(batch, args.plain, args.drawn, repeats)
             with torch.autocast(args.device, torch.bfloat16):
@@ -269,10 +350,17 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
             step, tokens = step + 1, tokens + batch.numel()
             if step % args.log_every == 0:
                 record = {"step": step, "tokens": tokens, "minutes": round(elapsed / 60, 2)}
-                record |= {"loss": round(loss.item(), 4), "tokens_per_s": round(tokens / max(elapsed, 1e-9))}
+                record |= {
+                    "loss": round(loss.item(), 4),
+                    "tokens_per_s": round(tokens / max(elapsed, 1e-9)),
+                }
                 if step % (10 * args.log_every) == 0:
-                    record["heldout_sample"] = round(heldout_loss(model, sample, args.context, args.device), 4)
-                    record["second_copies"] = round(second_copies(model, heldout, 64, args.device), 4)
+                    record["heldout_sample"] = round(
+                        heldout_loss(model, sample, args.context, args.device), 4
+                    )
+                    record["second_copies"] = round(
+                        second_copies(model, heldout, 64, args.device), 4
+                    )
                     save_checkpoint(model, args.out)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
@@ -282,11 +370,17 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("examples/stdlib-mha"))
-    parser.add_argument("--start", type=Path, help="begin with the weights and the tokenizer of this directory")
+    parser.add_argument(
+        "--start", type=Path, help="begin with the weights and the tokenizer of this directory"
+    )
     parser.add_argument("--minutes", type=float, default=80.0)
     parser.add_argument("--peak", type=float, default=4e-3, help="highest learning rate")
-    parser.add_argument("--plain", type=float, default=0.5, help="share of windows that do not repeat themselves")
-    parser.add_argument("--drawn", type=float, default=0.25, help="of the others, share of random tokens")
+    parser.add_argument(
+        "--plain", type=float, default=0.5, help="share of windows that do not repeat themselves"
+    )
+    parser.add_argument(
+        "--drawn", type=float, default=0.25, help="of the others, share of random tokens"
+    )
     parser.add_argument("--batch", type=int, default=8, help="windows a step")
     parser.add_argument("--context", type=int, default=1024, help="tokens a window")
     parser.add_argument("--seed", type=int, default=0)
@@ -311,7 +405,8 @@ def main() -> None:
     train_stream, heldout = token_stream(processor, texts), token_stream(processor, heldout_texts)
     characters = sum(map(len, texts))
     print(
-        f"{len(train_stream):,} training tokens ({characters / len(train_stream):.2f} characters each), "
+        f"{len(train_stream):,} training tokens ({characters / len(train_stream):.2f} characters "
+        "each), "
         f"{len(heldout):,} held out; uniform loss {math.log(CONFIG['vocab_size']):.2f}"
     )
     train(args, train_stream, heldout)

@@ -1,11 +1,13 @@
-"""Train a small T5 on Python's standard library: function bodies from signatures and docstrings, and span corruption.
+"""Train a small T5 on Python's standard library: function bodies from signatures and docstrings,
+and span corruption.
 
     python examples/pretrain_t5.py --out stdlib-t5
 
-It takes 15 minutes on two cores. Half of the batches are pairs: signature and docstring of a function, and its body;
-the others are text with spans left out, as T5 was trained (arXiv 1910.10683). It begins with the tokenizer and layers
-of `examples/stdlib-mha`; sentinels, cross-attention and the bias by distance are new. The pairs of training and
-held-out modules are written to `train.jsonl` and `heldout.jsonl`, in columns `source` and `target`.
+It takes 15 minutes on two cores. Half of the batches are pairs: signature and docstring of a
+function, and its body; the others are text with spans left out, as T5 was trained (arXiv
+1910.10683). It begins with the tokenizer and layers of `examples/stdlib-mha`; sentinels,
+cross-attention and the bias by distance are new. The pairs of training and held-out modules are
+written to `train.jsonl` and `heldout.jsonl`, in columns `source` and `target`.
 """
 
 from __future__ import annotations
@@ -34,20 +36,35 @@ SENTINELS = [f"<extra_id_{number}>" for number in range(100)]
 LENGTH = 128  # tokens of a source, and of a target
 # A gated T5 with the widths and heads of the embedded checkpoint.
 CONFIG = {
-    "d_ff": 688, "d_kv": 32, "d_model": 256, "decoder_start_token_id": BOS, "dropout_rate": 0.0,
-    "eos_token_id": EOS, "feed_forward_proj": "gated-silu", "num_decoder_layers": 6, "num_heads": 8,
-    "num_layers": 3, "pad_token_id": BOS, "relative_attention_max_distance": 128,
-    "relative_attention_num_buckets": 32, "scale_decoder_outputs": False, "vocab_size": 4096 + len(SENTINELS),
-}  # fmt: skip
+    "d_ff": 688,
+    "d_kv": 32,
+    "d_model": 256,
+    "decoder_start_token_id": BOS,
+    "dropout_rate": 0.0,
+    "eos_token_id": EOS,
+    "feed_forward_proj": "gated-silu",
+    "num_decoder_layers": 6,
+    "num_heads": 8,
+    "num_layers": 3,
+    "pad_token_id": BOS,
+    "relative_attention_max_distance": 128,
+    "relative_attention_num_buckets": 32,
+    "scale_decoder_outputs": False,
+    "vocab_size": 4096 + len(SENTINELS),
+}
 
 # The embedded checkpoint's tensors of a layer, and T5's.
 NAMES = {
-    "input_layernorm": "0.layer_norm", "mlp.down_proj": "{mlp}.DenseReluDense.wo",
-    "mlp.gate_proj": "{mlp}.DenseReluDense.wi_0", "mlp.up_proj": "{mlp}.DenseReluDense.wi_1",
-    "post_attention_layernorm": "{mlp}.layer_norm", "self_attn.k_proj": "0.SelfAttention.k",
-    "self_attn.o_proj": "0.SelfAttention.o", "self_attn.q_proj": "0.SelfAttention.q",
+    "input_layernorm": "0.layer_norm",
+    "mlp.down_proj": "{mlp}.DenseReluDense.wo",
+    "mlp.gate_proj": "{mlp}.DenseReluDense.wi_0",
+    "mlp.up_proj": "{mlp}.DenseReluDense.wi_1",
+    "post_attention_layernorm": "{mlp}.layer_norm",
+    "self_attn.k_proj": "0.SelfAttention.k",
+    "self_attn.o_proj": "0.SelfAttention.o",
+    "self_attn.q_proj": "0.SelfAttention.q",
     "self_attn.v_proj": "0.SelfAttention.v",
-}  # fmt: skip
+}
 
 Pair = tuple[list[int], list[int]]
 
@@ -55,16 +72,26 @@ Pair = tuple[list[int], list[int]]
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """The embedded checkpoint's with T5's sentinels, ending every text as T5's does."""
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SENTINELS])
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, normalized=False, special=True) for name in SENTINELS]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", EOS)]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", pad_token="<s>",
-        extra_special_tokens=SENTINELS, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        eos_token="</s>",
+        pad_token="<s>",
+        extra_special_tokens=SENTINELS,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def functions(texts: Iterable[str]) -> Iterator[dict[str, str]]:
-    """Signatures with docstrings as `source`, bodies as `target`, of all functions that have both."""
+    """Signatures with docstrings as `source`, bodies as `target`,
+    of all functions that have both.
+    """
     for text in texts:
         try:
             tree = ast.parse(text)
@@ -81,28 +108,43 @@ def functions(texts: Iterable[str]) -> Iterator[dict[str, str]]:
 
 def encoded(rows: Iterable[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> list[Pair]:
     """Token ids of pairs whose source and target fit."""
-    pairs = ((tokenizer(row["source"])["input_ids"], tokenizer(row["target"])["input_ids"]) for row in rows)
+    pairs = (
+        (tokenizer(row["source"])["input_ids"], tokenizer(row["target"])["input_ids"])
+        for row in rows
+    )
     return [pair for pair in pairs if max(map(len, pair)) <= LENGTH]
 
 
 def batch_of(pairs: Iterable[Pair], device: str) -> dict[str, torch.Tensor]:
     """Inputs of the model: ids (B, S), their mask, labels (B, T) with -100 as padding."""
-    sources, targets = ([torch.tensor(part) for part in parts] for parts in zip(*pairs, strict=True))
+    sources, targets = (
+        [torch.tensor(part) for part in parts] for parts in zip(*pairs, strict=True)
+    )
     batch = {
         "input_ids": pad_sequence(sources, batch_first=True, padding_value=BOS),
-        "attention_mask": pad_sequence([torch.ones_like(source) for source in sources], batch_first=True),
+        "attention_mask": pad_sequence(
+            [torch.ones_like(source) for source in sources], batch_first=True
+        ),
         "labels": pad_sequence(targets, batch_first=True, padding_value=-100),
     }
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def make_model(device: str) -> T5ForConditionalGeneration:
-    """With the embedded checkpoint's layers, the first ones in the encoder too. What they lose is the rotary embedding:
-    a bias by distance is learnt instead. T5 divides no scores; cross-attention adds nothing at first.
+    """With the embedded checkpoint's layers, the first ones in the encoder too.
+
+    What they lose is the rotary embedding: a bias by distance is learnt instead. T5 divides no
+    scores; cross-attention adds nothing at first.
     """
-    model, embedded = T5ForConditionalGeneration(T5Config(**CONFIG)), load_file(EMBEDDED / "model.safetensors")
+    model, embedded = (
+        T5ForConditionalGeneration(T5Config(**CONFIG)),
+        load_file(EMBEDDED / "model.safetensors"),
+    )
     tensors = model.state_dict()
-    for stack, count in (("encoder", CONFIG["num_layers"]), ("decoder", CONFIG["num_decoder_layers"])):
+    for stack, count in (
+        ("encoder", CONFIG["num_layers"]),
+        ("decoder", CONFIG["num_decoder_layers"]),
+    ):
         tensors[f"{stack}.final_layer_norm.weight"] = embedded["model.norm.weight"]
         for number in range(count):
             mlp = 1 if stack == "encoder" else 2
@@ -116,7 +158,9 @@ def make_model(device: str) -> T5ForConditionalGeneration:
                         torch.zeros_like(tensor) if theirs.endswith("o_proj") else tensor
                     )
     rows = embedded["model.embed_tokens.weight"].float()
-    tensors["shared.weight"] = torch.cat([rows, torch.randn(len(SENTINELS), rows.shape[1]) * rows.std()])
+    tensors["shared.weight"] = torch.cat(
+        [rows, torch.randn(len(SENTINELS), rows.shape[1]) * rows.std()]
+    )
     for name in ("lm_head", "encoder.embed_tokens", "decoder.embed_tokens"):
         tensors[f"{name}.weight"] = tensors["shared.weight"]  # tied
     model.load_state_dict(tensors)
@@ -124,9 +168,15 @@ def make_model(device: str) -> T5ForConditionalGeneration:
 
 
 def make_optimizers(model: T5ForConditionalGeneration, peak: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for what is looked up, the output and the norms."""
+    """Muon for the matrices of the layers, AdamW for what is looked up,
+    the output and the norms.
+    """
     looked_up = ("shared", "lm_head", "relative_attention_bias")
-    others = [p for name, p in model.named_parameters() if p.ndim == 1 or any(part in name for part in looked_up)]
+    others = [
+        p
+        for name, p in model.named_parameters()
+        if p.ndim == 1 or any(part in name for part in looked_up)
+    ]
     known = set(map(id, others))
     matrices = [p for p in model.parameters() if id(p) not in known]
     return optimizers_of(matrices, [{"params": others}], peak)
@@ -142,7 +192,9 @@ def mean_nats(model: T5ForConditionalGeneration, pairs: list[Pair], device: str)
         with torch.autocast(device, torch.bfloat16):
             logits = model(**batch).logits.float()
         labels = batch["labels"].flatten()
-        nats += torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum").item()
+        nats += torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels, reduction="sum"
+        ).item()
         count += int((labels >= 0).sum())
     model.train()
     return nats / count
@@ -169,7 +221,9 @@ class Texts:
 
 
 def batches(texts: Texts, size: int, seed: int) -> Iterator[list[Pair]]:
-    """Without end: `size` pairs of functions, then twice as many blocks, whose targets are short, in turn."""
+    """Without end: `size` pairs of functions, then twice as many blocks, whose targets are short,
+    in turn.
+    """
     order, generator = random.Random(seed), np.random.default_rng(seed)
     pairs, spans = list[Pair](), list[Pair]()
     while True:
@@ -186,8 +240,11 @@ def train(args: argparse.Namespace, texts: Texts, heldout: Texts) -> T5ForCondit
     model = make_model(args.device)
     optimizers = make_optimizers(model, args.peak)
     heldout_spans = list(heldout.spans(0, 400, np.random.default_rng(0)))
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(texts.pairs):,} functions, "
-          f"{len(texts.stream):,} tokens; {len(heldout.pairs)} functions held out")  # fmt: skip
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, "
+        f"{len(texts.pairs):,} functions, "
+        f"{len(texts.stream):,} tokens; {len(heldout.pairs)} functions held out"
+    )
     start, tokens = time.monotonic(), 0
     with (args.out / LOG).open("w") as log:
         for step, pairs in enumerate(batches(texts, args.batch, args.seed)):
@@ -197,7 +254,9 @@ def train(args: argparse.Namespace, texts: Texts, heldout: Texts) -> T5ForCondit
             if done or step % args.log_every == 0:
                 record = {"step": step, "minutes": round(minutes, 2), "target_tokens": tokens}
                 few = slice(None) if done else slice(0, 64)
-                record["functions_nats"] = round(mean_nats(model, heldout.pairs[few], args.device), 4)
+                record["functions_nats"] = round(
+                    mean_nats(model, heldout.pairs[few], args.device), 4
+                )
                 record["spans_nats"] = round(mean_nats(model, heldout_spans[few], args.device), 4)
                 log.write(json.dumps(record) + "\n")
                 log.flush()

@@ -1,20 +1,29 @@
-"""Convert multi-head checkpoints to grouped-query ones, train them further, evaluate them. Examples: docs/api.md.
+"""Convert multi-head checkpoints to grouped-query ones, train them further, evaluate them.
+
+Examples: docs/api.md.
 
     import gqa
 
     small = gqa.convert_model("examples/stdlib-mha", kv_heads=2)
     model = small.load()
 
-Torch and transformers are imported when a function is first called. Public are the names in `__all__`, and
-`gqa.convert.api.plan_conversion`.
+Torch and transformers are imported when a function is first called. Public are the names in
+`__all__`, and `gqa.convert.api.plan_conversion`.
 
-All functions raise RefusedError, before anything is written, if a model, text or option cannot be used; TypeError for
-unknown options; OutputError if the result cannot be written or verified, leaving nothing at `output`. Training raises
-DivergedError after a loss or gradient that is not finite, and StoppedError after a signal: the same call continues
-the training or the study.
+All functions raise RefusedError, before anything is written, if a model, text or option cannot be
+used; TypeError for unknown options; OutputError if the result cannot be written or verified,
+leaving nothing at `output`. Training raises DivergedError after a loss or gradient that is not
+finite, and StoppedError after a signal: the same call continues the training or the study.
 """
 
-from gqa.checkpoint.errors import CorpusError, CorruptError, DivergedError, OutputError, RefusedError, StoppedError
+from gqa.checkpoint.errors import (
+    CorpusError,
+    CorruptError,
+    DivergedError,
+    OutputError,
+    RefusedError,
+    StoppedError,
+)
 from gqa.checkpoint.provenance import version
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
@@ -25,9 +34,22 @@ from .functions import Evaluation, Result, Study, ablate, convert_model, evaluat
 
 __version__ = version()
 __all__ = [  # noqa: RUF022 - functions, what they return, what they take, what they raise
-    "convert_model", "uptrain_model", "evaluate", "ablate",
-    "Result", "Evaluation", "Study",
-    "ConvertOptions", "TrainOptions", "EvaluateOptions", "AblateOptions",
-    "RefusedError", "CorruptError", "CorpusError", "OutputError", "DivergedError", "StoppedError",
+    "convert_model",
+    "uptrain_model",
+    "evaluate",
+    "ablate",
+    "Result",
+    "Evaluation",
+    "Study",
+    "ConvertOptions",
+    "TrainOptions",
+    "EvaluateOptions",
+    "AblateOptions",
+    "RefusedError",
+    "CorruptError",
+    "CorpusError",
+    "OutputError",
+    "DivergedError",
+    "StoppedError",
     "__version__",
-]  # fmt: skip
+]

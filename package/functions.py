@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A checkpoint written by `convert_model` or `uptrain_model`; every function accepts it as a model. `record`: the
-    JSON file next to its weights.
+    """A checkpoint written by `convert_model` or `uptrain_model`; every function accepts it as a
+    model. `record`: the JSON file next to its weights.
     """
 
     path: Path
     record: Mapping[str, Any] = field(repr=False)
-    # Keeps temporary directories: its own, and that of the result from which this was made, where this may be.
+    # Keeps temporary directories: its own, and that of the result from which this was made, where
+    # this may be.
     _directories: Any = field(default=None, compare=False, repr=False)
 
     def __fspath__(self) -> str:
@@ -40,13 +41,15 @@ class Result:
         """
         from gqa.checkpoint.loading import find_device, load_model
 
-        return load_model(str(self.path), dtype=dtype, device=device if device == "auto" else find_device(device))
+        return load_model(
+            str(self.path), dtype=dtype, device=device if device == "auto" else find_device(device)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Results of `evaluate`: `record` is results.json of gqa-eval, `path` the directory of the report, if any. `str`
-    returns the verdicts and tables that gqa-eval prints.
+    """Results of `evaluate`: `record` is results.json of gqa-eval, `path` the directory of the
+    report, if any. `str` returns the verdicts and tables that gqa-eval prints.
     """
 
     path: Path | None = None
@@ -60,8 +63,8 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Results of `ablate`: `rows` of results.jsonl, one per cell; `path`, the directory of the report; the
-    `recommendation`, and as `str` the table, that gqa-ablate prints.
+    """Results of `ablate`: `rows` of results.jsonl, one per cell; `path`, the directory of the
+    report; the `recommendation`, and as `str` the table, that gqa-ablate prints.
     """
 
     path: Path
@@ -74,15 +77,18 @@ class Study:
         return short_table(self.rows).text()
 
 
-def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **options: Any) -> Result:
+def convert_model(
+    model: Model | ConvertOptions, *, tokenizer: Any = None, **options: Any
+) -> Result:
     """Convert a checkpoint to one with fewer (or more) key/value heads.
 
     Args:
-        model: A directory, a hub id, a result of another function, or a loaded model, which is not changed: a copy
-            is written to a temporary directory. Or all options as `ConvertOptions`.
+        model: A directory, a hub id, a result of another function, or a loaded model, which is not
+            changed: a copy is written to a temporary directory. Or all options as `ConvertOptions`.
         tokenizer: Of a loaded model; it is saved with the result.
-        options: The fields of `ConvertOptions` (`kv_heads=2`, `method="refined"`, `data="self"` ...). Without `output`
-            the result of a loaded model is in a temporary directory that exists as long as the result object.
+        options: The fields of `ConvertOptions` (`kv_heads=2`, `method="refined"`, `data="self"`
+            ...). Without `output` the result of a loaded model is in a temporary directory that
+            exists as long as the result object.
     """
     from gqa.checkpoint.console import Watcher
     from gqa.convert.api import convert, prepare
@@ -101,11 +107,13 @@ def uptrain_model(
     """Train a converted checkpoint further, in one process, and write the result as a checkpoint.
 
     Args:
-        model: A directory, a hub id, a result of another function, or a loaded model with its `tokenizer`. Or all
-            options as `TrainOptions`.
-        teacher: The model before conversion, whose predictions are distilled; may be a loaded model.
-        options: The fields of `TrainOptions` (`data="corpus.jsonl"`, `tokens="1M"`, `learning_rate=1e-4` ...). Without
-            `output` a loaded model is written to a temporary directory that exists as long as the result.
+        model: A directory, a hub id, a result of another function, or a loaded model with its
+            `tokenizer`. Or all options as `TrainOptions`.
+        teacher: The model before conversion, whose predictions are distilled; may be a loaded
+            model.
+        options: The fields of `TrainOptions` (`data="corpus.jsonl"`, `tokens="1M"`,
+            `learning_rate=1e-4` ...). Without `output` a loaded model is written to a temporary
+            directory that exists as long as the result.
     """
     from gqa.checkpoint.compat import fresh_accelerator
     from gqa.checkpoint.console import Watcher
@@ -124,11 +132,11 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
     """Compare models on the same text: quality, memory and speed side by side.
 
     Args:
-        models: Directories, hub ids, results of other functions, or loaded models; the first is the baseline. Or all
-            options as one `EvaluateOptions`.
+        models: Directories, hub ids, results of other functions, or loaded models; the first is the
+            baseline. Or all options as one `EvaluateOptions`.
         tokenizer: Of the loaded models.
-        options: The fields of `EvaluateOptions` (`data="text.txt"`, `kl=True`, `memory="80GB"` ...). Without `output`
-            no report is written.
+        options: The fields of `EvaluateOptions` (`data="text.txt"`, `kl=True`, `memory="80GB"`
+            ...). Without `output` no report is written.
     """
     from gqa.eval.evaluate import measure
     from gqa.eval.report import open_report, write_report
@@ -144,13 +152,13 @@ def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options:
 
 
 def ablate(model: Model | AblateOptions, *, tokenizer: Any = None, **options: Any) -> Study:
-    """Measure every combination of methods, numbers of heads and further training, and write a report to `output`.
-    The same call continues a study that was stopped.
+    """Measure every combination of methods, numbers of heads and further training, and write a
+    report to `output`. The same call continues a study that was stopped.
 
     Args:
         model: As of `convert_model`. Or all options as `AblateOptions`.
-        options: The fields of `AblateOptions` (`data="corpus.jsonl"`, `output="study"`, `methods=["mean", "aligned"]`,
-            `kv_heads=[1, 2]`, `alphas=[0, 0.05]` ...).
+        options: The fields of `AblateOptions` (`data="corpus.jsonl"`, `output="study"`,
+            `methods=["mean", "aligned"]`, `kv_heads=[1, 2]`, `alphas=[0, 0.05]` ...).
     """
     from gqa.eval.study.ablation import Ablation
     from gqa.eval.study.report import write_study_report

@@ -1,4 +1,6 @@
-"""Shared by the functions: options, models in memory, errors that name parameters instead of flags."""
+"""Shared by the functions: options, models in memory, errors that name parameters instead of
+flags.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,13 @@ _FUNCTIONS = {
 def options_of_call(
     kind: type[T], options: dict[str, Any], tokenizer: Any = None, **models: Any
 ) -> Iterator[tuple[T, object]]:
-    """Yield the options of a call, and what keeps temporary directories while it is referenced: its own, and that of a
-    result among the models. Models in memory are copied to its own until the block ends. `models`: the fields that name
-    models; the first may be a `kind` with all options instead.
+    """Yield the options of a call, and what keeps temporary directories while it is referenced: its
+    own, and that of a result among the models. Models in memory are copied to its own until the
+    block ends. `models`: the fields that name models; the first may be a `kind` with all options
+    instead.
 
-    Raises TypeError for unknown options. Errors name parameters, not options of the command. Meanwhile transformers
-    logs errors only.
+    Raises TypeError for unknown options. Errors name parameters, not options of the command.
+    Meanwhile transformers logs errors only.
     """
     from transformers.utils import logging
 
@@ -54,7 +57,11 @@ def options_of_call(
             return os.fspath(model)
         copies.append(path := Path(directory.name, str(len(copies)), _name(model)))
         saved = copy.copy(model)  # `save_pretrained` changes the config
-        configs = {name: vars(model)[name] for name in ("config", "generation_config") if name in vars(model)}
+        configs = {
+            name: vars(model)[name]
+            for name in ("config", "generation_config")
+            if name in vars(model)
+        }
         vars(saved).update(copy.deepcopy(configs))
         with quiet_transformers():
             saved.save_pretrained(path)
@@ -69,13 +76,17 @@ def options_of_call(
     try:
         if isinstance(first, kind) and (options or models.get("teacher", "auto") != "auto"):
             given = ", ".join(options) or "teacher"
-            raise TypeError(f"{kind.__name__} holds all options: change it instead of giving {given} too")
+            raise TypeError(
+                f"{kind.__name__} holds all options: change it instead of giving {given} too"
+            )
         if isinstance(first, kind):
             settings = first
         else:
             settings = kind(**{name: path_of(model) for name, model in models.items()}, **options)
         if tokenizer is not None and not copies:
-            raise RefusedError("tokenizer is for loaded models, and the model is a path; leave it out")
+            raise RefusedError(
+                "tokenizer is for loaded models, and the model is a path; leave it out"
+            )
         if getattr(settings, "dry_run", False):
             raise RefusedError("dry_run is for the command line; leave it out")
         with parameters_in_errors(kind):
@@ -99,7 +110,9 @@ def _by_name(kind: type, options: dict[str, Any]) -> dict[str, Any]:
     named = dict(options)
     if "groups" in named and "kv_heads" in known:
         if "kv_heads" in named:
-            raise TypeError(f"{function}() got both kv_heads and groups, which are the same: give one")
+            raise TypeError(
+                f"{function}() got both kv_heads and groups, which are the same: give one"
+            )
         named["kv_heads"] = named.pop("groups")
     for name in named:
         if name not in known:
@@ -110,12 +123,16 @@ def _by_name(kind: type, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(model: Any) -> str:
-    """Last path component of a loaded model's name, or else its class. Raises RefusedError if it is not a model."""
+    """Last path component of a loaded model's name, or else its class.
+
+    Raises RefusedError if it is not a model.
+    """
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise RefusedError(
-            f"the model is a {type(model).__name__}; give a directory, a hub id or a PreTrainedModel of transformers "
+            f"the model is a {type(model).__name__}; give a directory, "
+            "a hub id or a PreTrainedModel of transformers "
             "(for a peft adapter, the result of merge_and_unload)"
         )
     name = Path(str(model.name_or_path or "")).name

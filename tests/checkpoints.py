@@ -1,4 +1,6 @@
-"""Small real checkpoints written by hand, and the command run in this process: what the hostile-input tests need."""
+"""Small real checkpoints written by hand, and the command run in this process: what the
+hostile-input tests need.
+"""
 
 import contextlib
 import hashlib
@@ -27,13 +29,20 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED = {dtype: name for name, dtype in DTYPES.items()} | {
-    torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64", torch.bool: "BOOL",
-    torch.int32: "I32", torch.uint32: "U32",
-}  # fmt: skip
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+}
 Tensors = dict[str, Tensor]
 HEADS, HEAD_DIM, LAYERS, VOCABULARY = 8, 4, 2, 24
 K0, V0 = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "kv")
-NEEDS_TRAINING = re.compile(r"^warning: --method \w+ does not run the model on text, .*\n", re.MULTILINE)
+NEEDS_TRAINING = re.compile(
+    r"^warning: --method \w+ does not run the model on text, .*\n", re.MULTILINE
+)
 MERGED = ("--groups", 2, "--method", "mean")  # what most conversions of the tests are asked for
 SIDE_FILES = {
     "tokenizer.json": b'{"version": "1.0", "unused": "\\u00e9"}\r\n',
@@ -47,16 +56,29 @@ SIDE_FILES = {
 def config(kv: int = 4, **changes: Any) -> dict[str, Any]:
     """config.json of a small Llama, in an order of keys that nothing would choose."""
     made = {
-        "vocab_size": VOCABULARY, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
-        "num_hidden_layers": LAYERS, "num_key_value_heads": kv, "num_attention_heads": HEADS, "intermediate_size": 16,
-        "rope_theta": 10000.0, "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "max_position_embeddings": 64,
+        "vocab_size": VOCABULARY,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": kv,
+        "num_attention_heads": HEADS,
+        "intermediate_size": 16,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 64,
         "unknown_to_everybody": {"é": [1, 2.50, None]},
-    } | changes  # fmt: skip
+    } | changes
     return {key: value for key, value in made.items() if value is not ...}
 
 
-def weights(kv: int = 4, dtype: str = "F32", layers: int = LAYERS, width: int = 32, seed: int = 0) -> Tensors:
-    """The tensors of such a Llama, random: queries (H * d, D), keys and values (Hk * d, D) with d = D / H."""
+def weights(
+    kv: int = 4, dtype: str = "F32", layers: int = LAYERS, width: int = 32, seed: int = 0
+) -> Tensors:
+    """The tensors of such a Llama, random: queries (H * d, D), keys and values (Hk * d, D) with d =
+    D / H.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = kv * width // HEADS
 
@@ -92,7 +114,9 @@ def write_raw(path: Path, header: bytes, data: bytes, length: int | None = None)
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A file with the tensors in this order, as the safetensors library would not write it."""
-    header = format_header({name: (_STORED[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()})
+    header = format_header(
+        {name: (_STORED[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    )
     path.write_bytes(header + b"".join(map(tensor_bytes, tensors.values())))
 
 
@@ -104,7 +128,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def write_shards(directory: Path, tensors: Tensors, shards: int) -> None:
-    """model.safetensors, or numbered shards and their index; K and V of a layer lie in different ones."""
+    """model.safetensors, or numbered shards and their index; K and V of a layer lie in different
+    ones.
+    """
     if shards == 1:
         write_safetensors(directory / SINGLE, tensors)
         return
@@ -134,7 +160,9 @@ def llama(
 ) -> Path:
     """A checkpoint directory; `changes` go to config.json, where `...` removes a key."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config(kv, **changes), indent=4), encoding="utf-8")
+    (directory / "config.json").write_text(
+        json.dumps(config(kv, **changes), indent=4), encoding="utf-8"
+    )
     made = weights(kv, dtype, seed=seed) if tensors is None else tensors
     write_shards(directory, made, shards)
     for name, content in SIDE_FILES.items() if side_files else ():
@@ -166,7 +194,9 @@ def load(directory: Path) -> Tensors:
 
 
 def contents(directory: Path) -> dict[str, str]:
-    """SHA-256 of the files that are the same in every run: not of the two that state a time or a name."""
+    """SHA-256 of the files that are the same in every run: not of the two that state a time or a
+    name.
+    """
     return {
         path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in directory.rglob("*")
@@ -175,7 +205,9 @@ def contents(directory: Path) -> dict[str, str]:
 
 
 def snapshot(directory: Path) -> dict[str, str]:
-    """Every path below a directory with the SHA-256 of its bytes (or where it links to), its mode and its time."""
+    """Every path below a directory with the SHA-256 of its bytes (or where it links to), its mode
+    and its time.
+    """
     entries = {}
     for path in sorted(directory.rglob("*")):
         status, content, written = path.lstat(), "directory", 0
@@ -204,7 +236,9 @@ class Result:
 
     @property
     def complaints(self) -> str:
-        """stderr without the warning that a model converted by `--method mean` and the like needs training."""
+        """stderr without the warning that a model converted by `--method mean` and the like needs
+        training.
+        """
         return NEEDS_TRAINING.sub("", self.err)
 
 
@@ -234,9 +268,15 @@ def call(program: str, words: Iterable[object]) -> None:
 
 
 def run(*words: object, program: str = "gqa-convert") -> Result:
-    """`PROGRAM WORDS` in this process. Any exception but an exit fails the test, as a traceback would."""
+    """`PROGRAM WORDS` in this process.
+
+    Any exception but an exit fails the test, as a traceback would.
+    """
     code, before = 0, signal.getsignal(signal.SIGTERM)
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
         try:
             call(program, words)
         except SystemExit as leaving:
@@ -246,8 +286,12 @@ def run(*words: object, program: str = "gqa-convert") -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
-def check_refused(result: Result, *says: str, code: int = 2, program: str = "gqa-convert", advice: str = "; ") -> str:
-    """One line for people that says what was given and what to do, and no traceback; it is returned."""
+def check_refused(
+    result: Result, *says: str, code: int = 2, program: str = "gqa-convert", advice: str = "; "
+) -> str:
+    """One line for people that says what was given and what to do, and no traceback; it is
+    returned.
+    """
     assert result.code == code, result
     assert re.fullmatch(r"(estimate    about .*\n)?", result.out), result
     assert "Traceback" not in result.err
@@ -288,6 +332,9 @@ def header_only(directory: Path, config: Any) -> int:
     from transformers import LlamaForCausalLM
 
     with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+        shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in LlamaForCausalLM(config).state_dict().items()
+        }
     config.save_pretrained(directory)
     return write_hollow(directory, shapes, "BF16")

@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from training import Runs
 
 
-os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads that transformers reads tiny tensors in take longer
+# Threads that transformers reads tiny tensors in take longer
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 
 def pytest_collection_finish() -> None:
-    """Imported modules stay: no collection of garbage need look through them, a quarter of a second each time."""
+    """Imported modules stay: no collection of garbage need look through them, a quarter of a second
+    each time.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
@@ -38,7 +41,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     from hub_server import Hub, http
 
     hub = Hub()
-    monkeypatch.setattr(http.HTTPTransport, "handle_request", lambda transport, request: hub.answer(request))
+    monkeypatch.setattr(
+        http.HTTPTransport, "handle_request", lambda transport, request: hub.answer(request)
+    )
     return hub
 
 
@@ -60,7 +65,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 @pytest.fixture(autouse=True, scope="session")
 def _interrupts_arrive() -> None:
-    """A shell that starts the tests in the background has interrupts ignored, in all of its children too."""
+    """A shell that starts the tests in the background has interrupts ignored, in all of its
+    children too.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -74,7 +81,9 @@ def _disks_are_not_waited_for() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _configs_are_not_printed() -> Iterator[None]:
-    """transformers writes out each config that it reads, for a log that nobody sees: a fifth of many tests' time."""
+    """transformers writes out each config that it reads, for a log that nobody sees: a fifth of
+    many tests' time.
+    """
     from transformers import PreTrainedConfig
 
     with pytest.MonkeyPatch.context() as patch:
@@ -84,19 +93,23 @@ def _configs_are_not_printed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _runs_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A training of the next test that happens to have the options of one that was stopped does not continue it."""
+    """A training of the next test that happens to have the options of one that was stopped does not
+    continue it.
+    """
     yield
     if "torch" not in sys.modules:
         return
     from gqa.checkpoint.work import shelves
 
-    caches = [*shelves(), tmp_path_factory.getbasetemp() / "cache" / "gqa-runs"]  # the last: of `alone`
+    # The last: of `alone`
+    caches = [*shelves(), tmp_path_factory.getbasetemp() / "cache" / "gqa-runs"]
     if "training" in sys.modules:
         caches.append(sys.modules["training"].runs_shelf())
     for shelf in caches:
         for entry in shelf.glob("*"):
             where = (read_mark(entry) or {}).get("directory", "")
-            if Path(where).is_relative_to(tempfile.gettempdir()):  # not those of the person who runs the tests
+            # Not those of the person who runs the tests
+            if Path(where).is_relative_to(tempfile.gettempdir()):
                 shutil.rmtree(entry, ignore_errors=True)
 
 
@@ -150,19 +163,25 @@ def place() -> Path:
 
 @pytest.fixture(scope="session")
 def pair_models() -> Path:
-    """Encoder-decoders with 2 KV heads (`t5`, `bart`, `marian`), their base models, and pairs of text."""
+    """Encoder-decoders with 2 KV heads (`t5`, `bart`, `marian`), their base models, and pairs of
+    text.
+    """
     from training import pair_material
 
     return pair_material()
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """A cache of its own, and no memory of the accelerator of the test before."""
     import datasets
     from training import fresh_accelerator
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache")
+    monkeypatch.setattr(
+        datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache"
+    )
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     with fresh_accelerator():
         yield

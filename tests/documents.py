@@ -1,4 +1,6 @@
-"""Files of text in every format that is read, and what is tokenised of them: what the tests of the corpus share."""
+"""Files of text in every format that is read, and what is tokenised of them: what the tests of the
+corpus share.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def texts_of(count: int, seed: int = 0) -> list[str]:
     """Texts of some 5 to 500 tokens, some that spell special tokens, a tenth of them twice."""
     draw = random.Random(seed)
     words = ["def", "return x", "</s>", "<s>", "é漢🙂", "\n    ", "import os\n", "0x1f"]
-    texts = [f"{seed} {i} " + " ".join(draw.choices(words, k=int(draw.paretovariate(0.8)) % 100)) for i in range(count)]
+    texts = [
+        f"{seed} {i} " + " ".join(draw.choices(words, k=int(draw.paretovariate(0.8)) % 100))
+        for i in range(count)
+    ]
     return [*texts, *texts[: count // 10]]
 
 
@@ -32,9 +37,13 @@ def lines(path: Path, *rows: object) -> Path:
 
 
 def write(path: Path, texts: list[str], kind: pa.DataType | None = None) -> Path:
-    """Texts with a number each, in the format and compression that the name of the file says; `kind` is Parquet's."""
+    """Texts with a number each, in the format and compression that the name of the file says;
+    `kind` is Parquet's.
+    """
     frame = pd.DataFrame({"id": range(len(texts)), "text": texts})
-    table = pa.table({"id": frame.id, "text": pa.array(texts, pa.string()).cast(kind or pa.string())})
+    table = pa.table(
+        {"id": frame.id, "text": pa.array(texts, pa.string()).cast(kind or pa.string())}
+    )
     suffix = path.name.lower().split(".")[1]
     if suffix == "jsonl":
         with pa.output_stream(path, compression="detect") as stream:
@@ -59,8 +68,13 @@ def tokenised(path: Path, texts: list[str], tokenizer: Any) -> Documents:
 
 def documents_of(tokens: list[list[int]]) -> Documents:
     """Documents of these tokens, with digests that differ."""
-    digests = [row.tobytes() for row in np.random.default_rng(0).integers(0, 256, (len(tokens), 32), np.uint8)]
-    features = datasets.Features({"tokens": datasets.List(datasets.Value("int32")), "digest": datasets.Value("binary")})
+    digests = [
+        row.tobytes()
+        for row in np.random.default_rng(0).integers(0, 256, (len(tokens), 32), np.uint8)
+    ]
+    features = datasets.Features(
+        {"tokens": datasets.List(datasets.Value("int32")), "digest": datasets.Value("binary")}
+    )
     data = datasets.Dataset.from_dict({"tokens": tokens, "digest": digests}, features)
     return Documents(data, "")
 

@@ -1,4 +1,6 @@
-"""The embedded checkpoint with its tokenizer, for tests that need real text and a model that has learnt something."""
+"""The embedded checkpoint with its tokenizer, for tests that need real text and a model that has
+learnt something.
+"""
 
 from __future__ import annotations
 
@@ -58,20 +60,30 @@ def without_bos(place: Path) -> Path:
 
 def bring_tokenizer(model: Path) -> None:
     """Replace the tokenizer of a checkpoint by code beside it."""
-    custom = {"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "tokenization_ours.Ours"]}}
+    custom = {
+        "tokenizer_class": "Ours",
+        "auto_map": {"AutoTokenizer": [None, "tokenization_ours.Ours"]},
+    }
     edit_json(model / "tokenizer_config.json", lambda config: config | custom)
     (model / "tokenization_ours.py").write_text(
-        "from transformers import PreTrainedTokenizerFast\nclass Ours(PreTrainedTokenizerFast):\n    pass\n"
+        "from transformers import PreTrainedTokenizerFast\nclass Ours(PreTrainedTokenizerFast):\n "
+        "   "
+        "pass\n"
     )
 
 
 def bring_class(model: Path, auto: str, base: str, token: int, **config: str) -> None:
-    """Replace the class of a checkpoint by code beside it: a `base` that always writes one token."""
+    """Replace the class of a checkpoint by code beside it: a `base` that always writes one
+    token.
+    """
     custom = {"architectures": ["Ours"], "auto_map": {auto: "modeling_ours.Ours"}, **config}
     edit_json(model / "config.json", lambda config: config | custom)
     (model / "modeling_ours.py").write_text(
-        f"from transformers import {base}\nclass Ours({base}):\n    def forward(self, *args, **kwargs):\n"
-        f"        output = super().forward(*args, **kwargs)\n        output.logits[..., {token}] += 1e4\n"
+        f"from transformers import {base}\nclass Ours({base}):\n    def forward(self, *args, "
+        "**kwargs):\n"
+        "        output = super().forward(*args, **kwargs)\n        output.logits[..., "
+        f"{token}] += "
+        "1e4\n"
         "        return output\n"
     )
 

@@ -22,13 +22,18 @@ from gqa.checkpoint.loading import cache_name
 
 @cache
 def model_directory() -> Path:
-    """Created once and not changed: stdlib-mha, gqa4 and gqa2, t5gemma (tiny, random), text.jsonl and text.txt.
+    """Created once and not changed: stdlib-mha, gqa4 and gqa2, t5gemma (tiny, random), text.jsonl
+    and text.txt.
 
-    The embedded checkpoint and its conversions say that they have 512 positions, half of what they have: windows are
-    as long as that where nothing else is asked for.
+    The embedded checkpoint and its conversions say that they have 512 positions, half of what they
+    have: windows are as long as that where nothing else is asked for.
     """
     directory = scratch()
-    for path in (copy_source(directory, SOURCE.name), converted(directory, 4), converted(directory, 2)):
+    for path in (
+        copy_source(directory, SOURCE.name),
+        converted(directory, 4),
+        converted(directory, 2),
+    ):
         edit_json(path / "config.json", lambda config: config.update(max_position_embeddings=512))
     rows = [{"text": text, "other": text[:40]} for text in texts(4, 1500)]
     (directory / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -43,10 +48,12 @@ def model_directory() -> Path:
 
 @torch.inference_mode()
 def cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
-    """Bytes of transformers' cache for `batch` sequences of `tokens`: distinct storages of all layers' keys and values;
-    for an encoder-decoder those of self- and of cross-attention, with sources as long as the targets.
+    """Bytes of transformers' cache for `batch` sequences of `tokens`: distinct storages of all
+    layers' keys and values; for an encoder-decoder those of self- and of cross-attention, with
+    sources as long as the targets.
 
-    The last token is a decode step: right after a prefill a sliding-window layer holds views on the whole prompt.
+    The last token is a decode step: right after a prefill a sliding-window layer holds views on the
+    whole prompt.
     """
     ids = torch.randint(5, model.config.get_text_config(decoder=True).vocab_size, (batch, tokens))
     name, inputs, cache = cache_name(model), dict[str, Any](), None
@@ -59,8 +66,12 @@ def cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
     both = isinstance(cache, EncoderDecoderCache)
     sizes = []
     for half in [cache.self_attention_cache, cache.cross_attention_cache] if both else [cache]:
-        tensors = [getattr(layer, part, None) for layer in half.layers for part in ("keys", "values")]
-        storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        tensors = [
+            getattr(layer, part, None) for layer in half.layers for part in ("keys", "values")
+        ]
+        storages = [
+            tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)
+        ]
         sizes.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
     return sizes
 
@@ -81,13 +92,15 @@ def with_tokenizer(model: Any, path: Path) -> Path:
 
 
 def words(line: str) -> list[str]:
-    """SRC is the embedded checkpoint, G4 and G2 its conversions, T5 the encoder-decoder, TEXT text.jsonl."""
+    """SRC is the embedded checkpoint, G4 and G2 its conversions, T5 the encoder-decoder, TEXT
+    text.jsonl.
+    """
     directory = model_directory()
     names = {"SRC": SOURCE.name, "G4": "gqa4", "G2": "gqa2", "T5": "t5gemma", "TEXT": "text.jsonl"}
     return [
         str(directory / names[word]) if word in names else word.replace("PLACE", str(directory))
         for word in line.split()
-    ]  # fmt: skip
+    ]
 
 
 def evaluate_models(line: str, *more: object) -> Result:
@@ -109,6 +122,8 @@ def results(line: str, *more: object) -> dict[str, Any]:
 
 def refused(line: str, *more: object, code: int = 2) -> str:
     """The one line of a command that fails."""
-    message = check_refused(run(*words(line), *more, program="gqa-eval"), code=code, program="gqa-eval", advice="")
+    message = check_refused(
+        run(*words(line), *more, program="gqa-eval"), code=code, program="gqa-eval", advice=""
+    )
     assert "please report" not in message
     return message

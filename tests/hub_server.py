@@ -1,6 +1,8 @@
-"""A stand-in for the Hugging Face hub in this process: it answers every HTTP request and records those to the hub.
+"""A stand-in for the Hugging Face hub in this process: it answers every HTTP request and records
+those to the hub.
 
-Repositories are directories, one per revision. `Machine` runs a command as on a computer that has fetched nothing yet.
+Repositories are directories, one per revision. `Machine` runs a command as on a computer that has
+fetched nothing yet.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from unittest import mock
 from checkpoints import Result, check_refused, run
 from huggingface_hub import close_session, constants
 
-http: Any = importlib.import_module("httpx2" if find_spec("httpx2") else "httpx")  # huggingface_hub's client
+# huggingface_hub's client
+http: Any = importlib.import_module("httpx2" if find_spec("httpx2") else "httpx")
 _CONTROLLED = re.compile(r"HF_|HUGGING|TRANSFORMERS_|XDG_|.*_PROXY$", re.IGNORECASE)
 # Information about a repository, its tree, or a file; names are those of models and data sets.
 _ROUTE = re.compile(
@@ -55,7 +58,9 @@ class Repo:
 
 
 class Hub:
-    """Repositories by name, and the record of requests; `failure` is the status of all answers about repositories."""
+    """Repositories by name, and the record of requests; `failure` is the status of all answers
+    about repositories.
+    """
 
     endpoint = "http://hub.test"
 
@@ -76,7 +81,11 @@ class Hub:
 
     def fetched(self) -> set[str]:
         """Names of the files whose content was asked for."""
-        paths = (request.path.partition("/resolve/")[2] for request in self.requests if request.method == "GET")
+        paths = (
+            request.path.partition("/resolve/")[2]
+            for request in self.requests
+            if request.method == "GET"
+        )
         return {path.partition("/")[2] for path in paths if path}
 
     def answer(self, request: Any) -> Any:
@@ -92,7 +101,10 @@ class Hub:
         if span := re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range", "")):
             first, last = int(span[1]), min(int(span[2]), len(data) - 1)
             status, part = 206, data[first : last + 1]
-            headers |= {"Content-Range": f"bytes {first}-{last}/{len(data)}", "Content-Length": str(len(part))}
+            headers |= {
+                "Content-Range": f"bytes {first}-{last}/{len(data)}",
+                "Content-Length": str(len(part)),
+            }
             data = part
         body = b"" if request.method == "HEAD" else data
         self.requests.append(Request(request.method, request.url.path, len(body)))
@@ -111,7 +123,9 @@ class Hub:
             return _refusal(404, "RevisionNotFound")
         files = {file.relative_to(directory).as_posix(): file for file in directory.rglob("*")}
         if kind == "tree":
-            inside = {name for name in files if PurePosixPath(path or ".") in PurePosixPath(name).parents}
+            inside = {
+                name for name in files if PurePosixPath(path or ".") in PurePosixPath(name).parents
+            }
             return 200, [_entry(name, files[name]) for name in sorted(inside)], {}
         if kind != "resolve":
             siblings = [{"rfilename": name} for name in files if files[name].is_file()]
@@ -120,7 +134,11 @@ class Hub:
             return _refusal(403, "GatedRepo")
         if path not in files:
             return _refusal(404, "EntryNotFound")
-        return 200, files[path].read_bytes(), {"X-Repo-Commit": commit, "ETag": f'"{_digest(files[path])}"'}
+        return (
+            200,
+            files[path].read_bytes(),
+            {"X-Repo-Commit": commit, "ETag": f'"{_digest(files[path])}"'},
+        )
 
 
 def _refusal(status: int, code: str) -> tuple[int, Any, dict[str, str]]:
@@ -147,7 +165,9 @@ class Machine:
 
     @contextmanager
     def entered(self, **environment: str) -> Iterator[None]:
-        """This process on the machine: what huggingface_hub reads when it is imported, it reads again."""
+        """This process on the machine: what huggingface_hub reads when it is imported, it reads
+        again.
+        """
         before = vars(constants).copy()
         clean = {key: value for key, value in os.environ.items() if not _CONTROLLED.match(key)}
         clean |= {"HF_HOME": str(self.home), "HF_ENDPOINT": Hub.endpoint, "HF_HUB_DISABLE_XET": "1"}

@@ -1,9 +1,11 @@
-"""Install the built wheel and sdist into fresh environments and use what they install. `make build` comes first.
+"""Install the built wheel and sdist into fresh environments and use what they install.
+
+`make build` comes first.
 
     python tests/installed.py dist
 
-Only the standard library: it runs before anything is installed. Dependencies are taken from the environment that
-built the wheel, so that this tests the packages' own contents and not the network.
+Only the standard library: it runs before anything is installed. Dependencies are taken from the
+environment that built the wheel, so that this tests the packages' own contents and not the network.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ assert importlib.metadata.metadata('gqa')['License-Expression'] == 'Apache-2.0'
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    result = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True)
+    result = subprocess.run(
+        [str(word) for word in command], cwd=cwd, capture_output=True, text=True
+    )
     if result.returncode:
         raise SystemExit(f"{' '.join(map(str, command))} failed:\n{result.stdout}{result.stderr}")
     return result.stdout
@@ -42,16 +46,41 @@ def check(artifact: Path, dependencies: Path) -> None:
         environment = Path(scratch) / "venv"
         venv.create(environment, with_pip=True)
         binaries = environment / ("Scripts" if sys.platform == "win32" else "bin")
-        run(binaries / "pip", "install", "--quiet", "--disable-pip-version-check", "setuptools>=77", cwd=Path(scratch))
-        run(binaries / "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation",
-            artifact, cwd=Path(scratch))  # fmt: skip
+        run(
+            binaries / "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "setuptools>=77",
+            cwd=Path(scratch),
+        )
+        run(
+            binaries / "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-build-isolation",
+            artifact,
+            cwd=Path(scratch),
+        )
         site = next((environment / "lib").glob("python*/site-packages"))
         (site / "dependencies.pth").write_text(f"{dependencies}\n")
         run(binaries / "python", "-c", CHECK, cwd=Path(scratch))
         assert "--groups" in run(binaries / "gqa-convert", "--help", cwd=Path(scratch))
         out = Path(scratch) / "out"
         model = ROOT / "examples" / "stdlib-mha"
-        run(binaries / "gqa-convert", "-g", "2", "--method", "mean", model, "-o", out, cwd=Path(scratch))
+        run(
+            binaries / "gqa-convert",
+            "-g",
+            "2",
+            "--method",
+            "mean",
+            model,
+            "-o",
+            out,
+            cwd=Path(scratch),
+        )
         assert (out / "model.safetensors").is_file()
         print(f"ok: {artifact.name}")
 
@@ -61,7 +90,9 @@ def main() -> None:
     dependencies = next((ROOT / ".venv" / "lib").glob("python*/site-packages"))
     artifacts = [*dist.glob("*.whl"), *dist.glob("*.tar.gz")]
     if len(artifacts) != 2:
-        raise SystemExit(f"{dist} should hold one wheel and one sdist, not {[a.name for a in artifacts]}")
+        raise SystemExit(
+            f"{dist} should hold one wheel and one sdist, not {[a.name for a in artifacts]}"
+        )
     for artifact in artifacts:
         check(artifact, dependencies)
 

@@ -1,4 +1,6 @@
-"""Commands as processes that can be killed: one process imports everything once, then forks a child for each."""
+"""Commands as processes that can be killed: one process imports everything once, then forks a child
+for each.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "fcntl.
 
 
 def serve(start: Callable[[dict[str, Any]], object]) -> None:
-    """Answer lines of JSON: {"wait": pid} with how a child ended, any other job with a child that does `start(job)`."""
+    """Answer lines of JSON: {"wait": pid} with how a child ended, any other job with a child that
+    does `start(job)`.
+    """
     out = os.fdopen(os.dup(1), "w")
     print("{}", file=out, flush=True)
     for line in sys.stdin:
@@ -35,7 +39,8 @@ def _child(start: Callable[[dict[str, Any]], object], job: dict[str, Any]) -> No
     """What it says is in two files beside each other, `job["log"]` and "out" or "err"."""
     import torch
 
-    torch.set_num_threads(torch.get_num_threads())  # its threads are made anew after a fork: not by two at once
+    # Its threads are made anew after a fork: not by two at once
+    torch.set_num_threads(torch.get_num_threads())
     for descriptor, stream in ((1, "out"), (2, "err")):
         os.dup2(os.open(job["log"] + stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
@@ -53,11 +58,17 @@ def _child(start: Callable[[dict[str, Any]], object], job: dict[str, Any]) -> No
 
 
 def die_at(change: int) -> None:
-    """SIGKILL just before the nth time that this process changes a name (open for writing, rename, mkdir, unlink)."""
+    """SIGKILL just before the nth time that this process changes a name (open for writing, rename,
+    mkdir, unlink).
+    """
     left = [change]
 
     def count(event: str, arguments: tuple[Any, ...]) -> None:
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        writes = (
+            event == "open"
+            and isinstance(arguments[2], int)
+            and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        )
         if writes or event in CHANGES:
             left[0] -= 1
             if left[0] == 0:
@@ -68,10 +79,16 @@ def die_at(change: int) -> None:
 
 @contextmanager
 def small_disk(made: Path, size: str) -> Iterator[Path]:
-    """A file system of that size (like `400k`) at a new directory. Skips the test where none may be mounted."""
+    """A file system of that size (like `400k`) at a new directory.
+
+    Skips the test where none may be mounted.
+    """
     made.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(made)]
-    if shutil.which("mount") is None or subprocess.run(words, capture_output=True, check=False).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(words, capture_output=True, check=False).returncode
+    ):
         pytest.skip("a full disk is a small tmpfs, which only root on Linux may mount")
     try:
         yield made
@@ -102,7 +119,10 @@ class Running:
 
 
 class Forks:
-    """A process of code that ends in `serve`: a line of JSON asks, one answers. Logs are below `directory`."""
+    """A process of code that ends in `serve`: a line of JSON asks, one answers.
+
+    Logs are below `directory`.
+    """
 
     def __init__(self, directory: Path, code: str, **environment: str) -> None:
         self.directory = directory
@@ -112,7 +132,9 @@ class Forks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)} | environment,
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+            | environment,
         )
         assert self._answer() == {}
 

@@ -1,6 +1,8 @@
-"""Heads moved by random members of their symmetry group, written on stored tensors, without the code that undoes it.
+"""Heads moved by random members of their symmetry group, written on stored tensors, without the
+code that undoes it.
 
-What may be done is what `gqa.convert.heads.family` says of a model type; how it is done is written here once more.
+What may be done is what `gqa.convert.heads.family` says of a model type; how it is done is written
+here once more.
 """
 
 from __future__ import annotations
@@ -32,17 +34,32 @@ NAMES = {
     "query": ("q_proj", "q_proj.linear", "q", "query_net"),
     "key": ("k_proj", "k_proj.linear", "k", "key_net"),
     "value": ("v_proj", "v_proj.linear", "v", "value_net"),
-    "output": ("o_proj", "o_proj.linear", "out_proj", "dense", "c_proj", "attn_out", "o", "out_projection"),
+    "output": (
+        "o_proj",
+        "o_proj.linear",
+        "out_proj",
+        "dense",
+        "c_proj",
+        "attn_out",
+        "o",
+        "out_projection",
+    ),
     "stacked": ("qkv_proj", "att_proj", "Wqkv"),
     "per_head": ("query_key_value", "c_attn"),
 }
 GPT2_NAMES = {"output": ("c_proj",), "stacked": ("c_attn",)}  # whose weights are stored (in, out)
 
-# One row of numbers, or several, for each query or key head; of the head dimension where all heads share them.
+# One row of numbers, or several, for each query or key head; of the head dimension where all heads
+# share them.
 QUERY_ROWS = (
-    "sinks", "softmax_offset", "attention_sink_bias", "q_norm.weight", "q_norm.bias", "g_proj.weight",
+    "sinks",
+    "softmax_offset",
+    "attention_sink_bias",
+    "q_norm.weight",
+    "q_norm.bias",
+    "g_proj.weight",
     "gate_proj.weight",
-)  # fmt: skip
+)
 KEY_ROWS = ("k_norm.weight", "k_norm.bias")
 
 
@@ -56,7 +73,9 @@ class Ids(CalibrationText):
     low: int = 10
     high: int = 96
 
-    def split(self, checkpoint: Any, device: str, watcher: Any, heldout: int = 0) -> tuple[Tensor, Tensor]:
+    def split(
+        self, checkpoint: Any, device: str, watcher: Any, heldout: int = 0
+    ) -> tuple[Tensor, Tensor]:
         return self.ids(), replace(self, seed=self.seed + 1, count=heldout // self.length).ids()
 
     def ids(self) -> Tensor:
@@ -71,16 +90,26 @@ def on_ids(**options: Any) -> MapsOptions:
 
 @contextmanager
 def _stored(directory: Path, name: str) -> Iterator[tuple[Checkpoint, ModelConfig, Stored]]:
-    """A checkpoint, its config and its tensors by name and file, which are written when the context ends."""
+    """A checkpoint, its config and its tensors by name and file, which are written when the context
+    ends.
+    """
     checkpoint = open_model(str(directory))
     files = {path: load_file(path) for path in directory.glob("*.safetensors")}
-    yield checkpoint, read_config(checkpoint.config, name), {n: tensors for tensors in files.values() for n in tensors}
+    yield (
+        checkpoint,
+        read_config(checkpoint.config, name),
+        {n: tensors for tensors in files.values() for n in tensors},
+    )
     for path, tensors in files.items():
         save_file(tensors, path, metadata={"format": "pt"})
 
 
-def scramble(directory: Path, seed: int = 0, pairing: str | None = None, stretch: bool = True) -> None:
-    """Move all heads of a checkpoint; `pairing` contradicts the table, without `stretch` they are only turned."""
+def scramble(
+    directory: Path, seed: int = 0, pairing: str | None = None, stretch: bool = True
+) -> None:
+    """Move all heads of a checkpoint; `pairing` contradicts the table, without `stretch` they are
+    only turned.
+    """
     generator = torch.Generator().manual_seed(seed)
     with _stored(directory, "scrambled") as (checkpoint, config, stored):
         symmetry = config.symmetry
@@ -90,26 +119,38 @@ def scramble(directory: Path, seed: int = 0, pairing: str | None = None, stretch
             rotary = symmetry.rotary(config.text, module.layer, heads.key_dim)
             rotary = replace(rotary, pairing=pairing) if pairing else rotary  # type: ignore[arg-type]
             keys = [
-                _commuting(heads.key_dim, rotary, generator, stretch) if symmetry.free_keys(config.text)
+                _commuting(heads.key_dim, rotary, generator, stretch)
+                if symmetry.free_keys(config.text)
                 else torch.eye(heads.key_dim, dtype=torch.float64)
                 for _ in range(heads.kv)
-            ]  # fmt: skip
+            ]
             values = [_invertible(heads.value_dim, generator, stretch) for _ in range(heads.kv)]
             _move(stored, module.path, heads, keys, values, config.text.model_type == "gqa_gpt2")
 
 
 def rearrange(directory: Path) -> None:
-    """Key/value heads 1, 3, ... come before 0, 2, ..., with all that belongs to them and to their query heads."""
+    """Key/value heads 1, 3, ... come before 0, 2, ..., with all that belongs to them and to their
+    query heads.
+    """
     with _stored(directory, "rearranged") as (checkpoint, config, stored):
         for module in attention_modules(checkpoint, config):
-            _rearrange_module(stored, module.path, config.heads(module.layer), config.text.model_type == "gqa_gpt2")
+            _rearrange_module(
+                stored,
+                module.path,
+                config.heads(module.layer),
+                config.text.model_type == "gqa_gpt2",
+            )
 
 
 def _rearrange_module(stored: Stored, path: str, heads: LayerHeads, swapped: bool) -> None:
     repeat = heads.query // heads.kv
     kv = [*range(1, heads.kv, 2), *range(0, heads.kv, 2)]
     queries = [head * repeat + i for head in kv for i in range(repeat)]
-    stacked = [*queries, *(heads.query + head for head in kv), *(heads.query + heads.kv + head for head in kv)]
+    stacked = [
+        *queries,
+        *(heads.query + head for head in kv),
+        *(heads.query + heads.kv + head for head in kv),
+    ]
     per_head = [head * (repeat + 2) + i for head in kv for i in range(repeat + 2)]
     orders = {"query": queries, "key": kv, "value": kv, "stacked": stacked, "per_head": per_head}
 
@@ -120,7 +161,10 @@ def _rearrange_module(stored: Stored, path: str, heads: LayerHeads, swapped: boo
     _change_heads(stored, path, rows, lambda t: reorder(queries)(t.T).T, swapped)
     for role, beside in (("query", QUERY_ROWS), ("key", KEY_ROWS)):
         for name in (f"{path}.{name}" for name in beside):
-            if not ("norm" in name and name in stored and stored[name][name].shape == (heads.key_dim,)):  # all heads'
+            # All heads'
+            if not (
+                "norm" in name and name in stored and stored[name][name].shape == (heads.key_dim,)
+            ):
                 _replace(stored, name, rows[role], swapped)
 
 
@@ -136,7 +180,9 @@ def _invertible(size: int, generator: torch.Generator, stretch: bool = True) -> 
 
 
 def _commuting(dim: int, rotary: Rotary, generator: torch.Generator, stretch: bool) -> Tensor:
-    """What commutes with the rotation: z -> c z at each frequency with 0.5 <= |c| <= 2, anything on the rest."""
+    """What commutes with the rotation: z -> c z at each frequency with 0.5 <= |c| <= 2, anything on
+    the rest.
+    """
     found = torch.zeros(dim, dim, dtype=torch.float64)
     for frequency in range(rotary.dims // 2):
         pair = [2 * frequency, 2 * frequency + 1]
@@ -144,7 +190,10 @@ def _commuting(dim: int, rotary: Rotary, generator: torch.Generator, stretch: bo
             pair = [frequency, frequency + rotary.dims // 2]
         size, angle = torch.rand(2, generator=generator).tolist()
         length = 0.5 * 4**size if stretch else 1.0
-        real, imaginary = length * math.cos(2 * math.pi * angle), length * math.sin(2 * math.pi * angle)
+        real, imaginary = (
+            length * math.cos(2 * math.pi * angle),
+            length * math.sin(2 * math.pi * angle),
+        )
         found[pair[0], pair] = torch.tensor([real, -imaginary], dtype=torch.float64)
         found[pair[1], pair] = torch.tensor([imaginary, real], dtype=torch.float64)
     if rotary.dims < dim:
@@ -153,21 +202,40 @@ def _commuting(dim: int, rotary: Rotary, generator: torch.Generator, stretch: bo
 
 
 def _move(
-    stored: Stored, path: str, heads: LayerHeads, keys: list[Tensor], values: list[Tensor], swapped: bool
+    stored: Stored,
+    path: str,
+    heads: LayerHeads,
+    keys: list[Tensor],
+    values: list[Tensor],
+    swapped: bool,
 ) -> None:
-    """Queries take the inverse transposed of the keys that they read, W_O's columns the inverse of the values."""
+    """Queries take the inverse transposed of the keys that they read, W_O's columns the inverse of
+    the values.
+    """
     reads = [i * heads.kv // heads.query for i in range(heads.query)]
     queries = [torch.linalg.inv(keys[j]).T for j in reads]
-    per_head = [m for j in range(heads.kv) for m in (*(q for q, r in zip(queries, reads, strict=True) if r == j),
-                                                     keys[j], values[j])]  # fmt: skip
-    matrices = {"query": queries, "key": keys, "value": values, "stacked": [*queries, *keys, *values],
-                "per_head": per_head}  # fmt: skip
-    rows: dict[str, Change] = {role: lambda t, m=m: torch.block_diag(*m) @ t for role, m in matrices.items()}
+    per_head = [
+        m
+        for j in range(heads.kv)
+        for m in (*(q for q, r in zip(queries, reads, strict=True) if r == j), keys[j], values[j])
+    ]
+    matrices = {
+        "query": queries,
+        "key": keys,
+        "value": values,
+        "stacked": [*queries, *keys, *values],
+        "per_head": per_head,
+    }
+    rows: dict[str, Change] = {
+        role: lambda t, m=m: torch.block_diag(*m) @ t for role, m in matrices.items()
+    }
     inverse = torch.block_diag(*(torch.linalg.inv(values[j]) for j in reads))
     _change_heads(stored, path, rows, lambda t: t @ inverse, swapped)
 
 
-def _change_heads(stored: Stored, path: str, rows: Mapping[str, Change], columns: Change, swapped: bool) -> None:
+def _change_heads(
+    stored: Stored, path: str, rows: Mapping[str, Change], columns: Change, swapped: bool
+) -> None:
     """Change what is stored of each role, by its rows; outputs by their columns."""
     changed, names = set(), GPT2_NAMES if swapped else NAMES
     for role, change in rows.items():
@@ -200,4 +268,6 @@ def find_maps(plan: Plan, out: Path, options: MapsOptions) -> dict[str, Tensor]:
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(tensor.equal(other[name]) for name, tensor in one.items())
+    return one.keys() == other.keys() and all(
+        tensor.equal(other[name]) for name, tensor in one.items()
+    )

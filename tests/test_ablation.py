@@ -37,7 +37,9 @@ from gqa.eval.study.options import ADVICE, AblateOptions, Cell
 from gqa.eval.study.report import write_study_report
 
 check_refused = partial(checkpoints.check_refused, program="gqa-ablate", advice="")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 @cache
@@ -51,20 +53,35 @@ def place() -> Path:
     edit_json(headless / "config.json", lambda config: config.update(architectures=["LlamaModel"]))
     write_corpus(directory / "train.jsonl", 10)
     write_corpus(heldout := directory / "heldout.jsonl", 3, first=10)
-    lines = heldout.read_text().splitlines(keepends=True)  # in the order in which a study reads documents
-    heldout.write_text("".join(sorted(lines, key=lambda line: row_digest(json.loads(line)["text"]))))
+    # In the order in which a study reads documents
+    lines = heldout.read_text().splitlines(keepends=True)
+    heldout.write_text(
+        "".join(sorted(lines, key=lambda line: row_digest(json.loads(line)["text"])))
+    )
     return directory
 
 
 def words(out: Path, model: Path | str = "model", **options: Any) -> list[str]:
-    """The command of a small study; an option that is None is left out, one that is True is a flag."""
+    """The command of a small study; an option that is None is left out,
+    one that is True is a flag.
+    """
     defaults: dict[str, Any] = {
-        "data": place() / "train.jsonl", "heldout": place() / "heldout.jsonl", "batch_size": 4, "context": BLOCK,
-        "methods": "mean,first", "groups": "1", "alphas": "0,0.1,0.3", "learning_rate": 3e-3, "skip": "kl",
-        "teacher": "none", "train": "all",
-    }  # fmt: skip
+        "data": place() / "train.jsonl",
+        "heldout": place() / "heldout.jsonl",
+        "batch_size": 4,
+        "context": BLOCK,
+        "methods": "mean,first",
+        "groups": "1",
+        "alphas": "0,0.1,0.3",
+        "learning_rate": 3e-3,
+        "skip": "kl",
+        "teacher": "none",
+        "train": "all",
+    }
     options = defaults | options
-    return words_for(place() / model if isinstance(model, str) else model, options.pop("data"), out, **options)
+    return words_for(
+        place() / model if isinstance(model, str) else model, options.pop("data"), out, **options
+    )
 
 
 def ablate(out: Path, **options: Any) -> Result:
@@ -107,14 +124,22 @@ def study() -> Path:
 
 def evaluated(*words: object, data: Path | None = None) -> list[dict[str, Any]]:
     """The models of gqa-eval on the held-out text."""
-    done = run(*words, "--data", data or place() / "heldout.jsonl", "--json", "-q", program="gqa-eval")
+    done = run(
+        *words, "--data", data or place() / "heldout.jsonl", "--json", "-q", program="gqa-eval"
+    )
     assert done.code == 0, done
     return list(json.loads(done.out)["models"])
 
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows without what depends on the machine, the time or the command."""
-    timed = ("seconds_converting", "seconds_training", "seconds_evaluating", "environment", "options")
+    timed = (
+        "seconds_converting",
+        "seconds_training",
+        "seconds_evaluating",
+        "environment",
+        "options",
+    )
     return [{name: value for name, value in row.items() if name not in timed} for row in rows]
 
 
@@ -134,7 +159,9 @@ def follow(row: dict[str, Any]) -> str:
 
 
 def check_cells(found: list[dict[str, Any]], *words: object, data: Path | None = None) -> None:
-    """Rows have the numbers that gqa-eval gives of what their commands write; the cells differ, as a control."""
+    """Rows have the numbers that gqa-eval gives of what their commands write; the cells differ, as
+    a control.
+    """
     source, *converted = found
     model = source["environment"]["argv"][0]
     base, *models = evaluated(model, *map(follow, converted), *words, "--kl", data=data)
@@ -145,7 +172,9 @@ def check_cells(found: list[dict[str, Any]], *words: object, data: Path | None =
         assert row["bits_per_byte"] == pytest.approx(quality["bits_per_byte"], abs=1e-6)
         assert row["loss_increase"] == pytest.approx(against["log_ratio"], abs=1e-6)
         compared = (against["kl"]["mean"], against["acceptance"], against["same_top"])
-        assert [row[name] for name in ("kl", "acceptance", "top1_agreement")] == pytest.approx(compared, abs=1e-6)
+        assert [row[name] for name in ("kl", "acceptance", "top1_agreement")] == pytest.approx(
+            compared, abs=1e-6
+        )
         assert row["kv_bytes_per_token"] == model["kv_cache"]["bytes_per_token"]
         assert row.get("cross_bytes_per_token", 0) == model["kv_cache"]["cross_bytes_per_token"]
     assert min(abs(one["loss"] - other["loss"]) for one, other in combinations(found, 2)) > 1e-5
@@ -170,12 +199,34 @@ def test_commands_of_a_row_give_its_cell(tmp_path: Path, monkeypatch: pytest.Mon
 def test_cells_of_an_encoder_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrated, trained and measured on pairs, with the base model as teacher."""
     monkeypatch.chdir(tmp_path)
-    model, pairs = tiny_checkpoint(tmp_path / "t5", "gqa_t5", 4, pad_token_id=0, dropout_rate=0.0), []
+    model, pairs = (
+        tiny_checkpoint(tmp_path / "t5", "gqa_t5", 4, pad_token_id=0, dropout_rate=0.0),
+        [],
+    )
     for name, numbers in (("train", range(12, 92)), ("heldout", range(8))):
-        rows = ((f"def f{n}(x):" + " pass" * (5 * n % 7), f"return x + {n}" + " + 1" * (n % 5)) for n in numbers)
-        pairs.append(lines(tmp_path / f"{name}.jsonl", *({"source": one, "target": other} for one, other in rows)))
-    options = {"data": pairs[0], "heldout": pairs[1], "field": "source", "target_field": "target", "model": model}
-    options |= {"methods": "mean,refined", "groups": "2", "alphas": "0,0.4", "calibration_tokens": 640}
+        rows = (
+            (f"def f{n}(x):" + " pass" * (5 * n % 7), f"return x + {n}" + " + 1" * (n % 5))
+            for n in numbers
+        )
+        pairs.append(
+            lines(
+                tmp_path / f"{name}.jsonl",
+                *({"source": one, "target": other} for one, other in rows),
+            )
+        )
+    options = {
+        "data": pairs[0],
+        "heldout": pairs[1],
+        "field": "source",
+        "target_field": "target",
+        "model": model,
+    }
+    options |= {
+        "methods": "mean,refined",
+        "groups": "2",
+        "alphas": "0,0.4",
+        "calibration_tokens": 640,
+    }
     found = measured(Path("study"), **options, refine_steps=3, teacher="source", skip=None)
     check_cells(found[:4], "--field", "source", "--target-field", "target", data=pairs[1])
     page = " ".join(Path("study/report.html").read_text().split())
@@ -187,7 +238,13 @@ def test_recall_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.Monke
     """Of the base model and of a conversion, which recalls less."""
     few_questions(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    grid: dict[str, Any] = {"methods": "mean", "groups": "4", "alphas": "0", "batch_size": None, "context": 128}
+    grid: dict[str, Any] = {
+        "methods": "mean",
+        "groups": "4",
+        "alphas": "0",
+        "batch_size": None,
+        "context": 128,
+    }
     rows = measured(Path("study"), model=SOURCE, **grid)
     models = evaluated(SOURCE, follow(rows[1]), "--context", 128, "--recall")
     for row, model in zip(rows, models, strict=True):
@@ -201,28 +258,46 @@ def test_recall_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.Monke
     assert f"{rows[1]['recall_text']:.1%}" in Path("study/report.html").read_text()
 
 
-@pytest.mark.parametrize(("heads", "alphas", "teacher", "groups"), [
-    (8, (0, 0.1), "none", {1, 2, 4, 8}), (8, (0, 0.1), "source", {1, 2, 4}), (8, (0,), "none", {1, 2, 4}),
-    (32, (0.1,), "none", {1, 8, 16, 32}), (3, (0, 1), "source", {1}), (1, (0.1,), "source", {1}),
-])  # fmt: skip
-def test_the_default_numbers_of_heads(heads: int, alphas: tuple[float, ...], teacher: Any, groups: set[int]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "alphas", "teacher", "groups"),
+    [
+        (8, (0, 0.1), "none", {1, 2, 4, 8}),
+        (8, (0, 0.1), "source", {1, 2, 4}),
+        (8, (0,), "none", {1, 2, 4}),
+        (32, (0.1,), "none", {1, 8, 16, 32}),
+        (3, (0, 1), "source", {1}),
+        (1, (0.1,), "source", {1}),
+    ],
+)
+def test_the_default_numbers_of_heads(
+    heads: int, alphas: tuple[float, ...], teacher: Any, groups: set[int]
+) -> None:
     """With the control of training where there is no teacher."""
-    cells = AblateOptions(Path("study"), "model", methods=("mean",), alphas=alphas, teacher=teacher).cells(heads)
+    cells = AblateOptions(
+        Path("study"), "model", methods=("mean",), alphas=alphas, teacher=teacher
+    ).cells(heads)
     assert {cell.groups for cell in cells} == groups | {heads}
-    assert any(cell.groups == heads and cell.alpha for cell in cells) == (heads in groups and any(alphas))
+    assert any(cell.groups == heads and cell.alpha for cell in cells) == (
+        heads in groups and any(alphas)
+    )
 
 
-def test_measured_cells_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_cells_are_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of more methods only the new cells are measured. pandas reads the rows."""
     out, before = copied(tmp_path), rows(study())
-    cells = [Cell.of(row) for row in before]  # as many heads as the base model has are one conversion
+    # As many heads as the base model has are one conversion
+    cells = [Cell.of(row) for row in before]
     assert [cell.method for cell in cells] == ["none", *["mean"] * 3, *["first"] * 3, *["none"] * 2]
     assert before[0]["loss_increase"] == 0
     assert before[0]["kv_bytes_per_token"] == 4 * before[1]["kv_bytes_per_token"]
     frame = pandas.read_json(out / "results.jsonl", lines=True, precise_float=True)
     assert [*frame["loss"]] == [row["loss"] for row in before]
     with monkeypatch.context() as patch:
-        patch.setattr(ablation.Ablation, "_measure_cell", lambda *args: pytest.fail("measured again"))
+        patch.setattr(
+            ablation.Ablation, "_measure_cell", lambda *args: pytest.fail("measured again")
+        )
         assert measured(out, groups="1,4") == before
     grown = measured(out, methods="mean,random", groups="1", alphas="0")
     assert (grown[:9], [row["method"] for row in grown[9:]]) == (before, ["random"])
@@ -231,19 +306,25 @@ def test_measured_cells_are_not_measured_again(tmp_path: Path, monkeypatch: pyte
 _TORN = """
 from gqa.eval.study import rows
 torn = '{"method": "first", "gro'
-after(rows, "append_row", lambda directory, row: (directory / "results.jsonl").open("a").write(torn))
+results = "results.jsonl"
+after(rows, "append_row", lambda directory, row: (directory / results).open("a").write(torn))
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)]
+)
 def test_a_stopped_study_continues_to_identical_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs, number: int, code: int
 ) -> None:
-    """In the middle of a training, with half a line of the next row written: after SIGTERM the training continues from
-    its state, after SIGKILL it starts anew. A report of what is there changes no rows.
+    """In the middle of a training, with half a line of the next row written: after SIGTERM the
+    training continues from its state, after SIGKILL it starts anew. A report of what is there
+    changes no rows.
     """
     out, trainings = tmp_path / "study", Mock(side_effect=ablation.uptrain)
-    stopped = runs.run(*words(out, methods="mean"), program="ablate", before=_TORN + f"kill_at(3, {int(number)})")
+    stopped = runs.run(
+        *words(out, methods="mean"), program="ablate", before=_TORN + f"kill_at(3, {int(number)})"
+    )
     assert stopped.code == code
     said = r"gqa-ablate: stopped; step 3 is saved in \S+; the same command continues\n"
     assert number == signal.SIGKILL or re.fullmatch(said, stopped.err)
@@ -269,7 +350,9 @@ def test_a_stopped_study_continues_to_identical_rows(
     assert not (out / ".work").exists()
 
 
-def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_cell_is_a_row_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     convert_checkpoint, train, methods = ablation.convert_checkpoint, ablation.uptrain, []
 
     def failing(*args: Any, **options: Any) -> Any:
@@ -288,10 +371,20 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch
         patch.setattr(ablation, "convert_checkpoint", failing)
         patch.setattr(ablation, "uptrain", diverging)
         result = ablate(out)
-    assert (result.code, result.err.count("\n"), "4 of 6 combinations failed" in result.err) == (1, 1, True)
+    assert (result.code, result.err.count("\n"), "4 of 6 combinations failed" in result.err) == (
+        1,
+        1,
+        True,
+    )
     assert methods == ["mean", "first"]  # once for all cells
     errors = [row["error"] for row in rows(out)]
-    assert errors == [None, *["RuntimeError: the disk is on fire"] * 3, None, None, "loss was not finite"]
+    assert errors == [
+        None,
+        *["RuntimeError: the disk is on fire"] * 3,
+        None,
+        None,
+        "loss was not finite",
+    ]
     assert "the disk is on fire" in (out / "report.html").read_text()
     assert ablate(out, methods="first", alphas="0").code == 0  # the failed ones are not asked for
     successes, again = [row for row in rows(out) if not row["error"]], measured(out)
@@ -304,7 +397,9 @@ def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that were written stay, and the study continues when there is space."""
     out, full = tmp_path / "study", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with monkeypatch.context() as patch:
-        patch.setattr(study_rows, "os", Mock(fsync=Mock(side_effect=[None, None, full]), path=os.path))
+        patch.setattr(
+            study_rows, "os", Mock(fsync=Mock(side_effect=[None, None, full]), path=os.path)
+        )
         check_refused(ablate(out, alphas="0"), "No space left", code=1, advice=ADVICE)
     before = rows(out)
     assert [row["method"] for row in before[:2]] == ["none", "mean"]
@@ -312,19 +407,37 @@ def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "a method that the model cannot have": ({"model": "bitnet", "methods": None}, ["aligned", "first or refined"]),
-    "groups that do not divide": ({"groups": "1,3"}, ["--groups 3 is not possible", "choose 1, 2 or 4"]),
-    "more groups than heads": ({"model": "bitnet", "groups": "1,4"}, ["--groups 4 is more than the 2 key/value heads"]),
+    "a method that the model cannot have": (
+        {"model": "bitnet", "methods": None},
+        ["aligned", "first or refined"],
+    ),
+    "groups that do not divide": (
+        {"groups": "1,3"},
+        ["--groups 3 is not possible", "choose 1, 2 or 4"],
+    ),
+    "more groups than heads": (
+        {"model": "bitnet", "groups": "1,4"},
+        ["--groups 4 is more than the 2 key/value heads"],
+    ),
     "alpha of less than a step": ({"alphas": "0.0001"}, ["alpha 0.0001 is", "less than one block"]),
     "no data": ({"data": None}, ["no data is named", "--data"]),
     "no text but samples": ({"data": "self:1M"}, ["--data self has no documents to hold out"]),
     "nothing held out": ({"heldout": None}, ["there is no held-out text", "--heldout-fraction"]),
-    "two held-out texts": ({"heldout_fraction": 0.1, "alphas": "0"}, ["--heldout-fraction both name held-out text"]),
+    "two held-out texts": (
+        {"heldout_fraction": 0.1, "alphas": "0"},
+        ["--heldout-fraction both name held-out text"],
+    ),
     "no head": ({"model": "headless"}, ["headless is a LlamaModel, which does not predict"]),
-    "context beyond the model's": ({"context": 4096}, ["--context 4096 is more than the 64 positions"]),
+    "context beyond the model's": (
+        {"context": 4096},
+        ["--context 4096 is more than the 64 positions"],
+    ),
     "a device that is not there": ({"device": "cuda:99"}, ["cuda:99"]),
-    "targets of a decoder": ({"target_field": "text"}, ["--target-field is for encoder-decoders, model is not one"]),
-}  # fmt: skip
+    "targets of a decoder": (
+        {"target_field": "text"},
+        ["--target-field is for encoder-decoders, model is not one"],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -357,7 +470,10 @@ def test_a_directory_with_something_else(tmp_path: Path) -> None:
 
 
 def test_intermediate_files_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
-    """In a study too, and with --overwrite. Next to those of a study that was stopped they stay as well."""
+    """In a study too, and with --overwrite.
+
+    Next to those of a study that was stopped they stay as well.
+    """
     out = copied(tmp_path)
     thesis = out / ".work" / "precious" / "thesis.txt"
     thesis.parent.mkdir(parents=True)
@@ -372,16 +488,22 @@ def test_intermediate_files_of_somebody_else_are_left_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("fails", ["the row", "the result"])
-def test_what_was_trained_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    """A row that cannot be written ends the study, a trained checkpoint that cannot is a failed cell. The next run
-    neither converts nor trains again.
+def test_what_was_trained_is_not_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """A row that cannot be written ends the study, a trained checkpoint that cannot is a failed
+    cell. The next run neither converts nor trains again.
     """
-    expected = next(row for row in untimed(rows(study())) if (row["method"], row["alpha"]) == ("mean", 0.3))
+    expected = next(
+        row for row in untimed(rows(study())) if (row["method"], row["alpha"]) == ("mean", 0.3)
+    )
     out, full = tmp_path / "study", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     grid = {"methods": "mean", "alphas": "0.3"}
     with monkeypatch.context() as patch:
         if fails == "the row":
-            patch.setattr(study_rows, "os", Mock(fsync=Mock(side_effect=[None, full]), path=os.path))
+            patch.setattr(
+                study_rows, "os", Mock(fsync=Mock(side_effect=[None, full]), path=os.path)
+            )
         else:
             patch.setattr("gqa.uptrain.run.write_index", Mock(side_effect=full))
         assert ablate(out, **grid).code == 1
@@ -391,7 +513,9 @@ def test_what_was_trained_is_not_trained_again(tmp_path: Path, monkeypatch: pyte
     assert (out / ".work" / "mean-g1" / "converted").is_dir()
 
     monkeypatch.setattr("gqa.uptrain.run.train", lambda *given: pytest.fail("it trains"))
-    monkeypatch.setattr(ablation, "convert_checkpoint", lambda *given, **options: pytest.fail("it converts"))
+    monkeypatch.setattr(
+        ablation, "convert_checkpoint", lambda *given, **options: pytest.fail("it converts")
+    )
     again = {row["alpha"]: row for row in untimed(measured(out, **grid)) if not row["error"]}
     assert again[0.3] == expected
     assert not (out / ".work").exists()
@@ -410,19 +534,33 @@ def test_a_conversion_is_kept_if_there_was_too_little_memory_to_train_it(
 
 
 def test_overwrite_starts_over(tmp_path: Path) -> None:
-    """Also over rows of another version. What no study has written stays, and all of it if the new study is refused."""
+    """Also over rows of another version.
+
+    What no study has written stays, and all of it if the new study is refused.
+    """
     out, grid = copied(tmp_path), {"overwrite": True, "alphas": "0", "methods": "mean"}
     (out / "notes.txt").write_text("mine")
-    older = {"method": "median", "groups": 1, "alpha": 0.0, "bits": 4, "error": None, "options": {"bits": 4}}
+    older = {
+        "method": "median",
+        "groups": 1,
+        "alpha": 0.0,
+        "bits": 4,
+        "error": None,
+        "options": {"bits": 4},
+    }
     (out / "results.jsonl").write_text(f"{json.dumps(older)}\n" * 2)
     refused(out, "holds another study: ", "bits: 4 -> None", methods="mean")
-    assert [row["options"]["learning_rate"] for row in measured(out, **grid, learning_rate=1e-4)] == [1e-4] * 2
+    assert [
+        row["options"]["learning_rate"] for row in measured(out, **grid, learning_rate=1e-4)
+    ] == [1e-4] * 2
     assert (out / "notes.txt").read_text() == "mine"
     for name in ("results.jsonl", "report.html"):
         (out / name).unlink()  # a conversion may be one of other options, which the rows had
     claim(out / ".work", study_rows.PURPOSE)
     claim(out / ".work" / "mean-g1", study_rows.CONVERSION)
-    ablation.convert_checkpoint(place() / "model", 1, out / ".work" / "mean-g1" / "converted", method="first")
+    ablation.convert_checkpoint(
+        place() / "model", 1, out / ".work" / "mean-g1" / "converted", method="first"
+    )
     assert untimed(measured(out, methods="mean", alphas="0")) == untimed(rows(study()))[:2]
     refused(out, "--groups 3 is not possible", **grid, groups="3")
     for directory, options in ((out, grid), (tmp_path / "new", {"alphas": "0"})):
@@ -443,30 +581,55 @@ def test_every_part_uses_the_device_of_the_study(monkeypatch: pytest.MonkeyPatch
 def test_the_page_of_a_study(tmp_path: Path) -> None:
     out, environment = copied(tmp_path), rows(study())[0]["environment"]
     assert {"torch", "transformers", "gqa"} <= set(environment["versions"])
-    assert write_study_report(out, 0.1)[-1] == ["report.html", "alphas.svg", "tradeoff.svg", "results.jsonl"]
+    assert write_study_report(out, 0.1)[-1] == [
+        "report.html",
+        "alphas.svg",
+        "tradeoff.svg",
+        "results.jsonl",
+    ]
     html = (out / "report.html").read_text()
     assert unescape(html).count(shlex.join(["gqa-ablate", *environment["argv"]])) == 1
     assert "recall was not measured: recall needs a context of at least 128 tokens" in html
-    positions = [html.index(text) for text in ("Recommended: ", "data:image", "Study of model", "Commands")]
+    positions = [
+        html.index(text) for text in ("Recommended: ", "data:image", "Study of model", "Commands")
+    ]
     assert positions == sorted(positions)
     assert html.count("data:image/svg+xml;base64,") == 2
     assert not re.search("https?:", html.replace("http://www.w3.org", ""))
     for name in ("tradeoff", "alphas"):
-        assert ElementTree.parse(out / f"{name}.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
+        assert (
+            ElementTree.parse(out / f"{name}.svg").getroot().tag
+            == "{http://www.w3.org/2000/svg}svg"
+        )
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium to open the report in")
 def test_the_report_sorts_in_a_browser(tmp_path: Path) -> None:
     """Its scripts write nothing to the console; a broken one, as a control, does."""
-    click = 'document.querySelectorAll("table")[0].querySelectorAll("th button")[3].click(); nothing.here();'
-    html = (study() / "report.html").read_text().replace("</body>", f"<script>{click}</script></body>")
+    click = (
+        'document.querySelectorAll("table")[0].querySelectorAll("th button")[3].click(); '
+        "nothing.here();"
+    )
+    html = (
+        (study() / "report.html").read_text().replace("</body>", f"<script>{click}</script></body>")
+    )
     (tmp_path / "sorted.html").write_text(html)
-    words = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    words = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
     words += ["--enable-logging=stderr", "--dump-dom", (tmp_path / "sorted.html").as_uri()]
-    done = subprocess.run([str(BROWSER), *words], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [str(BROWSER), *words], capture_output=True, text=True, timeout=120, check=True
+    )
     (broken,) = (line for line in done.stderr.splitlines() if "CONSOLE" in line)
     assert "nothing is not defined" in broken
     body = done.stdout.partition("<tbody>")[2].partition("</tbody>")[0]
-    losses = [float(line.split("<td")[4].partition(">")[2].partition("<")[0]) for line in body.split("<tr>")[1:]]
+    losses = [
+        float(line.split("<td")[4].partition(">")[2].partition("<")[0])
+        for line in body.split("<tr>")[1:]
+    ]
     assert len(losses) == 3
     assert losses == sorted(losses)

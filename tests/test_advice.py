@@ -1,4 +1,6 @@
-"""What commands advise: each advised command is one that its program takes, and it does what the sentence says."""
+"""What commands advise: each advised command is one that its program takes, and it does what the
+sentence says.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ KINDS: dict[str, Any] = {
     "gqa-eval": gqa.EvaluateOptions,
     "gqa-ablate": gqa.AblateOptions,
 }
-COMMANDS: dict[str, click.Command] = {name: import_module(module).command for name, module in PROGRAMS.items()}
+COMMANDS: dict[str, click.Command] = {
+    name: import_module(module).command for name, module in PROGRAMS.items()
+}
 SHORT = ("--tokens", 256, "--context", 16)
 
 
 def advised(done: Result) -> list[list[str]]:
-    """The words of every command in the output: they go from the name of a program to the end of the line."""
+    """The words of every command in the output: they go from the name of a program to the end of
+    the line.
+    """
     found = re.findall(r"(?:^|: )((?:gqa-[a-z]+) .*)$", done.out + done.err, re.MULTILINE)
     return [shlex.split(line) for line in found]
 
@@ -72,18 +78,29 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 # Arguments of gqa-convert and the programs that it advises.
 RUNS: dict[str, tuple[tuple[object, ...], list[str]]] = {
     "mean": (("-g", 2, "--method", "mean"), ["gqa-eval", "gqa-convert", "gqa-uptrain"]),
-    "random": (("-g", 2, "--method", "random", "--seed", 3), ["gqa-eval", "gqa-convert", "gqa-uptrain"]),
-    "aligned": (("-g", 1, "--method", "aligned", "--device", "cpu"), ["gqa-eval", "gqa-convert", "gqa-uptrain"]),
+    "random": (
+        ("-g", 2, "--method", "random", "--seed", 3),
+        ["gqa-eval", "gqa-convert", "gqa-uptrain"],
+    ),
+    "aligned": (
+        ("-g", 1, "--method", "aligned", "--device", "cpu"),
+        ["gqa-eval", "gqa-convert", "gqa-uptrain"],
+    ),
     "calibrated": (("-g", 2, *SHORT), ["gqa-convert"]),
     "refined": (("-g", 2, "--method", "refined", "--refine-steps", 1, *SHORT), ["gqa-uptrain"]),
-    "unmeasured": (("-g", 2, "--no-check", "--seed", 1, *SHORT, "-o", "the output"), ["gqa-eval", "gqa-convert"]),
+    "unmeasured": (
+        ("-g", 2, "--no-check", "--seed", 1, *SHORT, "-o", "the output"),
+        ["gqa-eval", "gqa-convert"],
+    ),
     "by layer": (("-g", "1,4", "--method", "mean"), ["gqa-eval", "gqa-convert", "gqa-uptrain"]),
     "nothing merged": (("-g", 4), []),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_advised_commands_are_read_by_their_programs(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advised_commands_are_read_by_their_programs(
+    name: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the names and options that were given."""
     monkeypatch.setattr("gqa.convert.verdict.GOOD_RATIO", 0.0)  # a random model has nothing to lose
     arguments, programs = RUNS[name]
@@ -111,7 +128,9 @@ def test_advised_commands_are_read_by_their_programs(name: str, here: Path, monk
 REPEATED = ("--seed", "--device", "--tokens", "--context")
 
 
-def test_the_command_that_measures_perplexity_and_recall_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_that_measures_perplexity_and_recall_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As it is printed, but for fewer tokens."""
     few_questions(monkeypatch)
     monkeypatch.chdir(tmp_path)
@@ -122,12 +141,19 @@ def test_the_command_that_measures_perplexity_and_recall_does(tmp_path: Path, mo
     words[words.index("20000")] = "600"
     measured = run(*words[1:], "--context", 128, program="gqa-eval")
     assert measured.code == 0, measured.err
-    assert re.match(r"damaged: 2 of 8 KV heads: KV cache 4x smaller, perplexity x\S+ .*, recall \d+% -> ", measured.out)
+    assert re.match(
+        r"damaged: 2 of 8 KV heads: KV cache 4x smaller, perplexity x\S+ .*, recall \d+% -> ",
+        measured.out,
+    )
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_commands_that_improve_the_result_do(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The better method, then the training that its output advises; a base model that no record names is named."""
+def test_the_commands_that_improve_the_result_do(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The better method, then the training that its output advises; a base model that no record
+    names is named.
+    """
     monkeypatch.setattr("gqa.convert.verdict.GOOD_RATIO", 0.0)
     monkeypatch.setattr("gqa.uptrain.models.TOKENS", 512)
     (here / "elsewhere").mkdir()
@@ -148,7 +174,10 @@ def test_the_commands_that_improve_the_result_do(here: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_that_is_not_measured_ends_with_a_warning(method: str, here: Path) -> None:
-    """It says that the result is not usable, and what to do; also with --quiet. One that is measured needs none."""
+    """It says that the result is not usable, and what to do; also with --quiet.
+
+    One that is measured needs none.
+    """
     text = SHORT if METHODS[method].reads_text else ()
     steps = ("--refine-steps", 1) if METHODS[method].refines else ()
     done = run("it's a model", "-g", 2, "--method", method, *text, *steps, "-q")
@@ -156,7 +185,10 @@ def test_a_method_that_is_not_measured_ends_with_a_warning(method: str, here: Pa
     if METHODS[method].reads_text:
         assert done.err == ""
     else:
-        advice = "the result is not usable before it is trained; use --method refined or train it: gqa-uptrain"
+        advice = (
+            "the result is not usable before it is trained; use --method refined or train it: "
+            "gqa-uptrain"
+        )
         assert f"warning: --method {method} does not run the model on text" in done.err
         assert advice in done.err
 
@@ -173,12 +205,15 @@ def test_nothing_is_advised_for_a_good_model(here: Path, monkeypatch: pytest.Mon
 def test_no_command_is_advised_that_the_model_does_not_allow(here: Path) -> None:
     """Without a tokenizer it can be neither measured on text nor trained."""
     done = run("no tokenizer", "-g", 2, "--method", "mean")
-    assert "quality     not measured: the model has no tokenizer that transformers can load\n" in done.out
+    assert (
+        "quality     not measured: the model has no tokenizer that transformers can load\n"
+        in done.out
+    )
     assert [words[0] for words in advised(done)] == ["gqa-convert"]
     assert done.err.endswith("use --method refined or train it\n")
 
 
-# ------------------------------------------------------------------------------------------------------------- help
+# --------------------------------------------------------------------------------------------- help
 
 
 def examples(program: str) -> list[list[str]]:
@@ -201,8 +236,12 @@ def test_examples_of_help_are_read_by_their_programs(program: str) -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_examples_of_help_have_names_that_defaults_make(program: str) -> None:
     """A conversion is named after its heads and its method."""
-    names = [word for words in examples(program) for word in words if re.search(r"-(gqa|mqa)", word[1:])]
-    assert all(re.fullmatch(rf"\w+-(mqa|gqa\d+)-({'|'.join(METHODS)})", name) for name in names), names
+    names = [
+        word for words in examples(program) for word in words if re.search(r"-(gqa|mqa)", word[1:])
+    ]
+    assert all(re.fullmatch(rf"\w+-(mqa|gqa\d+)-({'|'.join(METHODS)})", name) for name in names), (
+        names
+    )
     assert bool(names) == (program in ("gqa-uptrain", "gqa-eval"))
 
 
@@ -212,8 +251,16 @@ def test_help_shows_every_default(program: str) -> None:
     shown = "".join(run("--help", program=program).out.split())
     checked = 0
     for name, field in KINDS[program].__dataclass_fields__.items():
-        default, is_option = field.default, not (field.metadata["argument"] or field.metadata["expert"])
-        if is_option and default not in (None, ()) and default is not MISSING and default is not False:
+        default, is_option = (
+            field.default,
+            not (field.metadata["argument"] or field.metadata["expert"]),
+        )
+        if (
+            is_option
+            and default not in (None, ())
+            and default is not MISSING
+            and default is not False
+        ):
             values = default if isinstance(default, tuple) else [default]
             texts = ["on" if value is True else re.sub(r"\.0$", "", str(value)) for value in values]
             text = f"{field.metadata['help']} [default: {','.join(texts)}]"
@@ -223,6 +270,15 @@ def test_help_shows_every_default(program: str) -> None:
 
 
 def test_a_default_of_zero_is_a_default() -> None:
-    shown = [default_text(value) for value in (0, 0.0, 3e-4, True, False, None, (), ("a", "b"), "x")]
+    shown = [
+        default_text(value) for value in (0, 0.0, 3e-4, True, False, None, (), ("a", "b"), "x")
+    ]
     on = ["0", "0", "0.0003", "on"]
-    assert shown == [*(f"  [default: {text}]" for text in on), "", "", "", "  [default: a,b]", "  [default: x]"]
+    assert shown == [
+        *(f"  [default: {text}]" for text in on),
+        "",
+        "",
+        "",
+        "  [default: a,b]",
+        "  [default: x]",
+    ]

@@ -1,4 +1,6 @@
-"""alpha: what a smaller one reads, a larger one reads first, in all formats and ranks; held-out text is never read."""
+"""alpha: what a smaller one reads, a larger one reads first, in all formats and ranks; held-out
+text is never read.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,25 @@ from gqa.checkpoint.errors import CorpusError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import parse_source
-from gqa.corpus.tokens import Blocks, Documents, Encoder, Heldout, hold_back, pack, permutation, reading_order, tokenise
+from gqa.corpus.tokens import (
+    Blocks,
+    Documents,
+    Encoder,
+    Heldout,
+    hold_back,
+    pack,
+    permutation,
+    reading_order,
+    tokenise,
+)
 from gqa.eval.study.options import AblateOptions
-from gqa.uptrain.dataloader import Dataloader, count_blocks, heldout_sources, open_dataloader, open_pairs
+from gqa.uptrain.dataloader import (
+    Dataloader,
+    count_blocks,
+    heldout_sources,
+    open_dataloader,
+    open_pairs,
+)
 from gqa.uptrain.options import TrainOptions
 
 ALPHAS = (0.01, 0.05, 0.3, 1.0)
@@ -33,7 +51,9 @@ def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Documents:
     return tokenised(tmp_path_factory.mktemp("text") / "a.jsonl", texts_of(1000), tokenizer)
 
 
-def selected(text: Documents, heldout: Heldout | None = None, **options: Any) -> tuple[list[int], np.ndarray, int]:
+def selected(
+    text: Documents, heldout: Heldout | None = None, **options: Any
+) -> tuple[list[int], np.ndarray, int]:
     """All tokens to train on, the order of documents, and the tokens before any repeats."""
     lengths = (heldout or Heldout()).lengths(text)
     data_tokens = int(lengths.sum())
@@ -57,7 +77,9 @@ def test_each_alpha_is_a_prefix_of_any_larger(text: Documents, options: dict[str
 @pytest.mark.parametrize("lengths", [[10_000], [7] * 1200, [5000, 1, 300, 9, 4000, 700]])
 def test_what_is_set_aside_is_never_read(lengths: list[int]) -> None:
     """Not in any epoch, also where all is one document."""
-    text = documents_of([piece.tolist() for piece in np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])])
+    text = documents_of(
+        [piece.tolist() for piece in np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])]
+    )
     heldout = Heldout(hold_back(text, 500))
     left = heldout.lengths(text)
     tokens = {int(t) for i in range(len(text)) for t in text.tokens(i)[: left[i]]}
@@ -68,19 +90,26 @@ def test_what_is_set_aside_is_never_read(lengths: list[int]) -> None:
 
 
 def test_the_order_is_the_definition(text: Documents) -> None:
-    """By SHA-256(SHA-256(text) || "seed:epoch:copy"), copies counted from 0; texts without white space around them."""
+    """By SHA-256(SHA-256(text) || "seed:epoch:copy"), copies counted from 0; texts without white
+    space around them.
+    """
     texts, orders = texts_of(1000), []
     for seed, epoch in ((0, 0), (3, 0), (3, 2)):
         keys = []
         for i, one in enumerate(texts):
-            key = hashlib.sha256(one.strip().encode()).digest() + f"{seed}:{epoch}:{texts[:i].count(one)}".encode()
+            key = (
+                hashlib.sha256(one.strip().encode()).digest()
+                + f"{seed}:{epoch}:{texts[:i].count(one)}".encode()
+            )
             keys.append(hashlib.sha256(key).digest()[:8])
         orders.append(permutation(text.digests, seed, epoch).tolist())
         assert orders[-1] == sorted(range(len(texts)), key=keys.__getitem__)
     assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
-def test_neither_the_order_nor_the_kind_of_files_matters(text: Documents, tokenizer: Any, tmp_path: Path) -> None:
+def test_neither_the_order_nor_the_kind_of_files_matters(
+    text: Documents, tokenizer: Any, tmp_path: Path
+) -> None:
     shuffled = random.Random(1).sample(texts_of(1000), len(text))
     files = {"a.parquet": shuffled, "b.jsonl": shuffled[:300], "c.arrow": shuffled[300:]}
     a, b, c = (parse_source(str(write(tmp_path / name, texts))) for name, texts in files.items())
@@ -91,7 +120,9 @@ def test_neither_the_order_nor_the_kind_of_files_matters(text: Documents, tokeni
 def test_more_tokens_than_there_are(text: Documents) -> None:
     """Each epoch reads all documents in another order; a longer run continues a shorter one."""
     total, count = int(text.lengths.sum()), len(text)
-    (once, *_), (twice, *_), (whole, order, _) = (selected(text, tokens=int(n * total)) for n in (1, 2, 2.5))
+    (once, *_), (twice, *_), (whole, order, _) = (
+        selected(text, tokens=int(n * total)) for n in (1, 2, 2.5)
+    )
     assert whole[: len(twice)] == twice
     assert twice[: len(once)] == once
     assert sorted(order[:count]) == sorted(order[count : 2 * count])
@@ -102,14 +133,15 @@ def test_n_blocks_for() -> None:
     def count(total: int, size: int, **options: Any) -> int:
         return count_blocks(TrainOptions("model", context=size, **options), total)
 
-    assert count(100, 1, alpha=0.29) == 29  # and not 28, which is 0.29 * 100 in binary, rounded down
+    # And not 28, which is 0.29 * 100 in binary, rounded down
+    assert count(100, 1, alpha=0.29) == 29
     assert count(10**6, 10, alpha=0.05) == 5000
     assert count(1000, 10, tokens=2_005) == 200
     assert count(1000, 10, steps=7, batch_size=3) == 21
     assert count(2**60, 2**10, alpha=1e-9) == 2**60 // 10**9 // 2**10
 
 
-# ----------------------------------------------------------------------------------------------------- what is held out
+# --------------------------------------------------------------------------------- what is held out
 
 
 N = 12
@@ -124,13 +156,17 @@ def random_texts(count: int, seed: int, words: int = 60) -> list[str]:
 
 def grams(blocks: Any) -> Grams:
     return {
-        tuple(ids[at : at + N]) for ids in (block["input_ids"].tolist() for block in blocks) for at in range(64 - N)
+        tuple(ids[at : at + N])
+        for ids in (block["input_ids"].tolist() for block in blocks)
+        for at in range(64 - N)
     }
 
 
 def shares(loader: Dataloader) -> tuple[float, int]:
     """The share of the held-out 12-grams that are trained on, and how many blocks are held out."""
-    trained = grams(loader.block(number) for number in range(loader.steps * loader.options.blocks_per_step))
+    trained = grams(
+        loader.block(number) for number in range(loader.steps * loader.options.blocks_per_step)
+    )
     held = grams(loader.heldout)
     return len(trained & held) / len(held), len(loader.heldout)
 
@@ -160,9 +196,13 @@ CASES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(("data", "how"), CASES)
-def test_no_heldout_text_is_trained_on(tokenizer: Any, data: tuple[str, ...], how: dict[str, Any]) -> None:
+def test_no_heldout_text_is_trained_on(
+    tokenizer: Any, data: tuple[str, ...], how: dict[str, Any]
+) -> None:
     """Three and more epochs of each."""
-    options = TrainOptions("m", Path("o"), data=data, steps=300, batch_size=4, heldout_tokens=512, repeats=False, **how)
+    options = TrainOptions(
+        "m", Path("o"), data=data, steps=300, batch_size=4, heldout_tokens=512, repeats=False, **how
+    )
     leaked, held = shares(open_dataloader(options, tokenizer, 64))
     assert leaked == 0
     assert 4 <= held <= 8
@@ -172,9 +212,12 @@ def test_no_heldout_text_is_trained_on(tokenizer: Any, data: tuple[str, ...], ho
 @pytest.mark.parametrize("how", [{}, STREAM])
 @pytest.mark.parametrize("data", ["a.jsonl", "one.txt"])
 def test_all_that_is_named_is_held_out(tokenizer: Any, data: str, how: dict[str, Any]) -> None:
-    options = TrainOptions("m", Path("o"), data=(data,), heldout=data, steps=3, repeats=False, **how)
+    options = TrainOptions(
+        "m", Path("o"), data=(data,), heldout=data, steps=3, repeats=False, **how
+    )
     with pytest.raises(
-        CorpusError, match=r"none is left to train on; hold|has nothing to train on: it is empty, blank or"
+        CorpusError,
+        match=r"none is left to train on; hold|has nothing to train on: it is empty, blank or",
     ):
         open_dataloader(options, tokenizer, 64).block(0)
 
@@ -182,7 +225,9 @@ def test_all_that_is_named_is_held_out(tokenizer: Any, data: str, how: dict[str,
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("how", [{"heldout": "some.jsonl"}, {"heldout_fraction": 0.1}])
 def test_a_study_calibrates_on_no_heldout_text(tokenizer: Any, how: dict[str, Any]) -> None:
-    options = AblateOptions(Path("study"), "m", data=("twice.jsonl",), calibration_context=64, **how)
+    options = AblateOptions(
+        Path("study"), "m", data=("twice.jsonl",), calibration_context=64, **how
+    )
     text = replace(options.maps.text, repeats=False)
     ids = text.split(read_checkpoint(SOURCE), "cpu", SILENT)[0].numpy()
     [source] = heldout_sources(options.training(None, Path("model"), Path("out")))
@@ -197,13 +242,24 @@ def test_no_heldout_pair_is_trained_on(tokenizer: Any, how: dict[str, Any]) -> N
     rows = [{"text": text, "to": f"{number}"} for number, text in enumerate(random_texts(60, 0, 5))]
     lines(Path("a.jsonl"), *rows, *rows[::3])
     lines(Path("b.jsonl"), *rows[::4], {"text": "x", "to": "y"})
-    config = type("Config", (), {"is_encoder_decoder": True, "decoder_start_token_id": 1, "pad_token_id": 0})()
+    config = type(
+        "Config", (), {"is_encoder_decoder": True, "decoder_start_token_id": 1, "pad_token_id": 0}
+    )()
     config.vocab_size, config.eos_token_id, config.get_text_config = 4096, 2, lambda decoder: config
     options = TrainOptions(
-        "m", Path("o"), data=("a.jsonl",), target_field="to", steps=50, batch_size=4, heldout_tokens=400, **how
+        "m",
+        Path("o"),
+        data=("a.jsonl",),
+        target_field="to",
+        steps=50,
+        batch_size=4,
+        heldout_tokens=400,
+        **how,
     )
     loader = open_pairs(options, PairEncoder(config, tokenizer, "m"), tokenizer, 64, 1, None)
-    trained = {(*block["input_ids"], -1, *block["labels"]) for block in map(loader.block, range(200))}
+    trained = {
+        (*block["input_ids"], -1, *block["labels"]) for block in map(loader.block, range(200))
+    }
     held = {(*block["input_ids"], -1, *block["labels"]) for block in loader.heldout}
     assert held
     assert not trained & held

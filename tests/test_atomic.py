@@ -1,4 +1,6 @@
-"""OUT appears complete or not at all: killed, interrupted, out of space, two at a time; and the next run succeeds."""
+"""OUT appears complete or not at all: killed, interrupted, out of space, two at a time; and the
+next run succeeds.
+"""
 
 import contextlib
 import errno
@@ -14,7 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import MERGED, Tensors, check_refused, contents, leftovers, llama, run, snapshot, weights
+from checkpoints import (
+    MERGED,
+    Tensors,
+    check_refused,
+    contents,
+    leftovers,
+    llama,
+    run,
+    snapshot,
+    weights,
+)
 from processes import small_disk
 from safetensors.torch import save_file
 from test_edges import save_bin
@@ -27,7 +39,11 @@ from gqa.checkpoint.write import write_tensor
 from gqa.convert import rewrite
 from gqa.convert.api import convert_checkpoint, plan_conversion
 
-KEPT = "stored layers and finished batches of generated text are kept, the same command continues after them"
+KEPT = (
+    "stored layers and finished batches of generated text are kept, the same command continues "
+    "after "
+    "them"
+)
 STOPPED = {
     signal.SIGINT: f"gqa-convert: interrupted; no partial result is left; {KEPT}",
     signal.SIGTERM: f"gqa-convert: terminated; no partial result is left; {KEPT}",
@@ -45,11 +61,18 @@ def small(directory: Path, seed: int = 0) -> Path:
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """About 120 MB in four shards."""
     size: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 6, "intermediate_size": 512}
-    return llama(tmp_path_factory.mktemp("big") / "m", shards=4, tensors=weights(width=1024, layers=6), **size)
+    return llama(
+        tmp_path_factory.mktemp("big") / "m",
+        shards=4,
+        tensors=weights(width=1024, layers=6),
+        **size,
+    )
 
 
 def check_stopped(out: Path, *complete: dict[str, str]) -> str:
-    """After a stop OUT is one of the complete results, or absent where that is allowed; says which."""
+    """After a stop OUT is one of the complete results, or absent where that is allowed;
+    says which.
+    """
     visible = sorted(path.name for path in out.parent.iterdir() if not path.name.startswith("."))
     assert set(visible) <= {"m", "out"}
     if not out.exists():
@@ -62,12 +85,15 @@ def check_stopped(out: Path, *complete: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_killed_at_every_change_of_a_name(runs: Runs, tmp_path: Path, overwrite: bool) -> None:
-    """Killed before the first, second ... last open, rename, mkdir, unlink: then the next run succeeds. Where OUT was
-    there and is not, it puts the old one back.
+    """Killed before the first, second ... last open, rename, mkdir, unlink: then the next run
+    succeeds. Where OUT was there and is not, it puts the old one back.
     """
     model, out = small(tmp_path / "m"), tmp_path / "out"
     kept = tmp_path.with_name(tmp_path.name + "-kept")
-    old, new = (contents(convert_checkpoint(model, groups, kept / str(groups), method="mean").out) for groups in (1, 2))
+    old, new = (
+        contents(convert_checkpoint(model, groups, kept / str(groups), method="mean").out)
+        for groups in (1, 2)
+    )
     before = snapshot(model)
     words = [*MERGED, "-q", "-o", out, model, *(["--overwrite"] if overwrite else [])]
     states: list[str] = []
@@ -80,7 +106,8 @@ def test_killed_at_every_change_of_a_name(runs: Runs, tmp_path: Path, overwrite:
         states.append(check_stopped(out, new, old))
         if overwrite and states[-1] == "absent":
             check_refused(
-                run(*(word for word in words if word != "--overwrite")), "out exists; choose another directory"
+                run(*(word for word in words if word != "--overwrite")),
+                "out exists; choose another directory",
             )
             assert check_stopped(out, new, old) == "old"
         again = words if overwrite or states[-1] == "absent" else [*words, "--overwrite"]
@@ -131,7 +158,9 @@ def test_two_at_a_time(runs: Runs, big: Path, tmp_path: Path) -> None:
         os.kill(first.pid, signal.SIGCONT)
     assert "another run is writing" in second.said()
     assert first.wait() == 0, first.said()
-    assert contents(out) == contents(convert_checkpoint(big, 2, tmp_path / "alone", method="mean").out)
+    assert contents(out) == contents(
+        convert_checkpoint(big, 2, tmp_path / "alone", method="mean").out
+    )
     assert leftovers(tmp_path) == []
 
 
@@ -145,7 +174,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_full_disk_under_a_file_that_is_replaced(disk: Path) -> None:
     """The old file stays; what the library says is the system's error."""
     (disk / "x").write_text("old")
-    with pytest.raises(OSError, match="No space left on device") as error, writer.replacing(disk / "x") as temporary:
+    with (
+        pytest.raises(OSError, match="No space left on device") as error,
+        writer.replacing(disk / "x") as temporary,
+    ):
         save_file({"a": torch.zeros(1 << 20)}, temporary)
     assert error.value.errno == errno.ENOSPC
     assert {path.name: path.read_text() for path in disk.iterdir()} == {"x": "old"}
@@ -153,8 +185,13 @@ def test_full_disk_under_a_file_that_is_replaced(disk: Path) -> None:
 
 @pytest.mark.parametrize(("more", "says"), [(9, "are free at"), (0, "no partial result was kept")])
 def test_full_disk(disk: Path, tmp_path: Path, more: int, says: str) -> None:
-    """Refused at once where the weights cannot fit; where side files do not, all that was written is gone again."""
-    tensors = weights() | {f"model.more.{n}": weights(width=512)["lm_head.weight"] for n in range(more)}  # 48 KiB each
+    """Refused at once where the weights cannot fit; where side files do not, all that was written
+    is gone again.
+    """
+    # 48 KiB each
+    tensors = weights() | {
+        f"model.more.{n}": weights(width=512)["lm_head.weight"] for n in range(more)
+    }
     model, out = llama(tmp_path / "m", tensors=tensors, shards=2), disk / "out"
     (model / "vocab.txt").write_bytes(bytes(500_000))
     assert run("--groups", 1, "--method", "mean", "-o", out, small(tmp_path / "other")).code == 0
@@ -165,12 +202,18 @@ def test_full_disk(disk: Path, tmp_path: Path, more: int, says: str) -> None:
 
 
 PLACES = ("copy_range", "write_tensor", "copy_file", "write_text", "verify", "fsync_directory")
-ERRORS = [*((where, errno.ENOSPC) for where in PLACES), ("write_tensor", errno.EIO), ("verify", None)]
+ERRORS = [
+    *((where, errno.ENOSPC) for where in PLACES),
+    ("write_tensor", errno.EIO),
+    ("verify", None),
+]
 
 
 @pytest.mark.parametrize(("where", "number"), ERRORS)
 def test_error_anywhere(tmp_path: Path, monkeypatch: Any, where: str, number: int | None) -> None:
-    """Of the disk or, without a number, our own mistake: a result that was there stays, and the next run succeeds."""
+    """Of the disk or, without a number, our own mistake: a result that was there stays, and the
+    next run succeeds.
+    """
 
     def fail(*words: Any, **options: Any) -> None:
         raise OSError(number, os.strerror(number)) if number else ZeroDivisionError
@@ -182,14 +225,18 @@ def test_error_anywhere(tmp_path: Path, monkeypatch: Any, where: str, number: in
     monkeypatch.setattr(home, where, fail)
     result = run(*MERGED, "--overwrite", "-o", out, model)
     assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
-    says = {errno.EIO: "Input/output error", errno.ENOSPC: "no space left"}.get(number, "unexpected ZeroDivisionError")
+    says = {errno.EIO: "Input/output error", errno.ENOSPC: "no space left"}.get(
+        number, "unexpected ZeroDivisionError"
+    )
     assert says in result.err
     assert snapshot(tmp_path) == before
     monkeypatch.undo()
     assert run(*MERGED, "--overwrite", "-o", out, model).code == 0
 
 
-def test_an_error_in_one_shard_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_one_shard_stops_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended: list[str] = []
 
     def copy(source: Any, target: Any, offset: int, count: int, progress: Any) -> None:
@@ -232,22 +279,27 @@ def test_source_that_became_shorter(tmp_path: Path) -> None:
         writer.copy_range(source, target, 50, 100)
 
 
-# -------------------------------------------------------------- what is written wrong is noticed before it is published
+# ------------------------------------------ what is written wrong is noticed before it is published
 
 
-@pytest.mark.parametrize(("offset", "says"), [
-    (-(1 << 20), "z.weight differs from the source"),  # at the start, in the middle, at the end
-    (-(1 << 19) - 1, "z.weight differs from the source"),
-    (-1, "z.weight differs from the source"),
-    (12, "the result does not verify"),  # in the header
-    (-(1 << 18), None),  # between two sampled blocks of a tensor of 1 MiB
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("offset", "says"),
+    [
+        (-(1 << 20), "z.weight differs from the source"),  # at the start, in the middle, at the end
+        (-(1 << 19) - 1, "z.weight differs from the source"),
+        (-1, "z.weight differs from the source"),
+        (12, "the result does not verify"),  # in the header
+        (-(1 << 18), None),  # between two sampled blocks of a tensor of 1 MiB
+    ],
+)
 def test_a_damaged_copy_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, says: str | None
 ) -> None:
     """After the shard is written and before it is verified, one bit of it is changed."""
     monkeypatch.setattr(rewrite, "BLOCK", 1 << 10)
-    source = llama(tmp_path / "m", tensors=weights() | {"z.weight": torch.randn(4096, 64)}, shards=1)
+    source = llama(
+        tmp_path / "m", tensors=weights() | {"z.weight": torch.randn(4096, 64)}, shards=1
+    )
     verify_shard = rewrite.verify_shard
 
     def damage_and_verify(plan: Any, path: Path, *rest: Any) -> None:
@@ -262,18 +314,31 @@ def test_a_damaged_copy_is_noticed(
     assert (tmp_path / "out").exists() == (says is None)
 
 
-@pytest.mark.parametrize(("stored", "wrong", "says"), [
-    ("bin", lambda tensor: tensor + 1, "differs from the source"),
-    ("safetensors", lambda tensor: tensor * float("nan"), "NaN or Inf though its source has none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stored", "wrong", "says"),
+    [
+        ("bin", lambda tensor: tensor + 1, "differs from the source"),
+        (
+            "safetensors",
+            lambda tensor: tensor * float("nan"),
+            "NaN or Inf though its source has none",
+        ),
+    ],
+)
 def test_tensors_that_are_written_wrong_are_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, wrong: Callable[[Tensor], Tensor], says: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stored: str,
+    wrong: Callable[[Tensor], Tensor],
+    says: str,
 ) -> None:
     source = llama(tmp_path / "m")
     if stored == "bin":
         save_bin(source, weights(), 1)
     monkeypatch.setattr(
-        rewrite, "write_tensor", lambda target, tensor, *rest: write_tensor(target, wrong(tensor), *rest)
+        rewrite,
+        "write_tensor",
+        lambda target, tensor, *rest: write_tensor(target, wrong(tensor), *rest),
     )
     with pytest.raises(OutputError, match=says):
         convert_checkpoint(source, 2, tmp_path / "out", method="mean")
@@ -281,24 +346,41 @@ def test_tensors_that_are_written_wrong_are_noticed(
 
 
 def drop(pattern: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not re.search(pattern, name)}
+    return lambda tensors: {
+        name: tensor for name, tensor in tensors.items() if not re.search(pattern, name)
+    }
 
 
 def narrow(pattern: str, *shape: int) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {n: torch.zeros(shape) if re.search(pattern, n) else t for n, t in tensors.items()}
+    return lambda tensors: {
+        n: torch.zeros(shape) if re.search(pattern, n) else t for n, t in tensors.items()
+    }
 
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 4, "architectures": ["Qwen3ForCausalLM"]}
 UNLOADABLE: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] = {
     "another prefix": (
-        lambda tensors: {f"student.{name}": tensor for name, tensor in tensors.items()}, {},
+        lambda tensors: {f"student.{name}": tensor for name, tensor in tensors.items()},
+        {},
         r"are not stored \(but student\.",
     ),
-    "a pruned MLP": (narrow("mlp.up_proj", 8, 32), {}, r"as \[8, 32\], config.json implies \[16, 32\] \(and 1 m"),
-    "more layers in the config": (dict, {"num_hidden_layers": 3}, "layers.2.*are not stored, and LlamaForCausalLM"),
-    "an untied head": (drop("lm_head"), {}, "lm_head.weight is not stored, and LlamaForCausalLM would initialise"),
+    "a pruned MLP": (
+        narrow("mlp.up_proj", 8, 32),
+        {},
+        r"as \[8, 32\], config.json implies \[16, 32\] \(and 1 m",
+    ),
+    "more layers in the config": (
+        dict,
+        {"num_hidden_layers": 3},
+        "layers.2.*are not stored, and LlamaForCausalLM",
+    ),
+    "an untied head": (
+        drop("lm_head"),
+        {},
+        "lm_head.weight is not stored, and LlamaForCausalLM would initialise",
+    ),
     "a model type of another model": (dict, QWEN3, "q_norm"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", UNLOADABLE)
@@ -306,24 +388,35 @@ def test_what_transformers_would_initialise_at_random_is_refused(case: str, tmp_
     """It only warns of that. Refused with the plan, so in a dry run too."""
     change, settings, says = UNLOADABLE[case]
     with pytest.raises(RefusedError, match=says):
-        plan_conversion(llama(tmp_path / "m", tensors=change(weights()), **settings), 2, method="mean")
+        plan_conversion(
+            llama(tmp_path / "m", tensors=change(weights()), **settings), 2, method="mean"
+        )
 
 
 @pytest.mark.parametrize("odd", [3, [None], "LlamaModel", ["LlamaConfig"]])
 def test_what_names_no_class_is_as_if_nothing_were_named(odd: object, tmp_path: Path) -> None:
-    """`architectures` of config.json may be anything: the result is of the class that its model type stands for."""
+    """`architectures` of config.json may be anything: the result is of the class that its model
+    type stands for.
+    """
     result = run(*MERGED, "-o", tmp_path / "out", llama(tmp_path / "m", architectures=odd))
     assert (result.code, result.complaints) == (0, "")
     assert "next " in result.out
 
 
-@pytest.mark.parametrize(("settings", "name"), [
-    ({"architectures": ["LlamaForReward"]}, "Llama"),
-    ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, "Llama"),
-    ({"model_type": "olmo2", "architectures": ["Llama"]}, "Olmo2"),
-])  # fmt: skip
-def test_classes_of_others_are_not_tried(tmp_path: Path, settings: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"architectures": ["LlamaForReward"]}, "Llama"),
+        ({"auto_map": {"AutoModelForCausalLM": "m.M"}}, "Llama"),
+        ({"model_type": "olmo2", "architectures": ["Llama"]}, "Olmo2"),
+    ],
+)
+def test_classes_of_others_are_not_tried(
+    tmp_path: Path, settings: dict[str, Any], name: str
+) -> None:
     """Code of a checkpoint is not run: what was not checked is a warning."""
-    plan = plan_conversion(llama(tmp_path / "m", tensors=drop("lm_head")(weights()), **settings), 2, method="mean")
+    plan = plan_conversion(
+        llama(tmp_path / "m", tensors=drop("lm_head")(weights()), **settings), 2, method="mean"
+    )
     says = f"{name}ForCausalLM does not load the result (other classes were not tried)"
     assert any(says in warning for warning in plan.warnings), plan.warnings

@@ -1,7 +1,9 @@
-"""Layers with different numbers of key/value heads: the class that loads them, and who gets how many.
+"""Layers with different numbers of key/value heads: the class that loads them, and who gets how
+many.
 
-The oracle is transformers' own class with every merged head repeated: uniform conversions, which other tests hold
-against it, give each layer's heads, and all of them in one model must compute what the converted one does.
+The oracle is transformers' own class with every merged head repeated: uniform conversions, which
+other tests hold against it, give each layer's heads, and all of them in one model must compute what
+the converted one does.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ IDS = torch.arange(10, 22)[None] % 90
 @pytest.fixture(scope="module")
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of a tiny random model."""
-    return write_checkpoint(build(TINY[request.param], QUERY_HEADS), tmp_path_factory.mktemp(request.param) / "model")
+    return write_checkpoint(
+        build(TINY[request.param], QUERY_HEADS), tmp_path_factory.mktemp(request.param) / "model"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,9 @@ families = pytest.mark.parametrize("source", BY_LAYER, indirect=True, ids=str)
 one_family = pytest.mark.parametrize("source", ["llama"], indirect=True, ids=str)
 
 
-def in_the_class_of_transformers(source: Path, heads: tuple[int, ...], place: Path) -> PreTrainedModel:
+def in_the_class_of_transformers(
+    source: Path, heads: tuple[int, ...], place: Path
+) -> PreTrainedModel:
     """The merged heads of every layer repeated to all, in the class of the source."""
     parts = {QUERY_HEADS: load(source)}
     for count in {*heads} - parts.keys():
@@ -75,18 +81,32 @@ def predicted(model: PreTrainedModel) -> Tensor:
 
 
 @families
-def test_transformers_loads_it_and_computes_the_same(source: Path, converted: Path, tmp_path: Path) -> None:
-    """By the file beside the weights; layers with each other's numbers, as a control, do not compute it."""
+def test_transformers_loads_it_and_computes_the_same(
+    source: Path, converted: Path, tmp_path: Path
+) -> None:
+    """By the file beside the weights; layers with each other's numbers, as a control, do not
+    compute it.
+    """
     expected = predicted(in_the_class_of_transformers(source, HEADS, tmp_path))
     for attention in TINY[json.loads((source / "config.json").read_text())["model_type"]].attention:
         found, told = AutoModelForCausalLM.from_pretrained(
-            converted, trust_remote_code=True, dtype="float32", attn_implementation=attention, output_loading_info=True
+            converted,
+            trust_remote_code=True,
+            dtype="float32",
+            attn_implementation=attention,
+            output_loading_info=True,
         )
         assert not told["missing_keys"]
         assert not told["unexpected_keys"]
         assert error(predicted(found), expected) < TOLERANCE
-    assert "`config.per_layer_config[i].num_key_value_heads` is the number" in (converted / "README.md").read_text()
-    assert tuple(found.config.per_layer_config[i].num_key_value_heads for i in range(len(HEADS))) == HEADS
+    assert (
+        "`config.per_layer_config[i].num_key_value_heads` is the number"
+        in (converted / "README.md").read_text()
+    )
+    assert (
+        tuple(found.config.per_layer_config[i].num_key_value_heads for i in range(len(HEADS)))
+        == HEADS
+    )
     other = convert_checkpoint(source, HEADS[::-1], tmp_path / "other", method="mean").out
     assert error(predicted(load_model(str(other), dtype="float32")), expected) > 10 * TOLERANCE
 
@@ -103,13 +123,16 @@ def test_what_is_written_is_what_it_generates_with(converted: Path) -> None:
     assert error(rest, whole[:, 8:]) < TOLERANCE
     greedy = model.generate(IDS, max_new_tokens=3, do_sample=False)
     assert greedy[:, : IDS.shape[1]].equal(IDS)
-    fixed = model.generate(IDS, max_new_tokens=3, do_sample=False, cache_implementation="static")  # sized by the config
+    # Sized by the config
+    fixed = model.generate(IDS, max_new_tokens=3, do_sample=False, cache_implementation="static")
     assert fixed.equal(greedy)
 
 
 @one_family
 def test_it_is_saved_and_loaded_again(converted: Path, tmp_path: Path) -> None:
-    """By the code beside it alone: transformers' own class would build layers that are all alike."""
+    """By the code beside it alone: transformers' own class would build layers that are all
+    alike.
+    """
     with pytest.raises(ValueError, match="trust_remote_code"):
         AutoModelForCausalLM.from_pretrained(converted, trust_remote_code=False)
     model = load_model(str(converted), dtype="float32")
@@ -121,32 +144,56 @@ def test_it_is_saved_and_loaded_again(converted: Path, tmp_path: Path) -> None:
 
 
 def as_engines_read_it(place: Path) -> list[int]:
-    """The heads of each layer as vLLM and llama.cpp's converter take them (docs/models.md), who must agree."""
+    """The heads of each layer as vLLM and llama.cpp's converter take them (docs/models.md), who
+    must agree.
+    """
     raw = json.loads((place / "config.json").read_text())
     assert raw["architectures"] == ["DeciLMForCausalLM"]
-    assert raw["num_key_value_heads"] == max(raw["num_key_value_heads_per_layer"])  # what is sized once fits all
+    # What is sized once fits all
+    assert raw["num_key_value_heads"] == max(raw["num_key_value_heads_per_layer"])
     config = AutoConfig.from_pretrained(place, trust_remote_code=True)
-    assert {block.ffn.intermediate_size for block in config.block_configs} == {raw["intermediate_size"]}
-    found = [config.num_attention_heads // block.attention.n_heads_in_group for block in config.block_configs]
+    assert {block.ffn.intermediate_size for block in config.block_configs} == {
+        raw["intermediate_size"]
+    }
+    found = [
+        config.num_attention_heads // block.attention.n_heads_in_group
+        for block in config.block_configs
+    ]
     assert found == raw["num_key_value_heads_per_layer"]
     return found
 
 
 @one_family
 def test_engines_are_told_what_is_stored(source: Path, tmp_path: Path) -> None:
-    """The oracle is the shape of the keys. One number for all layers is an ordinary Llama, as are other models none."""
-    edit_json(source / "config.json", lambda raw: {key: raw[key] for key in raw if key != "rms_norm_eps"})
+    """The oracle is the shape of the keys.
+
+    One number for all layers is an ordinary Llama, as are other models none.
+    """
+    edit_json(
+        source / "config.json", lambda raw: {key: raw[key] for key in raw if key != "rms_norm_eps"}
+    )
     for heads in (HEADS, HEADS[::-1]):
         out = convert_checkpoint(source, heads, tmp_path / f"{heads[0]}", method="mean").out
         tensors = load(out)
         dim = len(tensors["model.layers.0.self_attn.q_proj.weight"]) // QUERY_HEADS
-        stored = [len(tensors[f"model.layers.{layer}.self_attn.k_proj.weight"]) // dim for layer in range(2)]
+        stored = [
+            len(tensors[f"model.layers.{layer}.self_attn.k_proj.weight"]) // dim
+            for layer in range(2)
+        ]
         assert as_engines_read_it(out) == stored == list(heads)
-        assert json.loads((out / "config.json").read_text())["rms_norm_eps"] == LlamaConfig().rms_norm_eps
+        assert (
+            json.loads((out / "config.json").read_text())["rms_norm_eps"]
+            == LlamaConfig().rms_norm_eps
+        )
     half = convert_checkpoint(source, (2, 4), tmp_path / "half", method="mean").out
-    assert as_engines_read_it(convert_checkpoint(half, 2, tmp_path / "less", method="mean").out) == [1, 2]
+    assert as_engines_read_it(
+        convert_checkpoint(half, 2, tmp_path / "less", method="mean").out
+    ) == [1, 2]
     qwen = write_checkpoint(build(TINY["qwen2"], QUERY_HEADS), tmp_path / "qwen")
-    for model, groups, name in ((source, 2, "LlamaForCausalLM"), (qwen, HEADS, "GQAQwen2ForCausalLM")):
+    for model, groups, name in (
+        (source, 2, "LlamaForCausalLM"),
+        (qwen, HEADS, "GQAQwen2ForCausalLM"),
+    ):
         out = convert_checkpoint(model, groups, tmp_path / name, method="mean").out
         raw = json.loads((out / "config.json").read_text())
         assert (raw["architectures"], "num_key_value_heads_per_layer" in raw) == ([name], False)
@@ -159,13 +206,19 @@ def test_it_is_trained_and_measured_as_any_other(tmp_path: Path) -> None:
     out = convert_checkpoint(model, HEADS, tmp_path / "out", method="mean").out
     trained(options_for(out, tmp_path / "trained", teacher="none"))
     before, after = load(out), load(tmp_path / "trained")
-    assert {name: tensor.shape for name, tensor in before.items()} == {n: t.shape for n, t in after.items()}
+    assert {name: tensor.shape for name, tensor in before.items()} == {
+        n: t.shape for n, t in after.items()
+    }
     assert any(not tensor.equal(after[name]) for name, tensor in before.items())
-    files = [place / "modeling_gqa_by_layer.py" for place in (tmp_path / "trained", out, Path(modelling.__path__[0]))]
+    files = [
+        place / "modeling_gqa_by_layer.py"
+        for place in (tmp_path / "trained", out, Path(modelling.__path__[0]))
+    ]
     assert len({file.read_bytes() for file in files}) == 1
     assert as_engines_read_it(tmp_path / "trained") == list(HEADS)
     base, converted = (
-        Subject(place.name, str(place), read_checkpoint(place)) for place in (model, tmp_path / "trained")
+        Subject(place.name, str(place), read_checkpoint(place))
+        for place in (model, tmp_path / "trained")
     )
     assert converted.record(64)["heads"] == {"query": QUERY_HEADS, "kv": 2.5}
     share = sum(HEADS) / (2 * QUERY_HEADS)
@@ -176,16 +229,23 @@ def test_it_is_trained_and_measured_as_any_other(tmp_path: Path) -> None:
 @one_family
 @pytest.mark.parametrize("method", ["aligned", "refined"])
 def test_a_layer_that_keeps_its_heads_stays(source: Path, method: str, tmp_path: Path) -> None:
-    """Byte for byte; the first layer is aligned as if all were converted: nothing came before it. The same number
-    everywhere is one number, without custom modelling code.
+    """Byte for byte; the first layer is aligned as if all were converted: nothing came before it.
+
+    The same number everywhere is one number, without custom modelling code.
     """
     text = CalibrationText(tokens=512, length=16)
-    how = MapsOptions(text=text, refinement=Refinement(steps=2, batch=4, autocast=False), device="cpu")
+    how = MapsOptions(
+        text=text, refinement=Refinement(steps=2, batch=4, autocast=False), device="cpu"
+    )
     one = convert_checkpoint(source, 2, tmp_path / "one", method=method, calibration=how).out
     two = convert_checkpoint(source, (2, 2), tmp_path / "two", method=method, calibration=how).out
     assert contents(one) == contents(two)
-    some = load(convert_checkpoint(source, HEADS, tmp_path / "some", method=method, calibration=how).out)
-    every = load(convert_checkpoint(source, 1, tmp_path / "every", method=method, calibration=how).out)
+    some = load(
+        convert_checkpoint(source, HEADS, tmp_path / "some", method=method, calibration=how).out
+    )
+    every = load(
+        convert_checkpoint(source, 1, tmp_path / "every", method=method, calibration=how).out
+    )
     before = load(source)
     assert all(some[name].equal(before[name]) for name in before if "layers.1." in name)
     first = [name for name in before if "layers.0.self_attn" in name]
@@ -193,13 +253,15 @@ def test_a_layer_that_keeps_its_heads_stays(source: Path, method: str, tmp_path:
     assert not all(some[name].equal(before[name]) for name in first)
 
 
-# ---------------------------------------------------------------------------------------------- who gets how many
+# -------------------------------------------------------------------------------- who gets how many
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_allotted_is_the_best_of_all_choices(seed: int) -> None:
     draw = random.Random(seed)
-    losses = [{8: 0.0} | {kept: draw.random() for kept in draw.sample((1, 2, 4), 2)} for _ in range(4)]
+    losses = [
+        {8: 0.0} | {kept: draw.random() for kept in draw.sample((1, 2, 4), 2)} for _ in range(4)
+    ]
     budget = draw.randint(sum(map(min, losses)), 32)
     every = itertools.product(*losses)
 
@@ -231,7 +293,11 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     assert told["heads"]["kv_after"] == told["allotment"]["heads"] == [1, 4, 1, 4]
     nats = told["allotment"]["nats"]
     assert max(nats[0]["1"], nats[2]["1"]) < 1e-6 < 1e-4 < min(nats[1]["1"], nats[3]["1"])
-    assert "note        `config.num_key_value_heads` raises an error in transformers, since layers differ" in made.err
+    assert (
+        "note        `config.num_key_value_heads` raises an error in transformers, "
+        "since layers "
+        "differ" in made.err
+    )
     cache = told["kv_cache"]
     assert cache["bytes_per_token_after"] == 0.625 * cache["bytes_per_token_before"]
     run(uneven, "--groups", "1,4,1,4", *words, "-o", tmp_path / "named")
@@ -240,18 +306,22 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     assert record["options"]["kv_heads"] == [1, 4, 1, 4]
 
 
-# -------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (("--groups", "1,2"), "--groups names 2 layers, model has 4"),
-    (("--groups", "1,3,1,1"), "--groups 3 is not possible for the 4 key/value heads"),
-    (("--groups", "1,x,1,1"), "'x' is not a whole number from 1"),
-    (("--groups", "1", "--kv-budget", "0.5"), "give either --groups G or"),
-    ((), "give either --groups G or --kv-budget SHARE"),
-    (("--kv-budget", "0.2", "--method", "mean", "--tokens", "512"), "the least is 0.25"),  # measuring takes them
-    (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs nothing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--groups", "1,2"), "--groups names 2 layers, model has 4"),
+        (("--groups", "1,3,1,1"), "--groups 3 is not possible for the 4 key/value heads"),
+        (("--groups", "1,x,1,1"), "'x' is not a whole number from 1"),
+        (("--groups", "1", "--kv-budget", "0.5"), "give either --groups G or"),
+        ((), "give either --groups G or --kv-budget SHARE"),
+        # Measuring takes them
+        (("--kv-budget", "0.2", "--method", "mean", "--tokens", "512"), "the least is 0.25"),
+        (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs nothing"),
+    ],
+)
 def test_refused(uneven: Path, words: tuple[str, ...], says: str, tmp_path: Path) -> None:
     check_refused(run(uneven, *words, "-o", tmp_path / "out"), says)
     assert not (tmp_path / "out").exists()
@@ -259,8 +329,10 @@ def test_refused(uneven: Path, words: tuple[str, ...], says: str, tmp_path: Path
 
 def test_refused_before_anything_is_measured(
     uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    """A place that is taken, a class whose layers cannot differ, and whatever the conversion would refuse."""
+) -> None:
+    """A place that is taken, a class whose layers cannot differ, and whatever the conversion would
+    refuse.
+    """
     measured = "gqa.convert.merge.self_samples.sampled_blocks"
     monkeypatch.setattr(measured, lambda *_, **__: pytest.fail("it was measured"))
     (tmp_path / "out").mkdir()
@@ -281,7 +353,9 @@ def test_a_class_that_is_not_known_to_allow_it(tmp_path: Path) -> None:
     edit_json(model / "config.json", lambda raw: raw | {"model_type": "nemotron"})
     for words in (("--kv-budget", "0.5"), ("--groups", "1,4")):
         assert "the same number of key/value heads in all layers" in refusal(model, *words)
-    edit_json(model / "config.json", lambda raw: raw | {"model_type": "llama", "architectures": [head]})
+    edit_json(
+        model / "config.json", lambda raw: raw | {"model_type": "llama", "architectures": [head]}
+    )
     assert f"no class with the head of {head}" in refusal(model, "--groups", "1,4")
     different = llama(tmp_path / "llama")
     out = convert_checkpoint(different, (1, 4), method="mean").out

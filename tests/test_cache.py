@@ -1,4 +1,6 @@
-"""What is wrong with a cache of the Hugging Face libraries is said of the cache, not of the text, the model or OUT."""
+"""What is wrong with a cache of the Hugging Face libraries is said of the cache, not of the text,
+the model or OUT.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,21 @@ def test_commands_work_without_the_cache_and_warn_once(
         ("gqa-eval", (small, *data)),
         ("gqa-convert", (small, "-g", 2, *data, "--tokens", 256, "-o", tmp_path / "a")),
         ("gqa-convert", (small, "-g", 2, "--context", 16, "--tokens", 256, "-o", tmp_path / "b")),
-        ("gqa-uptrain", (small, "--teacher", "none", *data, "--steps", 1, "--batch-size", 1, "-o", tmp_path / "c")),
+        (
+            "gqa-uptrain",
+            (
+                small,
+                "--teacher",
+                "none",
+                *data,
+                "--steps",
+                1,
+                "--batch-size",
+                1,
+                "-o",
+                tmp_path / "c",
+            ),
+        ),
     ]
     for program, words in commands:
         with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +73,10 @@ def test_commands_work_without_the_cache_and_warn_once(
             result = run(*words, "-q", program=program)
         assert result.code == 0, result
         assert result.err.count("warning: ") == 1
-        assert f"warning: the cache {unwritable} cannot be written (Not a directory): tokens and " in result.err
+        assert (
+            f"warning: the cache {unwritable} cannot be written (Not a directory): tokens and "
+            in result.err
+        )
         assert "set HF_HOME to a directory" in result.err
     assert not unwritable.exists()
 
@@ -75,7 +94,9 @@ def test_several_processes_do_not_replace_the_cache_that_they_share(
     unwritable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CacheError, match=rf"the cache {unwritable} cannot be written: Not a directory; .* HF_HOME"):
+    with pytest.raises(
+        CacheError, match=rf"the cache {unwritable} cannot be written: Not a directory; .* HF_HOME"
+    ):
         datasets_cache()
 
 
@@ -89,20 +110,40 @@ def fail(number: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("program", ["gqa-convert", "gqa-uptrain"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_full_cache_is_not_a_full_output(
-    small: Path, tmp_path: Path, program: str, number: int, alone: None, monkeypatch: pytest.MonkeyPatch
+    small: Path,
+    tmp_path: Path,
+    program: str,
+    number: int,
+    alone: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While the model writes text: the error names the cache, not OUT, and the way out."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(self_samples, "_append_batches", fail(number))
     words = {
         "gqa-convert": ("-g", 2, "--context", 16, "--tokens", 256),
-        "gqa-uptrain": ("--teacher", small, "--data", "self:1K", "--steps", 1, "--context", 16, "--batch-size", 1),
+        "gqa-uptrain": (
+            "--teacher",
+            small,
+            "--data",
+            "self:1K",
+            "--steps",
+            1,
+            "--context",
+            16,
+            "--batch-size",
+            1,
+        ),
     }
     result = run(small, *words[program], "-q", "-o", tmp_path / "out", program=program)
     expected = (
-        f"{program}: the cache {tmp_path}/cache cannot be written: {os.strerror(number)}; free some space there, "
+        f"{program}: the cache {tmp_path}/cache cannot be written: {os.strerror(number)}; "
+        "free some space there, "
     )
-    assert (result.code, result.err) == (1, f"{expected}or set HF_HOME to a directory that can be written\n")
+    assert (result.code, result.err) == (
+        1,
+        f"{expected}or set HF_HOME to a directory that can be written\n",
+    )
 
 
 def test_a_full_cache_of_tokens_is_not_a_fault_of_the_text(
@@ -110,7 +151,9 @@ def test_a_full_cache_of_tokens_is_not_a_fault_of_the_text(
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write_table", fail(errno.ENOSPC))
-    monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write_examples_on_file", fail(errno.ENOSPC))
+    monkeypatch.setattr(
+        "datasets.arrow_writer.ArrowWriter.write_examples_on_file", fail(errno.ENOSPC)
+    )
     words = ("--teacher", "none", "--data", text, "--steps", 1, "--context", 16, "--batch-size", 1)
     result = run(small, *words, "-q", "-o", tmp_path / "out", program="gqa-uptrain")
     says = f"the cache {tmp_path}/cache cannot be written: {FULL}"
@@ -118,12 +161,19 @@ def test_a_full_cache_of_tokens_is_not_a_fault_of_the_text(
     assert "text.txt" not in message
 
 
-def test_an_unwritable_cache_of_the_hub_is_named(tmp_path: Path, hub: Hub, machine: Machine) -> None:
+def test_an_unwritable_cache_of_the_hub_is_named(
+    tmp_path: Path, hub: Hub, machine: Machine
+) -> None:
     """HF_HOME is below a regular file."""
     hub.repo(NAME, llama(tmp_path / "source"))
     machine.home.touch()
     result = machine.run(*MERGED, "-q", NAME)
-    check_refused(result, f"the cache {machine.home}/hub cannot be written: Not a directory; ", "HF_HOME", code=1)
+    check_refused(
+        result,
+        f"the cache {machine.home}/hub cannot be written: Not a directory; ",
+        "HF_HOME",
+        code=1,
+    )
 
 
 def test_a_full_cache_of_the_hub_is_named(
@@ -132,10 +182,12 @@ def test_a_full_cache_of_the_hub_is_named(
     hub.repo(NAME, llama(tmp_path / "source"))
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail(errno.ENOSPC))
     result = machine.run(*MERGED, "-q", NAME)
-    check_refused(result, f"the cache {machine.home}/hub cannot be written: {FULL}; ", "HF_HOME", code=1)
+    check_refused(
+        result, f"the cache {machine.home}/hub cannot be written: {FULL}; ", "HF_HOME", code=1
+    )
 
 
-# ------------------------------------------------------------------------------------- a model in the cache, offline
+# -------------------------------------------------------------------- a model in the cache, offline
 
 
 def truncate(snapshot: Path) -> None:
@@ -143,7 +195,9 @@ def truncate(snapshot: Path) -> None:
 
 
 def pointer(snapshot: Path) -> None:
-    (snapshot / SINGLE).resolve().write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    (snapshot / SINGLE).resolve().write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
+    )
 
 
 def bad_json(snapshot: Path) -> None:
@@ -179,9 +233,16 @@ def test_offline_a_broken_model_in_the_cache_is_refused_for_what_is_broken(
     assert "there is no directory" not in message
 
 
-def test_offline_an_incomplete_model_is_refused_for_what_it_lacks(tmp_path: Path, hub: Hub, machine: Machine) -> None:
+def test_offline_an_incomplete_model_is_refused_for_what_it_lacks(
+    tmp_path: Path, hub: Hub, machine: Machine
+) -> None:
     commit = hub.repo(NAME, llama(tmp_path / "source", shards=1)).refs["main"]
     assert machine.run(*MERGED, "-o", "fine", NAME).code == 0
     (machine.home / "hub/models--lab--tiny-llama/snapshots" / commit / SINGLE).unlink()
     result = machine.run(*MERGED, NAME, HF_HUB_OFFLINE="1")
-    check_refused(result, f"{NAME} is not complete in the cache of the hub", f"has neither {SINGLE}", "offline mode")
+    check_refused(
+        result,
+        f"{NAME} is not complete in the cache of the hub",
+        f"has neither {SINGLE}",
+        "offline mode",
+    )

@@ -52,7 +52,7 @@ def test_a_drift_is_in_units_of_what_attention_adds(tmp_path: Path) -> None:
     assert errors[0] == pytest.approx(errors[1], rel=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------- refinement
+# --------------------------------------------------------------------------------------- refinement
 
 
 @pytest.fixture
@@ -70,11 +70,17 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("name", ["diffllama", "qwen3_5_text", "gqa_opt"])
-def test_refinement_lowers_the_error(name: str, tmp_path: Path, trained: list[tuple[float, float]]) -> None:
-    """Of types without a known symmetry from the mean, of others from the closed form; and the result loads."""
+def test_refinement_lowers_the_error(
+    name: str, tmp_path: Path, trained: list[tuple[float, float]]
+) -> None:
+    """Of types without a known symmetry from the mean, of others from the closed form; and the
+    result loads.
+    """
     tiny = TINY[name]
     directory = write_checkpoint(build(tiny, 4), tmp_path / "source")
-    options = on_ids(refinement=Refinement(steps=40, heldout=0.25), text=Ids(high=tiny.tokens, count=192))
+    options = on_ids(
+        refinement=Refinement(steps=40, heldout=0.25), text=Ids(high=tiny.tokens, count=192)
+    )
     refined, mean = (
         convert_checkpoint(directory, 2, tmp_path / method, method=method, calibration=how).out
         for method, how in (("refined", options), ("mean", None))
@@ -89,7 +95,9 @@ def test_refinement_lowers_the_error(name: str, tmp_path: Path, trained: list[tu
 
 
 def pairs(high: int, padding: int = 0) -> dict[str, Tensor]:
-    """32 sources of 24 tokens and targets of 16; behind them, `padding` other ones that are none."""
+    """32 sources of 24 tokens and targets of 16; behind them,
+    `padding` other ones that are none.
+    """
     generator = torch.Generator().manual_seed(0)
     made, real = dict[str, Tensor](), {24: "attention_mask", 16: "decoder_attention_mask"}
     for length, name in ((24, "input_ids"), (16, "decoder_input_ids")):
@@ -100,13 +108,19 @@ def pairs(high: int, padding: int = 0) -> dict[str, Tensor]:
     return made
 
 
-def test_every_module_of_an_encoder_decoder_is_refined(tmp_path: Path, trained: list[tuple[float, float]]) -> None:
-    """Self- and cross-attention: training lowers their errors, and what is padding changes nothing."""
+def test_every_module_of_an_encoder_decoder_is_refined(
+    tmp_path: Path, trained: list[tuple[float, float]]
+) -> None:
+    """Self- and cross-attention: training lowers their errors,
+    and what is padding changes nothing.
+    """
     encoding, errors = write_checkpoint(build(TINY["gqa_t5"], 4), tmp_path), []
     for padding, steps, rate in ((0, 30, 0.02), (0, 1, 1e-9), (8, 1, 1e-9)):
         how = Refinement(steps=steps, learning_rate=rate, heldout=0.25, autocast=False)
         calibrator = Calibrator(
-            plan_of(encoding, "refined"), pairs(TINY["gqa_t5"].tokens, padding), on_ids(refinement=how, batch=12)
+            plan_of(encoding, "refined"),
+            pairs(TINY["gqa_t5"].tokens, padding),
+            on_ids(refinement=how, batch=12),
         )
         results = [result for layer in range(calibrator.layers) for result in calibrator.run(layer)]
         errors.append({result.module.path: result.error for result in results})
@@ -117,18 +131,29 @@ def test_every_module_of_an_encoder_decoder_is_refined(tmp_path: Path, trained: 
 
 
 def refined(
-    module: torch.nn.Linear, hidden: Tensor, start: dict[str, Tensor], targets: Tensor, counts: Tensor | None = None,
+    module: torch.nn.Linear,
+    hidden: Tensor,
+    start: dict[str, Tensor],
+    targets: Tensor,
+    counts: Tensor | None = None,
     **how: Any,
-) -> Refined:  # fmt: skip
+) -> Refined:
     """What `refine` finds in steps of 8 blocks; every position counts one unless it is said."""
     counted = torch.ones(targets.shape[:2]) if counts is None else counts
     return refine(
-        module, start, lambda rows: ((hidden[rows],), {}), targets, counted, Refinement(batch=8, autocast=False, **how)
+        module,
+        start,
+        lambda rows: ((hidden[rows],), {}),
+        targets,
+        counted,
+        Refinement(batch=8, autocast=False, **how),
     )
 
 
 def test_refinement_looks_where_errors_count() -> None:
-    """Nothing is learnt from wrong targets where they count nothing; a rate that breaks everything leaves the start."""
+    """Nothing is learnt from wrong targets where they count nothing; a rate that breaks everything
+    leaves the start.
+    """
     torch.manual_seed(0)
     module, hidden = torch.nn.Linear(4, 4), torch.randn(32, 5, 4)
     start = {name: parameter.detach() for name, parameter in module.named_parameters()}
@@ -150,12 +175,22 @@ def test_held_out_blocks_are_not_trained_on() -> None:
     module, hidden = torch.nn.Linear(4, 4), torch.arange(32.0)[:, None, None].expand(32, 5, 4)
     seen: dict[bool, set[float]] = {}
     module.register_forward_pre_hook(
-        lambda _, args: seen.setdefault(torch.is_grad_enabled(), set()).update(args[0][:, 0, 0].tolist())
+        lambda _, args: seen.setdefault(torch.is_grad_enabled(), set()).update(
+            args[0][:, 0, 0].tolist()
+        )
     )
     heldout = []
     for seed in (0, 1):
         seen.clear()
-        refined(module, hidden, module.state_dict(), torch.ones(32, 5, 4), steps=16, heldout=0.25, seed=seed)
+        refined(
+            module,
+            hidden,
+            module.state_dict(),
+            torch.ones(32, 5, 4),
+            steps=16,
+            heldout=0.25,
+            seed=seed,
+        )
         assert len(seen[False]) == 8
         assert seen[True] == set(range(32)) - seen[False]
         heldout.append(seen[False])
@@ -189,34 +224,45 @@ def test_layers_in_16_bits_are_refined(
 
 
 def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Towards the source's inputs of W_O and what W_O turns into the drift, each position by what it counts; and the
-    error that is said is the one that is left.
+    """Towards the source's inputs of W_O and what W_O turns into the drift, each position by what
+    it counts; and the error that is said is the one that is left.
     """
     torch.manual_seed(0)
     errors: list[float] = []
 
     def compared(task: FitTask) -> FittedModule:
-        drift = torch.randn(task.targets.shape) * task.targets.std()  # streams are equal before the first layer
-        task = replace(task, targets=task.targets + drift, position_weights=torch.rand(task.position_weights.shape))
+        # Streams are equal before the first layer
+        drift = torch.randn(task.targets.shape) * task.targets.std()
+        task = replace(
+            task,
+            targets=task.targets + drift,
+            position_weights=torch.rand(task.position_weights.shape),
+        )
         projection = task.base.projection
         assert projection is not None
         outputs = (task.targets - projection.bias).double().flatten(0, 1)
         result = fit_module(task)
         w_o = projection.weight.detach().mT.double()
         task.apply(replace(result.maps, output=None))
-        given = [capture.head_outputs for capture in task.converted.capture(task.stream, "head_outputs")]
+        given = [
+            capture.head_outputs for capture in task.converted.capture(task.stream, "head_outputs")
+        ]
         root = task.position_weights.double().sqrt().flatten()[:, None]
         rows = torch.cat(given).double().flatten(0, 1) * root
         target = outputs @ torch.linalg.pinv(w_o) * root
         best = torch.linalg.lstsq(rows, target, driver="gelsd").solution
         left = float(((rows @ best - target) @ w_o).square().sum() / (target @ w_o).square().sum())
-        assert torch.allclose(result.maps.output, best.mT, rtol=0, atol=1e-5 * float(best.abs().max()))
+        assert torch.allclose(
+            result.maps.output, best.mT, rtol=0, atol=1e-5 * float(best.abs().max())
+        )
         assert result.error == pytest.approx(left, rel=1e-5)
         errors.append(left)
         return result
 
     monkeypatch.setattr("gqa.convert.merge.calibrate.fit_module", compared)
-    Calibrator(plan_of(source), Ids().ids(), on_ids(batch=24, ridge=0.0, grouping="contiguous")).run(0)
+    Calibrator(
+        plan_of(source), Ids().ids(), on_ids(batch=24, ridge=0.0, grouping="contiguous")
+    ).run(0)
     assert errors
 
 
@@ -231,19 +277,27 @@ DEATHS = [
 
 
 @pytest.mark.parametrize(("name", "projection", "dim", "share"), DEATHS)
-def test_dead_heads_are_merged(name: str, projection: str, dim: int, share: int, tmp_path: Path) -> None:
-    """Values, keys of a group (with and without rotated dimensions) and outputs; float16 holds what is written."""
+def test_dead_heads_are_merged(
+    name: str, projection: str, dim: int, share: int, tmp_path: Path
+) -> None:
+    """Values, keys of a group (with and without rotated dimensions) and outputs; float16 holds what
+    is written.
+    """
     tiny = TINY[name]
     model = build(tiny, 4)
     for own, weight in model.named_parameters():
         if own.endswith(f".{projection}.weight"):
             weight.data.narrow(dim, 0, weight.shape[dim] // share).zero_()
     source = write_checkpoint(model, tmp_path / "source")
-    options = on_ids(ridge=0.0, text=Ids(high=tiny.tokens), refinement=Refinement(steps=4, batch=16))
+    options = on_ids(
+        ridge=0.0, text=Ids(high=tiny.tokens), refinement=Refinement(steps=4, batch=16)
+    )
     expected, lost = logits(tiny, model, inputs(tiny)), {}
     for method in ("mean", "refined", *(["aligned"] if name in ("llama", "glm", "phi") else [])):
         how = None if method == "mean" else options
-        out = convert_checkpoint(source, 2, tmp_path / method, method=method, dtype="float16", calibration=how).out
+        out = convert_checkpoint(
+            source, 2, tmp_path / method, method=method, dtype="float16", calibration=how
+        ).out
         lost[method] = relative(logits(tiny, load_tiny(tiny, out, "sdpa"), inputs(tiny)), expected)
     assert max(lost.values()) == lost["mean"], "no number is NaN, and none is worse"
 

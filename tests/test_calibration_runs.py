@@ -35,11 +35,16 @@ from gqa.convert.merge.quality import CHECKED
 
 
 @pytest.mark.parametrize("method", ["calibrated", "refined"])
-def test_quality_is_that_of_the_written_model_beside_its_base_model(source: Path, tmp_path: Path, method: str) -> None:
+def test_quality_is_that_of_the_written_model_beside_its_base_model(
+    source: Path, tmp_path: Path, method: str
+) -> None:
     """On text that nothing is fitted to, as whole models have it."""
     options, out = on_ids(refinement=SHORT, check=True), tmp_path / "out"
     done = convert_checkpoint(source, 2, out, method=method, calibration=options)
-    quality, ids = done.record["quality"], options.text.split(read_checkpoint(source), "cpu", SILENT, CHECKED)[1]
+    quality, ids = (
+        done.record["quality"],
+        options.text.split(read_checkpoint(source), "cpu", SILENT, CHECKED)[1],
+    )
     assert quality["tokens"] == 15 * len(ids) == 15 * 512
     copies = torch.cat([ids[:16, :8], ids[:16, :8]], 1)
     for name, directory in (("base", source), ("converted", out)):
@@ -49,14 +54,19 @@ def test_quality_is_that_of_the_written_model_beside_its_base_model(source: Path
         nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         assert quality["perplexity"][name] == pytest.approx(float(nats.exp()), rel=1e-4)
         hits = (repeated.argmax(-1) == copies[:, 9:]).double().mean()
-        assert quality["recall"][name] == pytest.approx(float(hits), abs=0.009)  # one of 112 may be a tie
+        # One of 112 may be a tie
+        assert quality["recall"][name] == pytest.approx(float(hits), abs=0.009)
     perplexity = quality["perplexity"]
     assert quality["ratio"] == pytest.approx(perplexity["converted"] / perplexity["base"])
     assert quality["ratio_low"] < quality["ratio"] < quality["ratio_high"]
 
 
-def test_what_is_said_of_the_quality(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is measured a line in the output, the record and the card; else the command that measures it."""
+def test_what_is_said_of_the_quality(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is measured a line in the output, the record and the card; else the command that
+    measures it.
+    """
     text, out = ("--tokens", 256, "--context", 16), tmp_path / "out"
 
     def convert(*words: object) -> checkpoints.Result:
@@ -70,19 +80,26 @@ def test_what_is_said_of_the_quality(small: Path, tmp_path: Path, monkeypatch: p
     card = (out / "README.md").read_text()
     assert f"**{level.capitalize()}** (" in card
     assert numbers in card.replace("\\", "")
-    assert re.search(r"^layers      relative squared error .*:\n            [\d.e-]+ +[\d.e-]+$", done.out, re.M)
+    assert re.search(
+        r"^layers      relative squared error .*:\n            [\d.e-]+ +[\d.e-]+$", done.out, re.M
+    )
     (tmp_path / "text.txt").write_text(counting())
     monkeypatch.setattr("gqa.convert.verdict.DAMAGED_RATIO", 0.5)
     done = convert("--data", tmp_path / "text.txt", "--json", *text)
     assert "on held-out blocks of text.txt\n" in done.err
-    says = "damaged and not usable as it is: keep more KV heads or use --method refined or train it: gqa-uptrain"
+    says = (
+        "damaged and not usable as it is: keep more KV heads or use --method refined or train it: "
+        "gqa-uptrain"
+    )
     assert f"warning: this model is {says} {out}\n" in done.err
     record = json.loads((out / "gqa_conversion.json").read_text())
     assert json.loads(done.out)["quality"] == record["quality"]
     assert record["maps"]["text"]["sources"] == ["text.txt"], "no directory of this machine"
     for words in (("--no-check", *text), ("--method", "aligned")):
         command = f"gqa-eval {small} {out} --data stdlib:heldout --tokens 20000"
-        assert f"quality     not measured; to measure perplexity: {command}\n" in convert(*words).out
+        assert (
+            f"quality     not measured; to measure perplexity: {command}\n" in convert(*words).out
+        )
         assert "quality" not in json.loads((out / "gqa_conversion.json").read_text())
     scores = {"ratio": math.nan, "perplexity": {"base": 2.0, "converted": math.inf}}
     monkeypatch.setattr("gqa.convert.merge.quality.QualityCheck.result", lambda check: scores)
@@ -94,11 +111,21 @@ def test_what_is_said_of_the_quality(small: Path, tmp_path: Path, monkeypatch: p
 
 def test_a_model_that_fills_gaps_is_not_measured(tmp_path: Path) -> None:
     """It has a head, which does not predict the next token: command, record and card agree."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.EuroBertConfig(**sizes, num_key_value_heads=4, vocab_size=4096, pad_token_id=0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = transformers.EuroBertConfig(
+        **sizes, num_key_value_heads=4, vocab_size=4096, pad_token_id=0
+    )
     model = with_tokenizer(transformers.EuroBertForMaskedLM(config), tmp_path / "model")
     (tmp_path / "text.txt").write_text(counting())
-    out, text = tmp_path / "out", ("--tokens", 256, "--context", 16, "--data", tmp_path / "text.txt")
+    out, text = (
+        tmp_path / "out",
+        ("--tokens", 256, "--context", 16, "--data", tmp_path / "text.txt"),
+    )
     done = checkpoints.run(model, "-g", 2, "-o", out, *text)
     assert "quality     not measured: the model has no head that predicts tokens\n" in done.out
     assert not {"next", "gqa-uptrain"} & {*done.out.split()}
@@ -110,7 +137,9 @@ from gqa.convert.merge import find_maps
 from gqa.convert.merge.calibrate import Calibrator
 find_maps._INTERVAL = 0
 run = Calibrator.run
-Calibrator.run = lambda self, layer, *rest: os.kill(os.getpid(), {}) if layer else run(self, layer, *rest)
+def stop_after_first(self, layer, *rest):
+    return os.kill(os.getpid(), {}) if layer else run(self, layer, *rest)
+Calibrator.run = stop_after_first
 """
 
 
@@ -119,7 +148,19 @@ def stopped(small: Path, tmp_path: Path, runs: Runs) -> tuple[object, ...]:
     """The words of a conversion that was stopped after its first layer."""
     text = tmp_path / "text.txt"
     text.write_text(counting())
-    words = (small, "-g", 2, "--data", text, "--context", 16, "--tokens", 256, "-o", tmp_path / "out")
+    words = (
+        small,
+        "-g",
+        2,
+        "--data",
+        text,
+        "--context",
+        16,
+        "--tokens",
+        256,
+        "-o",
+        tmp_path / "out",
+    )
     ended = runs.run(*words, program="convert", before=_STOPPED.format(int(signal.SIGKILL)))
     assert ended.code == -signal.SIGKILL, ended.err
     return words
@@ -127,7 +168,9 @@ def stopped(small: Path, tmp_path: Path, runs: Runs) -> tuple[object, ...]:
 
 def test_a_stopped_conversion_names_the_options_that_differ(stopped: tuple[object, ...]) -> None:
     result = checkpoints.run(*stopped, "--seed", 3, "--precision", "bfloat16")
-    message = checkpoints.check_refused(result, "(--precision: float32 -> bfloat16; --seed: 0 -> 3)")
+    message = checkpoints.check_refused(
+        result, "(--precision: float32 -> bfloat16; --seed: 0 -> 3)"
+    )
     assert not set("{}[]'") & set(message)
 
 
@@ -150,40 +193,78 @@ def test_a_conversion_that_was_stopped_without_its_check_says_that_it_cannot_be_
     continued = checkpoints.run(*words)
     assert continued.code == 0, continued
     assert "continues   after layer 1 of 2" in continued.err
-    assert "warning: the quality is not measured, because the run that is continued had --no-check" in continued.err
+    assert (
+        "warning: the quality is not measured, because the run that is continued had --no-check"
+        in continued.err
+    )
 
 
 def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, runs: Runs) -> None:
-    """As without interruption, and nothing is left. Refused: other options, and other content of model or text."""
-    model, text, out = Path(shutil.copytree(small, tmp_path / "model")), tmp_path / "text.txt", tmp_path / "out"
+    """As without interruption, and nothing is left.
+
+    Refused: other options, and other content of model or text.
+    """
+    model, text, out = (
+        Path(shutil.copytree(small, tmp_path / "model")),
+        tmp_path / "text.txt",
+        tmp_path / "out",
+    )
     text.write_text(counting())
 
     def words(output: Path) -> tuple[Any, ...]:
-        return (model, "-g", 2, "--method", "refined", "--refine-steps", 2, "--data", text, "-o", output,
-                "--context", 16, "--tokens", 256)  # fmt: skip
+        return (
+            model,
+            "-g",
+            2,
+            "--method",
+            "refined",
+            "--refine-steps",
+            2,
+            "--data",
+            text,
+            "-o",
+            output,
+            "--context",
+            16,
+            "--tokens",
+            256,
+        )
 
     stopped = runs.run(*words(out), program="convert", before=_STOPPED.format(int(signal.SIGKILL)))
     assert stopped.code == -signal.SIGKILL, stopped.err
     assert not out.exists()
     layer = tmp_path / ".out.gqa-work/00000.safetensors"
     kept = layer.rename(tmp_path / "layer")
-    assert ".out.gqa-work/state.safetensors is damaged; start over" in checkpoints.run(*words(out)).err
+    assert (
+        ".out.gqa-work/state.safetensors is damaged; start over" in checkpoints.run(*words(out)).err
+    )
     kept.rename(layer)
     other = checkpoints.run(*words(out), "--tokens", 512).err
-    assert "holds layers of another run (--tokens: 256 -> 512); finish that with its options, or" in other
-    checkpoints.edit_tensors(model, lambda t: {n: t[n].flip(0) if ".mlp." in n else t[n] for n in t})
+    assert (
+        "holds layers of another run (--tokens: 256 -> 512); finish that with its options, or"
+        in other
+    )
+    checkpoints.edit_tensors(
+        model, lambda t: {n: t[n].flip(0) if ".mlp." in n else t[n] for n in t}
+    )
     assert re.search(
         r"holds layers of another run \(content of the model: \w{12} -> \w{12}\); finish",
         checkpoints.run(*words(out)).err,
     )
     shutil.copytree(small, model, dirs_exist_ok=True, copy_function=shutil.copyfile)
     text.write_text("others " * 999)
-    assert re.search(r"holds layers of another run \(content of --data: .*\); finish", checkpoints.run(*words(out)).err)
+    assert re.search(
+        r"holds layers of another run \(content of --data: .*\); finish",
+        checkpoints.run(*words(out)).err,
+    )
     text.write_text(counting())
     records = []
     for place in (out, tmp_path / "whole"):
         done = checkpoints.run(*words(place))
-        assert (done.code, "continues   after layer 1 of 2, where" in done.out + done.err) == (0, place == out), done
+        assert (done.code, "continues   after layer 1 of 2, where" in done.out + done.err) == (
+            0,
+            place == out,
+        ), done
         record = json.loads((place / "gqa_conversion.json").read_text())
         records.append([record["quality"], record["layer_errors"]])
     assert records[0] == records[1]
@@ -191,20 +272,34 @@ def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, r
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "text.txt", "whole"]
 
 
-NEEDY = ["embedding_gemma2_text", "gemma3n_text", "gemma4_text", "qwen4_exp_text", "zamba", "zamba2"]
+NEEDY = [
+    "embedding_gemma2_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "qwen4_exp_text",
+    "zamba",
+    "zamba2",
+]
 
 
 @pytest.mark.parametrize("name", NEEDY)
 def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> None:
-    """Embeddings of each layer's own, other streams, layers that read others' keys: refused in one line."""
-    directory, says = write_checkpoint(build(TINY[name], 4), tmp_path / "source"), "cannot be run layer by layer"
+    """Embeddings of each layer's own, other streams, layers that read others' keys: refused in one
+    line.
+    """
+    directory, says = (
+        write_checkpoint(build(TINY[name], 4), tmp_path / "source"),
+        "cannot be run layer by layer",
+    )
     with pytest.raises(RefusedError, match=says) as refusal:
-        convert_checkpoint(directory, 2, tmp_path / "out", method="refined", calibration=on_ids(refinement=SHORT))
+        convert_checkpoint(
+            directory, 2, tmp_path / "out", method="refined", calibration=on_ids(refinement=SHORT)
+        )
     assert "\n" not in str(refusal.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-# ------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
 def broken(directory: Path, name: str, value: float) -> None:
@@ -218,40 +313,70 @@ def without_tokenizer(directory: Path) -> None:
 
 def narrower(directory: Path) -> None:
     """An embedding with fewer rows than the tokenizer has tokens."""
-    checkpoints.edit_tensors(directory, lambda t: {n: t[n] if "layers." in n else t[n][:50].clone() for n in t})
+    checkpoints.edit_tensors(
+        directory, lambda t: {n: t[n] if "layers." in n else t[n][:50].clone() for n in t}
+    )
     checkpoints.edit_json(directory / "config.json", lambda config: config.update(vocab_size=50))
 
 
 def unstarted(directory: Path) -> None:
-    checkpoints.edit_json(directory / "config.json", lambda config: config.update(bos_token_id=None, eos_token_id=None))
+    checkpoints.edit_json(
+        directory / "config.json",
+        lambda config: config.update(bos_token_id=None, eos_token_id=None),
+    )
 
 
 LAST = "model.layers.1.self_attn"
 CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
     # What is done to the model, the text (None: self), what is said.
-    "short": (None, "a few words", r".*text\.txt has \d tokens, fewer than one block of 16; give more text"),
+    "short": (
+        None,
+        "a few words",
+        r".*text\.txt has \d tokens, fewer than one block of 16; give more text",
+    ),
     "empty": (None, "", r".*text\.txt holds no text: .*"),
-    "tokenizer": (without_tokenizer, "words " * 99, r"model has no tokenizer; copy .*, or use self"),
-    "vocabulary": (narrower, "words " * 99, r"the tokenizer of model gives token \d+, its embedding has 50; .*"),
-    "start": (unstarted, None, r".* has neither BOS nor EOS to start a sample from; give text instead of self"),
+    "tokenizer": (
+        without_tokenizer,
+        "words " * 99,
+        r"model has no tokenizer; copy .*, or use self",
+    ),
+    "vocabulary": (
+        narrower,
+        "words " * 99,
+        r"the tokenizer of model gives token \d+, its embedding has 50; .*",
+    ),
+    "start": (
+        unstarted,
+        None,
+        r".* has neither BOS nor EOS to start a sample from; give text instead of self",
+    ),
     **{
         f"{value}-{name}": (
-            lambda directory, name=name, value=value: broken(directory, f"model.layers.{name}.weight", value),
+            lambda directory, name=name, value=value: broken(
+                directory, f"model.layers.{name}.weight", value
+            ),
             counting(200),
-            f"layer {name[0]} computes NaN or Inf on the calibration text; the model is broken there",
+            f"layer {name[0]} computes NaN or Inf on the calibration text; "
+            "the model is broken "
+            "there",
         )
-        for name, value in (("0.self_attn.k_proj", torch.nan),
-                            ("1.self_attn.o_proj", torch.nan), ("0.mlp.down_proj", torch.inf))
+        for name, value in (
+            ("0.self_attn.k_proj", torch.nan),
+            ("1.self_attn.o_proj", torch.nan),
+            ("0.mlp.down_proj", torch.inf),
+        )
     },
     "nan-self": (
-        lambda directory: broken(directory, f"{LAST}.k_proj.weight", torch.nan), None,
+        lambda directory: broken(directory, f"{LAST}.k_proj.weight", torch.nan),
+        None,
         r".* (computes NaN or Inf|cannot be sampled from).*",
     ),
     "weights": (
-        lambda directory: broken(directory, f"{LAST}.o_proj.weight", torch.nan), "",
+        lambda directory: broken(directory, f"{LAST}.o_proj.weight", torch.nan),
+        "",
         f"{LAST} of model contains NaN or Inf; its heads cannot be aligned",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -286,14 +411,19 @@ def test_damaged_state_is_named(small: Path, tmp_path: Path) -> None:
     (work / "state.safetensors").write_text("garbage")
     words = (small, "-o", tmp_path / "out", "-g", 2, "--tokens", 256, "--context", 16)
     done = checkpoints.run(*words)
-    assert (done.code, f"{work / 'state.safetensors'} is damaged; start over with --overwrite" in done.err) == (2, True)
+    assert (
+        done.code,
+        f"{work / 'state.safetensors'} is damaged; start over with --overwrite" in done.err,
+    ) == (2, True)
     assert checkpoints.run(*words, "--overwrite").code == 0
 
 
 def test_maps_of_text_are_kept_until_something_is_made_of_them(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A conversion that is stopped while it writes is not calibrated again; maps of weights do not stay behind."""
+    """A conversion that is stopped while it writes is not calibrated again; maps of weights do not
+    stay behind.
+    """
     text, left = ("calibrated", "--tokens", 256, "--context", 16), [".out.gqa-work"]
     for method, seconds, names in ((("procrustes",), 0, []), (text, 99, []), (text, 0, left)):
         with monkeypatch.context() as patch:
@@ -302,11 +432,14 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
             done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", *method)
         assert (done.code, [path.name for path in tmp_path.iterdir()]) == (130, names)
         assert (
-            "stored layers and finished batches of generated text are kept, the same command continues after them"
-            in done.err
+            "stored layers and finished batches of generated text are kept, "
+            "the same command continues after "
+            "them" in done.err
         )
     with monkeypatch.context() as patch:  # a refusal leaves what an earlier run stored
-        patch.setattr("gqa.convert.merge.find_maps.Calibrator", Mock(side_effect=RefusedError("no")))
+        patch.setattr(
+            "gqa.convert.merge.find_maps.Calibrator", Mock(side_effect=RefusedError("no"))
+        )
         assert checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text[1:]).code == 2
     done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text[1:])
     assert "continues   after layer 2 of 2, where a run was stopped" in done.out + done.err
@@ -315,25 +448,39 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
 
 NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 GiB")
 MOST = (
-    r"out of memory on cpu with 64 blocks of 16 tokens in a layer at a time \(8 to refine it\); lower --context, give"
+    r"out of memory on cpu with 64 blocks of 16 tokens in a layer at a time \(8 to refine it\); "
+    r"lower --context, give"
 )
 EMBEDDING, MLP = "torch.nn.Embedding", "transformers.models.llama.modeling_llama.LlamaMLP"
 
 
-@pytest.mark.parametrize(("where", "error", "expected"), [
-    (EMBEDDING, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), MOST),
-    (MLP, NO_MEMORY, MOST),
-    (EMBEDDING, RuntimeError("no kernel"), "LlamaForCausalLM cannot be run layer by layer: no kernel"),
-    (EMBEDDING, RefusedError("our own words"), "our own words"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "error", "expected"),
+    [
+        (EMBEDDING, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), MOST),
+        (MLP, NO_MEMORY, MOST),
+        (
+            EMBEDDING,
+            RuntimeError("no kernel"),
+            "LlamaForCausalLM cannot be run layer by layer: no kernel",
+        ),
+        (EMBEDDING, RefusedError("our own words"), "our own words"),
+    ],
+)
 def test_errors_in_a_model_are_told_as_they_are(
-    source: Path, tmp_path: Path, where: str, error: Exception, expected: str, monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    tmp_path: Path,
+    where: str,
+    error: Exception,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Too little memory as that, with the batch that was tried; whatever else by what it says."""
     monkeypatch.setattr(f"{where}.forward", Mock(side_effect=error))
     with pytest.raises(RefusedError, match=expected):
         find_maps(plan_of(source), tmp_path / "maps", on_ids())
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr("gqa.convert.merge.find_maps.from_weights", Mock(side_effect=NO_MEMORY))  # which reads no text
+    # Which reads no text
+    monkeypatch.setattr("gqa.convert.merge.find_maps.from_weights", Mock(side_effect=NO_MEMORY))
     with pytest.raises(RefusedError, match=r"^out of memory on cpu; give another --device$"):
         find_maps(plan_of(source, "procrustes"), tmp_path / "maps", on_ids())

@@ -1,4 +1,6 @@
-"""The text that heads are calibrated on: spread over a source, of which no more is tokenised than is needed."""
+"""The text that heads are calibrated on: spread over a source, of which no more is tokenised than
+is needed.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +41,27 @@ LENGTH = 16
 
 def written(place: Path, documents: int) -> str:
     """A file of that many documents, each with a number of its own in front of 200 characters."""
-    lines = (f'{{"text": "document {number} ' + "says the same words " * 10 + '"}\n' for number in range(documents))
+    lines = (
+        f'{{"text": "document {number} ' + "says the same words " * 10 + '"}\n'
+        for number in range(documents)
+    )
     file = place / "many.jsonl"
     file.write_text("".join(lines))
     return str(file)
 
 
-def blocks(source: str, count: int, seed: int = 0, length: int = LENGTH, repeats: bool = False) -> Tensor:
+def blocks(
+    source: str, count: int, seed: int = 0, length: int = LENGTH, repeats: bool = False
+) -> Tensor:
     text = CalibrationText((source,), length * count, length, seed, repeats=repeats)
     return text.split(read_checkpoint(SOURCE), "cpu", lambda tokens: None)[0]
 
 
 def test_no_more_is_tokenised_than_is_needed(tmp_path: Path, counted: Counted) -> None:
-    """4 blocks of 5,000 documents: the same for a seed, others for another. With repeats half of a text is changed."""
+    """4 blocks of 5,000 documents: the same for a seed, others for another.
+
+    With repeats half of a text is changed.
+    """
     source = written(tmp_path, 5_000)
     pieces = blocks(source, 4)
     assert 4 <= counted.taken() < 200
@@ -65,7 +75,9 @@ def test_no_more_is_tokenised_than_is_needed(tmp_path: Path, counted: Counted) -
 
 
 @pytest.mark.parametrize(("numbers", "held"), [(9000, 4), (110, None), (0, 2)])
-def test_held_out_blocks_are_others(tmp_path: Path, alone: None, numbers: int, held: int | None) -> None:
+def test_held_out_blocks_are_others(
+    tmp_path: Path, alone: None, numbers: int, held: int | None
+) -> None:
     """Of a long text what is left, so that what is fitted to is the same; else an eighth."""
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(numbers))))
     spec = str(tmp_path / "text.txt") if numbers else "self"
@@ -83,7 +95,9 @@ def test_held_out_blocks_are_others(tmp_path: Path, alone: None, numbers: int, h
 def test_a_small_source_is_used_from_end_to_end(
     tmp_path: Path, documents: int, characters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evenly spaced in the stream of all documents, in the order of training; also with too few characters a token."""
+    """Evenly spaced in the stream of all documents, in the order of training; also with too few
+    characters a token.
+    """
     monkeypatch.setattr(module, "_CHARACTERS", characters)
     source = written(tmp_path, documents)
     text = tokenise([parse_source(source)], tokenizer())
@@ -94,28 +108,49 @@ def test_a_small_source_is_used_from_end_to_end(
 
 
 @pytest.mark.parametrize("repeats", [False, True])
-def test_some_blocks_begin_with_bos_even_if_the_tokenizer_adds_none(tmp_path: Path, repeats: bool) -> None:
-    """One of four; also among those that the result is compared on. An encoder-decoder's blocks are no whole texts."""
+def test_some_blocks_begin_with_bos_even_if_the_tokenizer_adds_none(
+    tmp_path: Path, repeats: bool
+) -> None:
+    """One of four; also among those that the result is compared on.
+
+    An encoder-decoder's blocks are no whole texts.
+    """
     source, model = written(tmp_path, 500), without_bos(tmp_path)
     checkpoint, data = read_checkpoint(model), parse_source(source)
-    for part in module.read_blocks(checkpoint, data, LENGTH * 40, LENGTH, 0, repeats, heldout=LENGTH * 8):
+    for part in module.read_blocks(
+        checkpoint, data, LENGTH * 40, LENGTH, 0, repeats, heldout=LENGTH * 8
+    ):
         assert (part[:, 0] == 1).tolist() == [False, False, False, True] * (len(part) // 4)
     edit_json(model / "config.json", lambda config: config.update(is_encoder_decoder=True))
-    found, _ = module.read_blocks(read_checkpoint(model), parse_source(source), LENGTH * 40, LENGTH, 0, False)
+    found, _ = module.read_blocks(
+        read_checkpoint(model), parse_source(source), LENGTH * 40, LENGTH, 0, False
+    )
     assert not (found == 1).any()
 
 
 def test_a_tokenizer_that_is_code_is_run_only_where_that_is_asked_for(tmp_path: Path) -> None:
     bring_tokenizer(model := copy_source(tmp_path))
-    words = (model, "--groups", 2, "--method", "calibrated", "--data", written(tmp_path, 9), "--tokens", "64")
+    words = (
+        model,
+        "--groups",
+        2,
+        "--method",
+        "calibrated",
+        "--data",
+        written(tmp_path, 9),
+        "--tokens",
+        "64",
+    )
     words = (*words, "--context", "16", "-o", tmp_path / "out")
-    assert "code in the checkpoint; review it, then give --trust-remote-code" in check_refused(run(*words), advice="")
+    assert "code in the checkpoint; review it, then give --trust-remote-code" in check_refused(
+        run(*words), advice=""
+    )
     assert run(*words, "--trust-remote-code").code == 0
 
 
 def test_a_model_that_is_code_writes_where_that_is_asked_for(tmp_path: Path) -> None:
-    """Its own class, which writes but one token; without being trusted, it is read by transformers' class. What one
-    wrote is not taken for what the other does.
+    """Its own class, which writes but one token; without being trusted, it is read by transformers'
+    class. What one wrote is not taken for what the other does.
     """
     bring_class(model := copy_source(tmp_path), "AutoModelForCausalLM", "LlamaForCausalLM", 7)
     for trusted in (True, False):
@@ -127,7 +162,12 @@ def test_a_model_that_is_code_writes_where_that_is_asked_for(tmp_path: Path) -> 
 def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
     """In blocks, of one source or of several; enough is not."""
     source, recorder, pieces = written(tmp_path, 1), Recorder(), blocks(written(tmp_path, 1), 99)
-    for sources, count in (((source,), 99), ((source, "self:plain"), 198), ((source,), len(pieces)), (("self",), 2)):
+    for sources, count in (
+        ((source,), 99),
+        ((source, "self:plain"), 198),
+        ((source,), len(pieces)),
+        (("self",), 2),
+    ):
         text = CalibrationText(sources, count * LENGTH, LENGTH, repeats=False)
         found = text.inputs(read_checkpoint(SOURCE), "cpu", recorder)[0]["input_ids"]
         assert len(found) == (len(pieces) + 99 if len(sources) > 1 else min(count, len(pieces)))
@@ -138,11 +178,17 @@ def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
     ]
 
 
-def test_layers_are_measured_on_text_that_the_verdict_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither fitted to nor measured on what the result is compared on later; four fifths, of each source its share."""
+def test_layers_are_measured_on_text_that_the_verdict_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither fitted to nor measured on what the result is compared on later; four fifths, of each
+    source its share.
+    """
     monkeypatch.setattr(budget, "TOKENS", 20 * LENGTH)
     calls = list[tuple[Tensor, Tensor]]()
-    monkeypatch.setattr(budget, "losses_alone", lambda plan, *parts: calls.append(parts[:2]) or [0.0] * 6)
+    monkeypatch.setattr(
+        budget, "losses_alone", lambda plan, *parts: calls.append(parts[:2]) or [0.0] * 6
+    )
     source = str(tmp_path / "text.txt")
     Path(source).write_text(" ".join(map(str, range(3000))))
     for sources, count in (((source, "self:plain"), 40), ((source,), 200), ((source,), 3)):
@@ -159,18 +205,24 @@ def test_layers_are_measured_on_text_that_the_verdict_leaves(tmp_path: Path, mon
     budget.heads_within(read_checkpoint(SOURCE), 0.5, MapsOptions(text=numbered, device="cpu"))
     assert [int((part[:, 0] < 20).sum()) for part in calls[-1]] == [8, 2]
     options = MapsOptions(text=CalibrationText((source,), 4096, 4096), device="cpu")
-    with pytest.raises(RefusedError, match=r"text.txt: one block of 4096 tokens; .* a smaller --context"):
+    with pytest.raises(
+        RefusedError, match=r"text.txt: one block of 4096 tokens; .* a smaller --context"
+    ):
         budget.heads_within(read_checkpoint(SOURCE), 0.5, options)
 
 
-# ------------------------------------------------------------------------------------------ pairs, for encoder-decoders
+# ---------------------------------------------------------------------- pairs, for encoder-decoders
 
 
 START, END = 1, 2  # of the tiny models
 
 
-def pair_inputs(pair_models: Path, name: str, source: str, count: int = 12, **how: Any) -> dict[str, Tensor]:
-    text = CalibrationText((str(pair_models / source) if "." in source else source,), 24 * count, 24, **how)
+def pair_inputs(
+    pair_models: Path, name: str, source: str, count: int = 12, **how: Any
+) -> dict[str, Tensor]:
+    text = CalibrationText(
+        (str(pair_models / source) if "." in source else source,), 24 * count, 24, **how
+    )
     return text.inputs(read_checkpoint(pair_models / name), "cpu", SILENT)[0]
 
 
@@ -178,14 +230,22 @@ def rows_of(given: dict[str, Tensor], prefix: str = "") -> list[list[int]]:
     """Ids without their padding, which is at the end."""
     masks = given[f"{prefix}attention_mask"].bool()
     assert bool((masks[:, :-1] >= masks[:, 1:]).all())
-    return [ids[mask].tolist() for ids, mask in zip(given[f"{prefix}input_ids"], masks, strict=True)]
+    return [
+        ids[mask].tolist() for ids, mask in zip(given[f"{prefix}input_ids"], masks, strict=True)
+    ]
 
 
 def test_columns_of_a_data_set(pair_models: Path) -> None:
     """Each target behind its source, chosen by the seed; the decoder is given it shifted by one."""
-    pairs, plain = pair_inputs(pair_models, "t5", "pairs.jsonl", field="said", target_field="meant"), tokenizer()
+    pairs, plain = (
+        pair_inputs(pair_models, "t5", "pairs.jsonl", field="said", target_field="meant"),
+        tokenizer(),
+    )
     # Its tokenizer puts the decoder's first token before a text.
-    known = {tuple(plain(row["said"])["input_ids"][:24]): plain(row["meant"])["input_ids"][1:] for row in PAIRS}
+    known = {
+        tuple(plain(row["said"])["input_ids"][:24]): plain(row["meant"])["input_ids"][1:]
+        for row in PAIRS
+    }
     assert len(rows_of(pairs)) == 12
     for source, target in zip(rows_of(pairs), rows_of(pairs, "decoder_"), strict=True):
         assert target == [START, *known[tuple(source)]]
@@ -211,8 +271,13 @@ def test_spans_are_left_out_and_asked_for() -> None:
 
 @pytest.mark.parametrize(("name", "mark"), [("t5", "<extra_id_0>"), ("bart", "<mask>")])
 def test_plain_text_makes_pairs(pair_models: Path, name: str, mark: str) -> None:
-    """No side is longer than its text: what the tokenizer puts before it and the end of the target have their room."""
-    pairs, checkpoint = pair_inputs(pair_models, name, "text.jsonl"), read_checkpoint(pair_models / name)
+    """No side is longer than its text: what the tokenizer puts before it and the end of the target
+    have their room.
+    """
+    pairs, checkpoint = (
+        pair_inputs(pair_models, name, "text.jsonl"),
+        read_checkpoint(pair_models / name),
+    )
     own = load_tokenizer(checkpoint)
     token = own.convert_tokens_to_ids(mark)
     assert all(token in row for row in rows_of(pairs))
@@ -230,19 +295,23 @@ def test_plain_text_makes_pairs(pair_models: Path, name: str, mark: str) -> None
 def test_targets_of_m2m_100_without_a_language(pair_models: Path, tmp_path: Path) -> None:
     """They begin with that of sources; the tokenizer alone encodes no target."""
     texts = iter([row["said"] for row in PAIRS])
-    SentencePieceTrainer.train(sentence_iterator=texts, model_prefix=f"{tmp_path}/m", vocab_size=24, minloglevel=2)
+    SentencePieceTrainer.train(
+        sentence_iterator=texts, model_prefix=f"{tmp_path}/m", vocab_size=24, minloglevel=2
+    )
     (tmp_path / "vocab.json").write_text('{"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4}')
     own = M2M100Tokenizer(str(tmp_path / "vocab.json"), f"{tmp_path}/m.model")
     with pytest.raises(KeyError):
         own(text_target="a")
-    encoder = PairEncoder(transformers_config(read_checkpoint(pair_models / "bart").config), own, "m2m")
+    encoder = PairEncoder(
+        transformers_config(read_checkpoint(pair_models / "bart").config), own, "m2m"
+    )
     assert encoder.add_special_tokens([4], [4], 9) == ([own.get_lang_id("en"), 4, 2],) * 2
 
 
 @pytest.mark.parametrize("name", ["t5", "marian"])
 def test_the_decoder_writes(pair_models: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same each time, other texts where it stands twice; a target ends where the decoder ends it; all are drawn
-    with random numbers of their own.
+    """The same each time, other texts where it stands twice; a target ends where the decoder ends
+    it; all are drawn with random numbers of their own.
     """
     monkeypatch.setattr(text_pairs, "samples", draws := Mock(wraps=text_pairs.samples))
     once = pair_inputs(pair_models, name, "self", 4)
@@ -260,7 +329,15 @@ def test_the_command(pair_models: Path, tmp_path: Path) -> None:
     words = ("--groups", 1, "--method", "refined", "--refine-steps", 4, "--tokens", 960)
     words = (*words, "--field", "said", "--target-field", "meant")
     done = run(
-        pair_models / "t5", *words, "--context", 24, "--data", pair_models / "pairs.jsonl", "-o", tmp_path / "out", "-q"
+        pair_models / "t5",
+        *words,
+        "--context",
+        24,
+        "--data",
+        pair_models / "pairs.jsonl",
+        "-o",
+        tmp_path / "out",
+        "-q",
     )
     assert (done.code, done.err.count("\n")) == (0, 1), done.err
     told = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())
@@ -268,14 +345,42 @@ def test_the_command(pair_models: Path, tmp_path: Path) -> None:
 
 
 REFUSED_PAIRS = [
-    ("marian", "--data text.jsonl --context 24", "neither sentinels nor a mask token, so plain text makes no pairs"),
-    ("t5", "--data pairs.jsonl --field said --target-field nothing", "has no field 'nothing'; it has 'meant'"),
+    (
+        "marian",
+        "--data text.jsonl --context 24",
+        "neither sentinels nor a mask token, so plain text makes no pairs",
+    ),
+    (
+        "t5",
+        "--data pairs.jsonl --field said --target-field nothing",
+        "has no field 'nothing'; it has 'meant'",
+    ),
     ("t5", "--data pairs.jsonl --field said --target-field said", "are the same column; name two"),
-    ("llama", "--data self:512", "--data states the number of tokens; leave --tokens out, or give self"),
-    ("bart", "--data text.jsonl --context 65", "bart-base has 64 positions, --context is 65; give at most 64"),
-    ("t5", "--target-field meant", "--target-field is a column of --data; self has no columns: name data, or leave"),
-    ("t5", "--data text.jsonl --data text.jsonl --context 24", "text.jsonl 2 times; name every file and data set once"),
-    ("llama", "--data pairs.jsonl --field said --target-field meant", "--target-field is for encoder-decoders"),
+    (
+        "llama",
+        "--data self:512",
+        "--data states the number of tokens; leave --tokens out, or give self",
+    ),
+    (
+        "bart",
+        "--data text.jsonl --context 65",
+        "bart-base has 64 positions, --context is 65; give at most 64",
+    ),
+    (
+        "t5",
+        "--target-field meant",
+        "--target-field is a column of --data; self has no columns: name data, or leave",
+    ),
+    (
+        "t5",
+        "--data text.jsonl --data text.jsonl --context 24",
+        "text.jsonl 2 times; name every file and data set once",
+    ),
+    (
+        "llama",
+        "--data pairs.jsonl --field said --target-field meant",
+        "--target-field is for encoder-decoders",
+    ),
 ]
 
 
@@ -283,7 +388,18 @@ REFUSED_PAIRS = [
 def test_refused_pairs(pair_models: Path, tmp_path: Path, name: str, words: str, says: str) -> None:
     model = SOURCE if name == "llama" else pair_models / f"{name}-base"
     named = [str(pair_models / word) if "." in word else word for word in words.split()]
-    done = run(model, "--groups", 2, "--method", "calibrated", "--tokens", 960, *named, "-o", tmp_path / "out")
+    done = run(
+        model,
+        "--groups",
+        2,
+        "--method",
+        "calibrated",
+        "--tokens",
+        960,
+        *named,
+        "-o",
+        tmp_path / "out",
+    )
     assert says.format(pair_models=pair_models) in check_refused(done, advice="")
     assert not list(tmp_path.iterdir())
 
@@ -297,5 +413,7 @@ def test_padding_in_some_batches_only(pair_models: Path, name: str) -> None:
         mask[16:, mask.shape[1] // 2 :] = 0
     for pair_inputs in (given, {key: part.flip(0) for key, part in given.items()}):
         calibrator = Calibrator(plan, pair_inputs, MapsOptions(batch=8, device="cpu"))
-        errors.append([result.error for layer in range(calibrator.layers) for result in calibrator.run(layer)])
+        errors.append(
+            [result.error for layer in range(calibrator.layers) for result in calibrator.run(layer)]
+        )
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)

@@ -1,4 +1,6 @@
-"""Model cards can be published as they are: metadata that the hub knows, one title, no place of this machine."""
+"""Model cards can be published as they are: metadata that the hub knows, one title, no place of
+this machine.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,17 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 # https://huggingface.co/docs/hub/model-cards; values are words or lists of words.
 KEYS = {
-    "base_model", "base_model_relation", "datasets", "language", "library_name", "license", "license_link",
-    "license_name", "pipeline_tag", "tags",
-}  # fmt: skip
+    "base_model",
+    "base_model_relation",
+    "datasets",
+    "language",
+    "library_name",
+    "license",
+    "license_link",
+    "license_name",
+    "pipeline_tag",
+    "tags",
+}
 BASE_README = """\
 ---
 license: other
@@ -60,7 +70,9 @@ My model
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`llama`, in a directory whose name is that of no model."""
     directory = tmp_path_factory.mktemp("cards")
-    (tiny_checkpoint(directory / "private-place" / "llama", kv_heads=4) / "README.md").write_text(BASE_README)
+    (tiny_checkpoint(directory / "private-place" / "llama", kv_heads=4) / "README.md").write_text(
+        BASE_README
+    )
     write_corpus(directory / "private-place" / "text.jsonl", 6)
     return directory / "private-place"
 
@@ -105,9 +117,14 @@ def test_metadata_are_what_the_hub_knows(name: str, request: pytest.FixtureReque
     fields = metadata(model)
     assert set(fields) <= KEYS
     assert all(
-        isinstance(word, str) for value in fields.values() for word in (value if isinstance(value, list) else [value])
+        isinstance(word, str)
+        for value in fields.values()
+        for word in (value if isinstance(value, list) else [value])
     )
-    assert {key: fields[key] for key in ("license", "license_name", "language", "datasets", "pipeline_tag")} == {
+    assert {
+        key: fields[key]
+        for key in ("license", "license_name", "language", "datasets", "pipeline_tag")
+    } == {
         "license": "other",
         "license_name": "my-license",
         "language": ["en", "de"],
@@ -128,7 +145,9 @@ def test_a_card_has_one_title(name: str, request: pytest.FixtureRequest) -> None
     text = ModelCard.load(request.getfixturevalue(name) / "README.md").text
     html = MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
     assert re.findall(r"<h1[ >]", html) == ["<h1>"]
-    levels = [int(level) for level in re.findall(r"<h([1-6])[ >]", html.partition("The base model")[2])]
+    levels = [
+        int(level) for level in re.findall(r"<h([1-6])[ >]", html.partition("The base model")[2])
+    ]
     assert levels == [3, 3, 4]
     assert "# a comment" in html
 
@@ -144,7 +163,9 @@ def test_the_card_of_a_conversion_says_what_it_cost(converted: Path) -> None:
     text, record = ours(converted), json.loads((converted / "gqa_conversion.json").read_text())
     ratio = record["quality"]["ratio"]
     assert re.search(
-        rf"perplexity x{ratio:.2f} \(95% interval \S+\), recall .* on held-out blocks of text\.jsonl", text
+        rf"perplexity x{ratio:.2f} \(95% interval \S+\), recall .* on held-out blocks of "
+        r"text\.jsonl",
+        text,
     )
     assert "`llama` with 2 instead of 4 key/value heads" in text
     assert "| KV cache per token | 512 bytes | 256 bytes |" in text
@@ -157,12 +178,21 @@ def test_the_card_of_a_conversion_says_what_it_cost(converted: Path) -> None:
 def test_the_card_of_a_training_says_what_it_gained(converted: Path, distilled: Path) -> None:
     """And what the conversion had measured before it."""
     text, record = ours(distilled), json.loads((distilled / "gqa_uptraining.json").read_text())
-    losses, conversion = record["losses"], json.loads((converted / "gqa_conversion.json").read_text())
-    assert (
-        "then distilled from the base model (`gqa-uptrain`): 64 tokens of `text.jsonl` in 2 steps (64 of the " in text
+    losses, conversion = (
+        record["losses"],
+        json.loads((converted / "gqa_conversion.json").read_text()),
     )
-    for title, name in (("KL divergence from the teacher", "distillation"), ("cross-entropy", "heldout")):
-        assert f"| {title} | {losses[f'{name}_before']:.4f} | {losses[f'{name}_after']:.4f} |" in text
+    assert (
+        "then distilled from the base model (`gqa-uptrain`): 64 tokens of `text.jsonl` in 2 steps "
+        "(64 of the " in text
+    )
+    for title, name in (
+        ("KL divergence from the teacher", "distillation"),
+        ("cross-entropy", "heldout"),
+    ):
+        assert (
+            f"| {title} | {losses[f'{name}_before']:.4f} | {losses[f'{name}_after']:.4f} |" in text
+        )
     ratio = conversion["quality"]["ratio"]
     before = "Before training, measured by the conversion against the base model: perplexity"
     assert f"{before} x{ratio:.2f}" in text
@@ -178,47 +208,87 @@ def test_lora_has_a_rank(converted: Path, place: Path, tmp_path: Path) -> None:
 
 def test_a_teacher_of_the_same_name_is_another_model(place: Path, tmp_path: Path) -> None:
     """Without a record nothing says that it is the base model."""
-    train(place / "llama", tmp_path / "out", "--data", place / "text.jsonl", "--teacher", place / "llama")
-    assert "`llama`, further distilled from another model of the same name (" in ours(tmp_path / "out")
+    train(
+        place / "llama",
+        tmp_path / "out",
+        "--data",
+        place / "text.jsonl",
+        "--teacher",
+        place / "llama",
+    )
+    assert "`llama`, further distilled from another model of the same name (" in ours(
+        tmp_path / "out"
+    )
 
 
-def test_a_teacher_is_the_base_model_only_where_that_is(converted: Path, place: Path, tmp_path: Path) -> None:
+def test_a_teacher_is_the_base_model_only_where_that_is(
+    converted: Path, place: Path, tmp_path: Path
+) -> None:
     other = tiny_checkpoint(tmp_path / "llama", kv_heads=4)
     record = train(converted, tmp_path / "out", "--data", place / "text.jsonl", "--teacher", other)
     assert (record["teacher"], record["teacher_is_base"]) == ("llama", False)
     assert "then distilled from `llama` (" in ours(tmp_path / "out")
 
 
-@pytest.mark.parametrize("change", [
-    {"quality": {"ratio": "x"}}, {"quality": {"ratio": None}}, {"quality": []}, {"maps": 3},
-    {"heads": {"kv_before": "4"}},
-    {"heads": {"kv_before": 4, "kv_after": [1, "2"]}}, {"kv_cache": {"bytes_per_token_before": "a"}}, {"source": "x"},
-    {"source": {"model": 3}}, {"options": {"method": ["x"]}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quality": {"ratio": "x"}},
+        {"quality": {"ratio": None}},
+        {"quality": []},
+        {"maps": 3},
+        {"heads": {"kv_before": "4"}},
+        {"heads": {"kv_before": 4, "kv_after": [1, "2"]}},
+        {"kv_cache": {"bytes_per_token_before": "a"}},
+        {"source": "x"},
+        {"source": {"model": 3}},
+        {"options": {"method": ["x"]}},
+    ],
+)
 def test_a_record_that_was_edited_leaves_its_numbers_out(
     change: dict[str, Any], converted: Path, place: Path, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(converted, tmp_path / "model"))
     edit_json(model / "gqa_conversion.json", lambda record: record | change)
     data = (str(place / "text.jsonl"),)
-    trained(options_for(model, tmp_path / "out", data=data, teacher="none", steps=1, context=16, batch_size=1))
+    trained(
+        options_for(
+            model, tmp_path / "out", data=data, teacher="none", steps=1, context=16, batch_size=1
+        )
+    )
     assert "## How it was made" in ours(tmp_path / "out")
 
 
-def test_the_base_model_of_the_hub_is_linked(hub: Any, machine: Any, place: Path, tmp_path: Path) -> None:
+def test_the_base_model_of_the_hub_is_linked(
+    hub: Any, machine: Any, place: Path, tmp_path: Path
+) -> None:
     """By its id, also in a card that is made from the result."""
     hub.repo("lab/base", place / "llama")
     done = machine.run("lab/base", "-g", 2, "--method", "mean", "-o", tmp_path / "small", "-q")
     assert done.code == 0, done.err
-    assert run(tmp_path / "small", "-g", 1, "--method", "mean", "-o", tmp_path / "smaller", "-q").code == 0
-    train(tmp_path / "small", tmp_path / "trained", "--data", place / "text.jsonl", "--teacher", "none")
+    assert (
+        run(tmp_path / "small", "-g", 1, "--method", "mean", "-o", tmp_path / "smaller", "-q").code
+        == 0
+    )
+    train(
+        tmp_path / "small",
+        tmp_path / "trained",
+        "--data",
+        place / "text.jsonl",
+        "--teacher",
+        "none",
+    )
     for name in ("small", "trained"):
-        assert "[lab/base](https://huggingface.co/lab/base) with 2 instead of 4 key/value heads" in ours(
-            tmp_path / name
+        assert (
+            "[lab/base](https://huggingface.co/lab/base) with 2 instead of 4 key/value heads"
+            in ours(tmp_path / name)
         )
     for name in ("small", "smaller", "trained"):
         assert metadata(tmp_path / name)["base_model"] == "lab/base"
-        assert metadata(tmp_path / name)["license_link"] == "https://huggingface.co/lab/base/blob/main/LICENSE.md"
+        assert (
+            metadata(tmp_path / name)["license_link"]
+            == "https://huggingface.co/lab/base/blob/main/LICENSE.md"
+        )
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ POWER = "{{ 7 ** 99999999 }}"
 LONG_STRING = "{{ 'x' * 10 ** 11 }}"
 LONG_CHAT = "{{ 'x' * 200000 }}"
 ORDINARY = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message['content'] | trim }}"
+    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message['content'] | "
+    "trim "
+    "}}"
     "{% generation %}{{ eos_token }}{% endgeneration %}{% endfor %}{{ messages | tojson }}"
 )
 
@@ -53,11 +55,17 @@ def test_an_ordinary_template_renders_as_in_transformers(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("template", "says"),
-    [(LOOPS, "1 seconds of computing"), (POWER, "1 seconds of computing"), (LONG_STRING, "bytes of memory"),
-     (LONG_CHAT, "200,000 characters")],
+    [
+        (LOOPS, "1 seconds of computing"),
+        (POWER, "1 seconds of computing"),
+        (LONG_STRING, "bytes of memory"),
+        (LONG_CHAT, "200,000 characters"),
+    ],
     ids=["loops", "power", "long string", "long chat"],
-)  # fmt: skip
-def test_a_template_without_end_is_refused_in_a_thread_too(template: str, says: str, tmp_path: Path) -> None:
+)
+def test_a_template_without_end_is_refused_in_a_thread_too(
+    template: str, says: str, tmp_path: Path
+) -> None:
     model = with_template(tmp_path, template)
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(RefusedError) as error:
@@ -71,8 +79,12 @@ def test_a_template_that_refuses_such_a_chat_is_none(tmp_path: Path) -> None:
     assert rendered(with_template(tmp_path, "{{ raise_exception('system first') }}")) is None
 
 
-def test_a_model_without_template_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subprocess.run", lambda *words, **options: pytest.fail("a process was started"))
+def test_a_model_without_template_starts_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "subprocess.run", lambda *words, **options: pytest.fail("a process was started")
+    )
 
     assert rendered(copy_source(tmp_path)) is None
 
@@ -83,5 +95,9 @@ def test_the_command_names_the_template_that_does_not_end(tmp_path: Path) -> Non
 
     result = run("--groups", 2, "--tokens", 2048, "-o", tmp_path / "out", model)
 
-    check_refused(result, "the chat template of copy (chat_template.jinja) cannot be used", "1 seconds of computing")
+    check_refused(
+        result,
+        "the chat template of copy (chat_template.jinja) cannot be used",
+        "1 seconds of computing",
+    )
     assert not (tmp_path / "out").exists()

@@ -18,7 +18,8 @@ from gqa.convert.api import plan_conversion
 from gqa.convert.options import ConvertOptions
 from gqa.convert.summary import size
 
-# Of tiny models: what the default says of those that it cannot convert, and which methods they allow.
+# Of tiny models: what the default says of those that it cannot convert, and which methods they
+# allow.
 POOLING = ("mean", "first")
 ALL = (*POOLING, "procrustes", "aligned", "calibrated", "refined")
 WITHOUT_ALIGNED = tuple(name for name in ALL if name != "aligned")
@@ -35,15 +36,24 @@ def tiny(name: str, place: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_a_method_that_a_model_does_not_allow_is_refused_with_those_that_it_does(name: str, tmp_path: Path) -> None:
+def test_a_method_that_a_model_does_not_allow_is_refused_with_those_that_it_does(
+    name: str, tmp_path: Path
+) -> None:
     says, allowed = ALLOWED[name]
     model = tiny(name, tmp_path / "m")
-    assert tuple(one.name for one in plan_conversion(model, 2, method="mean").available_methods()) == allowed
+    assert (
+        tuple(one.name for one in plan_conversion(model, 2, method="mean").available_methods())
+        == allowed
+    )
     if says:
         names = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
         check_refused(run("-g", 2, model), says, f"; use --method {names}\n")
     else:
-        assert plan_conversion(model, 2).method == ConvertOptions("m", kv_heads=2).method == "calibrated"
+        assert (
+            plan_conversion(model, 2).method
+            == ConvertOptions("m", kv_heads=2).method
+            == "calibrated"
+        )
     if "aligned" not in allowed:
         says = says or "needs layers of attention and one MLP; m"
         refused = run("-g", 2, "--method", "aligned", model)
@@ -56,13 +66,20 @@ def test_aligned_is_refused_where_one_layer_is_unlike_the_others(tmp_path: Path)
     model = llama(tmp_path / "m", shards=1)
     assert plan_conversion(model, 2, method="aligned").method == "aligned"
     for name, tensor in (("mlp.experts", torch.zeros(4, 32)), ("other_layernorm", torch.ones(32))):
-        edit_tensors(model, lambda _, name=name, more=tensor: weights() | {f"model.layers.1.{name}.weight": more})
+        edit_tensors(
+            model,
+            lambda _, name=name, more=tensor: weights() | {f"model.layers.1.{name}.weight": more},
+        )
         with pytest.raises(RefusedError, match="needs layers of attention and one MLP"):
             plan_conversion(model, 2, method="aligned")
 
 
-def test_what_a_run_takes_is_said_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is long, also the method that is quick; where memory is short, a warning, by --dry-run too."""
+def test_what_a_run_takes_is_said_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is long, also the method that is quick; where memory is short, a warning, by
+    --dry-run too.
+    """
     model = llama(tmp_path / "m", shards=1)
     words = ("-g", 2, "--method", "procrustes", "-o", tmp_path / "out", "--overwrite", model)
     done = run(*words)
@@ -73,13 +90,19 @@ def test_what_a_run_takes_is_said_before_it_starts(tmp_path: Path, monkeypatch: 
     for more in ((), ("--dry-run",), ("-q",), ("-q", "--dry-run")):
         assert re.fullmatch(warning, run(*words, *more).complaints)
     monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 1e4)
-    monkeypatch.setattr(api, "convert", lambda *arguments: sys.exit(3))  # after what is printed first
+    # After what is printed first
+    monkeypatch.setattr(api, "convert", lambda *arguments: sys.exit(3))
     done = run("-g", 2, model)
     assert (done.code, done.out.count("\n")) == (3, 1)
-    assert re.match(r"estimate    about \d+ hours on cpu; --method aligned reads only the weights and takes ", done.out)
+    assert re.match(
+        r"estimate    about \d+ hours on cpu; --method aligned reads only the weights and takes ",
+        done.out,
+    )
     assert "; --data takes less, because nothing is sampled\n" in done.err
     monkeypatch.setattr(loading, "load_tokenizer", lambda *arguments, **options: None)
-    assert run("-g", 2, "--data", "stdlib:train", model).err.endswith("of memory; cpu has 1.0 MiB\n")
+    assert run("-g", 2, "--data", "stdlib:train", model).err.endswith(
+        "of memory; cpu has 1.0 MiB\n"
+    )
     done = run("-g", 2, tiny("mixtral", tmp_path / "experts"))
     assert re.fullmatch(r"estimate    about \d+ hours on cpu\n", done.out)
 
@@ -89,7 +112,11 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     model, words = llama(tmp_path / "m"), ("-g", 2, "--dry-run")
     (tmp_path / "table.jsonl").write_text('{"body": "words"}\n')
     (tmp_path / "empty.txt").write_text("")
-    problems = {"nothing.txt": "there is no file", "empty.txt": "holds no text", "table.jsonl": "has no field"}
+    problems = {
+        "nothing.txt": "there is no file",
+        "empty.txt": "holds no text",
+        "table.jsonl": "has no field",
+    }
     for name, says in problems.items():
         refused = [run(*words[:last], model, "--data", tmp_path / name) for last in (2, 3)]
         assert {check_refused(one, says, advice="") for one in refused} == {refused[0].err}
@@ -111,7 +138,9 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
 
     def estimates(*words: object) -> dict[str, dict[str, float]]:
         done = run("--groups", 2, "--dry-run", "--json", *words)
-        assert done.err.count("estimate    ") == (0 if "-q" in words else len(json.loads(done.out)["estimates"]))
+        assert done.err.count("estimate    ") == (
+            0 if "-q" in words else len(json.loads(done.out)["estimates"])
+        )
         return dict(json.loads(done.out)["estimates"])
 
     before = estimates(model)
@@ -119,9 +148,14 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     for name in ("seconds", "memory_bytes"):
         values = [before[method][name] for method in ("mean", "aligned", "calibrated", "refined")]
         assert values == sorted(set(values))
-    assert list(estimates("--method", "mean", tiny("bitnet", tmp_path / "d"))) == [*POOLING, "refined"]
+    assert list(estimates("--method", "mean", tiny("bitnet", tmp_path / "d"))) == [
+        *POOLING,
+        "refined",
+    ]
     monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 2e6)
-    assert estimates("-q", model)["refined"]["seconds"] == pytest.approx(before["refined"]["seconds"] / 2, rel=0.01)
+    assert estimates("-q", model)["refined"]["seconds"] == pytest.approx(
+        before["refined"]["seconds"] / 2, rel=0.01
+    )
 
 
 def test_the_memory_of_an_estimate_includes_the_process_itself(tmp_path: Path) -> None:

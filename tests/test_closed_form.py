@@ -1,4 +1,6 @@
-"""The closed forms on numbers alone: what heads share; and what attention is given, guessed from weights."""
+"""The closed forms on numbers alone: what heads share; and what attention is given, guessed from
+weights.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from gqa.convert.api import plan_conversion
 from gqa.convert.heads.family import Rotary
 from gqa.convert.merge import from_weights, sensitivity, shared_values
 from gqa.convert.merge.input_moments import InputMoments, Mlp, gram
-from gqa.convert.merge.sensitivity import LEAST_ENERGY, output_roots, position_weights, query_sensitivity
+from gqa.convert.merge.sensitivity import (
+    LEAST_ENERGY,
+    output_roots,
+    position_weights,
+    query_sensitivity,
+)
 from gqa.convert.merge.shared_keys import shared_key
 from gqa.convert.merge.shared_values import shared_value
 
@@ -33,7 +40,9 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def made(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What query heads see (some directions more than others, each somewhat in its own way), all values, W_O^T W_O."""
+    """What query heads see (some directions more than others, each somewhat in its own way), all
+    values, W_O^T W_O.
+    """
     generator, width = torch.Generator().manual_seed(seed), HEADS * DIM
     spread = normal(generator, width, width) + normal(generator, HEADS * REPEAT, width, width)
     spread = spread * (normal(generator, width) / 2).exp()
@@ -54,26 +63,42 @@ def left(project: Tensor, restore: Tensor, seen: Tensor, outputs: Tensor) -> Ten
 
 
 def test_alternating_steps_lose_less_than_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here quasi-Newton steps on both maps gain little more. The shared value is as large as those it stands for."""
+    """Here quasi-Newton steps on both maps gain little more.
+
+    The shared value is as large as those it stands for.
+    """
     seen, values, outputs = made(1)
     found = shared_value(seen, values, outputs, OWNER)
-    assert float((found.merge @ values @ found.merge.T).trace()) == pytest.approx(float(values.trace()) / HEADS)
+    assert float((found.merge @ values @ found.merge.T).trace()) == pytest.approx(
+        float(values.trace()) / HEADS
+    )
     monkeypatch.setattr(shared_values, "_SWEEPS", 0)
     start = shared_value(seen, values, outputs, OWNER)
-    assert left(found.merge, found.back, seen, outputs) < 0.75 * left(start.merge, start.back, seen, outputs)
+    assert left(found.merge, found.back, seen, outputs) < 0.75 * left(
+        start.merge, start.back, seen, outputs
+    )
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-3, 1.0])
 def test_slow_pairs_share_what_single_frequencies_cannot(size: float) -> None:
-    """Keys of two heads that lie in four dimensions, but not frequency by frequency: nothing is lost, scores stay."""
+    """Keys of two heads that lie in four dimensions, but not frequency by frequency: nothing is
+    lost, scores stay.
+    """
     generator = torch.Generator().manual_seed(0)
-    mixing = normal(generator, 4, 8) * torch.tensor([1, size, 1, size] * 2)  # the second pair of either head
+    # The second pair of either head
+    mixing = normal(generator, 4, 8) * torch.tensor([1, size, 1, size] * 2)
     keys = normal(generator, 500, 4) @ mixing
-    queries, means = torch.eye(4, dtype=torch.float64).expand(2, 4, 4), torch.zeros(8, dtype=torch.float64)
+    queries, means = (
+        torch.eye(4, dtype=torch.float64).expand(2, 4, 4),
+        torch.zeros(8, dtype=torch.float64),
+    )
 
     def lost(rotary: Rotary) -> float:
-        found = shared_key(keys.T @ keys / 500, queries, means, torch.ones(2, 3, dtype=torch.float64), rotary)
-        back = torch.cat([keys @ found.merge.T @ found.back[head] for head in range(2)], 1)  # q'^T k' = q^T M^T C k
+        found = shared_key(
+            keys.T @ keys / 500, queries, means, torch.ones(2, 3, dtype=torch.float64), rotary
+        )
+        # q'^T k' = q^T M^T C k
+        back = torch.cat([keys @ found.merge.T @ found.back[head] for head in range(2)], 1)
         return float((back - keys).square().sum() / keys.square().sum())
 
     assert lost(Rotary(4, frequencies=(0.0, 0.0), longest=100)) < 1e-15
@@ -84,13 +109,21 @@ def test_slow_pairs_share_what_single_frequencies_cannot(size: float) -> None:
 
 
 def test_keys_across_frequencies_have_the_least_error_of_scores() -> None:
-    """Scores of rotated keys at distances of each head's own: less error than with each frequency alone, with distances
-    that are the same in all heads, or with maps near by.
+    """Scores of rotated keys at distances of each head's own: less error than with each frequency
+    alone, with distances that are the same in all heads, or with maps near by.
     """
     generator, frequencies = torch.Generator().manual_seed(0), (1.0, 0.1, 0.01, 0.001)
-    keys, queries = normal(generator, 60, 16) @ normal(generator, 16, 16), normal(generator, 2, 60, 8)
-    rotary, means = Rotary(8, frequencies=frequencies, longest=1000), torch.zeros(16, dtype=torch.float64)
-    distances = torch.cat([torch.arange(30.0).double(), torch.logspace(0, 3, 200, dtype=torch.float64)])
+    keys, queries = (
+        normal(generator, 60, 16) @ normal(generator, 16, 16),
+        normal(generator, 2, 60, 8),
+    )
+    rotary, means = (
+        Rotary(8, frequencies=frequencies, longest=1000),
+        torch.zeros(16, dtype=torch.float64),
+    )
+    distances = torch.cat(
+        [torch.arange(30.0).double(), torch.logspace(0, 3, 200, dtype=torch.float64)]
+    )
     angles = torch.outer(distances, torch.tensor(frequencies, dtype=torch.float64).repeat(2))
     measured = torch.zeros(2, 30, dtype=torch.float64)
     measured[0, 1], measured[1, 20:] = 7, 2
@@ -103,7 +136,11 @@ def test_keys_across_frequencies_have_the_least_error_of_scores() -> None:
         total = 0.0
         for head, weights in enumerate(measured / measured.sum(1, keepdim=True)):
             scores = queries[head] @ turned(keys[:, 8 * head : 8 * head + 8]).mT
-            missing = (scores - (queries[head] @ back[head].T) @ turned(keys @ merge.T).mT).square().mean((1, 2))
+            missing = (
+                (scores - (queries[head] @ back[head].T) @ turned(keys @ merge.T).mT)
+                .square()
+                .mean((1, 2))
+            )
             total += float(weights @ missing[:30] + missing[30:].mean())
         return total
 
@@ -116,13 +153,20 @@ def test_keys_across_frequencies_have_the_least_error_of_scores() -> None:
     assert least < 0.92 * error(same.merge, same.back)
     assert least < 0.9 * error(alone.merge, alone.back)
     for _ in range(20):
-        near = [m + 0.01 * m.abs().mean() * normal(generator, *m.shape) for m in (best.merge, best.back)]
+        near = [
+            m + 0.01 * m.abs().mean() * normal(generator, *m.shape) for m in (best.merge, best.back)
+        ]
         assert error(*near) > 0.9999 * least
 
 
 @pytest.mark.parametrize("rows", [1, 6])
-def test_what_an_error_of_scores_does_without_a_mask(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Causal layers are given no mask either: then rows are those of a triangle. In others a query sees all keys."""
+def test_what_an_error_of_scores_does_without_a_mask(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Causal layers are given no mask either: then rows are those of a triangle.
+
+    In others a query sees all keys.
+    """
     monkeypatch.setattr(sensitivity, "SCORES", 2 * 6 * rows)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 6, 8, generator=generator) for _ in range(3))
@@ -133,7 +177,9 @@ def test_what_an_error_of_scores_does_without_a_mask(rows: int, monkeypatch: pyt
             mask = torch.ones(1, 1, 6, 6).tril(0 if causal else 6)
             found = query_sensitivity(q, k, v, None, 0.3, roots, ones, bias, causal)
             for same in (mask.bool(), mask.log()):
-                torch.testing.assert_close(found, query_sensitivity(q, k, v, same, 0.3, roots, ones, bias))
+                torch.testing.assert_close(
+                    found, query_sensitivity(q, k, v, same, 0.3, roots, ones, bias)
+                )
             assert bool(found[0][:, :, 0].max() < 0.1) is causal  # one key takes all
     bias = torch.zeros(1, 2, 6, 6).index_fill(3, torch.arange(1, 6), -torch.inf)
     of_queries, _ = query_sensitivity(q, k, v, None, 0.3, roots, ones, bias, False)
@@ -141,9 +187,16 @@ def test_what_an_error_of_scores_does_without_a_mask(rows: int, monkeypatch: pyt
 
 
 def test_scores_count_by_what_they_move() -> None:
-    """The sum over keys of what the output moves without the key, from its parts, also by distance; hidden keys: 0."""
+    """The sum over keys of what the output moves without the key, from its parts, also by distance;
+    hidden keys: 0.
+    """
     torch.manual_seed(0)
-    q, k, v, w_o = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6), torch.randn(4, 6, 16)
+    q, k, v, w_o = (
+        torch.randn(2, 4, 5, 8),
+        torch.randn(2, 2, 5, 8),
+        torch.randn(2, 2, 5, 6),
+        torch.randn(4, 6, 16),
+    )
     mask = torch.ones(5, 5).tril().bool()[None, None].repeat(2, 1, 1, 1)
     mask[1, :, 3:, 0] = False
     weights = torch.rand(2, 5)
@@ -155,15 +208,20 @@ def test_scores_count_by_what_they_move() -> None:
         for key in range(5):
             left = paid.clone()
             left[:, :, key] = 0
-            left = (left / left.sum(-1, keepdim=True)).nan_to_num()  # one key alone: nothing is left, and it counts 0
-            without = (left @ values - paid @ values).square().sum(-1) * (left.sum(-1) > 0) * weights
+            # One key alone: nothing is left, and it counts 0
+            left = (left / left.sum(-1, keepdim=True)).nan_to_num()
+            without = (
+                (left @ values - paid @ values).square().sum(-1) * (left.sum(-1) > 0) * weights
+            )
             moved, apart[: 5 - key] = moved + without, apart[: 5 - key] + without.sum(0)[key:]
         torch.testing.assert_close(found[:, head], moved, rtol=1e-3, atol=0.5)  # of up to 300
         torch.testing.assert_close(distances[head], apart, rtol=1e-3, atol=0.5)
 
 
 def stream_with(sizes: dict[int, float], unit: float = 1.0) -> Tensor:
-    """Hidden states (1, 64, 32) about as large as `unit`, those of some positions multiplied by `sizes`."""
+    """Hidden states (1, 64, 32) about as large as `unit`, those of some positions multiplied by
+    `sizes`.
+    """
     stream = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(0))
     for position, size in sizes.items():
         stream[:, position] *= size
@@ -185,7 +243,9 @@ def test_errors_count_by_the_inverse_square_of_hidden_states() -> None:
 @pytest.mark.parametrize("unit", [1e-12, 1.0, 1e12])
 @pytest.mark.parametrize("size", [0.0, 1e-6, 1e-3])
 def test_no_position_owns_the_weight(size: float, unit: float) -> None:
-    """What is zero or tiny counts no more than a few others; whether it is rare, or more than half of the text."""
+    """What is zero or tiny counts no more than a few others; whether it is rare, or more than half
+    of the text.
+    """
     for tiny in ([5], [5, 6], range(40), range(58)):
         weights = position_weights(stream_with(dict.fromkeys(tiny, size), unit))[0]
 
@@ -219,12 +279,22 @@ def test_float64_is_on_the_device_if_it_has_it(device: str, where: str) -> None:
     assert as_float64(torch.tensor([1.5, -2.0], dtype=torch.bfloat16)).tolist() == [1.5, -2.0]
 
 
-# ------------------------------------------------------------------------ what layers are given, from the weights alone
+# ---------------------------------------------------- what layers are given, from the weights alone
 
 
 KNOWN = (
-    "llama", "phi3", "qwen2", "phi", "starcoder2", "gpt_bigcode", "gqa_gpt2", "gqa_opt", "olmo2", "gemma2", "glm4",
-)  # fmt: skip
+    "llama",
+    "phi3",
+    "qwen2",
+    "phi",
+    "starcoder2",
+    "gpt_bigcode",
+    "gqa_gpt2",
+    "gqa_opt",
+    "olmo2",
+    "gemma2",
+    "glm4",
+)
 
 
 def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -244,7 +314,9 @@ def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Te
 
 @pytest.mark.parametrize(("act", "gated"), [("silu", True), ("gelu", False)])
 def test_moments_of_an_mlp(act: str, gated: bool) -> None:
-    """Of one unit they are exact: its mean square over many Gaussian inputs, whatever gate and up have in common."""
+    """Of one unit they are exact: its mean square over many Gaussian inputs, whatever gate and up
+    have in common.
+    """
     torch.manual_seed(0)
     root = torch.randn(6, 6, dtype=torch.float64)
     inputs = torch.randn(1 << 18, 6, dtype=torch.float64) @ root.mT
@@ -256,7 +328,9 @@ def test_moments_of_an_mlp(act: str, gated: bool) -> None:
     moments = gram(Mlp(gate, up, down, act_fn).root(factor))
     torch.testing.assert_close(moments.diagonal(), units.square().mean(0), rtol=0.03, atol=0)
     beside, means = moments.clone().fill_diagonal_(0), units.mean(0)
-    torch.testing.assert_close(beside, torch.outer(means, means).fill_diagonal_(0), rtol=0.05, atol=0.01)
+    torch.testing.assert_close(
+        beside, torch.outer(means, means).fill_diagonal_(0), rtol=0.05, atol=0.01
+    )
 
 
 def test_the_units_of_a_wide_mlp_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +339,9 @@ def test_the_units_of_a_wide_mlp_are_estimated(monkeypatch: pytest.MonkeyPatch) 
     width, units = 256, 512
     root = torch.randn(width, 3)
     factor = torch.linalg.cholesky(torch.eye(width) + root @ root.mT)
-    gate, up = (torch.randn(units, width) * (1 + 3 * torch.rand(units, 1)) / width**0.5 for _ in range(2))
+    gate, up = (
+        torch.randn(units, width) * (1 + 3 * torch.rand(units, 1)) / width**0.5 for _ in range(2)
+    )
     down = torch.eye(units)
 
     def sizes(probes: int) -> Tensor:
@@ -290,7 +366,9 @@ def alike(one: Tensor, other: Tensor) -> float:
 
 
 def test_the_guess_is_like_what_the_model_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half again as like it as independent inputs are, in every layer; the embedded model's layers are real ones."""
+    """Half again as like it as independent inputs are, in every layer; the embedded model's layers
+    are real ones.
+    """
     guessed, model, seen = given(SOURCE, 2, monkeypatch), load(SOURCE), list[Tensor]()
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda _, args: seen.append(moments(args[0])))
@@ -303,7 +381,9 @@ def test_the_guess_is_like_what_the_model_sees(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_embedding_owns_the_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token that is a thousand times as large as others is one of 4,096, as what layers read is normed."""
+    """A token that is a thousand times as large as others is one of 4,096, as what layers read is
+    normed.
+    """
     model = copy_source(tmp_path)
     edit_tensors(model, lambda tensors: tensors["model.embed_tokens.weight"][300].mul_(1e3))
 
@@ -315,8 +395,8 @@ def test_no_embedding_owns_the_guess(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2"])
 def test_what_attention_adds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The average of two tokens' values, or as much as a norm after it says; written down once more, where the MLP adds
-    nothing. Embeddings of Gemma are multiplied first.
+    """The average of two tokens' values, or as much as a norm after it says; written down once
+    more, where the MLP adds nothing. Embeddings of Gemma are multiplied first.
     """
 
     def mixed(second: Tensor) -> Tensor:  # what a normed layer reads
@@ -325,11 +405,14 @@ def test_what_attention_adds(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     model = build(TINY[name], 4)
     layer, gemma = model.model.layers[0], name == "gemma2"
     layer.mlp.down_proj.weight.data.zero_()
-    norms = {"input": name != "olmo2", "post_attention": name != "llama"}  # of attention's inputs, of its outputs
+    # Of attention's inputs, of its outputs
+    norms = {"input": name != "olmo2", "post_attention": name != "llama"}
     for norm in (own for own, there in norms.items() if there and name != "llama"):
         layer.get_submodule(f"{norm}_layernorm").weight.data.uniform_(0.1, 0.9)
     before, after = (
-        layer.get_submodule(f"{norm}_layernorm").weight.detach().double() + gemma if there else torch.ones(32)
+        layer.get_submodule(f"{norm}_layernorm").weight.detach().double() + gemma
+        if there
+        else torch.ones(32)
         for norm, there in norms.items()
     )
     _, found = given(write_checkpoint(model, tmp_path), 2, monkeypatch)
@@ -362,10 +445,16 @@ def test_a_fused_gate_is_the_first_half(tmp_path: Path, monkeypatch: pytest.Monk
     apart = build(replace(TINY["llama"], options={"head_dim": None}), 4)
     one, own = given(write_checkpoint(fused, tmp_path / "one"), 2, monkeypatch), apart.state_dict()
     for name, tensor in fused.state_dict().items():
-        parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+        parts = {
+            "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+            "gate_up_proj": ("gate_proj", "up_proj"),
+        }
         whole = name.split(".")[-2]
         names = parts.get(whole, (whole,))
-        own |= {name.replace(whole, part): rows for part, rows in zip(names, tensor.chunk(len(names)), strict=True)}
+        own |= {
+            name.replace(whole, part): rows
+            for part, rows in zip(names, tensor.chunk(len(names)), strict=True)
+        }
     apart.load_state_dict(own)
     two = given(write_checkpoint(apart, tmp_path / "two"), 2, monkeypatch)
     for a, b in zip(one, two, strict=True):

@@ -1,4 +1,6 @@
-"""What the commands share: names and values of options, --help, progress, one line for every error."""
+"""What the commands share: names and values of options, --help, progress,
+one line for every error.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,25 @@ PROGRAMS: dict[str, tuple[Any, str, list[str]]] = {
     "gqa-eval": (EvaluateOptions, "gqa.eval.cli", ["m"]),
     "gqa-ablate": (AblateOptions, "gqa.eval.study.cli", ["m", "-o", "study"]),
 }
-COMMANDS: dict[str, click.Command] = {name: import_module(room).command for name, (_, room, _) in PROGRAMS.items()}
-OPTIONS = {name: [p for p in command.params if isinstance(p, click.Option)] for name, command in COMMANDS.items()}
+COMMANDS: dict[str, click.Command] = {
+    name: import_module(room).command for name, (_, room, _) in PROGRAMS.items()
+}
+OPTIONS = {
+    name: [p for p in command.params if isinstance(p, click.Option)]
+    for name, command in COMMANDS.items()
+}
 
 
 def test_messages_name_options_that_are_there() -> None:
-    """Every option in a string of ours is one of the commands, or of a program that the string names."""
-    known = {name for options in OPTIONS.values() for option in options for name in option.opts + option.secondary_opts}
+    """Every option in a string of ours is one of the commands, or of a program that the string
+    names.
+    """
+    known = {
+        name
+        for options in OPTIONS.values()
+        for option in options
+        for name in option.opts + option.secondary_opts
+    }
     known |= {"--help", "--version", "--no-", "--option", "--nproc", "--kl-divergence"}
     words = {
         (file.name, word)
@@ -59,34 +73,51 @@ def test_messages_name_options_that_are_there() -> None:
     assert [(file, word) for file, word in sorted(words) if word not in known] == []
 
 
-@pytest.mark.parametrize(("program", "words", "name", "value"), [
-    ("gqa-convert", "--tokens 64k", "tokens", 64_000),
-    ("gqa-convert", "--tokens 1.005m", "tokens", 1_005_000),  # not those of the nearest float
-    ("gqa-eval", "--memory 1.001MB", "memory", 1_001_000),
-    ("gqa-convert", "--data a.txt@2,self --data b", "data", ("a.txt@2", "self", "b")),
-    ("gqa-convert", "--groups 1,2", "kv_heads", (1, 2)),
-    ("gqa-uptrain", "--tokens 1M", "tokens", 10**6),
-    ("gqa-uptrain", "--data a,b@2", "data", ("text", "a", "b@2")),
-    ("gqa-eval", "--memory 80GiB", "memory", 80 * 2**30),
-    ("gqa-eval", "--cache-bits 8,4 --cache-bits 2", "cache_bits", (8, 4, 2)),
-    ("gqa-eval", "--decode-contexts 1k,2k", "decode_contexts", (1000, 2000)),
-    ("gqa-ablate", "--eval-tokens 0.5M", "eval_tokens", 500_000),
-    ("gqa-ablate", "--skip kl,recall", "skip", ("kl", "recall")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "words", "name", "value"),
+    [
+        ("gqa-convert", "--tokens 64k", "tokens", 64_000),
+        ("gqa-convert", "--tokens 1.005m", "tokens", 1_005_000),  # not those of the nearest float
+        ("gqa-eval", "--memory 1.001MB", "memory", 1_001_000),
+        ("gqa-convert", "--data a.txt@2,self --data b", "data", ("a.txt@2", "self", "b")),
+        ("gqa-convert", "--groups 1,2", "kv_heads", (1, 2)),
+        ("gqa-uptrain", "--tokens 1M", "tokens", 10**6),
+        ("gqa-uptrain", "--data a,b@2", "data", ("text", "a", "b@2")),
+        ("gqa-eval", "--memory 80GiB", "memory", 80 * 2**30),
+        ("gqa-eval", "--cache-bits 8,4 --cache-bits 2", "cache_bits", (8, 4, 2)),
+        ("gqa-eval", "--decode-contexts 1k,2k", "decode_contexts", (1000, 2000)),
+        ("gqa-ablate", "--eval-tokens 0.5M", "eval_tokens", 500_000),
+        ("gqa-ablate", "--skip kl,recall", "skip", ("kl", "recall")),
+    ],
+)
 def test_values(program: str, words: str, name: str, value: object) -> None:
     kind, _, least = PROGRAMS[program]
     with COMMANDS[program].make_context(program, [*least, *words.split()]) as ctx:
         assert getattr(read(kind, ctx.params), name) == value
 
 
-@pytest.mark.parametrize(("program", "words", "message"), [
-    ("gqa-convert", "--metod mean", "No such option '--metod'. (Did you mean one of: '--method'"),
-    ("gqa-convert", "--kv-heads 2", "No such option '--kv-heads'"),
-    ("gqa-convert", "--data ,", "is empty; give one or more values"),
-    ("gqa-convert", "--tokens 5GB", "'5GB' is not a number of tokens from 1 to 1000T; give one like 65536, 64k"),
-    ("gqa-ablate", "--data text --methods mean,aligned --refine-steps 2",
-     "--refine-steps is not used by --methods mean,aligned; it is for --method refined"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "words", "message"),
+    [
+        (
+            "gqa-convert",
+            "--metod mean",
+            "No such option '--metod'. (Did you mean one of: '--method'",
+        ),
+        ("gqa-convert", "--kv-heads 2", "No such option '--kv-heads'"),
+        ("gqa-convert", "--data ,", "is empty; give one or more values"),
+        (
+            "gqa-convert",
+            "--tokens 5GB",
+            "'5GB' is not a number of tokens from 1 to 1000T; give one like 65536, 64k",
+        ),
+        (
+            "gqa-ablate",
+            "--data text --methods mean,aligned --refine-steps 2",
+            "--refine-steps is not used by --methods mean,aligned; it is for --method refined",
+        ),
+    ],
+)
 def test_what_is_misspelt_or_makes_no_sense(program: str, words: str, message: str) -> None:
     done = run(*PROGRAMS[program][2], *words.split(), program=program)
     assert (done.code, message in done.err, len(done.err.splitlines())) == (2, True, 1), done
@@ -94,13 +125,20 @@ def test_what_is_misspelt_or_makes_no_sense(program: str, words: str, message: s
 
 @pytest.mark.parametrize(
     ("program", "option"),
-    [(program, option) for program, options in OPTIONS.items() for option in options if not option.is_flag],
+    [
+        (program, option)
+        for program, options in OPTIONS.items()
+        for option in options
+        if not option.is_flag
+    ],
     ids=str,
 )
 def test_bad_values_are_refused_in_one_line(
     program: str, option: click.Option, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the type of the option; a name may be anything but empty, and names nothing that is there."""
+    """By the type of the option; a name may be anything but empty,
+    and names nothing that is there.
+    """
     monkeypatch.chdir(tmp_path)
     name, kind = option.opts[-1], option.type
     is_name = isinstance(kind.kind if isinstance(kind, Several) else kind, Text)
@@ -108,7 +146,10 @@ def test_bad_values_are_refused_in_one_line(
         done = run(*PROGRAMS[program][2], f"{name}={value}", program=program)
         assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1), (value, done)
         if not is_name or not value:
-            assert f"Invalid value for '{name}'" in done.err or f"/ '{name}'" in done.err, (value, done.err)
+            assert f"Invalid value for '{name}'" in done.err or f"/ '{name}'" in done.err, (
+                value,
+                done.err,
+            )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,7 +157,9 @@ def test_bad_values_are_refused_in_one_line(
 def test_python_refuses_the_same_values(program: str) -> None:
     """Also of options that are for Python alone, with the name of the parameter."""
     kind = PROGRAMS[program][0]
-    needed = {name: "x" for name, one in kind.__dataclass_fields__.items() if one.default is MISSING}
+    needed = {
+        name: "x" for name, one in kind.__dataclass_fields__.items() if one.default is MISSING
+    }
     for name, (type_, _) in _types(kind).items():
         numeric = isinstance(type_.kind if isinstance(type_, Several) else type_, (Number, Amount))
         bad = (math.nan, math.inf, -1, 10**40, True, "x") if numeric else ("", 1.5)
@@ -125,24 +168,40 @@ def test_python_refuses_the_same_values(program: str) -> None:
                 kind(**needed | {name: value})
 
 
-@pytest.mark.parametrize(("words", "used"), [
-    ("mean --tokens 64", False), ("mean --grouping contiguous", False), ("mean --device cpu", False),
-    ("mean --seed 3", False), ("random --seed 3", True), ("aligned --grouping contiguous", True),
-    ("aligned --data notes.txt", False), ("calibrated --data notes.txt --field body --separator x", True),
-    ("calibrated --refine-steps 7", False), ("refined --refine-steps 7 --context 64 --precision bfloat16", True),
-])  # fmt: skip
-def test_an_option_is_refused_by_the_methods_that_do_not_use_it(words: str, used: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "used"),
+    [
+        ("mean --tokens 64", False),
+        ("mean --grouping contiguous", False),
+        ("mean --device cpu", False),
+        ("mean --seed 3", False),
+        ("random --seed 3", True),
+        ("aligned --grouping contiguous", True),
+        ("aligned --data notes.txt", False),
+        ("calibrated --data notes.txt --field body --separator x", True),
+        ("calibrated --refine-steps 7", False),
+        ("refined --refine-steps 7 --context 64 --precision bfloat16", True),
+    ],
+)
+def test_an_option_is_refused_by_the_methods_that_do_not_use_it(
+    words: str, used: bool, tmp_path: Path
+) -> None:
     """One that is used gets as far as the model, which is not there."""
     method, option, *_ = words.split()
     message = run("-g", 2, "--method", *words.split(), tmp_path / "nothing").err
     if used:
         assert "there is no directory" in message
     else:
-        assert f"gqa-convert: {option} is not used by --method {method}; it is for --method " in message
+        assert (
+            f"gqa-convert: {option} is not used by --method {method}; it is for --method "
+            in message
+        )
         assert {*message.strip().split("--method ")[-1].split(", ")} <= METHODS.keys()
 
 
-@pytest.mark.parametrize(("groups", "name"), [(2, "m-gqa2-first"), (1, "m-mqa-first"), (8, "m-gqa8"), (4, "m-gqa4")])
+@pytest.mark.parametrize(
+    ("groups", "name"), [(2, "m-gqa2-first"), (1, "m-mqa-first"), (8, "m-gqa8"), (4, "m-gqa4")]
+)
 def test_the_name_says_the_method_if_there_is_any(groups: int, name: str, tmp_path: Path) -> None:
     """4 heads become fewer, stay, or are repeated; a method that has nothing to do is told of."""
     done = run("--groups", groups, "--method", "first", llama(tmp_path / "m"))
@@ -164,12 +223,22 @@ def test_help_and_version(program: str, monkeypatch: pytest.MonkeyPatch) -> None
     text, _, examples = done.stdout.partition("Examples:")
     assert ([line for line in text.splitlines() if len(line) > 80], "gqa" in examples) == ([], True)
     listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text.partition("\nOptions:")[2], re.MULTILINE)
-    options = [next(name for name in option.opts if name.startswith("--")) for option in OPTIONS[program]]
+    options = [
+        next(name for name in option.opts if name.startswith("--")) for option in OPTIONS[program]
+    ]
     assert sorted(listed) == sorted([*options, "--help"])
     assert set(listed) >= {"--overwrite", "--verbose", "--quiet", "--version"}
-    assert [one.opts for one in OPTIONS[program] if not re.search(r"[.?](  \[default.*)?$", one.help or "")] == []
+    assert [
+        one.opts
+        for one in OPTIONS[program]
+        if not re.search(r"[.?](  \[default.*)?$", one.help or "")
+    ] == []
     text = run("--version", program=program).out
-    assert text == f"{program} {version('gqa')} (torch {version('torch')}, transformers {version('transformers')})\n"
+    assert (
+        text == f"{program} {version('gqa')} (torch {version('torch')}, "
+        "transformers "
+        f"{version('transformers')})\n"
+    )
 
 
 class Terminal(io.StringIO):
@@ -198,21 +267,42 @@ def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
             watcher.stage("base writes", 20_000)
             watcher.update(10_000)
     line = r"calibrating: {} of 30 layers, 00:00 elapsed, about 00:00 left, error 0.25\n"
-    lines = line.format(2) + line.format(3) + r"base writes: 10.0k of 20.0k tokens, 00:00 elapsed, about 00:00 left\n"
+    lines = (
+        line.format(2)
+        + line.format(3)
+        + r"base writes: 10.0k of 20.0k tokens, 00:00 elapsed, about 00:00 left\n"
+    )
     assert re.fullmatch(lines, text.getvalue())
 
 
 @pytest.mark.parametrize("method", ["refined", "aligned"])
-def test_the_total_of_the_bar_is_what_is_done(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_total_of_the_bar_is_what_is_done(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model writes, layers and the steps in each are calibrated, shards are written."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))  # nothing is sampled yet
+    # Nothing is sampled yet
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     watcher = Recorder()
     monkeypatch.setattr(convert_cli, "Watcher", lambda *_, **__: watcher)
-    words = ["--data", "self:320", "--context", 16, "--refine-steps", 3] if method == "refined" else []
-    done = run(tiny_checkpoint(tmp_path / "model"), "-g", 1, "--method", method, *words, "-o", tmp_path / "out", "-q")
+    words = (
+        ["--data", "self:320", "--context", 16, "--refine-steps", 3] if method == "refined" else []
+    )
+    done = run(
+        tiny_checkpoint(tmp_path / "model"),
+        "-g",
+        1,
+        "--method",
+        method,
+        *words,
+        "-o",
+        tmp_path / "out",
+        "-q",
+    )
     assert (done.code, len(watcher.stages)) == (0, 3 if words else 2), done.err
     assert all(total == done for total, done in watcher.stages)
-    assert ('"tokens": 320' in (tmp_path / "out" / "gqa_conversion.json").read_text()) == bool(words)
+    assert ('"tokens": 320' in (tmp_path / "out" / "gqa_conversion.json").read_text()) == bool(
+        words
+    )
 
 
 @click.command()
@@ -228,7 +318,9 @@ def failing(error: Exception, verbose: bool, quiet: bool) -> None:
 
 
 @pytest.mark.parametrize("library", ["huggingface_hub", "datasets"])
-def test_quiet_is_without_the_bars_of_libraries(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_is_without_the_bars_of_libraries(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     modules = [import_module(f"{name}.utils") for name in {library, "huggingface_hub"}]
     for module in modules:  # whatever a test before has left
         module.enable_progress_bars()
@@ -242,16 +334,24 @@ def test_quiet_is_without_the_bars_of_libraries(library: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("words", ["", "-v", "--verbose", "-q -v", "-qv", "-vq", "-q"])
-@pytest.mark.parametrize(("error", "code", "line"), [
-    (RefusedError("no such thing"), 2, "gqa-x: no such thing"),
-    (FileNotFoundError(2, "No such file", "m/x.json"), 1, "gqa-x: m/x.json: No such file; "),
-    (OutputError("m holds no space"), 1, "gqa-x: m holds no space"),
-    (KeyError("m"), 1, "gqa-x: unexpected KeyError: 'm'; -v shows where, please report it"),
-], ids=lambda value: type(value).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (RefusedError("no such thing"), 2, "gqa-x: no such thing"),
+        (FileNotFoundError(2, "No such file", "m/x.json"), 1, "gqa-x: m/x.json: No such file; "),
+        (OutputError("m holds no space"), 1, "gqa-x: m holds no space"),
+        (KeyError("m"), 1, "gqa-x: unexpected KeyError: 'm'; -v shows where, please report it"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_every_error_has_a_traceback_with_its_cause_on_request(
-    error: Exception, code: int, line: str, words: str, monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    code: int,
+    line: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(sys, "argv", ["gqa-x", *words.split()])
     monkeypatch.setattr(failing, "context_settings", {"obj": error})
     with pytest.raises(SystemExit) as leaving:

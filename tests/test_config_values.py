@@ -1,6 +1,8 @@
-"""Whatever config.json says beside sound weights, a conversion is planned and computed, or refused in one line.
+"""Whatever config.json says beside sound weights, a conversion is planned and computed, or refused
+in one line.
 
-A fixed seed draws a sample of the grid of models, keys and values; GQA_FUZZ=20 tries twenty times as many, and others.
+A fixed seed draws a sample of the grid of models, keys and values; GQA_FUZZ=20 tries twenty times
+as many, and others.
 """
 
 from __future__ import annotations
@@ -30,32 +32,113 @@ from gqa.convert.plan import Plan, make_plan
 
 SCALE = int(os.environ.get("GQA_FUZZ", "1"))
 SAMPLES = 10  # of a model
-# Decoders with windows, experts, own factors and half-rotated heads; a larger model; an encoder-decoder; custom code.
-MODELS = ("llama", "gemma2", "gpt_oss", "granite", "stablelm", "gemma3n_text", "llava", "t5gemma", "gqa_opt")
+# Decoders with windows, experts, own factors and half-rotated heads; a larger model; an
+# encoder-decoder; custom code.
+MODELS = (
+    "llama",
+    "gemma2",
+    "gpt_oss",
+    "granite",
+    "stablelm",
+    "gemma3n_text",
+    "llava",
+    "t5gemma",
+    "gqa_opt",
+)
 VALUES: tuple[Any, ...] = (
-    float("nan"), float("inf"), -float("inf"), -3, -1, 0, 1, 3, 10**6, 10**9, 10**18, 10**40, 0.5, 8.0, 1e9, 1e40,
-    1e-320, "", "x", "8", None, True, False, [], [1, 2], ["x", "y"], [[[]]], {}, {"a": 1}, {"__float__": "x"},
-    {"__float__": "Infinity"}, {"full_attention": {"rope_theta": 0}},
-)  # fmt: skip
-# Keys that this package or transformers reads from some configs, whether the models have them or not.
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    -3,
+    -1,
+    0,
+    1,
+    3,
+    10**6,
+    10**9,
+    10**18,
+    10**40,
+    0.5,
+    8.0,
+    1e9,
+    1e40,
+    1e-320,
+    "",
+    "x",
+    "8",
+    None,
+    True,
+    False,
+    [],
+    [1, 2],
+    ["x", "y"],
+    [[[]]],
+    {},
+    {"a": 1},
+    {"__float__": "x"},
+    {"__float__": "Infinity"},
+    {"full_attention": {"rope_theta": 0}},
+)
+# Keys that this package or transformers reads from some configs, whether the models have them or
+# not.
 KEYS = (
-    "attention_chunk_size", "attn_implementation", "attn_logit_softcapping", "auto_map", "bos_token_id",
-    "configuration_files", "dtype", "embedding_multiplier", "eos_token_id", "head_dim", "id2label",
-    "initializer_range", "is_encoder_decoder", "kv_lora_rank", "layer_types", "layers_block_type",
-    "max_position_embeddings", "no_rope_layers", "num_experts", "num_kv_shared_layers", "num_labels",
-    "output_attentions", "partial_rotary_factor", "per_layer_config", "pruned_heads", "quantization_config",
-    "residual_multiplier", "return_dict", "rope_parameters", "rope_scaling", "rope_theta", "rotary_pct",
-    "sliding_window", "text_config", "tokenizer_class", "torch_dtype", "use_sliding_window", "vocab_size",
-)  # fmt: skip
+    "attention_chunk_size",
+    "attn_implementation",
+    "attn_logit_softcapping",
+    "auto_map",
+    "bos_token_id",
+    "configuration_files",
+    "dtype",
+    "embedding_multiplier",
+    "eos_token_id",
+    "head_dim",
+    "id2label",
+    "initializer_range",
+    "is_encoder_decoder",
+    "kv_lora_rank",
+    "layer_types",
+    "layers_block_type",
+    "max_position_embeddings",
+    "no_rope_layers",
+    "num_experts",
+    "num_kv_shared_layers",
+    "num_labels",
+    "output_attentions",
+    "partial_rotary_factor",
+    "per_layer_config",
+    "pruned_heads",
+    "quantization_config",
+    "residual_multiplier",
+    "return_dict",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "rotary_pct",
+    "sliding_window",
+    "text_config",
+    "tokenizer_class",
+    "torch_dtype",
+    "use_sliding_window",
+    "vocab_size",
+)
 # Each of these once ended in an unexpected error, or without end.
 SEEN: tuple[tuple[str, str, Any], ...] = (
-    ("llama", "layers_block_type", 5), ("llama", "num_kv_shared_layers", 3), ("llama", "sliding_window", "x"),
-    ("llama", "max_position_embeddings", -1), ("llama", "partial_rotary_factor", float("nan")),
-    ("llama", "partial_rotary_factor", -1), ("llama", "partial_rotary_factor", "x"),
-    ("llama", "partial_rotary_factor", {}), ("llama", "partial_rotary_factor", 1e9),
-    ("granite", "embedding_multiplier", [[[]]]), ("llama", "head_dim", 10**18), ("llama", "hidden_size", 10**18),
-    ("llama", "dtype", 1), ("gpt_oss", "num_local_experts", 10**9), ("llava", "text_config", "x"),
-)  # fmt: skip
+    ("llama", "layers_block_type", 5),
+    ("llama", "num_kv_shared_layers", 3),
+    ("llama", "sliding_window", "x"),
+    ("llama", "max_position_embeddings", -1),
+    ("llama", "partial_rotary_factor", float("nan")),
+    ("llama", "partial_rotary_factor", -1),
+    ("llama", "partial_rotary_factor", "x"),
+    ("llama", "partial_rotary_factor", {}),
+    ("llama", "partial_rotary_factor", 1e9),
+    ("granite", "embedding_multiplier", [[[]]]),
+    ("llama", "head_dim", 10**18),
+    ("llama", "hidden_size", 10**18),
+    ("llama", "dtype", 1),
+    ("gpt_oss", "num_local_experts", 10**9),
+    ("llava", "text_config", "x"),
+)
 
 Entry = tuple[str, ...]  # the keys that lead to it
 
@@ -101,7 +184,9 @@ def convert(model: Path, method: str) -> Plan:
 
 
 def refused_or_done(source: Path, config: dict[str, Any], method: str, directory: Path) -> str:
-    """The line of a refusal of the weights of `source` with this config; empty if the conversion is done."""
+    """The line of a refusal of the weights of `source` with this config; empty if the conversion is
+    done.
+    """
     shutil.copytree(source, directory, copy_function=os.link, dirs_exist_ok=True)
     (directory / "config.json").unlink()
     (directory / "config.json").write_text(json.dumps(config))
@@ -121,7 +206,9 @@ def config_of(model: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_any_value_is_refused_in_one_line_or_works(name: str, sound: dict[str, Path], tmp_path: Path) -> None:
+def test_any_value_is_refused_in_one_line_or_works(
+    name: str, sound: dict[str, Path], tmp_path: Path
+) -> None:
     config = config_of(sound[name])
     draw = random.Random(name if SCALE == 1 else None)
     grid = [(entry, value) for entry in entries(config) for value in VALUES]
@@ -156,12 +243,17 @@ def test_layers_are_counted_before_they_are_built(tmp_path: Path) -> None:
     model = llama(tmp_path / "m")
     edit_json(model / "config.json", lambda config: config.update(num_hidden_layers=MAX_COUNT))
 
-    for program, words in (("gqa-convert", ["--groups", 2]), ("gqa-eval", ["--data", "stdlib:heldout"])):
+    for program, words in (
+        ("gqa-convert", ["--groups", 2]),
+        ("gqa-eval", ["--data", "stdlib:heldout"]),
+    ):
         result = run(*words, model, program=program)
         check_refused(result, f"num_hidden_layers: {MAX_COUNT}", "21 tensors", program=program)
 
 
-@pytest.mark.parametrize("key", ["max_position_embeddings", "partial_rotary_factor", "sliding_window"])
+@pytest.mark.parametrize(
+    "key", ["max_position_embeddings", "partial_rotary_factor", "sliding_window"]
+)
 def test_evaluation_and_training_refuse_it_too(key: str, tmp_path: Path) -> None:
     model = llama(tmp_path / "m")
     edit_json(model / "config.json", lambda config: config.update({key: "x"}))
@@ -174,7 +266,9 @@ def test_evaluation_and_training_refuse_it_too(key: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("key", ["max_position_embeddings", "max_source_positions"])
 def test_positions_that_a_class_computes_are_few(key: str) -> None:
-    """Marian and its like make their table of sinusoids number by number; decoders compute no table."""
+    """Marian and its like make their table of sinusoids number by number; decoders compute no
+    table.
+    """
     positions = 10_000_000
     check_numbers({"model_type": "llama", key: positions, "num_hidden_layers": 2}, "m")
     with pytest.raises(RefusedError, match=f"{key}: {positions}, at most 100000 are allowed"):

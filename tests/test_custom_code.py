@@ -1,7 +1,8 @@
-"""Custom modelling code against the classes of transformers that it extends; its files, and what is done with them.
+"""Custom modelling code against the classes of transformers that it extends; its files, and what is
+done with them.
 
-A tiny random model of each source is converted by the rewriter at every G, and read by the class that was written
-beside it. Tolerances are relative to the largest logit, float32.
+A tiny random model of each source is converted by the rewriter at every G, and read by the class
+that was written beside it. Tolerances are relative to the largest logit, float32.
 """
 
 import json
@@ -49,7 +50,11 @@ THEIRS = {tiny.name: tiny for tiny in SOURCES}
 @pytest.fixture(autouse=True)
 def _no_native_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-2 becomes GPTBigCode where that holds the heads."""
-    monkeypatch.setattr(targets, "RECASTINGS", tuple(entry for entry in targets.RECASTINGS if not entry.architecture))
+    monkeypatch.setattr(
+        targets,
+        "RECASTINGS",
+        tuple(entry for entry in targets.RECASTINGS if not entry.architecture),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +65,12 @@ def all_converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         place = tmp_path_factory.mktemp(name)
         directory = write_checkpoint(build(tiny, QUERY_HEADS), place / "source")
         if name == "gpt2":
-            # One token a character, and nothing that names its class: as the first GPT-2 checkpoints.
+            # One token a character, and nothing that names its class: as the first GPT-2
+            # checkpoints.
             tokens = ["<pad>", "<s>", "<|endoftext|>", "Ġ", *(chr(code) for code in range(33, 122))]
-            (directory / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+            (directory / "vocab.json").write_text(
+                json.dumps({token: i for i, token in enumerate(tokens)})
+            )
             (directory / "merges.txt").write_text("#version: 0.2\n")
             (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
         made[name] = convert_checkpoint(directory, 2, place / "out", method="mean").out
@@ -89,29 +97,45 @@ originals = pytest.mark.parametrize("merged", ORIGINALS, indirect=True, ids=str)
 def tiny_of(directory: Path) -> Tiny:
     """Of a checkpoint, of the source or of ours."""
     model_type = json.loads((directory / "config.json").read_text())["model_type"]
-    return OURS[model_type.removeprefix("gqa_")] if model_type.startswith("gqa_") else THEIRS[model_type]
+    return (
+        OURS[model_type.removeprefix("gqa_")]
+        if model_type.startswith("gqa_")
+        else THEIRS[model_type]
+    )
 
 
-def both(source: Path, merged: Path, attention: str = "eager") -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The conversion, and the source's class with each of its heads repeated, which compute the same."""
+def both(
+    source: Path, merged: Path, attention: str = "eager"
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The conversion, and the source's class with each of its heads repeated, which compute the
+    same.
+    """
     back = planned(tiny_of(source), plan_conversion(merged, QUERY_HEADS), attention)
     return load(tiny_of(merged), merged, attention), back
 
 
 @families
 def test_as_many_heads_as_before(source: Path, tmp_path: Path) -> None:
-    """The class itself: the same tensors, the same logits, whichever attention function computes them."""
+    """The class itself: the same tensors, the same logits, whichever attention function computes
+    them.
+    """
     out = convert_checkpoint(source, QUERY_HEADS, tmp_path / "out").out
     check_same_tensors(out, source)
     given = inputs(tiny_of(source))
     for attention in tiny_of(source).attention:
         expected = logits(tiny_of(source), load(tiny_of(source), source, attention), given)
-        assert error(logits(tiny_of(out), load(tiny_of(out), out, attention), given), expected) < TOLERANCE
+        assert (
+            error(logits(tiny_of(out), load(tiny_of(out), out, attention), given), expected)
+            < TOLERANCE
+        )
 
 
 @families
 def test_expand_back_in_the_source_class(source: Path, merged: Path) -> None:
-    """Each merged head repeated gives the same logits, repeated in tiles it does not. Cross-attention is merged."""
+    """Each merged head repeated gives the same logits, repeated in tiles it does not.
+
+    Cross-attention is merged.
+    """
     tiny, given = tiny_of(source), inputs(tiny_of(source))
     model, back = both(source, merged)
     expected = logits(tiny_of(merged), model, given)
@@ -121,9 +145,15 @@ def test_expand_back_in_the_source_class(source: Path, merged: Path) -> None:
         wrong = both(source, merged)[1]
     assert error(logits(tiny, wrong, given), expected) > TOLERANCE * CONTROL
     before = all_tensors(source)
-    changed = [name for name, tensor in all_tensors(merged).items() if not torch.equal(tensor, before[name])]
+    changed = [
+        name
+        for name, tensor in all_tensors(merged).items()
+        if not torch.equal(tensor, before[name])
+    ]
     assert not any("encoder." in name for name in changed)
-    assert any("ncoder_attn" in name or "EncDec" in name for name in changed) == ("decoder_input_ids" in given)
+    assert any("ncoder_attn" in name or "EncDec" in name for name in changed) == (
+        "decoder_input_ids" in given
+    )
 
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -135,15 +165,27 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 @originals
 def test_generation(source: Path, merged: Path) -> None:
-    """Prompts of several lengths, padded left: the tokens of the source's class, also with and without a cache."""
-    given = {name: ids for name, ids in inputs(tiny_of(merged), length=8).items() if name != "decoder_input_ids"}
+    """Prompts of several lengths, padded left: the tokens of the source's class, also with and
+    without a cache.
+    """
+    given = {
+        name: ids
+        for name, ids in inputs(tiny_of(merged), length=8).items()
+        if name != "decoder_input_ids"
+    }
     given = left_padded(given, 3)
     model, back = both(source, merged, tiny_of(merged).attention[-1])
     written: dict[str, Tensor] = {}
     for way, options in WAYS.items():
         if way == "static" and not model._can_compile_fullgraph:
             continue
-        settings = {"max_new_tokens": 5, "max_length": None, "do_sample": False, "eos_token_id": None, **options}
+        settings = {
+            "max_new_tokens": 5,
+            "max_length": None,
+            "do_sample": False,
+            "eos_token_id": None,
+            **options,
+        }
         written[way] = model.generate(**given, **settings)
         assert torch.equal(written[way], back.generate(**given, **settings)), way
         assert torch.equal(written[way], written["greedy"]), way
@@ -151,11 +193,13 @@ def test_generation(source: Path, merged: Path) -> None:
 
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_heads_that_do_not_divide(name: str) -> None:
-    with pytest.raises(ValueError, match="num_key_value_heads 3 does not divide the 4 attention heads"):
+    with pytest.raises(
+        ValueError, match="num_key_value_heads 3 does not divide the 4 attention heads"
+    ):
         build(OURS[name], 3)
 
 
-# ----------------------------------------------------------- files, and what transformers and our commands do with them
+# --------------------------------------- files, and what transformers and our commands do with them
 
 
 FILES = sorted(Path(modelling.__path__[0]).glob("modeling_*.py"))
@@ -174,17 +218,26 @@ def test_every_file_has_a_tiny_model() -> None:
 def test_files_need_nothing_else(path: Path) -> None:
     """But the standard library, torch and transformers."""
     imported = re.findall(r"^ *(?:from|import) (\w*)", path.read_text(), re.MULTILINE)
-    assert {"transformers"} <= {*imported} <= {"collections", "types", "typing", "torch", "transformers"}
+    assert (
+        {"transformers"}
+        <= {*imported}
+        <= {"collections", "types", "typing", "torch", "transformers"}
+    )
 
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
 def test_configs_have_the_defaults_of_transformers(model_type: str) -> None:
     new = {"model_type", "num_key_value_heads"}
-    theirs, ours = config_class(model_type.removeprefix("gqa_"))().to_dict(), config_class(model_type)().to_dict()
-    assert {key: ours[key] for key in ours.keys() - new} == {key: theirs[key] for key in theirs.keys() - new}
+    theirs, ours = (
+        config_class(model_type.removeprefix("gqa_"))().to_dict(),
+        config_class(model_type)().to_dict(),
+    )
+    assert {key: ours[key] for key in ours.keys() - new} == {
+        key: theirs[key] for key in theirs.keys() - new
+    }
 
 
-# ------------------------------------------------------------------------------- transformers, in another process
+# ----------------------------------------------------------------- transformers, in another process
 
 LOADING = """
 import json, sys, torch, transformers
@@ -212,17 +265,24 @@ assert not [name for name in sys.modules if name == "gqa" or name.startswith("gq
 """
 
 
-def test_every_auto_class_in_a_fresh_process(all_converted: dict[str, Path], tmp_path: Path) -> None:
-    """Without trust nothing is run: no class of transformers takes the weights for its own and computes something else.
-    With trust_remote_code alone, from the file beside the weights: our logits. (Of most model types, the one class.)
+def test_every_auto_class_in_a_fresh_process(
+    all_converted: dict[str, Path], tmp_path: Path
+) -> None:
+    """Without trust nothing is run: no class of transformers takes the weights for its own and
+    computes something else. With trust_remote_code alone, from the file beside the weights: our
+    logits. (Of most model types, the one class.)
     """
     for name, out in all_converted.items():
         torch.save(inputs(THEIRS[name]), out.parent / "given.pt")
     words = [json.dumps(["gpt2", "bart"]), *map(str, all_converted.values())]
     subprocess.run(
-        [sys.executable, "-c", LOADING, *words], check=True, cwd=tmp_path, input="n\n", text=True,
+        [sys.executable, "-c", LOADING, *words],
+        check=True,
+        cwd=tmp_path,
+        input="n\n",
+        text=True,
         env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    )
     for name, out in all_converted.items():
         expected = logits(OURS[name], load(OURS[name], out), inputs(THEIRS[name]))
         found = [torch.load(path) for path in out.parent.glob("Auto*.pt")]
@@ -231,20 +291,25 @@ def test_every_auto_class_in_a_fresh_process(all_converted: dict[str, Path], tmp
         installed = Path(modelling.__path__[0]) / file_of(name)
         written, saved = (place / file_of(name) for place in (out, out.parent / "saved"))
         assert written.read_bytes() == saved.read_bytes() == installed.read_bytes()
-        ours, again = (json.loads((file.parent / "config.json").read_text())["auto_map"] for file in (written, saved))
+        ours, again = (
+            json.loads((file.parent / "config.json").read_text())["auto_map"]
+            for file in (written, saved)
+        )
         assert {"AutoConfig", "AutoModel"} < ours.keys()
         assert {auto: made.rpartition("--")[2] for auto, made in again.items()} == ours
 
 
 def test_our_commands_need_no_trust(all_converted: dict[str, Path], tmp_path: Path) -> None:
-    """Evaluate, train and convert again, verified by loading, all without --trust-remote-code; the tokenizer is carried
-    along, and where only the model type said which it is, the config says it now. The installed code runs, not the file
-    beside the weights.
+    """Evaluate, train and convert again, verified by loading, all without --trust-remote-code; the
+    tokenizer is carried along, and where only the model type said which it is, the config says it
+    now. The installed code runs, not the file beside the weights.
     """
     two = shutil.copytree(all_converted["gpt2"], tmp_path / "two")
     (two / "modeling_gqa.py").write_text("raise RuntimeError('run')")
     source = all_converted["gpt2"].with_name("source")
-    before, after = (load_tokenizer(read_checkpoint(place))("a dog").input_ids for place in (source, two))
+    before, after = (
+        load_tokenizer(read_checkpoint(place))("a dog").input_ids for place in (source, two)
+    )
     assert before == after != []
     (tmp_path / "text.txt").write_text(counting(200))
     data, trained = ("--data", tmp_path / "text.txt"), tmp_path / "trained"

@@ -1,6 +1,7 @@
-"""README.md, docs/ and the notebooks: their commands and blocks of Python run, each page alone, with little text and
-tiny models of the names that stand there. What is published: one version, links that lead somewhere, workflows, extras
-of the image. `make lint docs` checks the Dockerfile and the site.
+"""README.md, docs/ and the notebooks: their commands and blocks of Python run, each page alone,
+with little text and tiny models of the names that stand there. What is published: one version,
+links that lead somewhere, workflows, extras of the image. `make lint docs` checks the Dockerfile
+and the site.
 """
 
 from __future__ import annotations
@@ -40,54 +41,98 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/quickstart.md")]
 PAGES += sorted({*(ROOT / "docs").glob("*.md")} - {*PAGES})
 OPTIONS = {
-    "gqa-convert": gqa.ConvertOptions, "gqa-uptrain": gqa.TrainOptions,
-    "gqa-eval": gqa.EvaluateOptions, "gqa-ablate": gqa.AblateOptions,
-}  # fmt: skip
+    "gqa-convert": gqa.ConvertOptions,
+    "gqa-uptrain": gqa.TrainOptions,
+    "gqa-eval": gqa.EvaluateOptions,
+    "gqa-ablate": gqa.AblateOptions,
+}
 # Family, query heads and KV heads of the stand-ins for models, and the columns of those for data.
 LLAMA = ("llama", 8, 8)
 MODELS = {
-    "examples/stdlib-mha": LLAMA, "SRC": LLAMA, "OUT": ("llama", 8, 2),
-    "Llama-2-7b-hf": ("llama", 32, 32), "meta-llama/Llama-2-7b-hf": ("llama", 32, 32),
-    "SmolLM2-135M-Instruct": ("llama", 9, 3), "Qwen2.5-3B-Instruct": ("llama", 16, 2),
-    "google-t5/t5-small": ("t5", 4, 4), "stdlib-t5": ("t5", 4, 4),
-    "EleutherAI/pythia-1b": ("gpt_neox", 8, 8), "openai-community/gpt2": ("gpt2", 12, 12),
-}  # fmt: skip
+    "examples/stdlib-mha": LLAMA,
+    "SRC": LLAMA,
+    "OUT": ("llama", 8, 2),
+    "Llama-2-7b-hf": ("llama", 32, 32),
+    "meta-llama/Llama-2-7b-hf": ("llama", 32, 32),
+    "SmolLM2-135M-Instruct": ("llama", 9, 3),
+    "Qwen2.5-3B-Instruct": ("llama", 16, 2),
+    "google-t5/t5-small": ("t5", 4, 4),
+    "stdlib-t5": ("t5", 4, 4),
+    "EleutherAI/pythia-1b": ("gpt_neox", 8, 8),
+    "openai-community/gpt2": ("gpt2", 12, 12),
+}
 DATA = {
-    "corpus.jsonl": ["text"], "wikitext2-test.txt": [], "pairs.jsonl": ["article", "summary"],
-    "stdlib-t5/heldout.jsonl": ["source", "target"], "stdlib-t5/train.jsonl": ["source", "target"],
-}  # fmt: skip
-# Numbers that take hours become small ones. What is true of a command stays: its options, its order, its names.
+    "corpus.jsonl": ["text"],
+    "wikitext2-test.txt": [],
+    "pairs.jsonl": ["article", "summary"],
+    "stdlib-t5/heldout.jsonl": ["source", "target"],
+    "stdlib-t5/train.jsonl": ["source", "target"],
+}
+# Numbers that take hours become small ones. What is true of a command stays: its options, its
+# order, its names.
 LIMITS = {
-    "--tokens": "512", "--context": "128", "--batch-size": "2", "--steps": "2", "--calibration-tokens": "256",
-    "--decode-contexts": "16", "--decode-steps": "2", "--methods": "mean", "--alphas": "0,0.3", "--alpha": "0.3",
-}  # fmt: skip
+    "--tokens": "512",
+    "--context": "128",
+    "--batch-size": "2",
+    "--steps": "2",
+    "--calibration-tokens": "256",
+    "--decode-contexts": "16",
+    "--decode-steps": "2",
+    "--methods": "mean",
+    "--alphas": "0,0.3",
+    "--alpha": "0.3",
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gqa-convert": {"tokens": 512, "context": 64, "refine_steps": 2},
     "gqa-uptrain": {"context": 64, "batch_size": 2, "heldout_tokens": 128},
     "gqa-eval": {"tokens": 400, "context": 128, "decode_contexts": 16, "decode_steps": 2},
     "gqa-ablate": {
-        "methods": "mean", "kv_heads": 1, "alphas": 0.3, "context": 64, "batch_size": 2, "calibration_tokens": 256,
-        "calibration_context": 64, "refine_steps": 2, "skip": ("kl", "recall"),
+        "methods": "mean",
+        "kv_heads": 1,
+        "alphas": 0.3,
+        "context": 64,
+        "batch_size": 2,
+        "calibration_tokens": 256,
+        "calibration_context": 64,
+        "refine_steps": 2,
+        "skip": ("kl", "recall"),
     },
-}  # fmt: skip
+}
 # Programs that are not ours, and why they are not run here.
 OTHERS = {
-    "python3": "makes an environment", ".": "enters it", "pip": "installs", "unzip": "unpacks", "git": "lists files",
-    "grep": "selects files", "xargs": "reads files", "wc": "counts", "eval": "completion", "source": "completion",
-    "vllm": "make test-serving runs it", "ct2-transformers-converter": "make test-serving runs it",
-    "llama-server": "llama.cpp is not on PyPI", "llama-quantize": "llama.cpp is not on PyPI",
-    "lm_eval": "tests/test_scoring.py runs it", "python": "another project's script",
-}  # fmt: skip
+    "python3": "makes an environment",
+    ".": "enters it",
+    "pip": "installs",
+    "unzip": "unpacks",
+    "git": "lists files",
+    "grep": "selects files",
+    "xargs": "reads files",
+    "wc": "counts",
+    "eval": "completion",
+    "source": "completion",
+    "vllm": "make test-serving runs it",
+    "ct2-transformers-converter": "make test-serving runs it",
+    "llama-server": "llama.cpp is not on PyPI",
+    "llama-quantize": "llama.cpp is not on PyPI",
+    "lm_eval": "tests/test_scoring.py runs it",
+    "python": "another project's script",
+}
 PYTHON_ELSEWHERE = {
-    "trl": "is not installed", "BitsAndBytesConfig": "needs a GPU's library",
-    "yield": "is part of a function", "general_model": "needs a published model",
-}  # fmt: skip
+    "trl": "is not installed",
+    "BitsAndBytesConfig": "needs a GPU's library",
+    "yield": "is part of a function",
+    "general_model": "needs a published model",
+}
 
 
 def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
     """The first lines and the texts of a page's blocks."""
     tokens = MarkdownIt().parse(page.read_text())
-    return [((t.map or [0])[0] + 2, t.content) for t in tokens if t.type == "fence" and t.info in languages]
+    return [
+        ((t.map or [0])[0] + 2, t.content)
+        for t in tokens
+        if t.type == "fence" and t.info in languages
+    ]
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -96,7 +141,11 @@ def commands(page: Path) -> Iterator[list[str]]:
         code = re.sub(r"[ \t]#.*|^#.*", "", text.replace("\\\n", " "), flags=re.MULTILINE)
         words = shlex.shlex(code, posix=True, punctuation_chars="&|;\n")
         words.whitespace, words.whitespace_split = " \t", True
-        yield from ([*group] for ends, group in groupby(words, lambda word: {*word} <= {*"&|;\n"}) if not ends)
+        yield from (
+            [*group]
+            for ends, group in groupby(words, lambda word: {*word} <= {*"&|;\n"})
+            if not ends
+        )
 
 
 def shortened(program: str, words: list[str]) -> list[str]:
@@ -114,27 +163,43 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny models by the names that the pages use, and texts."""
     root = tmp_path_factory.mktemp("stand-ins")
     for name, (family, heads, kv_heads) in MODELS.items():
-        size = {"num_attention_heads": heads, "hidden_size": 8 * heads, "max_position_embeddings": 256}
+        size = {
+            "num_attention_heads": heads,
+            "hidden_size": 8 * heads,
+            "max_position_embeddings": 256,
+        }
         tiny = TINY.get(family) or THEIRS.get(family) or CASES[family].tiny
         size["tie_word_embeddings"] = True
-        tiny_checkpoint(root / name, tiny, kv_heads, **(size if family == "llama" else {"pad_token_id": 0}))
+        tiny_checkpoint(
+            root / name, tiny, kv_heads, **(size if family == "llama" else {"pad_token_id": 0})
+        )
         if family == "t5":  # sentinels, for spans of plain text
             tokenizer = AutoTokenizer.from_pretrained(SOURCE)
-            tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]})
+            tokenizer.add_special_tokens(
+                {"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]}
+            )
             tokenizer.save_pretrained(root / name)
     (root / "stdlib-mha").symlink_to("examples/stdlib-mha")
     quickstart = root / "examples/stdlib-mha-gqa2-refined"  # which other pages train further
     convert_checkpoint(root / "stdlib-mha", 2, quickstart, method="mean")
-    texts = [json.loads(line)["text"] for line in write_corpus(root / "corpus.jsonl").read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"]
+        for line in write_corpus(root / "corpus.jsonl").read_text().splitlines()
+    ]
     for number, (name, fields) in enumerate(DATA.items()):
-        rows = [{field: text[start:500] for start, field in enumerate(fields)} for text in texts[number::2]]
+        rows = [
+            {field: text[start:500] for start, field in enumerate(fields)}
+            for text in texts[number::2]
+        ]
         lines = map(json.dumps, rows) if fields else texts
         (root / name).write_text("\n".join([*lines, ""]))
     return root
 
 
 @pytest.fixture
-def small_world(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None) -> Path:
+def small_world(
+    stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None
+) -> Path:
     """The working directory, with stand-ins, small defaults, and a library of ten modules."""
     from gqa.corpus.stdlib import stdlib_texts
 
@@ -142,12 +207,15 @@ def small_world(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for program, kind in OPTIONS.items():
         fields = kind.__dataclass_fields__
         for name, value in DEFAULTS[program].items():
-            monkeypatch.setattr(fields[name], "default", _types(kind)[name][0].convert(value, None, None))
+            monkeypatch.setattr(
+                fields[name], "default", _types(kind)[name][0].convert(value, None, None)
+            )
         defaults = tuple(one.default for one in fields.values() if one.default is not MISSING)
         monkeypatch.setattr(kind.__init__, "__defaults__", defaults)
     monkeypatch.setattr("gqa.uptrain.models.TOKENS", 512)
     monkeypatch.setattr(
-        "gqa.corpus.sources.stdlib_texts", lambda side: (text[:1200] for text in islice(stdlib_texts(side), 10))
+        "gqa.corpus.sources.stdlib_texts",
+        lambda side: (text[:1200] for text in islice(stdlib_texts(side), 10)),
     )
     few_questions(monkeypatch)
     monkeypatch.chdir(tmp_path)
@@ -157,7 +225,8 @@ def small_world(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def failure(words: list[str]) -> str:
     """Why a command of a page does not run, or is neither run nor listed; else nothing."""
     program, rest = words[0].rpartition("/")[2], words[1:]
-    if "-m" in rest and program in ("accelerate", "torchrun"):  # the processes of a launcher, of which one runs here
+    # The processes of a launcher, of which one runs here
+    if "-m" in rest and program in ("accelerate", "torchrun"):
         config = rest[rest.index("--config_file") + 1] if "--config_file" in rest else "Makefile"
         program, *rest = rest[rest.index("-m") + 1 :]
         program = program.replace("gqa.", "gqa-")
@@ -171,13 +240,17 @@ def failure(words: list[str]) -> str:
         return "" if f"\n{rest[0]}:" in (ROOT / "Makefile").read_text() else "no such target"
     if program == "python" and (ROOT / rest[0]).is_file():
         missing = [
-            word for word in rest if re.match(r"--\S+$", word) and f'"{word}"' not in (ROOT / rest[0]).read_text()
+            word
+            for word in rest
+            if re.match(r"--\S+$", word) and f'"{word}"' not in (ROOT / rest[0]).read_text()
         ]
         return f"{rest[0]} has no {missing}" if missing else ""
     return "" if program in OTHERS or "=" in program else f"{program} is neither run nor listed"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(commands(page))], ids=lambda page: page.stem
+)
 def test_commands_of_a_page_run(page: Path, small_world: Path) -> None:
     """Each once, in the order of the page."""
     lines = {shlex.join(words): words for words in commands(page)}
@@ -189,17 +262,35 @@ def test_a_command_that_does_not_run_is_noticed() -> None:
     assert failure(["unknown"]) == "unknown is neither run nor listed"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
-def test_python_of_the_pages_runs(page: Path, small_world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one session a page, twice for the README and api.md. Blocks with libraries that are not here are left out."""
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem
+)
+def test_python_of_the_pages_runs(
+    page: Path, small_world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one session a page, twice for the README and api.md.
+
+    Blocks with libraries that are not here are left out.
+    """
     monkeypatch.setattr(sys, "argv", ["", "gqa.convert.cli", "--version"])
     tokenizer = AutoTokenizer.from_pretrained("SRC")
-    names: dict[str, Any] = {"HeadMaps": HeadMaps, "Method": Method, "AutoModelForCausalLM": AutoModelForCausalLM}
+    names: dict[str, Any] = {
+        "HeadMaps": HeadMaps,
+        "Method": Method,
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+    }
     names["prompt"] = tokenizer("def f", return_tensors="pt", return_token_type_ids=False)
     with fresh_accelerator():
         for line, code in blocks(page, "python") * (1 + (page.stem in ("README", "api"))):
             if not any(word in code for word in PYTHON_ELSEWHERE):
-                exec(compile("\n" * (line - 1) + code.replace("tokens=20_000", "tokens=2_000"), page, "exec"), names)
+                exec(
+                    compile(
+                        "\n" * (line - 1) + code.replace("tokens=20_000", "tokens=2_000"),
+                        page,
+                        "exec",
+                    ),
+                    names,
+                )
     sys.setprofile(None)
     threading.setprofile(None)
 
@@ -221,7 +312,7 @@ def test_the_notebook_runs(path: Path, small_world: Path) -> None:
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
 
 
-# -------------------------------------------------------------------------------------------------- what is published
+# -------------------------------------------------------------------------------- what is published
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LINKS = ("image", "link_open")
@@ -237,9 +328,19 @@ def test_one_version() -> None:
 
 def dead_links(page: str, directory: Path = ROOT) -> list[str]:
     """Pictures and links of a page in a directory that lead to no file, or to no heading of it."""
-    parts = [part for token in MarkdownIt().enable("table").parse(page) for part in token.children or ()]
-    links = [str(part.attrs["src" if part.type == "image" else "href"]) for part in parts if part.type in LINKS]
-    return [link for link in links if not link.startswith("https://") and not leads_somewhere(link, directory)]
+    parts = [
+        part for token in MarkdownIt().enable("table").parse(page) for part in token.children or ()
+    ]
+    links = [
+        str(part.attrs["src" if part.type == "image" else "href"])
+        for part in parts
+        if part.type in LINKS
+    ]
+    return [
+        link
+        for link in links
+        if not link.startswith("https://") and not leads_somewhere(link, directory)
+    ]
 
 
 def leads_somewhere(link: str, directory: Path) -> bool:
@@ -253,13 +354,29 @@ def leads_somewhere(link: str, directory: Path) -> bool:
 
 def test_links_of_pages_outside_the_site_lead_somewhere() -> None:
     for page in (*ROOT.glob("*.md"), *ROOT.glob("examples/*.ipynb")):
-        cells = json.loads(page.read_text())["cells"] if page.suffix == ".ipynb" else [{"source": page.read_text()}]
-        assert [link for cell in cells for link in dead_links("".join(cell["source"]), page.parent)] == []
-    page_of_dead_links = "[x](examples) [x](CONTRIBUTING.md#nothing) [x](docs/nothing.md) [x](#nothing) ![x](front.svg)"
-    assert dead_links(page_of_dead_links) == ["CONTRIBUTING.md#nothing", "docs/nothing.md", "#nothing", "front.svg"]
+        cells = (
+            json.loads(page.read_text())["cells"]
+            if page.suffix == ".ipynb"
+            else [{"source": page.read_text()}]
+        )
+        assert [
+            link for cell in cells for link in dead_links("".join(cell["source"]), page.parent)
+        ] == []
+    page_of_dead_links = (
+        "[x](examples) [x](CONTRIBUTING.md#nothing) [x](docs/nothing.md) [x](#nothing) "
+        "![x](front.svg)"
+    )
+    assert dead_links(page_of_dead_links) == [
+        "CONTRIBUTING.md#nothing",
+        "docs/nothing.md",
+        "#nothing",
+        "front.svg",
+    ]
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda path: path.name
+)
 def test_workflows_run_what_is_there(path: Path) -> None:
     jobs = yaml.safe_load(path.read_text())["jobs"]
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -268,9 +385,13 @@ def test_workflows_run_what_is_there(path: Path) -> None:
     for command in commands:
         words = command.split()
         assert words[0] != "make" or set(words[1:]) <= targets, command
-        assert all((ROOT / word).exists() for word in words if word.startswith(("tests/", ".ci/"))), command
+        assert all(
+            (ROOT / word).exists() for word in words if word.startswith(("tests/", ".ci/"))
+        ), command
 
 
 def test_the_image_has_extras_that_are_there() -> None:
     extras = re.findall(r'"\.\[([\w,]+)\]"', (ROOT / "Dockerfile").read_text())
-    assert {name for group in extras for name in group.split(",")} <= PROJECT["optional-dependencies"].keys()
+    assert {name for group in extras for name in group.split(",")} <= PROJECT[
+        "optional-dependencies"
+    ].keys()

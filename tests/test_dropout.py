@@ -1,4 +1,6 @@
-"""Dropout in training: it is off, so that --micro-batch changes no result, and the output says so."""
+"""Dropout in training: it is off, so that --micro-batch changes no result,
+and the output says so.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import torch
 from checkpoints import load, run
 from tiny_models import TINY, build, inputs
 from torch import nn
-from training import BLOCK, difference, pair_material, tiny_checkpoint, training_model, words_for, write_corpus
+from training import (
+    BLOCK,
+    difference,
+    pair_material,
+    tiny_checkpoint,
+    training_model,
+    words_for,
+    write_corpus,
+)
 
 from gqa.uptrain.dropout import turn_off_dropout
 
@@ -29,8 +39,13 @@ RATES: dict[str, dict[str, Any]] = {
     "mixtral": {"attention_dropout": 0.3, "router_jitter_noise": 0.3},
     "phimoe": {"attention_dropout": 0.3, "router_jitter_noise": 0.01, "input_jitter_noise": 0.3},
     "gqa_t5": {"dropout_rate": 0.3},
-    "gqa_bart": {"dropout": 0.3, "attention_dropout": 0.3, "activation_dropout": 0.3, "encoder_layerdrop": 0.5},
-}  # fmt: skip
+    "gqa_bart": {
+        "dropout": 0.3,
+        "attention_dropout": 0.3,
+        "activation_dropout": 0.3,
+        "encoder_layerdrop": 0.5,
+    },
+}
 
 
 def two_passes(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +87,12 @@ class Custom(nn.Module):
 def test_custom_code_and_nested_dictionaries_lose_their_rates() -> None:
     model = Custom()
     assert turn_off_dropout(model) == {"ffn_pdrop": 0.3, "Dropout": 0.4}
-    assert (model.path.p, model.attn_drop, model.mlp[0].p, model.config.ffn["ffn_pdrop"]) == (0, 0, 0, 0)
+    assert (model.path.p, model.attn_drop, model.mlp[0].p, model.config.ffn["ffn_pdrop"]) == (
+        0,
+        0,
+        0,
+        0,
+    )
 
 
 def uptrain(model: Path, data: Path, out: Path, **options: Any) -> str:
@@ -82,13 +102,24 @@ def uptrain(model: Path, data: Path, out: Path, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("teacher", [False, True])
-def test_the_micro_batch_changes_no_result_of_a_model_with_dropout(tmp_path: Path, teacher: bool) -> None:
+def test_the_micro_batch_changes_no_result_of_a_model_with_dropout(
+    tmp_path: Path, teacher: bool
+) -> None:
     model = tiny_checkpoint(tmp_path / "model", attention_dropout=0.3)
-    base = tiny_checkpoint(tmp_path / "base", kv_heads=4, attention_dropout=0.3) if teacher else "none"
+    base = (
+        tiny_checkpoint(tmp_path / "base", kv_heads=4, attention_dropout=0.3) if teacher else "none"
+    )
     data = write_corpus(tmp_path / "data.jsonl", 8)
     for micro in (1, 2, 4, 8):
         said = uptrain(
-            model, data, tmp_path / f"{micro}", micro_batch=micro, steps=3, teacher=base, context=BLOCK, quiet=False
+            model,
+            data,
+            tmp_path / f"{micro}",
+            micro_batch=micro,
+            steps=3,
+            teacher=base,
+            context=BLOCK,
+            quiet=False,
         )
         assert "dropout     off; the model asks for attention_dropout 0.3" in said
         assert "random numbers" not in said
@@ -100,7 +131,9 @@ def test_the_micro_batch_changes_no_result_of_a_model_with_dropout(tmp_path: Pat
     assert record["dropout_turned_off"] == {"attention_dropout": 0.3}
 
 
-def test_the_micro_batch_changes_no_result_of_an_encoder_decoder_with_dropout(tmp_path: Path) -> None:
+def test_the_micro_batch_changes_no_result_of_an_encoder_decoder_with_dropout(
+    tmp_path: Path,
+) -> None:
     material = pair_material()
     model = tiny_checkpoint(tmp_path / "model", "gqa_t5", pad_token_id=0, dropout_rate=0.3)
     pairs = {"field": "said", "target_field": "meant", "teacher": "none", "steps": 2, "context": 32}
@@ -111,12 +144,16 @@ def test_the_micro_batch_changes_no_result_of_an_encoder_decoder_with_dropout(tm
 
 def test_the_config_of_the_result_keeps_its_dropout(tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "model", attention_dropout=0.3)
-    uptrain(model, write_corpus(tmp_path / "data.jsonl", 8), tmp_path / "out", steps=1, teacher="none")
+    uptrain(
+        model, write_corpus(tmp_path / "data.jsonl", 8), tmp_path / "out", steps=1, teacher="none"
+    )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["attention_dropout"] == 0.3
     assert load(tmp_path / "out").keys() == load(model).keys()
 
 
-def test_a_model_that_draws_at_random_in_another_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_draws_at_random_in_another_way_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     plain = LlamaMLP.forward

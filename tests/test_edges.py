@@ -1,4 +1,6 @@
-"""Unusual but sound checkpoints: accepted, converted right, and everything that need not change is unchanged."""
+"""Unusual but sound checkpoints: accepted, converted right, and everything that need not change is
+unchanged.
+"""
 
 import json
 import os
@@ -28,14 +30,16 @@ from checkpoints import (
     tensor_bytes,
     weights,
     write_json,
-)  # fmt: skip
+)
 from torch import Tensor
 
 from gqa.convert import rewrite
 
 
 def merged(tensors: Tensors, kv: int, groups: int) -> Tensors:
-    """What mean pooling must give, written down independently: the mean of neighbouring heads, rounded once."""
+    """What mean pooling must give, written down independently: the mean of neighbouring heads,
+    rounded once.
+    """
     made = dict(tensors)
     for name, tensor in tensors.items():
         if ".k_proj." in name or ".v_proj." in name:
@@ -46,7 +50,9 @@ def merged(tensors: Tensors, kv: int, groups: int) -> Tensors:
 
 
 def check_result(out: Path, expected: Tensors) -> None:
-    """Names, dtypes, shapes and every byte; keys and values in float32 and float64 to a rounding error."""
+    """Names, dtypes, shapes and every byte; keys and values in float32 and float64 to a rounding
+    error.
+    """
     actual = load(out)
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -59,11 +65,15 @@ def check_result(out: Path, expected: Tensors) -> None:
 
 
 def convert(model: Path, *words: object, groups: int = 2) -> Path:
-    """Converted, the source untouched, with no complaint but of tensors that the class does not read."""
+    """Converted, the source untouched, with no complaint but of tensors that the class does not
+    read.
+    """
     before, out = snapshot(model), model.parent / "out"
     result = run("--groups", groups, "--method", "mean", "-o", out, *words, model)
     assert result.code == 0, result
-    assert re.fullmatch("(warning: transformers' LlamaForCausalLM does not read .*\n)?", result.complaints), result
+    assert re.fullmatch(
+        "(warning: transformers' LlamaForCausalLM does not read .*\n)?", result.complaints
+    ), result
     assert snapshot(model) == before
     assert leftovers(model.parent) == []
     return out
@@ -80,27 +90,47 @@ def test_every_dtype(dtype: str, shards: int, tmp_path: Path) -> None:
 
 
 def test_odd_tensors_are_copied(tmp_path: Path) -> None:
-    """Empty, without dimensions, of odd size, integers and booleans, packed floats, buffers: wherever they lie."""
+    """Empty, without dimensions, of odd size, integers and booleans, packed floats, buffers:
+    wherever they lie.
+    """
     at = "model.layers.1.self_attn"
     made = {
-        "a.empty": torch.zeros(0, 5), "a.empty2": torch.zeros(3, 0, dtype=torch.int64), "a.scalar": torch.tensor(3.5),
-        "a.bytes": torch.arange(7, dtype=torch.uint8), "a.flag": torch.tensor([True, False, True]),
-        "a.count": torch.tensor(2**40), "ü name with spaces": torch.ones(1), "": torch.ones(2), **weights(),
-        "z.empty": torch.zeros(0), "z.fp8": torch.ones(5).to(torch.float8_e4m3fn),
-        f"{at}.rotary_emb.inv_freq": torch.ones(2), f"{at}.rotary_emb.cos_cached": torch.ones(3, 2),
-        f"{at}.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool), f"{at}.masked_bias": torch.tensor(-1e9),
-    }  # fmt: skip
+        "a.empty": torch.zeros(0, 5),
+        "a.empty2": torch.zeros(3, 0, dtype=torch.int64),
+        "a.scalar": torch.tensor(3.5),
+        "a.bytes": torch.arange(7, dtype=torch.uint8),
+        "a.flag": torch.tensor([True, False, True]),
+        "a.count": torch.tensor(2**40),
+        "ü name with spaces": torch.ones(1),
+        "": torch.ones(2),
+        **weights(),
+        "z.empty": torch.zeros(0),
+        "z.fp8": torch.ones(5).to(torch.float8_e4m3fn),
+        f"{at}.rotary_emb.inv_freq": torch.ones(2),
+        f"{at}.rotary_emb.cos_cached": torch.ones(3, 2),
+        f"{at}.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+        f"{at}.masked_bias": torch.tensor(-1e9),
+    }
     out = convert(llama(tmp_path / "m", shards=1, tensors=made))
     check_result(out, merged(made, 4, 2))
 
 
 PACKINGS: dict[str, dict[str, Tensor]] = {
-    "fp8": {"weight": torch.ones(16, 32).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(1, 1)},
-    "compressed-tensors": {"weight_packed": torch.ones(16, 4, dtype=torch.int32), "weight_shape": torch.ones(2).long(),
-                           "weight_scale": torch.ones(16, 1).bfloat16()},
-    "mxfp4": {"weight_blocks": torch.ones(16, 1, 16, dtype=torch.uint8),
-              "weight_scales": torch.ones(16, 1, dtype=torch.uint8), "weight_bias": torch.ones(16)},
-}  # fmt: skip
+    "fp8": {
+        "weight": torch.ones(16, 32).to(torch.float8_e4m3fn),
+        "weight_scale_inv": torch.ones(1, 1),
+    },
+    "compressed-tensors": {
+        "weight_packed": torch.ones(16, 4, dtype=torch.int32),
+        "weight_shape": torch.ones(2).long(),
+        "weight_scale": torch.ones(16, 1).bfloat16(),
+    },
+    "mxfp4": {
+        "weight_blocks": torch.ones(16, 1, 16, dtype=torch.uint8),
+        "weight_scales": torch.ones(16, 1, dtype=torch.uint8),
+        "weight_bias": torch.ones(16),
+    },
+}
 
 
 @pytest.mark.parametrize("method", PACKINGS)
@@ -117,7 +147,9 @@ def test_attention_that_is_not_quantised_is_converted(method: str, tmp_path: Pat
         model, "--groups", 2, "--method", "calibrated", "-o", tmp_path / "no"
     )
     words = ("--groups", 2, "--method", "mean")
-    assert "--dtype does not go with quantised weights" in refusal(model, *words, "--dtype", "float16")
+    assert "--dtype does not go with quantised weights" in refusal(
+        model, *words, "--dtype", "float16"
+    )
     assert run(*words, "--dry-run", model).code == 0
 
 
@@ -129,7 +161,9 @@ def test_heads_with_nan_and_inf_are_refused(name: str, number: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("name", "number"), [("lm_head.weight", 1e6), (K0, 1e30)])
-def test_what_a_cast_makes_infinite_is_seen_beside_what_was(name: str, number: float, tmp_path: Path) -> None:
+def test_what_a_cast_makes_infinite_is_seen_beside_what_was(
+    name: str, number: float, tmp_path: Path
+) -> None:
     """In copied and in merged tensors: nothing is published."""
     made = weights()
     made["lm_head.weight"][0, 0] = float("inf")
@@ -144,13 +178,17 @@ def test_what_a_cast_makes_infinite_is_seen_beside_what_was(name: str, number: f
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_cast(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven numbers at a time, so that a tensor has several pieces and a last one that is shorter."""
+    """Seven numbers at a time, so that a tensor has several pieces and a last one that is
+    shorter.
+    """
     monkeypatch.setattr(rewrite, "CAST_CHUNK", 7)
     made = weights() | {"model.count": torch.arange(3), "model.empty": torch.zeros(0)}
     model = llama(tmp_path / "m", tensors=made, torch_dtype="float32")
     out = convert(model, "--dtype", dtype)
     target = getattr(torch, dtype)
-    expected = {n: t.to(target) if t.is_floating_point() else t for n, t in merged(made, 4, 2).items()}
+    expected = {
+        n: t.to(target) if t.is_floating_point() else t for n, t in merged(made, 4, 2).items()
+    }
     check_result(out, expected)
     assert json.loads((out / "config.json").read_text()) == config(2, torch_dtype=dtype)
 
@@ -165,13 +203,17 @@ def save_bin(model: Path, tensors: Tensors, shards: int) -> None:
         return
     files = {name: f"pytorch_model-0000{1 + ('v_proj' in name)}-of-00002.bin" for name in tensors}
     for file in set(files.values()):
-        torch.save({name: tensor for name, tensor in tensors.items() if files[name] == file}, model / file)
+        torch.save(
+            {name: tensor for name, tensor in tensors.items() if files[name] == file}, model / file
+        )
     write_json(model / "pytorch_model.bin.index.json", {"metadata": {}, "weight_map": files})
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_bin_becomes_safetensors(shards: int, tmp_path: Path) -> None:
-    """Tied, transposed, requiring gradients, 0-dim, empty: all that torch.save keeps of a plain tensor."""
+    """Tied, transposed, requiring gradients, 0-dim, empty: all that torch.save keeps of a plain
+    tensor.
+    """
     made = weights(dtype="F16") | {"a.scalar": torch.tensor(1.5), "a.empty": torch.zeros(0, 2)}
     made["lm_head.weight"] = made["model.embed_tokens.weight"]
     made["a.transposed"] = torch.arange(6.0).reshape(2, 3).T
@@ -195,16 +237,31 @@ def test_single_file_goes_before_an_index(tmp_path: Path) -> None:
 
 
 OLD_MODEL = (
-    "adapter_config.json", "adapter_model.safetensors", "params.json", "consolidated.safetensors", "onnx/config.json",
-    "checkpoint-5/config.json", "checkpoint-5/model.safetensors", "checkpoint-6/trainer_state.json", "Modelfile",
-    "original/params.json", "metal/settings.json", "metal/model.bin", "dense/model.safetensors", "model.onnx.data",
-    "rank0.engine", "states/__0_0.distcp", "training_args.bin",
-)  # fmt: skip
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "params.json",
+    "consolidated.safetensors",
+    "onnx/config.json",
+    "checkpoint-5/config.json",
+    "checkpoint-5/model.safetensors",
+    "checkpoint-6/trainer_state.json",
+    "Modelfile",
+    "original/params.json",
+    "metal/settings.json",
+    "metal/model.bin",
+    "dense/model.safetensors",
+    "model.onnx.data",
+    "rank0.engine",
+    "states/__0_0.distcp",
+    "training_args.bin",
+)
 MODULES = ("1_Pooling/config.json", "2_Dense/model.safetensors", "2_Dense/config.json")
 
 
 def test_side_files_travel_unchanged_and_unread(tmp_path: Path) -> None:
-    """Further modules travel with their weights; other forms of the old weights stay, and what describes them."""
+    """Further modules travel with their weights; other forms of the old weights stay, and what
+    describes them.
+    """
     model = llama(tmp_path / "m", auto_map={"AutoModel": "modeling_mine.Model"})
     for name in (*OLD_MODEL, *MODULES, ".hidden"):
         (model / name).parent.mkdir(parents=True, exist_ok=True)
@@ -214,8 +271,11 @@ def test_side_files_travel_unchanged_and_unread(tmp_path: Path) -> None:
     modules, out = set(sys.modules), tmp_path / "out"
     result = run(*MERGED, "-o", out, model)
     assert result.code == 0, result
-    assert all(line.startswith("warning: ") for line in result.err.splitlines())  # nothing of huggingface_hub
-    (warning,) = (line for line in result.err.splitlines() if line.startswith("warning: not copied"))
+    # Nothing of huggingface_hub
+    assert all(line.startswith("warning: ") for line in result.err.splitlines())
+    (warning,) = (
+        line for line in result.err.splitlines() if line.startswith("warning: not copied")
+    )
     assert set(warning.partition("weights: ")[2].split(", ")) == set(OLD_MODEL)
     assert "auto_map" in result.err
     assert not [name for name in set(sys.modules) - modules if "mine" in name]
@@ -223,7 +283,15 @@ def test_side_files_travel_unchanged_and_unread(tmp_path: Path) -> None:
         assert (out / name).read_bytes() == content
         assert not (out / name).is_symlink()
     names = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
-    made = {"config.json", INDEX, "README.md", "gqa_conversion.json", "link.txt", *SIDE_FILES, *MODULES}
+    made = {
+        "config.json",
+        INDEX,
+        "README.md",
+        "gqa_conversion.json",
+        "link.txt",
+        *SIDE_FILES,
+        *MODULES,
+    }
     assert names - {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)} == made
 
 
@@ -238,7 +306,10 @@ def test_only_the_changed_key_of_the_config_changes(tmp_path: Path) -> None:
     assert [key for key, _ in after] == [key for key, _ in before]
     assert [pair for pair in after if pair not in before] == [("num_key_value_heads", 2)]
     absent = llama(tmp_path / "other" / "mha", kv=8, num_key_value_heads=...)
-    assert pairs(convert(absent) / "config.json") == [*pairs(absent / "config.json"), ("num_key_value_heads", 2)]
+    assert pairs(convert(absent) / "config.json") == [
+        *pairs(absent / "config.json"),
+        ("num_key_value_heads", 2),
+    ]
 
 
 def test_modes_follow_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,4 +334,8 @@ def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     json.loads((tmp_path / f"{name}-gqa2-mean" / "gqa_conversion.json").read_text())
     monkeypatch.chdir(model)
     assert run("--groups", 1, "--method", "mean", ".").code == 0
-    assert {path.name for path in tmp_path.iterdir()} == {name, f"{name}-gqa2-mean", f"{name}-mqa-mean"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        name,
+        f"{name}-gqa2-mean",
+        f"{name}-mqa-mean",
+    }

@@ -1,4 +1,6 @@
-"""`gqa-eval` as its user meets it: the output, every option that has no test of its own, refusals in one line."""
+"""`gqa-eval` as its user meets it: the output, every option that has no test of its own, refusals
+in one line.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +42,34 @@ def test_the_tables() -> None:
     assert [line.partition(", ")[0] for line in verdicts] == [
         "damaged: gqa4: 4 of 8 KV heads: KV cache 2x smaller",
         "damaged: gqa2: 2 of 8 KV heads: KV cache 4x smaller",
-    ]  # fmt: skip
+    ]
     assert quality[0] == f"Quality on {model_directory() / 'text.jsonl'}"
     assert [line.split()[0] for line in quality[1:5]] == ["model", "stdlib-mha", "gqa4", "gqa2"]
     perplexities = [float(line.split()[2]) for line in quality[2:5]]
     assert perplexities == sorted(perplexities)
     ratios = [float(line.split()[3]) for line in quality[3:5]]
-    assert ratios == pytest.approx([value / perplexities[0] for value in perplexities[1:]], rel=1e-3)
-    assert re.fullmatch(r"[\d,]+ tokens of 4 documents \([\d,]+ bytes\) .* in windows of 512; in bfloat16", quality[5])
+    assert ratios == pytest.approx(
+        [value / perplexities[0] for value in perplexities[1:]], rel=1e-3
+    )
+    assert re.fullmatch(
+        r"[\d,]+ tokens of 4 documents \([\d,]+ bytes\) .* in windows of 512; in bfloat16",
+        quality[5],
+    )
     assert memory[1].endswith("KV at 512")
-    assert [line.split()[3:6:2] for line in memory[2:]] == [["6.0", "1"], ["3.0", "0.5"], ["1.5", "0.25"]]
+    assert [line.split()[3:6:2] for line in memory[2:]] == [
+        ["6.0", "1"],
+        ["3.0", "0.5"],
+        ["1.5", "0.25"],
+    ]
 
 
 def test_one_model_and_the_options_of_its_text() -> None:
     """Nothing is compared with it; quiet shows the same. A separator cuts the document."""
-    line = "SRC --data PLACE/text.txt --context 64 --tokens 100 --decode --decode-contexts 4 --decode-steps 1"
+    line = (
+        "SRC --data PLACE/text.txt --context 64 --tokens 100 --decode --decode-contexts 4 "
+        "--decode-steps "
+        "1"
+    )
     shown = evaluate_models(line).out
     assert "100 tokens of 1 document (" in shown
     assert "KV at 64" in shown
@@ -63,7 +78,10 @@ def test_one_model_and_the_options_of_its_text() -> None:
     assert [table.splitlines()[0] for table in evaluate_models(f"{line} -q").out.split("\n\n")] == [
         table.splitlines()[0] for table in shown.split("\n\n")
     ]
-    assert results("SRC --data PLACE/text.txt --context 64 --separator return")["text"]["documents"] > 1
+    assert (
+        results("SRC --data PLACE/text.txt --context 64 --separator return")["text"]["documents"]
+        > 1
+    )
 
 
 def test_memory() -> None:
@@ -77,7 +95,9 @@ def test_memory() -> None:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[Any]]]:
-    """Of each model that is loaded: how many are in memory before, and the devices that have its layers."""
+    """Of each model that is loaded: how many are in memory before, and the devices that have its
+    layers.
+    """
     models, noted = list[Any](), list[tuple[int, set[Any]]]()
 
     def load(subject: Subject, *args: Any) -> Any:
@@ -92,14 +112,25 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[Any]]]:
 
 def test_one_model_is_in_memory_at_a_time(loads: list[tuple[int, set[Any]]]) -> None:
     """But to be timed all are loaded at once, and with --kl one beside the baseline."""
-    results("SRC G4 G2 --data TEXT --context 64 --tokens 100 --decode --decode-contexts 8 --decode-steps 1")
+    results(
+        "SRC G4 G2 --data TEXT --context 64 --tokens 100 --decode --decode-contexts 8 "
+        "--decode-steps "
+        "1"
+    )
     results("SRC G4 G2 --data TEXT --context 64 --tokens 100 --kl")
     assert [alive for alive, _ in loads] == [0, 1, 2, 0, 0, 0, 0, 1, 1]
 
 
-def test_a_model_larger_than_memory(loads: list[tuple[int, set[Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that memory does not hold are read from the disk, with the same scores; decoding too."""
-    line = "SRC G2 --data TEXT --context 128 --tokens 200 --precision float32 --kl --decode --decode-contexts 8 "
+def test_a_model_larger_than_memory(
+    loads: list[tuple[int, set[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that memory does not hold are read from the disk, with the same scores;
+    decoding too.
+    """
+    line = (
+        "SRC G2 --data TEXT --context 128 --tokens 200 --precision float32 --kl --decode "
+        "--decode-contexts 8 "
+    )
     line += "--decode-steps 1 --decode-batches 2"
     whole = results(line)
     monkeypatch.setattr("accelerate.utils.get_max_memory", lambda: {"cpu": 12_000_000})
@@ -114,7 +145,9 @@ def test_a_model_larger_than_memory(loads: list[tuple[int, set[Any]]], monkeypat
     assert "the embedding of" in refused("SRC --data TEXT --device auto")
     two = SimpleNamespace(num_processes=2, is_main_process=True)
     monkeypatch.setattr(subjects, "ranks", lambda: two)
-    assert "--device auto is for one process, and there are 2" in refused("SRC --data TEXT --device auto")
+    assert "--device auto is for one process, and there are 2" in refused(
+        "SRC --data TEXT --device auto"
+    )
 
 
 def test_ranks_print_one_result(runs: Runs) -> None:
@@ -123,7 +156,9 @@ def test_ranks_print_one_result(runs: Runs) -> None:
     assert runs.finish(*line, ranks=2, program="eval").out == run(*line, program="gqa-eval").out
 
 
-def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids(
+    tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of models, and of a data set, whose test split is the default."""
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.endpoint)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -143,33 +178,58 @@ def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest
     assert [model["quality"] for model in models] == [model["quality"] for model in local]
 
 
-# -------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ("SRC G2", "nothing to measure: give text with --data, or --recall, --decode or --memory"),
-    ("SRC G2 --kl --memory 1GB", "--kl has no effect without --data"),
-    ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps has no effect without --decode"),
-    ("SRC --data TEXT --kl", "--kl compares checkpoints; give at least two"),
-    ("SRC --data PLACE/short.txt", "the text has 4 tokens, less than one window of 512"),
-    ("SRC --data TEXT --revision main", "--revision is for hub ids"),
-    ("SRC --decode --context 64", "--context has no effect without --data or --recall or --memory: give one"),
-    ("SRC --memory 1GB --device cpu", "--device has no effect without --data or --recall or --decode"),
-    ("SRC --decode --decode-contexts 500", "500 tokens and 32 steps are more than the 512 positions of stdlib-mha"),
-    ("SRC --data TEXT --device cuda:99", "device cuda:99 cannot be used: "),  # nowhere, whatever GPUs there are
-    ("T5 --data TEXT", "t5gemma is an encoder-decoder: name the column to predict with --target-field"),
-    ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is not one"),
-    ("T5 --data TEXT --target-field text", "are the same column; name two"),
-    ("SRC --data PLACE/text.txt --field body", "text.txt has no columns: leave it out"),
-    ("SRC --data TEXT --separator x", "--separator splits text files into documents; "),
-    ("SRC T5 --recall", "stdlib-mha and t5gemma have different"),
-    ("T5 --recall", "--recall is for decoders, and t5gemma is an encoder-decoder"),
-    ("T5 --data TEXT --target-field none", "has no field 'none'; it has 'other', 'text'"),
-    ("T5 --data TEXT --target-field other --cache-bits 4", "--cache-bits is for decoders with key/value heads"),
-    ("SRC --data TEXT --cache-bits 4 --decode", "--cache-bits and --decode exclude each other"),
-    ("SRC --data TEXT --context 600", "--context 600 is more than the 512 positions"),
-    ("T5 SRC --data TEXT --target-field other", "different kinds of models (one is an encoder-decoder)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("SRC G2", "nothing to measure: give text with --data, or --recall, --decode or --memory"),
+        ("SRC G2 --kl --memory 1GB", "--kl has no effect without --data"),
+        ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps has no effect without --decode"),
+        ("SRC --data TEXT --kl", "--kl compares checkpoints; give at least two"),
+        ("SRC --data PLACE/short.txt", "the text has 4 tokens, less than one window of 512"),
+        ("SRC --data TEXT --revision main", "--revision is for hub ids"),
+        (
+            "SRC --decode --context 64",
+            "--context has no effect without --data or --recall or --memory: give one",
+        ),
+        (
+            "SRC --memory 1GB --device cpu",
+            "--device has no effect without --data or --recall or --decode",
+        ),
+        (
+            "SRC --decode --decode-contexts 500",
+            "500 tokens and 32 steps are more than the 512 positions of stdlib-mha",
+        ),
+        # Nowhere, whatever GPUs there are
+        ("SRC --data TEXT --device cuda:99", "device cuda:99 cannot be used: "),
+        (
+            "T5 --data TEXT",
+            "t5gemma is an encoder-decoder: name the column to predict with --target-field",
+        ),
+        (
+            "SRC --data TEXT --target-field other",
+            "--target-field is for encoder-decoders, stdlib-mha is not one",
+        ),
+        ("T5 --data TEXT --target-field text", "are the same column; name two"),
+        ("SRC --data PLACE/text.txt --field body", "text.txt has no columns: leave it out"),
+        ("SRC --data TEXT --separator x", "--separator splits text files into documents; "),
+        ("SRC T5 --recall", "stdlib-mha and t5gemma have different"),
+        ("T5 --recall", "--recall is for decoders, and t5gemma is an encoder-decoder"),
+        ("T5 --data TEXT --target-field none", "has no field 'none'; it has 'other', 'text'"),
+        (
+            "T5 --data TEXT --target-field other --cache-bits 4",
+            "--cache-bits is for decoders with key/value heads",
+        ),
+        ("SRC --data TEXT --cache-bits 4 --decode", "--cache-bits and --decode exclude each other"),
+        ("SRC --data TEXT --context 600", "--context 600 is more than the 512 positions"),
+        (
+            "T5 SRC --data TEXT --target-field other",
+            "different kinds of models (one is an encoder-decoder)",
+        ),
+    ],
+)
 def test_refusals(line: str, message: str) -> None:
     (model_directory() / "short.txt").write_text("import os\n")
     assert message in refused(line)
@@ -177,7 +237,10 @@ def test_refusals(line: str, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification"])
 def test_models_that_predict_no_tokens(tmp_path: Path, name: str) -> None:
-    """A base class, a classifier: also where it is only compared with. What needs no prediction is measured."""
+    """A base class, a classifier: also where it is only compared with.
+
+    What needs no prediction is measured.
+    """
     path = copy_source(tmp_path, "headless")
     edit_json(path / "config.json", lambda config: config.update(architectures=[name]))
     for line in (f"{path} --data TEXT", f"SRC {path} --decode", f"SRC {path} --recall"):
@@ -193,10 +256,14 @@ def damaged(path: Path, damage: str) -> Path:
     """A copy of a checkpoint with one thing wrong."""
     changes: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
         "missing": lambda weights: weights.pop(KEY),
-        "unexpected": lambda weights: weights.update({KEY.replace("k_proj", "extra"): torch.zeros(3)}),
+        "unexpected": lambda weights: weights.update(
+            {KEY.replace("k_proj", "extra"): torch.zeros(3)}
+        ),
         "mismatched": lambda weights: weights.update({KEY: weights[KEY][:128].contiguous()}),
         "nan": lambda weights: weights[UP][5].fill_(math.nan),
-        "vocabulary": lambda weights: weights.update({EMBEDDING: weights[EMBEDDING][:3000].clone()}),
+        "vocabulary": lambda weights: weights.update(
+            {EMBEDDING: weights[EMBEDDING][:3000].clone()}
+        ),
     }
     if damage in changes:
         edit_tensors(path, changes[damage])
@@ -205,25 +272,49 @@ def damaged(path: Path, damage: str) -> Path:
     elif damage == "tokenizer":
         (path / "tokenizer.json").write_text("{")
     elif damage == "other tokenizer":
-        edit_json(path / "tokenizer.json", lambda all: all["model"]["vocab"].update({"▁import": 621, "▁return": 620}))
+        edit_json(
+            path / "tokenizer.json",
+            lambda all: all["model"]["vocab"].update({"▁import": 621, "▁return": 620}),
+        )
     return path
 
 
-@pytest.mark.parametrize(("damage", "line", "message"), [
-    ("missing", "SRC BAD --data TEXT", "loads with missing keys: model.layers.1.self_attn.k_proj.weight"),
-    ("unexpected", "SRC BAD --data TEXT", "unexpected keys: model.layers.1.self_attn.extra.weight"),
-    ("mismatched", "SRC BAD --data TEXT", "mismatched keys: ('model.layers.1.self_attn.k_proj.weight', "),
-    ("nan", "SRC BAD --data TEXT", "bad: logits are not finite; look for NaN"),
-    ("nan", "SRC BAD --data TEXT --kl", "bad: logits are not finite"),
-    ("nan", "BAD SRC --data TEXT --kl", "bad: logits are not finite"),
-    ("vocabulary", "SRC BAD --data TEXT", "bad knows 3,000 of the 4,096 tokens of its tokenizer"),
-    ("vocabulary", "BAD --data TEXT", "its embedding has 3000; they do not belong together"),
-    ("tokenizer", "SRC BAD --data TEXT", "transformers cannot load the tokenizer of bad"),
-    ("other tokenizer", "SRC BAD --data TEXT", "stdlib-mha and bad have different tokenizers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "line", "message"),
+    [
+        (
+            "missing",
+            "SRC BAD --data TEXT",
+            "loads with missing keys: model.layers.1.self_attn.k_proj.weight",
+        ),
+        (
+            "unexpected",
+            "SRC BAD --data TEXT",
+            "unexpected keys: model.layers.1.self_attn.extra.weight",
+        ),
+        (
+            "mismatched",
+            "SRC BAD --data TEXT",
+            "mismatched keys: ('model.layers.1.self_attn.k_proj.weight', ",
+        ),
+        ("nan", "SRC BAD --data TEXT", "bad: logits are not finite; look for NaN"),
+        ("nan", "SRC BAD --data TEXT --kl", "bad: logits are not finite"),
+        ("nan", "BAD SRC --data TEXT --kl", "bad: logits are not finite"),
+        (
+            "vocabulary",
+            "SRC BAD --data TEXT",
+            "bad knows 3,000 of the 4,096 tokens of its tokenizer",
+        ),
+        ("vocabulary", "BAD --data TEXT", "its embedding has 3000; they do not belong together"),
+        ("tokenizer", "SRC BAD --data TEXT", "transformers cannot load the tokenizer of bad"),
+        ("other tokenizer", "SRC BAD --data TEXT", "stdlib-mha and bad have different tokenizers"),
+    ],
+)
 def test_bad_checkpoints(tmp_path: Path, damage: str, line: str, message: str) -> None:
     bad = damaged(copy_source(tmp_path, "bad"), damage)
-    assert message in refused(line.replace("BAD", str(bad)), "--no-recall", "-o", tmp_path / "report", "--context", 64)
+    assert message in refused(
+        line.replace("BAD", str(bad)), "--no-recall", "-o", tmp_path / "report", "--context", 64
+    )
     assert not (tmp_path / "report").exists()
 
 
@@ -231,9 +322,13 @@ def test_an_adapter_beside_weights(tmp_path: Path) -> None:
     """It may be merged into them already: no function loads such a directory."""
     bad = copy_source(tmp_path, "bad")
     (bad / "adapter_config.json").write_text("{}")
-    assert "bad has an adapter beside its weights (adapter_config.json)" in refused(f"SRC {bad} --data TEXT")
+    assert "bad has an adapter beside its weights (adapter_config.json)" in refused(
+        f"SRC {bad} --data TEXT"
+    )
     for weights in (True, False):
-        with pytest.raises(RefusedError, match="remove the adapter's files if it is merged already"):
+        with pytest.raises(
+            RefusedError, match="remove the adapter's files if it is merged already"
+        ):
             load_model(str(bad), weights=weights)
 
 
@@ -261,11 +356,20 @@ def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("where", ["head, found to split", "head", "decoding"])
-@pytest.mark.parametrize(("error", "message"), [
-    (torch.OutOfMemoryError("CUDA out of memory.\nlines"), "out of memory: CUDA out of memory. lines; use smaller"),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory: DefaultCPUAllocator"),
-    (RuntimeError("a kernel failed"), "unexpected RuntimeError: a kernel failed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory.\nlines"),
+            "out of memory: CUDA out of memory. lines; use smaller",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+            "out of memory: DefaultCPUAllocator",
+        ),
+        (RuntimeError("a kernel failed"), "unexpected RuntimeError: a kernel failed"),
+    ],
+)
 def test_what_fails_is_not_taken_for_another_kind_of_head(
     where: str, error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,6 @@
-"""What `gqa-eval` leaves behind: its JSON, its report with verdicts and tables; what a study recommends and draws."""
+"""What `gqa-eval` leaves behind: its JSON, its report with verdicts and tables; what a study
+recommends and draws.
+"""
 
 from __future__ import annotations
 
@@ -28,30 +30,85 @@ from gqa.eval.study.plots import draw_study
 from gqa.eval.study.report import recommend
 
 MODEL_KEYS = {
-    "name", "path", "revision", "model_type", "parameters", "weight_bytes", "provenance", "training", "heads",
-    "kv_cache", "dtype", "attention", "quality", "decode", "recall", "greedy", "samples",
-}  # fmt: skip
+    "name",
+    "path",
+    "revision",
+    "model_type",
+    "parameters",
+    "weight_bytes",
+    "provenance",
+    "training",
+    "heads",
+    "kv_cache",
+    "dtype",
+    "attention",
+    "quality",
+    "decode",
+    "recall",
+    "greedy",
+    "samples",
+}
 KEYS = {
     "": {
-        "schema", "argv", "created", "versions", "device", "threads", "ranks", "options", "models", "text", "memory",
+        "schema",
+        "argv",
+        "created",
+        "versions",
+        "device",
+        "threads",
+        "ranks",
+        "options",
+        "models",
+        "text",
+        "memory",
         "recall",
     },
-    "text": {"data", "protocol", "context", "tokens", "documents", "bytes", "words", "windows", "cut"},
+    "text": {
+        "data",
+        "protocol",
+        "context",
+        "tokens",
+        "documents",
+        "bytes",
+        "words",
+        "windows",
+        "cut",
+    },
     "models/0": MODEL_KEYS,
     "models/1": MODEL_KEYS | {"against_baseline"},
     "models/1/kv_cache": {
-        "bytes_per_token", "cross_bytes_per_token", "context", "bytes_at_context", "bits", "fits"
+        "bytes_per_token",
+        "cross_bytes_per_token",
+        "context",
+        "bytes_at_context",
+        "bits",
+        "fits",
     },
     "models/1/quality": {
-        "nats", "tokens", "token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "nats_per_token",
+        "nats",
+        "tokens",
+        "token_perplexity",
+        "word_perplexity",
+        "byte_perplexity",
+        "bits_per_byte",
+        "nats_per_token",
     },
     "models/1/against_baseline": {
-        "log_ratio", "ratio", "log_ratio_error", "ratio_low", "ratio_high", "kl", "same_top", "same_top_error",
-        "acceptance", "acceptance_error",
+        "log_ratio",
+        "ratio",
+        "log_ratio_error",
+        "ratio_low",
+        "ratio_high",
+        "kl",
+        "same_top",
+        "same_top_error",
+        "acceptance",
+        "acceptance_error",
     },
-}  # fmt: skip
+}
 FULL = (
-    "SRC G2 --data TEXT --context 128 --kl --decode --decode-batches 1 --decode-contexts 4,8 --decode-steps 2 "
+    "SRC G2 --data TEXT --context 128 --kl --decode --decode-batches 1 --decode-contexts 4,8 "
+    "--decode-steps 2 "
     "--memory 1GB"
 )
 
@@ -89,9 +146,13 @@ def test_report(full: tuple[Result, Path]) -> None:
     assert result.err.endswith(f"\nwritten to {out}: results.json, report.html\n")
     html, record = (out / "report.html").read_text(), json.loads(result.out)
     assert all(link.startswith("data:") for link in re.findall(r'(?:src|href)="([^"]*)"', html))
-    assert escape(shlex.join(["gqa-eval", *map(str, words(FULL)), "--json", "-o", str(out)])) in html
+    assert (
+        escape(shlex.join(["gqa-eval", *map(str, words(FULL)), "--json", "-o", str(out)])) in html
+    )
     (verdict,) = verdicts(record)
-    assert f'<p class="verdict {verdict.level}"><b class="level">\u2717 {verdict.level}</b> ' in html
+    assert (
+        f'<p class="verdict {verdict.level}"><b class="level">\u2717 {verdict.level}</b> ' in html
+    )
     assert f"</b> {escape(verdict.text)}</p>" in html
     assert f">{record['models'][1]['quality']['token_perplexity']:.5g}</td>" in html
     assert len(re.findall(r'<div class="sample">', html)) == 4
@@ -100,26 +161,45 @@ def test_report(full: tuple[Result, Path]) -> None:
 def test_text_of_a_page_stays_text(tmp_path: Path) -> None:
     picture = '<svg xmlns="http://www.w3.org/2000/svg"/>'
     (tmp_path / "x.svg").write_text(picture)
-    tables = [Table("<b>", ("<i>",), (("<script>alert(1)</script>",),), "<em>"), Table("two", ("a",), (("1",),))]
+    tables = [
+        Table("<b>", ("<i>",), (("<script>alert(1)</script>",),), "<em>"),
+        Table("two", ("a",), (("1",),)),
+    ]
     write_page(
-        tmp_path, title="<u>", verdicts=[Verdict("<cite>", "good")], lead="<dfn>", commands=["<q>"], foot="<s>",
+        tmp_path,
+        title="<u>",
+        verdicts=[Verdict("<cite>", "good")],
+        lead="<dfn>",
+        commands=["<q>"],
+        foot="<s>",
         tables=tables,
-        pictures=[("x", '"><a')], samples=[("<code>", [("<kbd>", "<a>", "<strong>")])],
-    )  # fmt: skip
+        pictures=[("x", '"><a')],
+        samples=[("<code>", [("<kbd>", "<a>", "<strong>")])],
+    )
     html = (tmp_path / "report.html").read_text()
     assert html.count("<script>") == 1
     assert not re.search("<(a|b|i|u|q|s|em|code|kbd|strong|cite|dfn)>", html)
     assert b64encode(picture.encode()).decode() in html
-    assert re.findall("<details( open)?>\n<summary>(.*?)<", html)[:2] == [(" open", "&lt;b&gt;"), ("", "two")]
+    assert re.findall("<details( open)?>\n<summary>(.*?)<", html)[:2] == [
+        (" open", "&lt;b&gt;"),
+        ("", "two"),
+    ]
 
 
 def test_json_has_the_records_of_conversion_and_training(tmp_path: Path) -> None:
-    """Under names that distinguish the checkpoints: as the user names them, if two have one name."""
+    """Under names that distinguish the checkpoints: as the user names them,
+    if two have one name.
+    """
     for parent, training in (("a", '{"tokens": 512}'), ("b", "{")):
         copy = shutil.copytree(model_directory() / "gqa2", tmp_path / parent / "m")
         (copy / "gqa_uptraining.json").write_text(training)
     models = results(f"SRC G2 {tmp_path}/a/m {tmp_path}/b/m --memory 1GB")["models"]
-    names = [f"{model_directory()}/stdlib-mha", f"{model_directory()}/gqa2", f"{tmp_path}/a/m", f"{tmp_path}/b/m"]
+    names = [
+        f"{model_directory()}/stdlib-mha",
+        f"{model_directory()}/gqa2",
+        f"{tmp_path}/a/m",
+        f"{tmp_path}/b/m",
+    ]
     assert [model["name"] for model in models] == names
     assert [model["training"] for model in models] == [None, None, {"tokens": 512}, None]
     assert [model["provenance"] is None for model in models] == [True, False, False, False]
@@ -132,11 +212,15 @@ def test_json_has_no_nan() -> None:
 
 
 def test_a_report_replaces_only_a_report_and_only_if_asked(tmp_path: Path) -> None:
-    """The second of two runs is refused before it measures anything; whatever fails leaves everything as it was."""
+    """The second of two runs is refused before it measures anything; whatever fails leaves
+    everything as it was.
+    """
     out, line = tmp_path / "report", "SRC --memory 1GB --no-recall"
     evaluate_models(line, "-o", out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert "exists; choose another directory with -o, or replace it with --overwrite" in refused(line, "-o", out)
+    assert "exists; choose another directory with -o, or replace it with --overwrite" in refused(
+        line, "-o", out
+    )
     with open_report(EvaluateOptions(("m",), output=out, overwrite=True)):
         assert "another run is writing" in refused(line, "--overwrite", "-o", out)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
@@ -144,23 +228,33 @@ def test_a_report_replaces_only_a_report_and_only_if_asked(tmp_path: Path) -> No
     assert sorted(path.name for path in out.iterdir()) == sorted(before)
     assert (out / "results.json").read_bytes() != before["results.json"]
     (out / "notes.md").write_text("mine")
-    assert "holds notes.md, which --overwrite will not remove" in refused(line, "-o", out, "--overwrite")
+    assert "holds notes.md, which --overwrite will not remove" in refused(
+        line, "-o", out, "--overwrite"
+    )
     (tmp_path / "results.json").write_text('{"mine": 1}')
     assert "holds report/notes.md, " in refused(line, "-o", tmp_path, "--overwrite")
     (tmp_path / "file").touch()
     assert "file exists and is not a directory" in refused(line, "-o", tmp_path / "file")
     model = shutil.copytree(model_directory() / "gqa2", tmp_path / "gqa2")
-    assert "no results.json lists it as part of a result" in refused(line, "-o", model, "--overwrite")
+    assert "no results.json lists it as part of a result" in refused(
+        line, "-o", model, "--overwrite"
+    )
     assert (model / "model.safetensors").is_file()
 
 
 CACHE = {"heads": {"kv": 8}, "kv_cache": {"bytes_per_token": 800}}
 FEWER = {"heads": {"kv": 2}, "kv_cache": {"bytes_per_token": 200}}
-RATIO = {"quality": {}, "against_baseline": {"ratio": 1.0903, "ratio_low": 1.0841, "ratio_high": 1.1}}
+RATIO = {
+    "quality": {},
+    "against_baseline": {"ratio": 1.0903, "ratio_low": 1.0841, "ratio_high": 1.1},
+}
 
 
 def recall(*shares: float) -> dict[str, Any]:
-    lines = [{"kind": "samples", "accuracy": share, "answers": n} for share, n in zip(shares, (300, 100), strict=True)]
+    lines = [
+        {"kind": "samples", "accuracy": share, "answers": n}
+        for share, n in zip(shares, (300, 100), strict=True)
+    ]
     return {"recall": [*lines, {"kind": "random", "accuracy": shares[0] / 2, "answers": 10}]}
 
 
@@ -168,38 +262,51 @@ def recall(*shares: float) -> dict[str, Any]:
     ("before", "after", "level", "verdict"),
     [
         (
-            {}, FEWER | RATIO, "trade-off",
+            {},
+            FEWER | RATIO,
+            "trade-off",
             "2 of 8 KV heads: KV cache 4x smaller, perplexity x1.09 (95% interval 1.08-1.10)",
         ),
         (
-            recall(0.9, 0.8), FEWER | recall(0.5, 0.1), "damaged",
+            recall(0.9, 0.8),
+            FEWER | recall(0.5, 0.1),
+            "damaged",
             "2 of 8 KV heads: KV cache 4x smaller, recall 88% -> 40% (random tokens 45% -> 25%)",
         ),
         ({}, {"kv_cache": {"bytes_per_token": 1600}}, None, "8 of 8 KV heads: KV cache 2x larger"),
         (
-            {}, {"quality": {}, "against_baseline": {"ratio": 1234.5}}, "damaged",
+            {},
+            {"quality": {}, "against_baseline": {"ratio": 1234.5}},
+            "damaged",
             "8 of 8 KV heads: the same KV cache, perplexity x1,234",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_verdict_says_what_is_saved_and_what_it_costs(
     before: dict[str, Any], after: dict[str, Any], level: Level | None, verdict: str
 ) -> None:
     first, second = {"name": "a", **CACHE, **before}, {"name": "b", **CACHE, **after}
     assert verdicts({"models": [first, second]}) == [Verdict(verdict, level)]
-    assert verdicts({"models": [first, second, first | {"name": "c"}]})[0] == Verdict(f"b: {verdict}", level)
+    assert verdicts({"models": [first, second, first | {"name": "c"}]})[0] == Verdict(
+        f"b: {verdict}", level
+    )
     assert verdicts({"models": [first]}) == []
 
 
 def test_a_table_is_aligned_and_continues_below(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal that is less wide; elsewhere lines have no limit. Numbers have five digits."""
-    shown = [format_number(value) for value in (1.0, 9.99999, 58.51248, 12345.6, 149182.7, math.inf, math.nan, 0.05)]
+    shown = [
+        format_number(value)
+        for value in (1.0, 9.99999, 58.51248, 12345.6, 149182.7, math.inf, math.nan, 0.05)
+    ]
     assert shown == ["1.0000", "10.0000", "58.512", "12,346", "1.492e+05", "inf", "nan", "0.05"]
     table = Table("T", ("a", "number"), (("x", "1"), ("long", "22")), "note")
     assert table.text() == "T\na     number\nx          1\nlong      22\nnote"
     names = [f"{'base/' * 8}{kind}" for kind in ("refined", "mean")]
     numbers = [f"number{n}" for n in range(1, 10)]
-    table = Table("T", ("model", *numbers), tuple((name, *"123456789") for name in names), "note " * 50)
+    table = Table(
+        "T", ("model", *numbers), tuple((name, *"123456789") for name in names), "note " * 50
+    )
     assert [len(line.split()) for line in table.text().splitlines()] == [1, 10, 10, 10, 50]
     monkeypatch.setattr("sys.stdout", Mock(isatty=lambda: True))
     monkeypatch.setenv("COLUMNS", "100")
@@ -210,44 +317,93 @@ def test_a_table_is_aligned_and_continues_below(monkeypatch: pytest.MonkeyPatch)
     assert last.endswith("note")
 
 
-# -------------------------------------------------------------------------------------------- the report of a study
+# ---------------------------------------------------------------------------- the report of a study
 
 
 def row(method: str, groups: int, alpha: float, loss: float | None, **more: Any) -> dict[str, Any]:
     """A measured row of a base model of 2 nats and 4 KV heads of 100 bytes."""
-    columns = {"loss": loss, "loss_increase": loss and loss - 2, "perplexity_ratio": 1.5, "error": None}
+    columns = {
+        "loss": loss,
+        "loss_increase": loss and loss - 2,
+        "perplexity_ratio": 1.5,
+        "error": None,
+    }
     columns |= {"kv_bytes_per_token": 100 * groups, "train_tokens": int(1000 * alpha)}
     return Cell(method, groups, alpha)._asdict() | columns | more
 
 
 BASE = row("none", 4, 0.0, 2.0)
 ROWS = [
-    BASE, row("none", 4, 0.1, 1.9), row("mean", 1, 0.0, 5.0), row("mean", 1, 0.1, 2.35), row("refined", 1, 0.1, 2.2),
-    row("mean", 2, 0.1, 2.15), row("first", 2, 0.0, 2.095), row("refined", 2, 0.0, 2.09), row("refined", 2, 0.1, 2.04),
-]  # fmt: skip
+    BASE,
+    row("none", 4, 0.1, 1.9),
+    row("mean", 1, 0.0, 5.0),
+    row("mean", 1, 0.1, 2.35),
+    row("refined", 1, 0.1, 2.2),
+    row("mean", 2, 0.1, 2.15),
+    row("first", 2, 0.0, 2.095),
+    row("refined", 2, 0.0, 2.09),
+    row("refined", 2, 0.1, 2.04),
+]
 FAILED = [row("refined", 1, 0.0, 0.0, error="it did not work"), row("random", 1, 0.0, None)]
 # Rows, the bound, what is chosen, and what is said.
 RECOMMENDED: dict[str, tuple[list[dict[str, Any]], float, Cell | None, list[str]]] = {
-    "less training before less loss": (ROWS, 0.1, Cell("refined", 2, 0.0), [
-        "recommended trade-off: refined, 2 of 4 KV heads, untrained: +0.0900 nats per token (perplexity x1.5), "
-        "KV cache 200 bytes per token (50%)",
-        "why         3 of 7 combinations are within 0.1 nats per token of the base model",
-        "smaller     trade-off: refined, 1 of 4 KV heads, alpha 0.1: +0.2000 nats",
-        "better      trade-off: refined, 2 of 4 KV heads, alpha 0.1: +0.0400 nats",
-    ]),
-    "a smaller cache before less training": (ROWS, 0.25, Cell("refined", 1, 0.1), ["why         5 of 7"]),
-    "nothing is within": (ROWS, 0.01, None, [
-        "recommended nothing: none of 7 combinations is within 0.01 nats",
-        "closest     trade-off: refined, 2 of 4 KV heads, alpha 0.1: +0.0400 nats", "--max-loss-increase",
-    ]),
-    "the base model's own cache is no saving": (ROWS[:2], 0.5, None, ["nothing: no KV cache smaller"]),
-    "a cell that failed or whose loss is infinite": ([*ROWS, *FAILED], 9, Cell("mean", 1, 0.0), ["why         7 of 7"]),
-    "recall": ([BASE, row("mean", 1, 0.0, 2.0, recall_text=0.87)], 0.1, Cell("mean", 1, 0.0), ["recall 87.0%"]),
-    "lost recall": (
-        [BASE | {"recall_text": 0.9}, row("mean", 1, 0.0, 2.0, recall_text=0.7, perplexity_ratio=1.0)], 0.1,
-        Cell("mean", 1, 0.0), ["recommended damaged: mean"],
+    "less training before less loss": (
+        ROWS,
+        0.1,
+        Cell("refined", 2, 0.0),
+        [
+            "recommended trade-off: refined, 2 of 4 KV heads, untrained: "
+            "+0.0900 nats per token (perplexity x1.5), "
+            "KV cache 200 bytes per token (50%)",
+            "why         3 of 7 combinations are within 0.1 nats per token of the base model",
+            "smaller     trade-off: refined, 1 of 4 KV heads, alpha 0.1: +0.2000 nats",
+            "better      trade-off: refined, 2 of 4 KV heads, alpha 0.1: +0.0400 nats",
+        ],
     ),
-}  # fmt: skip
+    "a smaller cache before less training": (
+        ROWS,
+        0.25,
+        Cell("refined", 1, 0.1),
+        ["why         5 of 7"],
+    ),
+    "nothing is within": (
+        ROWS,
+        0.01,
+        None,
+        [
+            "recommended nothing: none of 7 combinations is within 0.01 nats",
+            "closest     trade-off: refined, 2 of 4 KV heads, alpha 0.1: +0.0400 nats",
+            "--max-loss-increase",
+        ],
+    ),
+    "the base model's own cache is no saving": (
+        ROWS[:2],
+        0.5,
+        None,
+        ["nothing: no KV cache smaller"],
+    ),
+    "a cell that failed or whose loss is infinite": (
+        [*ROWS, *FAILED],
+        9,
+        Cell("mean", 1, 0.0),
+        ["why         7 of 7"],
+    ),
+    "recall": (
+        [BASE, row("mean", 1, 0.0, 2.0, recall_text=0.87)],
+        0.1,
+        Cell("mean", 1, 0.0),
+        ["recall 87.0%"],
+    ),
+    "lost recall": (
+        [
+            BASE | {"recall_text": 0.9},
+            row("mean", 1, 0.0, 2.0, recall_text=0.7, perplexity_ratio=1.0),
+        ],
+        0.1,
+        Cell("mean", 1, 0.0),
+        ["recommended damaged: mean"],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", RECOMMENDED)
@@ -259,9 +415,13 @@ def test_the_smallest_cache_within_the_bound_is_recommended(name: str) -> None:
     assert [words for words in says if words not in text] == []
 
 
-def test_pictures_are_drawn_where_there_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their legends name what is drawn in any panel: "first" is in the second alone. Beside a cell that loses three
-    nats, losses that differ by a twentieth are drawn apart, and what is better than the base model is not cut off.
+def test_pictures_are_drawn_where_there_are_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their legends name what is drawn in any panel: "first" is in the second alone.
+
+    Beside a cell that loses three nats, losses that differ by a twentieth are drawn apart, and what
+    is better than the base model is not cut off.
     """
     figures = list[Figure]()
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: figures.append(self))

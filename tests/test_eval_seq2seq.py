@@ -19,7 +19,8 @@ from gqa.convert.api import convert_checkpoint
 from gqa.eval.decode import greedy_decode
 
 ROWS = [
-    {"said": f"def f{n}(x):" + " pass" * (5 * n % 7), "meant": f"return x + {n}" + " + 1" * (n % 5)} for n in range(12)
+    {"said": f"def f{n}(x):" + " pass" * (5 * n % 7), "meant": f"return x + {n}" + " + 1" * (n % 5)}
+    for n in range(12)
 ]
 T5_AND_BART = pytest.mark.parametrize("name", ["t5", "bart"])
 
@@ -29,7 +30,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """T5 and BART of 4 heads, their conversions to 2 and back to 4, pairs."""
     directory = tmp_path_factory.mktemp("seq2seq")
     for name in ("t5", "bart"):
-        tiny = replace(TINY[f"gqa_{name}"], options={**TINY[f"gqa_{name}"].options, "vocab_size": 4096})
+        tiny = replace(
+            TINY[f"gqa_{name}"], options={**TINY[f"gqa_{name}"].options, "vocab_size": 4096}
+        )
         source = with_tokenizer(build(tiny, 4), directory / name)
         convert_checkpoint(source, 2, directory / f"{name}-2", method="mean")
         convert_checkpoint(directory / f"{name}-2", 4, directory / f"{name}-back")
@@ -47,7 +50,9 @@ def line(place: Path, *names: str) -> str:
 @torch.no_grad()
 @T5_AND_BART
 def test_nats_are_those_of_labels(place: Path, name: str) -> None:
-    """Of transformers' own class, pair by pair, so that padding makes no difference; a mask that is left out does."""
+    """Of transformers' own class, pair by pair, so that padding makes no difference; a mask that is
+    left out does.
+    """
     model, tokenizer = load_model(str(place / name)), AutoTokenizer.from_pretrained(SOURCE)
     start, nats, unmasked = model.config.decoder_start_token_id, 0.0, 0.0
     for row in ROWS:
@@ -61,11 +66,14 @@ def test_nats_are_those_of_labels(place: Path, name: str) -> None:
     for size in (1, 5):
         record = results(line(place, name), "--batch-size", size)
         quality = record["models"][0]["quality"]
-        assert (record["text"]["documents"], record["text"]["cut"]) == (len(ROWS), 0)  # a pair needs both texts
+        # A pair needs both texts
+        assert (record["text"]["documents"], record["text"]["cut"]) == (len(ROWS), 0)
         assert quality["nats"] == pytest.approx(nats, rel=1e-5)
         assert quality["nats"] != pytest.approx(unmasked, rel=1e-5)
         target_bytes = sum(len(row["meant"]) for row in ROWS)
-        assert quality["bits_per_byte"] == pytest.approx(nats / target_bytes / math.log(2), rel=1e-5)
+        assert quality["bits_per_byte"] == pytest.approx(
+            nats / target_bytes / math.log(2), rel=1e-5
+        )
 
 
 def test_pairs_that_are_longer_than_the_context(place: Path) -> None:
@@ -74,13 +82,20 @@ def test_pairs_that_are_longer_than_the_context(place: Path) -> None:
     cut = results(line(place, "t5"), "--context", 10)
     assert 0 < cut["text"]["cut"] < len(ROWS)
     assert cut["models"][0]["quality"]["bits_per_byte"] is None
-    shown = " ".join(evaluate_models(line(place, "t5", "t5"), "--context", 10, "--kl", "-v").out.split())
-    assert f"sources and targets have at most 10 tokens, to which {cut['text']['cut']} were cut" in shown
+    shown = " ".join(
+        evaluate_models(line(place, "t5", "t5"), "--context", 10, "--kl", "-v").out.split()
+    )
+    assert (
+        f"sources and targets have at most 10 tokens, to which {cut['text']['cut']} were cut"
+        in shown
+    )
 
 
 @T5_AND_BART
 def test_divergence(place: Path, name: str) -> None:
-    """None from itself or a conversion whose heads are only repeated; some of one that merged them."""
+    """None from itself or a conversion whose heads are only repeated;
+    some of one that merged them.
+    """
 
     def divergences(*names: str) -> list[float]:
         models = results(line(place, *names), "--kl")["models"][1:]

@@ -1,7 +1,9 @@
-"""Every family against transformers' own classes: the oracles of a conversion, each with a control that must fail.
+"""Every family against transformers' own classes: the oracles of a conversion, each with a control
+that must fail.
 
-A tiny random model is written as a checkpoint with keys and values of one layer in different shards, converted by the
-streaming rewriter, and loaded again with transformers. Tolerances are relative to the largest logit, float32.
+A tiny random model is written as a checkpoint with keys and values of one layer in different
+shards, converted by the streaming rewriter, and loaded again with transformers. Tolerances are
+relative to the largest logit, float32.
 """
 
 from __future__ import annotations
@@ -21,9 +23,25 @@ from evaluations import cache_bytes
 from safetensors.torch import load_file
 from scrambled import on_ids, relative, scramble
 from tiny_configs import COPIES
-from tiny_models import LEFT_OUT, QUERY_HEADS, TINY, Tiny, build, config, inputs, logits, model_class
+from tiny_models import (
+    LEFT_OUT,
+    QUERY_HEADS,
+    TINY,
+    Tiny,
+    build,
+    config,
+    inputs,
+    logits,
+    model_class,
+)
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name
@@ -39,7 +57,8 @@ from gqa.convert.recast.targets import RECASTINGS
 TOLERANCE = 2e-5
 CONTROL = 100  # a wrong head order must be this many times worse than the tolerance
 
-# Only this part is converted and its share of the logits is small: made louder, so that a wrong order shows.
+# Only this part is converted and its share of the logits is small: made louder, so that a wrong
+# order shows.
 QUIET = {"blt": "global_transformer"}
 COPIED = {f"gqa_{name}" for name in COPIES}
 
@@ -57,10 +76,16 @@ def write_checkpoint(model: PreTrainedModel, directory: Path) -> Path:
     return directory
 
 
-def load(tiny: Tiny, directory: Path | None, attention: str = "eager", **given: Any) -> PreTrainedModel:
+def load(
+    tiny: Tiny, directory: Path | None, attention: str = "eager", **given: Any
+) -> PreTrainedModel:
     """Load with the family's own class; nothing may be missing, unexpected or of another shape."""
     model, info = model_class(tiny).from_pretrained(
-        directory, output_loading_info=True, attn_implementation=attention, dtype=torch.float32, **given
+        directory,
+        output_loading_info=True,
+        attn_implementation=attention,
+        dtype=torch.float32,
+        **given,
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[kind], (kind, info[kind])
@@ -78,7 +103,9 @@ def planned(tiny: Tiny, plan: Plan, attention: str) -> PreTrainedModel:
 
 
 def all_tensors(directory: Path) -> dict[str, Tensor]:
-    return {k: v for file in sorted(directory.glob("*.safetensors")) for k, v in load_file(file).items()}
+    return {
+        k: v for file in sorted(directory.glob("*.safetensors")) for k, v in load_file(file).items()
+    }
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -114,7 +141,9 @@ def left_padded(given: dict[str, Tensor], padding: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def decode(model: PreTrainedModel, given: dict[str, Tensor], prompt: int = 8) -> Tensor:
-    """Logits of the tokens after the prompt, each from one forward pass of one token and the cache."""
+    """Logits of the tokens after the prompt, each from one forward pass of one token and the
+    cache.
+    """
     ids = given["input_ids"]
     extra = {k: v for k, v in given.items() if k != "input_ids" and v.shape[1:] != ids.shape[1:]}
     output = model(input_ids=ids[:, :prompt], use_cache=True, **extra)
@@ -126,7 +155,8 @@ def decode(model: PreTrainedModel, given: dict[str, Tensor], prompt: int = 8) ->
     return torch.stack(steps, 1)
 
 
-# transformers looks up `vision_start_token_id` in these configs as soon as a mask is given; they do not have it.
+# transformers looks up `vision_start_token_id` in these configs as soon as a mask is given; they do
+# not have it.
 NO_MASK = {"qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"}
 
 
@@ -144,11 +174,14 @@ EXAMPLES = {next(iter(family.symmetries)) for family in FAMILIES}
 # Copies are held against the classes that they extend by test_custom_code.
 @pytest.mark.parametrize("name", [name for name in TINY if name not in COPIED])
 def test_conversion(name: str, tmp_path: Path) -> None:
-    """Every oracle on an example of each family, with each number of heads that it can have; on its other model types
-    those that their own classes decide, with the most heads.
+    """Every oracle on an example of each family, with each number of heads that it can have; on its
+    other model types those that their own classes decide, with the most heads.
     """
-    if name == "llama4" and transformers.__version__ == "5.24.0":  # constraints-lowest.txt has one that runs it
-        pytest.skip("the forward pass of transformers 5.24.0's Llama 4 with pictures fails (image_outputs)")
+    # constraints-lowest.txt has one that runs it
+    if name == "llama4" and transformers.__version__ == "5.24.0":
+        pytest.skip(
+            "the forward pass of transformers 5.24.0's Llama 4 with pictures fails (image_outputs)"
+        )
     tiny = TINY[name]
     model = louder(tiny, build(tiny, QUERY_HEADS, attention=attention_of(name)))
     source = write_checkpoint(model, tmp_path / "source")
@@ -160,19 +193,23 @@ def test_conversion(name: str, tmp_path: Path) -> None:
     for g, method in zip(groups if example else groups[-1:], ("first", "mean"), strict=False):
         place = tmp_path / f"{method}{g}"
         plan, merged, back = expand_back(tiny, model, source, g, place)
-        if example:  # oracle 2: heads that are equal inside each group merge to what they are, in any way
+        # Oracle 2: heads that are equal inside each group merge to what they are, in any way
+        if example:
             repeated = convert_checkpoint(place / "merged", QUERY_HEADS, place / "back").out
             again = convert_checkpoint(repeated, g, place / "again", method=method).out
             check_same_tensors(again, place / "merged", TOLERANCE)
     if decodes_text(name):
         check_padding_and_cache(tiny, merged, back)
     counted = decodes_text(name) or name in ("mllama", "gqa_t5")
-    # The first keeps them in an object without layers, the other keys and values of all query heads.
+    # The first keeps them in an object without layers, the other keys and values of all query
+    # heads.
     if counted and heads.text.model_type not in ("unlimited_ocr_text", "falcon"):
         for one, promised in ((model, plan.cache_before), (merged, plan.cache_after)):
             for tokens in (1, 4, 15):  # windows are of 5
                 assert sum(cache_bytes(one, tokens, 2)) == 2 * promised.bytes_at(tokens)
-        assert plan.cache_after.bytes_per_token < plan.cache_before.bytes_per_token or "falcon" in name
+        assert (
+            plan.cache_after.bytes_per_token < plan.cache_before.bytes_per_token or "falcon" in name
+        )
 
 
 def check_same_tensors(actual: Path, expected: Path, tolerance: float = 0.0) -> None:
@@ -186,18 +223,22 @@ def check_same_tensors(actual: Path, expected: Path, tolerance: float = 0.0) -> 
 def expand_back(
     tiny: Tiny, model: PreTrainedModel, source: Path, groups: int, place: Path
 ) -> tuple[Plan, PreTrainedModel, PreTrainedModel]:
-    """Oracles 4 and 5: merged, then every head repeated, gives the same logits; repeated in tiles, it does not.
+    """Oracles 4 and 5: merged, then every head repeated, gives the same logits; repeated in tiles,
+    it does not.
 
-    The merged checkpoint is read by transformers with G heads and the repeated one with H: only the contiguous order
-    makes both the same model. The same holds for the source's own logits being left (a merge that does nothing would
-    pass otherwise). The plan and both models are returned.
+    The merged checkpoint is read by transformers with G heads and the repeated one with H: only the
+    contiguous order makes both the same model. The same holds for the source's own logits being
+    left (a merge that does nothing would pass otherwise). The plan and both models are returned.
     """
     given, attention = inputs(tiny), attention_of(tiny.name)
     made = convert_checkpoint(source, groups, place / "merged", method="mean")
     merged = load(tiny, made.out, attention)
     expected = logits(tiny, merged, given)
-    assert error(expected, logits(tiny, model, given)) > TOLERANCE * 10, "merging random heads must change the model"
-    with mock.patch("gqa.convert.plan.check_loads", return_value=()):  # `planned` loads it, in the source's class
+    assert error(expected, logits(tiny, model, given)) > TOLERANCE * 10, (
+        "merging random heads must change the model"
+    )
+    # `planned` loads it, in the source's class
+    with mock.patch("gqa.convert.plan.check_loads", return_value=()):
         expansion = plan_conversion(made.out, QUERY_HEADS)
     back = planned(tiny, expansion, attention)
     assert error(logits(tiny, back, given), expected) < TOLERANCE
@@ -219,7 +260,9 @@ def check_padding_and_cache(tiny: Tiny, merged: PreTrainedModel, back: PreTraine
 def test_every_family_has_a_tiny_model() -> None:
     """A family nobody built is a family nobody tested."""
     stated = {t for family in FAMILIES for t in family.symmetries}
-    assert stated - LEFT_OUT <= {t for name in TINY for t in (TINY[name].model_type, text_type(name))}
+    assert stated - LEFT_OUT <= {
+        t for name in TINY for t in (TINY[name].model_type, text_type(name))
+    }
 
 
 def text_type(name: str) -> str:
@@ -245,14 +288,19 @@ def test_no_model_type_is_in_two_tables() -> None:
 
 
 def test_refused() -> None:
-    """What cannot be converted is refused by its type, or by what its config says, with the reason."""
+    """What cannot be converted is refused by its type, or by what its config says,
+    with the reason.
+    """
     mla = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "kv_lora_rank": 8}
-    for raw, reason in (*(({"model_type": name}, REFUSED[name]) for name in REFUSED), (mla, REFUSED["deepseek_v3"])):
+    for raw, reason in (
+        *(({"model_type": name}, REFUSED[name]) for name in REFUSED),
+        (mla, REFUSED["deepseek_v3"]),
+    ):
         with pytest.raises(RefusedError, match=rf"cannot be converted: {re.escape(reason)}"):
             read_config(raw, "model")
 
 
-# ----------------------------------------------------------------------------- an architecture is one entry in one file
+# --------------------------------------------------------- an architecture is one entry in one file
 
 
 ENTRY = Family(
@@ -276,10 +324,15 @@ def test_one_entry_in_one_file_is_enough(tmp_path: Path, monkeypatch: pytest.Mon
     AutoConfig.register("new_llama", NewConfig, exist_ok=True)
     AutoModelForCausalLM.register(NewConfig, NewForCausalLM, exist_ok=True)
     tiny = TINY["llama"]
-    settings = {name: value for name, value in config(tiny, 2).to_dict().items() if name != "model_type"}
+    settings = {
+        name: value for name, value in config(tiny, 2).to_dict().items() if name != "model_type"
+    }
     model = NewForCausalLM(NewConfig(**settings)).eval()
     model.load_state_dict(build(tiny, 2).state_dict())
-    source, expected = write_checkpoint(model, tmp_path / "source"), logits(tiny, model, inputs(tiny))
+    source, expected = (
+        write_checkpoint(model, tmp_path / "source"),
+        logits(tiny, model, inputs(tiny)),
+    )
 
     def error_of(out: Path) -> float:
         return relative(logits(tiny, NewForCausalLM.from_pretrained(out), inputs(tiny)), expected)
@@ -291,5 +344,7 @@ def test_one_entry_in_one_file_is_enough(tmp_path: Path, monkeypatch: pytest.Mon
     scramble(four)
     assert error_of(four) < 1e-5
     for method in ("mean", "aligned", "calibrated"):
-        out = convert_checkpoint(four, 2, tmp_path / method, method=method, calibration=on_ids()).out
+        out = convert_checkpoint(
+            four, 2, tmp_path / method, method=method, calibration=on_ids()
+        ).out
         assert (error_of(out) > 0.01) if method == "mean" else (error_of(out) < 1e-4), method

@@ -1,4 +1,6 @@
-"""Hub ids against a stand-in hub on this machine: what is fetched, what is recorded, what is said."""
+"""Hub ids against a stand-in hub on this machine: what is fetched, what is recorded,
+what is said.
+"""
 
 import json
 from collections.abc import Callable
@@ -51,11 +53,22 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     source = model(tmp_path / "source")
     (source / "README.md").write_text("---\nlicense: mit\n---\n# Tiny\n", encoding="utf-8")
     assert run(*MERGED, source, "-o", tmp_path / "local").code == 0
-    needed = {"config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json", "modeling_mine.py"}
+    needed = {
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "modeling_mine.py",
+    }
     for name in (
-        "pytorch_model.bin", "pytorch_model.bin.index.json", "tiny.Q4_K.gguf", "onnx/model.onnx", "onnx/config.json",
-        "original/params.json", "tf_model.h5",
-    ):  # fmt: skip
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "tiny.Q4_K.gguf",
+        "onnx/model.onnx",
+        "onnx/config.json",
+        "original/params.json",
+        "tf_model.h5",
+    ):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_bytes(b"never to be fetched" * 1000)
     commit = hub.repo(NAME, model(tmp_path / "main", shards=1, seed=1)).add("side", source)
@@ -71,7 +84,8 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     card = (out / "README.md").read_text()
     assert f"base_model: {NAME}\n" in card
     assert "license: mit\n" in card
-    # A conversion only reads the cache; again, it needs nothing but the commit's name; offline not even that.
+    # A conversion only reads the cache; again, it needs nothing but the commit's name; offline not
+    # even that.
     before, weights_sent = snapshot(machine.home), hub.sent(".safetensors")
     for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
         again = machine.run(*words, "--overwrite", **environment)
@@ -82,10 +96,15 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
 
 
 def test_a_path_in_the_cache_is_the_repository(tmp_path: Path, hub: Hub, machine: Machine) -> None:
-    """Nothing is written into the cache, where pruning would delete it, and nothing is called by a commit."""
+    """Nothing is written into the cache, where pruning would delete it, and nothing is called by a
+    commit.
+    """
     commit = hub.repo(NAME, model(tmp_path / "source")).refs["main"]
     assert machine.run(*MERGED, "-o", "by-name", NAME).code == 0
-    cached, before = machine.home / f"hub/models--lab--tiny-llama/snapshots/{commit}", snapshot(machine.home)
+    cached, before = (
+        machine.home / f"hub/models--lab--tiny-llama/snapshots/{commit}",
+        snapshot(machine.home),
+    )
     assert machine.run(*MERGED, cached).code == 0
     assert sorted(path.name for path in machine.work.iterdir()) == ["by-name", OUT]
     assert record(machine.work / OUT)["source"] == {"model": NAME, "revision": commit}
@@ -97,7 +116,9 @@ def test_a_path_in_the_cache_is_the_repository(tmp_path: Path, hub: Hub, machine
 
 
 @pytest.mark.parametrize(("shards", "padding"), [(1, 90_000), (2, 0)])
-def test_dry_run_fetches_headers_only(tmp_path: Path, hub: Hub, machine: Machine, shards: int, padding: int) -> None:
+def test_dry_run_fetches_headers_only(
+    tmp_path: Path, hub: Hub, machine: Machine, shards: int, padding: int
+) -> None:
     """Also of headers longer than what is fetched at first: spaces may follow them."""
     source, sizes = model(tmp_path / "source", shards=shards), {}
     for path in source.glob("*.safetensors"):
@@ -110,15 +131,23 @@ def test_dry_run_fetches_headers_only(tmp_path: Path, hub: Hub, machine: Machine
     theirs = plan(run(*MERGED, "--dry-run", "--json", source))
     assert (ours.pop("model"), ours.pop("revision")) == (NAME, commit)
     assert (theirs.pop("model"), theirs.pop("revision")) == ("source", None)
-    assert ours.pop("estimates").keys() == theirs.pop("estimates").keys()  # how fast this device is just now
+    # How fast this device is just now
+    assert ours.pop("estimates").keys() == theirs.pop("estimates").keys()
     assert ours == theirs
     for name, size in sizes.items():
-        assert min(size, FIRST_BYTES) < hub.sent(f"/resolve/{commit}/{name}") <= 8 + FIRST_BYTES + size * 2
+        assert (
+            min(size, FIRST_BYTES)
+            < hub.sent(f"/resolve/{commit}/{name}")
+            <= 8 + FIRST_BYTES + size * 2
+        )
         assert (source / name).stat().st_size > 10 * FIRST_BYTES
     assert not list(machine.home.rglob("snapshots/*/*.safetensors"))
     assert list(machine.work.iterdir()) == []
-    assert "unset the `HF_HUB_OFFLINE`" in machine.refused(*MERGED, "--revision", commit, NAME, HF_HUB_OFFLINE="1")
-    refused = machine.refused("--kv-budget", "0.1", NAME)  # before weights are fetched to measure layers
+    assert "unset the `HF_HUB_OFFLINE`" in machine.refused(
+        *MERGED, "--revision", commit, NAME, HF_HUB_OFFLINE="1"
+    )
+    # Before weights are fetched to measure layers
+    refused = machine.refused("--kv-budget", "0.1", NAME)
     assert "--kv-budget 0.1 is not possible" in refused
     assert not list(machine.home.rglob("snapshots/*/*.safetensors"))
 
@@ -135,21 +164,40 @@ def test_bin_weights(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     assert contents(machine.work / OUT) == contents(tmp_path / "local")
 
 
-# How the hub answers (None: it has no such repository), how the command is called, and what it says.
+# How the hub answers (None: it has no such repository), how the command is called, and what it
+# says.
 ACCESS: list[tuple[dict[str, Any] | None, tuple[object, ...], dict[str, str], str]] = [
-    (None, (), {}, f"there is no directory {NAME}, and huggingface_hub says: 401 Client Error. Repository Not Found"),
-    ({"gated": True}, (), {"HF_TOKEN": "hf_other"}, "403 Client Error. Cannot access gated repo for url"),
+    (
+        None,
+        (),
+        {},
+        f"there is no directory {NAME}, and huggingface_hub says: 401 Client Error. "
+        "Repository Not "
+        "Found",
+    ),
+    (
+        {"gated": True},
+        (),
+        {"HF_TOKEN": "hf_other"},
+        "403 Client Error. Cannot access gated repo for url",
+    ),
     ({}, ("--revision", "no"), {}, "404 Client Error. Revision Not Found for url: "),
     ({}, (), {"HF_ENDPOINT": "http://no.test"}, "the hub at http://no.test cannot be reached ("),
     ({}, (), {"HF_HUB_OFFLINE": "1"}, f"Cannot reach {Hub.endpoint}/"),
     ({"failure": 501}, (), {}, "501 Not Implemented"),
     ({}, ("--groups", 3), {}, "choose 1, 2, 4 or 8"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("answers", "words", "environment", "says"), ACCESS)
 def test_repository_that_cannot_be_used(
-    tmp_path: Path, hub: Hub, machine: Machine, answers: Any, words: Any, environment: dict[str, str], says: str
+    tmp_path: Path,
+    hub: Hub,
+    machine: Machine,
+    answers: Any,
+    words: Any,
+    environment: dict[str, str],
+    says: str,
 ) -> None:
     """One line on stderr and exit code 2, and nothing is written."""
     if answers is not None:
@@ -157,22 +205,32 @@ def test_repository_that_cannot_be_used(
         hub.repo(NAME, model(tmp_path / "source"), answers.get("gated", False))
     assert says in machine.refused(*MERGED, *words, NAME, **environment)
     assert (hub.requests == []) == bool(environment.keys() & {"HF_ENDPOINT", "HF_HUB_OFFLINE"})
-    assert hub.sent(".safetensors") < 1 << 18  # of 2.4 MB: also wrong groups are refused before weights are fetched
+    # Of 2.4 MB: also wrong groups are refused before weights are fetched
+    assert hub.sent(".safetensors") < 1 << 18
 
 
 def shard(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     """The second shard is changed."""
-    return lambda source: (source / SHARDS[1]).write_bytes(change((source / SHARDS[1]).read_bytes()))
+    return lambda source: (source / SHARDS[1]).write_bytes(
+        change((source / SHARDS[1]).read_bytes())
+    )
 
 
 TRUNCATED = f"gqa-convert: {SHARDS[1]} is truncated or not a safetensors file: "
 
 
-@pytest.mark.parametrize(("breaks", "says"), [
-    (lambda source: (source / INDEX).rename(source / "x.gguf"),
-     f"has neither {SINGLE} nor pytorch_model.bin (nor their index) but {SHARDS[0]}, "),
-    (shard(lambda data: data[:-9]), TRUNCATED), (shard(lambda data: b"\xff" * 7 + b"\x7f" + data[8:]), TRUNCATED),
-], ids=["no weights", "truncated", "header too long"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("breaks", "says"),
+    [
+        (
+            lambda source: (source / INDEX).rename(source / "x.gguf"),
+            f"has neither {SINGLE} nor pytorch_model.bin (nor their index) but {SHARDS[0]}, ",
+        ),
+        (shard(lambda data: data[:-9]), TRUNCATED),
+        (shard(lambda data: b"\xff" * 7 + b"\x7f" + data[8:]), TRUNCATED),
+    ],
+    ids=["no weights", "truncated", "header too long"],
+)
 def test_broken_repository(
     tmp_path: Path, hub: Hub, machine: Machine, breaks: Callable[[Path], object], says: str
 ) -> None:
@@ -185,19 +243,36 @@ def test_broken_repository(
     assert hub.sent(".gguf") == 0
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    *(([path], f"there is no directory {path}; give a directory with config.json, or a hub id (owner/name)\n")
-      for path in ("a/b/c", "./Llama-2-7b-hf", "../lab", "/lab", "labs/")),
-    (["lab/bad--name"], "lab/bad--name, and it is no hub id (owner/name): Cannot have -- or .. in repo_id"),
-    (["--revision", "", NAME], "Invalid value for '--revision': '' is not a name"),
-    (["lab/here"], "lab/here has no config.json"),
-    (["--revision", "main", "lab/here"], "--revision is for hub ids; lab/here is a local path"),
-])  # fmt: skip
-def test_what_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        *(
+            (
+                [path],
+                f"there is no directory {path}; give a directory with config.json, "
+                "or a hub id "
+                "(owner/name)\n",
+            )
+            for path in ("a/b/c", "./Llama-2-7b-hf", "../lab", "/lab", "labs/")
+        ),
+        (
+            ["lab/bad--name"],
+            "lab/bad--name, and it is no hub id (owner/name): Cannot have -- or .. in repo_id",
+        ),
+        (["--revision", "", NAME], "Invalid value for '--revision': '' is not a name"),
+        (["lab/here"], "lab/here has no config.json"),
+        (["--revision", "main", "lab/here"], "--revision is for hub ids; lab/here is a local path"),
+    ],
+)
+def test_what_is_no_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
     """A directory of the same name wins."""
     (tmp_path / "lab/here").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("socket.socket.connect", lambda socket, address: pytest.fail("the network was asked"))
+    monkeypatch.setattr(
+        "socket.socket.connect", lambda socket, address: pytest.fail("the network was asked")
+    )
     result = run(*MERGED, *words)
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
     assert said in result.err

@@ -41,7 +41,9 @@ def test_other_bytes_than_utf8_are_refused() -> None:
 
 
 def test_what_tools_write_is_read() -> None:
-    """The control: infinity of tokenizers, a NUL, nesting as deep as allowed; and all of it can be walked."""
+    """The control: infinity of tokenizers, a NUL, nesting as deep as allowed; and all of it can be
+    walked.
+    """
     text = json.dumps({"model_max_length": 10**30, "a\0": float("inf"), "pair": "\U0001f600"})
     assert parse_json(text, "x.json") == json.loads(text)
 

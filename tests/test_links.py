@@ -1,4 +1,6 @@
-"""Links in the directory of a model: those that transformers follows work, others are left out or named as they are."""
+"""Links in the directory of a model: those that transformers follows work, others are left out or
+named as they are.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,16 @@ def test_links_in_a_circle_end(model: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "target", "warning"),
     [
-        ("train.log", "gone.log", "train.log in {} is a broken link: it points to gone.log, which does not exist"),
-        ("train.log", "../outside/a.log", "train.log is a link that leaves {}: it points to {}/outside/a.log"),
+        (
+            "train.log",
+            "gone.log",
+            "train.log in {} is a broken link: it points to gone.log, which does not exist",
+        ),
+        (
+            "train.log",
+            "../outside/a.log",
+            "train.log is a link that leaves {}: it points to {}/outside/a.log",
+        ),
         ("logs", "../outside", "logs is a link that leaves {}: it points to {}/outside"),
     ],
 )
@@ -84,12 +94,19 @@ def test_links_that_are_not_needed_are_left_out_with_a_warning(
     assert name not in written(model)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", SINGLE, "chat_template.jinja", "modeling_x.py"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "config.json", SINGLE, "chat_template.jinja", "modeling_x.py"]
+)
 @pytest.mark.parametrize(
     ("target", "says"),
-    [("gone", "is a broken link: it points to gone, which does not exist"), ("../outside", "is a link that leaves")],
+    [
+        ("gone", "is a broken link: it points to gone, which does not exist"),
+        ("../outside", "is a link that leaves"),
+    ],
 )
-def test_links_that_are_needed_are_named_as_what_they_are(model: Path, name: str, target: str, says: str) -> None:
+def test_links_that_are_needed_are_named_as_what_they_are(
+    model: Path, name: str, target: str, says: str
+) -> None:
     (model / "../outside").write_text("{}")
     (model / name).unlink(missing_ok=True)
     (model / name).symlink_to(target)
@@ -111,7 +128,9 @@ def test_links_into_a_cache_of_the_hub_are_followed(model: Path, tmp_path: Path)
     assert written(model) >= {"config.json", SINGLE}
 
 
-def test_what_looks_like_a_cache_inside_a_model_leads_nowhere_else(model: Path, tmp_path: Path) -> None:
+def test_what_looks_like_a_cache_inside_a_model_leads_nowhere_else(
+    model: Path, tmp_path: Path
+) -> None:
     """A download may contain anything: only where a link really leads counts."""
     (tmp_path / "secret").write_text("mine")
     (model / "models--a--b/blobs").mkdir(parents=True)
@@ -124,14 +143,27 @@ def test_training_warns_of_links_that_are_left_out(small: Path, tmp_path: Path) 
     model = Path(shutil.copytree(small, tmp_path / "model"))
     (model / "train.log").symlink_to("gone")
     (tmp_path / "t.txt").write_text("words " * 200)
-    words = ("--teacher", "none", "--data", tmp_path / "t.txt", "--steps", 1, "--context", 16, "--batch-size", 1)
+    words = (
+        "--teacher",
+        "none",
+        "--data",
+        tmp_path / "t.txt",
+        "--steps",
+        1,
+        "--context",
+        16,
+        "--batch-size",
+        1,
+    )
     result = run(model, *words, "-o", tmp_path / "out", "-q", program="gqa-uptrain")
     assert result.code == 0, result
     assert "warning: train.log in " in result.err
     assert not (tmp_path / "out/train.log").exists()
 
 
-def test_commands_to_type_are_quoted(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_to_type_are_quoted(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A shell reads them as they are meant, and gqa-eval takes no path for an option."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(small, "-m [it's]")
@@ -142,7 +174,8 @@ def test_commands_to_type_are_quoted(small: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "name", ["m[1]", "m*", "m?", "{a,b}", "m m", "m#1", "m%41", "m:1", "m@b", "m\nm", "it's", 'm"', "-m"]
+    "name",
+    ["m[1]", "m*", "m?", "{a,b}", "m m", "m#1", "m%41", "m:1", "m@b", "m\nm", "it's", 'm"', "-m"],
 )
 def test_names_of_models_are_not_interpreted(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

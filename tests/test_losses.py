@@ -1,4 +1,6 @@
-"""The loss and its gradient against the plain computation on whole logits, and against transformers' own loss."""
+"""The loss and its gradient against the plain computation on whole logits, and against
+transformers' own loss.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,21 @@ from gqa.corpus.likelihood import ChunkedHead, nats
 from gqa.uptrain.training_model import chunked_sum
 
 VOCABULARY = 96
-# Tied, with a bias in the head (Phi), soft-capped (Gemma 2), scaled (Cohere, Granite), mixtures, inside a larger model.
-HEADS = ["llama+tied", "phi", "gemma2", "cohere", "granite", "mixtral", "falcon", "gemma3", "gpt_oss", "phi3", "olmo2"]
+# Tied, with a bias in the head (Phi), soft-capped (Gemma 2), scaled (Cohere, Granite), mixtures,
+# inside a larger model.
+HEADS = [
+    "llama+tied",
+    "phi",
+    "gemma2",
+    "cohere",
+    "granite",
+    "mixtral",
+    "falcon",
+    "gemma3",
+    "gpt_oss",
+    "phi3",
+    "olmo2",
+]
 
 
 def batch(rows: int = 3, length: int = 33, seed: int = 0) -> dict[str, Tensor]:
@@ -51,7 +66,11 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: fl
 
 
 def assert_equals(
-    monkeypatch: pytest.MonkeyPatch, expected: Tensor, model: PreTrainedModel, given: dict[str, Tensor], **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    expected: Tensor,
+    model: PreTrainedModel,
+    given: dict[str, Tensor],
+    **options: Any,
 ) -> None:
     """The mean loss as training computes it, and its gradients, for any number of slices."""
     expected.backward()
@@ -74,7 +93,9 @@ def set_slices(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 @pytest.mark.parametrize("name", HEADS)
 def test_equals_the_loss_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = made(name), batch()
-    assert_equals(monkeypatch, model(**given, labels=given["input_ids"], use_cache=False).loss, model, given)
+    assert_equals(
+        monkeypatch, model(**given, labels=given["input_ids"], use_cache=False).loss, model, given
+    )
 
 
 def test_distillation_equals_that_on_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +116,9 @@ def test_distillation_equals_that_on_whole_logits(monkeypatch: pytest.MonkeyPatc
 def test_the_teacher_is_no_part_of_the_model() -> None:
     model, teacher = pair()
     training = training_model(model, teacher)
-    assert {name.removeprefix("model.") for name in training.state_dict()} == set(model.state_dict())
+    assert {name.removeprefix("model.") for name in training.state_dict()} == set(
+        model.state_dict()
+    )
     training.train()
     assert not teacher.training
     loss, sums = training(**batch())
@@ -110,7 +133,9 @@ class Widest(TorchDispatchMode):
 
     rows = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         output = function(*args, **(kwargs or {}))
         for tensor in output if isinstance(output, tuple | list) else [output]:
             if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[-1] == VOCABULARY:
@@ -119,7 +144,9 @@ class Widest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("taught", [False, True])
-def test_nothing_of_width_v_is_held_for_a_batch(monkeypatch: pytest.MonkeyPatch, taught: bool) -> None:
+def test_nothing_of_width_v_is_held_for_a_batch(
+    monkeypatch: pytest.MonkeyPatch, taught: bool
+) -> None:
     model, teacher = pair("gemma2")
     training, given = training_model(model, teacher if taught else None), batch(8)
     training(**batch(1))  # the heads are checked on the first input
@@ -150,13 +177,17 @@ def head_gradients(dtype: torch.dtype) -> list[Tensor]:
 def test_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of many slices lose nothing in bfloat16."""
     set_slices(monkeypatch, 16)
-    for found, exact in zip(head_gradients(torch.bfloat16), head_gradients(torch.float32), strict=True):
+    for found, exact in zip(
+        head_gradients(torch.bfloat16), head_gradients(torch.float32), strict=True
+    ):
         assert found.dtype == torch.bfloat16
         assert float((found - exact).norm() / exact.norm()) < 5e-3
 
 
 def test_autocast_loses_no_gradient() -> None:
-    """The first input is also the one that the head is checked on, without gradients, in the same region."""
+    """The first input is also the one that the head is checked on, without gradients, in the same
+    region.
+    """
     model = made("llama+tied")
     training, found = training_model(model), []
     for enabled in (True, True, False):
@@ -173,7 +204,9 @@ def test_autocast_loses_no_gradient() -> None:
 
 @pytest.mark.parametrize("error", [0.0, 0.05])
 def test_a_head_that_is_off_is_not_split(error: float) -> None:
-    """A class whose logits depend on its input ids, by less than the largest logit is rounded to in bfloat16."""
+    """A class whose logits depend on its input ids, by less than the largest logit is rounded to in
+    bfloat16.
+    """
 
     class Scaled(LlamaForCausalLM):
         def forward(self, input_ids: Tensor, **given: Any) -> Any:
@@ -187,17 +220,26 @@ def test_a_head_that_is_off_is_not_split(error: float) -> None:
     assert head.split == (not error)
 
 
-@pytest.mark.parametrize(("name", "modules"), {
-    "llama": {"model"}, "llama4_text": {""}, "gqa_t5": {"encoder", "decoder"},
-}.items())  # fmt: skip
-def test_all_that_runs_is_compiled(name: str, modules: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    {
+        "llama": {"model"},
+        "llama4_text": {""},
+        "gqa_t5": {"encoder", "decoder"},
+    }.items(),
+)
+def test_all_that_runs_is_compiled(
+    name: str, modules: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once, also where the head is not split, and where the encoder runs alone."""
     compiled: list[nn.Module] = []
     monkeypatch.setattr(torch, "compile", lambda module: compiled.append(module) or module)
     model, inputs = made(name), batch()
     head = ChunkedHead(model, compile_model=True)
     for _ in range(2):
-        head.hidden(**inputs, **({"decoder_input_ids": inputs["input_ids"]} if name == "gqa_t5" else {}))
+        head.hidden(
+            **inputs, **({"decoder_input_ids": inputs["input_ids"]} if name == "gqa_t5" else {})
+        )
     assert sorted(map(id, compiled)) == sorted(id(model.get_submodule(path)) for path in modules)
 
 

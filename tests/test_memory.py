@@ -28,7 +28,7 @@ from gqa.eval.decode import greedy_decode, time_decoding
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import fake_quantise, quantise_cache
 
-# ---------------------------------------------------------------------------------------------- caches of few bits
+# ------------------------------------------------------------------------------- caches of few bits
 
 IDS = torch.arange(10, 40)[None]
 
@@ -49,7 +49,9 @@ def test_numbers_on_the_grid_stay_and_others_move_by_half_a_step(bits: int, dim:
     assert (away <= 0.5 * step + 4e-3 * cut.abs().amax(-1)).all()  # edges are kept in 16 bits
     assert (away > 0.2 * step).all()
     assert fake_quantise(torch.full((2, dim), 0.5), bits).equal(torch.full((2, dim), 0.5))
-    assert CachedLayer(3, dim, dim, None).bytes_per_token(2, bits) == 6 * (math.ceil(dim * bits / 8) + 4 * parts)
+    assert CachedLayer(3, dim, dim, None).bytes_per_token(2, bits) == 6 * (
+        math.ceil(dim * bits / 8) + 4 * parts
+    )
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -73,23 +75,32 @@ def test_values_near_the_largest_float16_stay_finite_in_float16() -> None:
 class RoundedCache(DynamicCache):
     """transformers' cache, whose numbers are of few bits."""
 
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         return super().update(fake_quantise(keys, 3), fake_quantise(values, 3), *args, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "gqa_gpt2", "by layer"])
 def test_attention_reads_what_a_cache_of_these_bits_gives_back(name: str, tmp_path: Path) -> None:
-    """As transformers computes it with such a cache, token for token; a whole cache, as a control, does not."""
-    path = write_checkpoint(build(TINY["llama" if name == "by layer" else name], QUERY_HEADS), tmp_path / "model")
+    """As transformers computes it with such a cache, token for token; a whole cache, as a control,
+    does not.
+    """
+    path = write_checkpoint(
+        build(TINY["llama" if name == "by layer" else name], QUERY_HEADS), tmp_path / "model"
+    )
     if name == "by layer":
         path = convert_checkpoint(path, (1, 4), tmp_path / "out", method="mean").out
     model = load_model(str(path), dtype="float32")
     with torch.no_grad():
         plain, cache = model(input_ids=IDS).logits, {cache_name(model): RoundedCache()}
-        expected = torch.cat([model(input_ids=ids, **cache).logits for ids in IDS.split(1, dim=1)], 1)
+        expected = torch.cat(
+            [model(input_ids=ids, **cache).logits for ids in IDS.split(1, dim=1)], 1
+        )
         quantise_cache(model, 3, 2, "m")
         logits = model(input_ids=IDS, use_cache=False).logits
-    assert (logits - expected).abs().max() < 2e-3 * expected.abs().max()  # a product's rounding may move it by a step
+    # A product's rounding may move it by a step
+    assert (logits - expected).abs().max() < 2e-3 * expected.abs().max()
     assert (logits - expected).abs().mean() < 0.01 * (plain - expected).abs().mean()
 
 
@@ -100,13 +111,24 @@ def test_a_class_with_attention_code_of_its_own() -> None:
 
 
 def test_every_checkpoint_is_measured_with_it() -> None:
-    base, merged, *others = results("SRC G2 --data TEXT --tokens 500 --kl --cache-bits 8,2")["models"]
-    assert [one["name"] for one in others] == ["stdlib-mha (int8)", "gqa2 (int8)", "stdlib-mha (int2)", "gqa2 (int2)"]
+    base, merged, *others = results("SRC G2 --data TEXT --tokens 500 --kl --cache-bits 8,2")[
+        "models"
+    ]
+    assert [one["name"] for one in others] == [
+        "stdlib-mha (int8)",
+        "gqa2 (int8)",
+        "stdlib-mha (int2)",
+        "gqa2 (int2)",
+    ]
     eight, two = others[0], others[2]
     assert eight["against_baseline"]["kl"]["mean"] < 1e-3 < two["against_baseline"]["kl"]["mean"]
     whole, *fewer = (one["kv_cache"]["bytes_per_token"] for one in (base, eight, two))
-    assert fewer == [whole * (32 + 4) / 64, whole * (8 + 4) / 64], "codes of 32 dimensions, their scale and least"
-    assert others[1]["quality"]["nats_per_token"] == pytest.approx(merged["quality"]["nats_per_token"], abs=1e-2)
+    assert fewer == [whole * (32 + 4) / 64, whole * (8 + 4) / 64], (
+        "codes of 32 dimensions, their scale and least"
+    )
+    assert others[1]["quality"]["nats_per_token"] == pytest.approx(
+        merged["quality"]["nats_per_token"], abs=1e-2
+    )
 
 
 Calls = list[tuple[Tensor, int]]
@@ -137,39 +159,57 @@ def calls_of(*models: PreTrainedModel) -> Iterator[Calls]:
 def test_tokens_are_those_of_generate(pair: dict[str, PreTrainedModel], name: str) -> None:
     """Also with a sliding window (mistral) shorter than the context."""
     model = pair[name] if name in pair else build(TINY[name], 2, attention="sdpa")
-    ids = torch.randint(10, model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        10, model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1)
+    )
     model.generation_config.eos_token_id = None
-    expected = model.generate(input_ids=ids, do_sample=False, max_new_tokens=9, pad_token_id=0)[:, 12:]
+    expected = model.generate(input_ids=ids, do_sample=False, max_new_tokens=9, pad_token_id=0)[
+        :, 12:
+    ]
     with calls_of(model) as calls:
         tokens, *seconds = greedy_decode(model, ids, steps=8)
     assert torch.equal(tokens, expected)
-    assert [(tuple(ids.shape), length) for ids, length in calls[:3]] == [((2, 12), 0), ((2, 1), 12), ((2, 1), 13)]
+    assert [(tuple(ids.shape), length) for ids, length in calls[:3]] == [
+        ((2, 12), 0),
+        ((2, 1), 12),
+        ((2, 1), 13),
+    ]
     assert torch.equal(torch.cat([ids for ids, _ in calls[1:]], dim=1), expected[:, :-1])
     assert not torch.equal(greedy_decode(model, ids.flip(1), steps=8)[0], expected)
     assert min(seconds) > 0
 
 
 def test_a_model_that_returns_no_cache() -> None:
-    with pytest.raises(RefusedError, match="--decode needs a model that returns a key/value cache; "):
+    with pytest.raises(
+        RefusedError, match="--decode needs a model that returns a key/value cache; "
+    ):
         greedy_decode(build(TINY["recurrent_gemma"], 2), torch.full((1, 8), 7), steps=2)
 
 
-def test_points_of_two_models(pair: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_of_two_models(
+    pair: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a clock on which the n-th interval takes n seconds; a run takes three readings of it."""
     clock = (n * (n + 1) / 2 for n in count())
     monkeypatch.setattr(decode, "clock", lambda device: next(clock))
     monkeypatch.setattr(decode, "REPEATS", 3)
-    subjects: Any = [Mock(load=Mock(return_value=model), vocabulary=4096) for model in pair.values()]
+    subjects: Any = [
+        Mock(load=Mock(return_value=model), vocabulary=4096) for model in pair.values()
+    ]
     options = EvaluateOptions(("mha", "gqa2"), decode_batches=(1, 4), decode_steps=2, quiet=True)
     records: list[dict[str, Any]] = [{}, {}]
     time_decoding(subjects, records, options, [8, 30])
-    points, cells = [record["decode"]["points"] for record in records], [(1, 8), (1, 30), (4, 8), (4, 30)]
+    points, cells = (
+        [record["decode"]["points"] for record in records],
+        [(1, 8), (1, 30), (4, 8), (4, 30)],
+    )
     for model_points, turns in zip(points, ((0, 2, 4), (1, 3, 5)), strict=True):
         assert [(p["batch"], p["context"]) for p in model_points] == cells
         for p in model_points:
             assert p["tokens_per_second"] == p["batch"] / p["seconds_per_token"]
             assert (p["attention"], p["dtype"]) == ("sdpa", "float32")
-        # The warm-up of two models takes the first six readings: the prefill of run r of all ends at 6 + 3 r + 1.
+        # The warm-up of two models takes the first six readings: the prefill of run r of all ends
+        # at 6 + 3 r + 1.
         first, prefills = model_points[0], [7 + 3 * turn for turn in turns]
         assert first["prefill_seconds"] == prefills[1]
         seconds = [first[key] for key in ("fastest", "seconds_per_token", "slowest")]

@@ -28,9 +28,15 @@ K = "model.layers.0.self_attn.k_proj.weight"
 V_BIAS = "model.layers.1.self_attn.v_proj.bias"
 
 
-def converted(source: Path, groups: int, place: Path, method: str = "mean", **options: Any) -> dict[str, Tensor]:
+def converted(
+    source: Path, groups: int, place: Path, method: str = "mean", **options: Any
+) -> dict[str, Tensor]:
     """The tensors of a conversion."""
-    return all_tensors(convert_checkpoint(source, groups, place / "out", method=method, overwrite=True, **options).out)
+    return all_tensors(
+        convert_checkpoint(
+            source, groups, place / "out", method=method, overwrite=True, **options
+        ).out
+    )
 
 
 def grouped(tensor: Tensor, groups: int) -> Tensor:
@@ -55,36 +61,51 @@ def test_random_is_drawn_once_per_seed_and_tensor(source: Path, tmp_path: Path) 
     assert not torch.equal(one[K], one[K.replace("layers.0", "layers.1")])
     assert not torch.equal(one[K], one[K.replace("k_proj", "v_proj")])
     assert torch.count_nonzero(one[V_BIAS]) == 0
-    draws = torch.cat([one[n].flatten() for n in one if "k_proj.weight" in n or "v_proj.weight" in n])
+    draws = torch.cat(
+        [one[n].flatten() for n in one if "k_proj.weight" in n or "v_proj.weight" in n]
+    )
     assert abs(float(draws.std()) / 0.02 - 1) < 0.1
     assert abs(float(draws.mean())) < 0.002
 
 
-def test_a_method_is_one_entry(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Another function in an entry of the table: it converts, and the card has the entry's words."""
+def test_a_method_is_one_entry(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another function in an entry of the table: it converts,
+    and the card has the entry's words.
+    """
 
     def last(kv: int, groups: int) -> HeadMaps:
         weights = torch.zeros(groups, kv // groups, dtype=torch.float64)
         weights[:, -1] = 1.0
         return HeadMaps(key=weights, value=weights)
 
-    monkeypatch.setitem(METHODS, "first", methods.Method("first", "nothing", "seconds", "the last of each group", last))
+    monkeypatch.setitem(
+        METHODS,
+        "first",
+        methods.Method("first", "nothing", "seconds", "the last of each group", last),
+    )
     tensors = converted(source, 2, tmp_path, "first")
     assert torch.equal(tensors[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
-    assert "the last of each group (`--method first`)" in (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "the last of each group (`--method first`)" in (tmp_path / "out" / "README.md").read_text()
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- which heads share
+# -------------------------------------------------------------------------------- which heads share
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (6, 2), (6, 3), (8, 4), (6, 1), (6, 6)])
 def test_each_partition_once(heads: int, groups: int) -> None:
     """Against every order of heads, cut into groups."""
     size = heads // groups
-    cuts = ([order[at : at + size] for at in range(0, heads, size)] for order in permutations(range(heads)))
-    assert sorted(partitions(tuple(range(heads)), size)) == sorted({
-        tuple(sorted(tuple(sorted(group)) for group in cut)) for cut in cuts
-    })  # fmt: skip
+    cuts = (
+        [order[at : at + size] for at in range(0, heads, size)]
+        for order in permutations(range(heads))
+    )
+    assert sorted(partitions(tuple(range(heads)), size)) == sorted(
+        {tuple(sorted(tuple(sorted(group)) for group in cut)) for cut in cuts}
+    )
 
 
 def test_moments_follow_their_heads() -> None:
@@ -93,7 +114,10 @@ def test_moments_follow_their_heads() -> None:
     distances, order, found = torch.rand(8, 5), (2, 0, 3, 1), []
     for groups, kv in ((1, [0, 1, 2, 3]), (2, list(order))):
         of = [2 * head + one for head in kv for one in (0, 1)]
-        moments, weights = Moments.zeros(LayerHeads(8, 4, 4, 4), groups, 5), significance[:, of, :, 0].square()
+        moments, weights = (
+            Moments.zeros(LayerHeads(8, 4, 4, 4), groups, 5),
+            significance[:, of, :, 0].square(),
+        )
         moments.add(q[:, of], k[:, kv], v[:, kv], weights, torch.ones(1, 5), distances[of])
         found.append(moments.averaged())
     whole, cut = found[0].regrouped(order, 2), found[1]
@@ -103,8 +127,13 @@ def test_moments_follow_their_heads() -> None:
 
 def test_keys_and_values_decide_together_in_whatever_units() -> None:
     generator, orders = torch.Generator().manual_seed(3), []
-    roots = (torch.randn(n, 64 // n, 64 // n, generator=generator, dtype=torch.float64) for n in (2, 16, 2, 16))
-    keys, queries, values, w_o = (root[: len(root) // 2] @ root[: len(root) // 2].mT for root in roots)
+    roots = (
+        torch.randn(n, 64 // n, 64 // n, generator=generator, dtype=torch.float64)
+        for n in (2, 16, 2, 16)
+    )
+    keys, queries, values, w_o = (
+        root[: len(root) // 2] @ root[: len(root) // 2].mT for root in roots
+    )
     for key_unit, value_unit in ((1, 1), (1e6, 1), (1, 1e6), (1, 0), (0, 1)):
         means, distances = keys.new_zeros(1, 32), keys.new_zeros(8, 0)
         moments = Moments(key_unit * keys, means, queries, value_unit * values, distances)
@@ -119,38 +148,52 @@ def test_an_aligned_mean_has_the_mean_energy(rotated: int) -> None:
     root = torch.randn(24, 24, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     moments = root @ root.mT
     for maps in (procrustes_key(moments, Rotary(rotated), 3), procrustes_value(moments, 3, 1)):
-        assert float((maps.merge @ moments @ maps.merge.mT).trace()) == pytest.approx(float(moments.trace()) / 3)
+        assert float((maps.merge @ moments @ maps.merge.mT).trace()) == pytest.approx(
+            float(moments.trace()) / 3
+        )
 
 
 @pytest.mark.parametrize("method", ["procrustes", "calibrated"])
 def test_from_the_option_to_the_checkpoint(tmp_path: Path, method: str) -> None:
-    """KV heads 0 and 2 are equal, 1 and 3 are; neighbours lose a lot. Each is read by two query heads."""
-    tiny = replace(TINY["llama+bias"], options={**TINY["llama+bias"].options, "num_attention_heads": 8})
+    """KV heads 0 and 2 are equal, 1 and 3 are; neighbours lose a lot.
+
+    Each is read by two query heads.
+    """
+    tiny = replace(
+        TINY["llama+bias"], options={**TINY["llama+bias"].options, "num_attention_heads": 8}
+    )
     source = write_checkpoint(build(tiny, 2), tmp_path / "source")
     rearrange(model := convert_checkpoint(source, 4, tmp_path / "equal", method="mean").out)
     expected, lost = logits(tiny, load(tiny, model), inputs(tiny)), {}
     for grouping in ("contiguous", "auto"):
         calibration = on_ids(grouping=grouping)
-        out = convert_checkpoint(model, 2, tmp_path / grouping, method=method, calibration=calibration).out
+        out = convert_checkpoint(
+            model, 2, tmp_path / grouping, method=method, calibration=calibration
+        ).out
         lost[grouping] = relative(logits(tiny, load(tiny, out), inputs(tiny)), expected)
     assert lost["auto"] < 1e-4  # of so few heads all partitions are tried
     assert lost["contiguous"] > 1e-2
 
 
-@pytest.mark.parametrize(("name", "heads", "groups", "method", "searched"), [
-    ("llama", 8, 2, "aligned", True),
-    ("llama", 12, 2, "refined", False),  # 924 groups of six heads
-    ("llama", 14, 7, "aligned", False),  # 91 pairs, and 135,135 ways to divide into pairs
-    ("llama", 8, 1, "calibrated", False),  # all share
-    ("llama", 8, 2, "mean", False),
-    ("falcon+rw", 4, 1, "procrustes", False),  # ALiBi: a head's place is its slope
-    ("diffllama", 8, 2, "refined", False),  # it cannot be aligned
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "heads", "groups", "method", "searched"),
+    [
+        ("llama", 8, 2, "aligned", True),
+        ("llama", 12, 2, "refined", False),  # 924 groups of six heads
+        ("llama", 14, 7, "aligned", False),  # 91 pairs, and 135,135 ways to divide into pairs
+        ("llama", 8, 1, "calibrated", False),  # all share
+        ("llama", 8, 2, "mean", False),
+        ("falcon+rw", 4, 1, "procrustes", False),  # ALiBi: a head's place is its slope
+        ("diffllama", 8, 2, "refined", False),  # it cannot be aligned
+    ],
+)
 def test_few_heads_are_searched_without_being_asked(
     name: str, heads: int, groups: int, method: str, searched: bool, tmp_path: Path
 ) -> None:
     options = {**TINY[name].options, "num_attention_heads": heads, "hidden_size": 8 * heads}
-    directory = write_checkpoint(build(replace(TINY[name], options=options), heads), tmp_path / "source")
+    directory = write_checkpoint(
+        build(replace(TINY[name], options=options), heads), tmp_path / "source"
+    )
     plan = plan_conversion(directory, groups, method=method)
     assert searches(plan, "auto") is searched
     assert not searches(plan, "contiguous")

@@ -1,4 +1,6 @@
-"""Names out of checkpoints and data files, with any characters: on the terminal, in model cards and in reports."""
+"""Names out of checkpoints and data files, with any characters: on the terminal, in model cards and
+in reports.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,18 @@ from training import fresh_accelerator, tiny_checkpoint, write_corpus
 
 from gqa.checkpoint.card import BASE_CARD, model_name
 from gqa.checkpoint.errors import one_line
-from gqa.checkpoint.escape import code_block, code_span, markdown, python_string, shell_line, visible
+from gqa.checkpoint.escape import (
+    code_block,
+    code_span,
+    markdown,
+    python_string,
+    shell_line,
+    visible,
+)
 
 ROOT = Path(__file__).parents[1]
-# An escape sequence, a bell, text from right to left, a line break, HTML, a cell of a table, code, a link, emphasis.
+# An escape sequence, a bell, text from right to left, a line break, HTML, a cell of a table, code,
+# a link, emphasis.
 HOSTILE = "m\x1b[31m\x07\u202e\nx<script>|`x`[x](y)*z*"
 
 
@@ -35,7 +45,9 @@ def render(text: str) -> str:
 
 def controls(text: str) -> set[str]:
     """Characters that steer a terminal or hide text."""
-    return {character for character in text if not character.isprintable() and character not in "\n\t"}
+    return {
+        character for character in text if not character.isprintable() and character not in "\n\t"
+    }
 
 
 def check_printed(done: Result) -> None:
@@ -75,7 +87,9 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("hostile")
     model = tiny_checkpoint(place / HOSTILE, kv_heads=4)
     edit_json(model / "config.json", lambda config: config.update({HOSTILE: HOSTILE}))
-    (model / "README.md").write_text(f"---\nlicense: mit\ntags: ['{'x' * 3}', \"a\\e[2Jb\"]\n---\n# {HOSTILE}\n")
+    (model / "README.md").write_text(
+        f"---\nlicense: mit\ntags: ['{'x' * 3}', \"a\\e[2Jb\"]\n---\n# {HOSTILE}\n"
+    )
     write_corpus(place / f"{HOSTILE}.jsonl", 6)
     return place
 
@@ -117,13 +131,25 @@ def test_a_training(hostile: Path, converted: tuple[Result, Path]) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_record_that_names_another_base_model(hostile: Path, converted: tuple[Result, Path], tmp_path: Path) -> None:
+def test_a_record_that_names_another_base_model(
+    hostile: Path, converted: tuple[Result, Path], tmp_path: Path
+) -> None:
     edit_json(
         converted[1] / "gqa_conversion.json",
         lambda record: record["source"].update(model=f"other {HOSTILE}", path="no"),
     )
     data, size = hostile / f"{HOSTILE}.jsonl", ("--context", 32, "--batch-size", 1)
-    done = run(converted[1], "--data", data, "--steps", 1, *size, "-o", tmp_path / "out", program="gqa-uptrain")
+    done = run(
+        converted[1],
+        "--data",
+        data,
+        "--steps",
+        1,
+        *size,
+        "-o",
+        tmp_path / "out",
+        program="gqa-uptrain",
+    )
     check_printed(done)
     assert "was moved or deleted" in done.out
     check_card(tmp_path / "out")
@@ -131,17 +157,38 @@ def test_a_record_that_names_another_base_model(hostile: Path, converted: tuple[
 
 def test_an_evaluation(hostile: Path, converted: tuple[Result, Path], tmp_path: Path) -> None:
     data = ("--data", hostile / f"{HOSTILE}.jsonl", "--tokens", 300)
-    done = run(hostile / HOSTILE, converted[1], *data, "--no-recall", "-o", tmp_path / "report", program="gqa-eval")
+    done = run(
+        hostile / HOSTILE,
+        converted[1],
+        *data,
+        "--no-recall",
+        "-o",
+        tmp_path / "report",
+        program="gqa-eval",
+    )
     check_printed(done)
     check_page(tmp_path / "report")
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_study(hostile: Path, tmp_path: Path) -> None:
-    options = ("--methods", "mean", "--groups", 1, "--alphas", 0, "--context", 64, "--skip", "kl,recall")
+    options = (
+        "--methods",
+        "mean",
+        "--groups",
+        1,
+        "--alphas",
+        0,
+        "--context",
+        64,
+        "--skip",
+        "kl,recall",
+    )
     data = ("--data", hostile / f"{HOSTILE}.jsonl", "--heldout-fraction", 0.5)
     with fresh_accelerator():
-        done = run(hostile / HOSTILE, *data, *options, "-o", tmp_path / "study", program="gqa-ablate")
+        done = run(
+            hostile / HOSTILE, *data, *options, "-o", tmp_path / "study", program="gqa-ablate"
+        )
     check_printed(done)
     check_page(tmp_path / "study")
 
@@ -160,7 +207,8 @@ def test_an_error_is_one_line(name: str, hostile: Path, tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / HOSTILE, kv_heads=4)
     if "tokenizer" in name:
         edit_json(
-            model / "tokenizer_config.json", lambda config: config.update(tokenizer_class=HOSTILE, tokenizer_type=1)
+            model / "tokenizer_config.json",
+            lambda config: config.update(tokenizer_class=HOSTILE, tokenizer_type=1),
         )
         (model / "tokenizer.json").write_text("{}")
     data = hostile / f"{HOSTILE}.jsonl"
@@ -175,12 +223,25 @@ def test_a_traceback_is_printed_safely(tmp_path: Path) -> None:
     assert controls(done.err) == set()
 
 
-# ------------------------------------------------------------------------------------------- the functions themselves
+# ------------------------------------------------------------------------- the functions themselves
 
 
 def test_the_markdown_of_a_name_is_its_text() -> None:
     """Whatever is in it; a control: the name itself is markup."""
-    texts = [HOSTILE, "a_b_c", "https://x.y", "www.x.y", "a@b.c", "**", "# h", "~~s~~", "$x$", "&amp;", "\\", "![i](u)"]
+    texts = [
+        HOSTILE,
+        "a_b_c",
+        "https://x.y",
+        "www.x.y",
+        "a@b.c",
+        "**",
+        "# h",
+        "~~s~~",
+        "$x$",
+        "&amp;",
+        "\\",
+        "![i](u)",
+    ]
     for text in texts:
         assert unescape(MarkdownIt().renderInline(markdown(text))) == one_line(text)
     assert "<script>" in render(HOSTILE)
@@ -196,7 +257,18 @@ def test_a_span_and_a_block_of_code_end_where_they_should(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["plain", "it's", 'a"b', "$HOME `id` \\", "two\nlines", HOSTILE, "\x1b7", "a\udcffb", "é\u202e1"]
+    "text",
+    [
+        "plain",
+        "it's",
+        'a"b',
+        "$HOME `id` \\",
+        "two\nlines",
+        HOSTILE,
+        "\x1b7",
+        "a\udcffb",
+        "é\u202e1",
+    ],
 )
 def test_a_shell_reads_the_word_that_was_quoted(text: str) -> None:
     line = shell_line(["printf", "%s", text])
@@ -214,9 +286,9 @@ def test_python_reads_the_string_that_was_quoted(text: str) -> None:
 def test_text_of_several_lines_stays_so() -> None:
     """Also in other scripts: marks that join or order letters are part of the text."""
     assert visible("a\n\tb\x1b[2J\x07\r\u202e\x85") == "a\n\tb\\x1b[2J\\x07\\r\\u202e\\x85"
-    assert visible("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \u200f \U0001f469\u200d\U0001f4bb") == (
+    assert visible(
         "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \u200f \U0001f469\u200d\U0001f4bb"
-    )
+    ) == ("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \u200f \U0001f469\u200d\U0001f4bb")
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-2-7b-hf", "gpt2"])

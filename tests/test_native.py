@@ -1,9 +1,10 @@
-"""Models written for another class, against both classes of transformers: the oracles, each with a control; what is
-refused, what the result says, tokenizers, and heads that are aligned.
+"""Models written for another class, against both classes of transformers: the oracles, each with a
+control; what is refused, what the result says, tokenizers, and heads that are aligned.
 
-The source class computes what is expected: its own logits at G = H, and at fewer heads those of the source whose heads
-are tied in its own layout. Nothing here knows how the converter lays tensors out: what keys and values are is said once
-more, in the layouts of the source classes. Differences are relative to the range of the logits, in float32.
+The source class computes what is expected: its own logits at G = H, and at fewer heads those of the
+source whose heads are tied in its own layout. Nothing here knows how the converter lays tensors
+out: what keys and values are is said once more, in the layouts of the source classes. Differences
+are relative to the range of the logits, in float32.
 """
 
 import json
@@ -58,20 +59,42 @@ def _gpt2(name: str, exact: bool = True, **options: Any) -> Case:
 
 
 _DROPOUT: dict[str, Any] = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "layer_norm_eps": 1e-3}
-_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 32,
-         "partial_rotary_factor": 0.5}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 32,
+    "partial_rotary_factor": 0.5,
+}
 CASES: dict[str, Case] = {
     case.tiny.name: case
     for case in (
         _neox("gpt_neox", **_DROPOUT),
-        _neox("gpt_neox+plain", attention_bias=False, tie_word_embeddings=True, hidden_act="relu", rotary_pct=1.0),
+        _neox(
+            "gpt_neox+plain",
+            attention_bias=False,
+            tie_word_embeddings=True,
+            hidden_act="relu",
+            rotary_pct=1.0,
+        ),
         _neox("gpt_neox+yarn", **_DROPOUT, rope_parameters=_YARN),
         _gpt2("gpt2"),
-        _gpt2("gpt2+scaled", exact=False, scale_attn_by_inverse_layer_idx=True, activation_function="relu", n_inner=48,
-              n_layer=3),
-        _gpt2("gpt2+unscaled", scale_attn_weights=False, tie_word_embeddings=False, layer_norm_epsilon=1e-3),
+        _gpt2(
+            "gpt2+scaled",
+            exact=False,
+            scale_attn_by_inverse_layer_idx=True,
+            activation_function="relu",
+            n_inner=48,
+            n_layer=3,
+        ),
+        _gpt2(
+            "gpt2+unscaled",
+            scale_attn_weights=False,
+            tie_word_embeddings=False,
+            layer_norm_epsilon=1e-3,
+        ),
     )
-}  # fmt: skip
+}
 
 
 @cache
@@ -102,7 +125,9 @@ def load(directory: Path, attention: str = "sdpa") -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", CASES)
 def test_identity(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """G = H: the other class gives the source's logits, also with padding on the left and token by token."""
+    """G = H: the other class gives the source's logits, also with padding on the left and token by
+    token.
+    """
     case, source = CASES[name], source_model(name)
     tiny = case.tiny
     result = convert_checkpoint(checkpoint(name), case.groups[0], tmp_path / "out", method="mean")
@@ -113,40 +138,60 @@ def test_identity(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) 
         assert target.config.num_key_value_heads == source.config.num_attention_heads
         assert relative(logits(tiny, target, given), logits(tiny, source, given)) < SAME
     if case.exact:
-        assert torch.equal(logits(tiny, load(result.out, "eager"), given), logits(tiny, source, given))
+        assert torch.equal(
+            logits(tiny, load(result.out, "eager"), given), logits(tiny, source, given)
+        )
     padded = left_padded(given, 3)
     kept = padded["attention_mask"].bool()
     assert relative(logits(tiny, target, padded)[kept], logits(tiny, source, padded)[kept]) < SAME
     assert relative(decode(target, given), decode(source, given)) < SAME
-    assert relative(logits(tiny, target, given), logits(tiny, source, inputs(tiny, seed=1))) > CONTROL
+    assert (
+        relative(logits(tiny, target, given), logits(tiny, source, inputs(tiny, seed=1))) > CONTROL
+    )
     cache = checkpoint_cache(open_model(str(checkpoint(name))))  # what gqa-eval says of a source
     assert cache.bytes_at(9) == sum(cache_bytes(source, 9, 1))
 
 
 def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
-    """Folding and merging are done in float32; only the result is rounded, also for another --dtype."""
+    """Folding and merging are done in float32; only the result is rounded, also for another
+    --dtype.
+    """
     model = build(CASES["gpt_neox"].tiny, 4).half()
     half = write_checkpoint(model, tmp_path / "half")
     whole = write_checkpoint(model.float(), tmp_path / "whole")
     exact = all_tensors(convert_checkpoint(whole, 2, tmp_path / "exact", method="mean").out)
     for dtype in (None, "bfloat16", "float32"):
-        rounded = all_tensors(convert_checkpoint(half, 2, tmp_path / str(dtype), dtype=dtype, method="mean").out)
+        rounded = all_tensors(
+            convert_checkpoint(half, 2, tmp_path / str(dtype), dtype=dtype, method="mean").out
+        )
         for name, tensor in exact.items():
             assert rounded[name].equal(tensor.to(getattr(torch, dtype or "float16"))), name
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "gpt2+scaled"])
-def test_bin_files_and_shards_give_the_same(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """A checkpoint of torch's own format, other shards: the same tensors. And gpt2 without a prefix."""
-    expected = all_tensors(convert_checkpoint(checkpoint(name), 1, tmp_path / "expected", method="mean").out)
+def test_bin_files_and_shards_give_the_same(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A checkpoint of torch's own format, other shards: the same tensors.
+
+    And gpt2 without a prefix.
+    """
+    expected = all_tensors(
+        convert_checkpoint(checkpoint(name), 1, tmp_path / "expected", method="mean").out
+    )
     model = source_model(name)
     (tmp_path / "bin").mkdir()
     model.config.save_pretrained(tmp_path / "bin")
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    state = {k.removeprefix("transformer."): v for k, v in model.state_dict().items() if k not in tied}
-    state |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8)} if "gpt2" in name else {}  # the mask of old checkpoints
+    state = {
+        k.removeprefix("transformer."): v for k, v in model.state_dict().items() if k not in tied
+    }
+    # The mask of old checkpoints
+    state |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8)} if "gpt2" in name else {}
     torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
-    found = all_tensors(convert_checkpoint(tmp_path / "bin", 1, tmp_path / "out", method="mean").out)
+    found = all_tensors(
+        convert_checkpoint(tmp_path / "bin", 1, tmp_path / "out", method="mean").out
+    )
     assert equal(found, expected)
 
 
@@ -159,7 +204,10 @@ def test_what_stays_is_moved_as_bytes(checkpoint: Callable[[str], Path]) -> None
 
 
 def source(
-    place: Path, name: str, change: Callable[[dict[str, Tensor]], object] = lambda tensors: None, **config: Any
+    place: Path,
+    name: str,
+    change: Callable[[dict[str, Tensor]], object] = lambda tensors: None,
+    **config: Any,
 ) -> Path:
     """A source whose config.json or tensors were changed."""
     directory = place / "source"
@@ -173,28 +221,75 @@ def source(
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("gpt2", 2, r"--groups 2 is not possible for the 4 key/value heads .* of source \(G = 1 or H\); choose 1 or 4"),
+        (
+            "gpt2",
+            2,
+            r"--groups 2 is not possible for the 4 key/value heads .* of source \(G = 1 or H\); "
+            r"choose 1 or "
+            r"4",
+        ),
         ("gpt_neox", 3, "not possible for the 4 key/value heads .* of source; choose 1, 2 or 4"),
-        ("gpt_neox", {"use_parallel_residual": False}, "no class .* has its layers .use_parallel_residual: false"),
-        ("gpt2", {"activation_function": "gelu_mine"}, "cannot build GPTBigCodeForCausalLM .*gelu_mine"),
-        ("gpt_neox", {"num_attention_heads": 0}, "cannot read config.json as gpt_neox|makes no sense"),
-        ("gpt2", {"n_layer": 3}, r"has no h\.2\.attn\.c_attn\.weight; give a checkpoint of the whole model"),
+        (
+            "gpt_neox",
+            {"use_parallel_residual": False},
+            "no class .* has its layers .use_parallel_residual: false",
+        ),
+        (
+            "gpt2",
+            {"activation_function": "gelu_mine"},
+            "cannot build GPTBigCodeForCausalLM .*gelu_mine",
+        ),
+        (
+            "gpt_neox",
+            {"num_attention_heads": 0},
+            "cannot read config.json as gpt_neox|makes no sense",
+        ),
+        (
+            "gpt2",
+            {"n_layer": 3},
+            r"has no h\.2\.attn\.c_attn\.weight; give a checkpoint of the whole model",
+        ),
         ("gpt2", {"n_layer": 1}, r"h\.1\.attn.* are not part of a language model of type gpt2"),
-        ("gpt2", {"n_embd": 64}, "cannot become transformer.h.0.attn.c_attn.bias: has 96 rows where"),
+        (
+            "gpt2",
+            {"n_embd": 64},
+            "cannot become transformer.h.0.attn.c_attn.bias: has 96 rows where",
+        ),
         ("gpt_neox", lambda t: t.pop("embed_out.weight"), "has no embed_out.weight"),
-        ("gpt2", lambda t: t.update({"score.weight": torch.zeros(2, 32)}), "score.weight is not part of a language"),
-        ("gpt2", lambda t: t.update({"wte.weight": torch.zeros(96, 32)}), "with and without 'transformer.' before"),
-        ("gpt2", lambda t: t.update({"transformer.h.0.mlp.c_fc.weight": torch.zeros(32, 128, dtype=torch.int8)}),
-         "is stored as I8: quantised or packed weights cannot be laid out anew"),
-        ("gpt_neox", lambda t: t.update({"gpt_neox.layers.0.input_layernorm.weight": torch.zeros(7)}),
-         "input_layernorm.weight .7. cannot become model.layers.0.self_attn.q_proj.weight; is it of another model"),
+        (
+            "gpt2",
+            lambda t: t.update({"score.weight": torch.zeros(2, 32)}),
+            "score.weight is not part of a language",
+        ),
+        (
+            "gpt2",
+            lambda t: t.update({"wte.weight": torch.zeros(96, 32)}),
+            "with and without 'transformer.' before",
+        ),
+        (
+            "gpt2",
+            lambda t: t.update(
+                {"transformer.h.0.mlp.c_fc.weight": torch.zeros(32, 128, dtype=torch.int8)}
+            ),
+            "is stored as I8: quantised or packed weights cannot be laid out anew",
+        ),
+        (
+            "gpt_neox",
+            lambda t: t.update({"gpt_neox.layers.0.input_layernorm.weight": torch.zeros(7)}),
+            "input_layernorm.weight .7. cannot become model.layers.0.self_attn.q_proj.weight; "
+            "is it of another "
+            "model",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_no_target_expresses(
     name: str, change: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets, "RECASTINGS", NATIVE)  # GPT-2 would get custom modelling code
-    groups, options = change if isinstance(change, int) else 1, change if isinstance(change, dict) else {}
+    groups, options = (
+        change if isinstance(change, int) else 1,
+        change if isinstance(change, dict) else {},
+    )
     directory = source(tmp_path, name, *([change] if callable(change) else []), **options)
     said = refusal(directory, "--groups", groups, "--method", "mean")
     assert re.search(says, said), said
@@ -216,7 +311,10 @@ def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     assert record["recast"] == written["recast"]
     assert written["recast"]["to"] == {"model_type": "phi", "architecture": "PhiForCausalLM"}
     assert record["parameters"]["before"] == build(CASES["gpt_neox"].tiny, 4).num_parameters()
-    assert "The class is `phi (PhiForCausalLM)`, a class of transformers" in (out / "README.md").read_text()
+    assert (
+        "The class is `phi (PhiForCausalLM)`, a class of transformers"
+        in (out / "README.md").read_text()
+    )
     for name in ("generation_config.json", "notes.txt"):
         assert (out / name).read_bytes() == (directory / name).read_bytes()
     stated, before = (json.loads((path / "config.json").read_text()) for path in (out, directory))
@@ -226,9 +324,13 @@ def test_the_result_says_what_it_is(tmp_path: Path) -> None:
 
 
 TEXT = "def train(model, data):\n    return  model(data)  # 3.14 <|endoftext|> naïve"
-# What is stored of a tokenizer, from all that transformers writes to the two files of the oldest repositories.
+# What is stored of a tokenizer, from all that transformers writes to the two files of the oldest
+# repositories.
 STORED: dict[str, tuple[set[str], dict[str, Any]]] = {
-    "all": ({"tokenizer.json"}, {"tokenizer_class": ..., "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}),
+    "all": (
+        {"tokenizer.json"},
+        {"tokenizer_class": ..., "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
+    ),
     "no class": ({"tokenizer.json", "vocab.json", "merges.txt"}, {"model_max_length": 64}),
     "vocabulary": ({"vocab.json", "merges.txt"}, {"tokenizer_class": ..., "model_max_length": 64}),
     "vocabulary alone": ({"vocab.json", "merges.txt"}, {}),
@@ -238,12 +340,19 @@ STORED: dict[str, tuple[set[str], dict[str, Any]]] = {
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("name", ["gpt_neox", "gpt2"])
 def test_tokenizers_stay_themselves(name: str, stored: str, tmp_path: Path) -> None:
-    """AutoTokenizer gives the source's ids and special tokens, also where only the model type told its class."""
+    """AutoTokenizer gives the source's ids and special tokens, also where only the model type told
+    its class.
+    """
     directory, (files, settings) = source(tmp_path, name), STORED[stored]
     trained: Any = Tokenizer(models.BPE())
-    trained.pre_tokenizer, trained.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trained.pre_tokenizer, trained.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    how = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    how = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet
+    )
     trained.train_from_iterator([TEXT], how)
     trained.save(str(directory / "tokenizer.json"))
     trained.model.save(str(directory))
@@ -277,34 +386,52 @@ def test_a_tokenizer_in_python_stays_itself(tmp_path: Path) -> None:
 
 
 def test_refused(tmp_path: Path) -> None:
-    """A broken tokenizer, which would be another with the result's model type; a classifier, by its head."""
+    """A broken tokenizer, which would be another with the result's model type; a classifier, by its
+    head.
+    """
     directory = source(tmp_path, "gpt2")
-    edit_json(directory / "config.json", lambda raw: raw.update(architectures=["GPT2ForSequenceClassification"]))
+    edit_json(
+        directory / "config.json",
+        lambda raw: raw.update(architectures=["GPT2ForSequenceClassification"]),
+    )
     said = refusal(directory, "--groups", 2, "--method", "mean")
-    assert "custom modelling code has no class with the head of GPT2ForSequenceClassification" in said
+    assert (
+        "custom modelling code has no class with the head of GPT2ForSequenceClassification" in said
+    )
     (directory / "tokenizer.json").write_text("{}")
     assert "transformers cannot load the tokenizer of source" in refusal(directory, "--groups", 1)
 
 
-# Of each option that changes what is merged the mean; the others differ in the config alone, which identity shows.
+# Of each option that changes what is merged the mean; the others differ in the config alone, which
+# identity shows.
 ALIKE = (
-    *((name, groups, "mean") for name in ("gpt_neox", "gpt_neox+plain") for groups in (2, 1)), ("gpt2", 1, "mean"),
-    ("gpt2+scaled", 1, "mean"), ("gpt_neox", 2, "aligned"), ("gpt_neox", 2, "calibrated"), ("gpt2", 1, "calibrated"),
-)  # fmt: skip
+    *((name, groups, "mean") for name in ("gpt_neox", "gpt_neox+plain") for groups in (2, 1)),
+    ("gpt2", 1, "mean"),
+    ("gpt2+scaled", 1, "mean"),
+    ("gpt_neox", 2, "aligned"),
+    ("gpt_neox", 2, "calibrated"),
+    ("gpt2", 1, "calibrated"),
+)
 
 
 @pytest.mark.parametrize(("name", "groups", "method"), ALIKE)
 def test_heads_are_merged_as_in_the_other_class(
     name: str, groups: int, method: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """As those of the checkpoint that it becomes with all its heads, which test_identity compares with the source; and
-    test_families expands the target's merged heads back.
+    """As those of the checkpoint that it becomes with all its heads, which test_identity compares
+    with the source; and test_families expands the target's merged heads back.
     """
     directory = checkpoint(name)
     whole = convert_checkpoint(directory, 4, tmp_path / "whole").out
     made, expected, other = (
-        all_tensors(convert_checkpoint(place, groups, tmp_path / out, method=how, calibration=on_ids()).out)
-        for place, out, how in ((directory, "made", method), (whole, "expected", method), (whole, "other", "first"))
+        all_tensors(
+            convert_checkpoint(place, groups, tmp_path / out, method=how, calibration=on_ids()).out
+        )
+        for place, out, how in (
+            (directory, "made", method),
+            (whole, "expected", method),
+            (whole, "other", "first"),
+        )
     )
     assert made.keys() == expected.keys()
     compared = [key for key in made if method == "mean" or "bias" not in key]

@@ -1,4 +1,6 @@
-"""Where a result may go, and wrong usage: refused in one line before a byte is written; its record and model card."""
+"""Where a result may go, and wrong usage: refused in one line before a byte is written; its record
+and model card.
+"""
 
 import json
 import os
@@ -38,7 +40,10 @@ NO_IDS = ("two words", "a\x1b[2Jb")  # nor paths
 WRONG_USAGE = {
     "--groups 3 m": "4 key/value heads and 8 query heads of m; choose 1, 2, 4 or 8",
     "--groups 16 m": "choose 1, 2, 4 or 8",
-    **{f"--groups {word} m": f"'{word[-3:]}' is not a whole number" for word in ("0", "-2", "two", "2.0", "1,two")},
+    **{
+        f"--groups {word} m": f"'{word[-3:]}' is not a whole number"
+        for word in ("0", "-2", "two", "2.0", "1,two")
+    },
     "-g2 m a b": "unexpected extra argument",
     "-g2 m --revision main": "--revision is for hub ids",
     "m": "give either --groups G or --kv-budget SHARE",
@@ -46,13 +51,18 @@ WRONG_USAGE = {
     "-g2 m/config.json": "config.json is not a directory; give the one",
     "-g2 empty": "empty has no config.json; give a checkpoint",
     "-g2 ./broken": "broken is not a directory; give the one",
-    **{f"-g2 {shlex.quote(path)}": "; give a directory with config.json, or a hub id" for path in NO_PATHS},
+    **{
+        f"-g2 {shlex.quote(path)}": "; give a directory with config.json, or a hub id"
+        for path in NO_PATHS
+    },
     **{f"-g2 {shlex.quote(name)}": "and it is no hub id (owner/name): Repo id" for name in NO_IDS},
 }
 
 
 @pytest.mark.parametrize("words", WRONG_USAGE)
-def test_wrong_usage(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+def test_wrong_usage(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").symlink_to("nowhere")
@@ -66,22 +76,39 @@ def test_refused_outputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OUT for every way to get it wrong, and what is said."""
     root, ismount = model.parent, os.path.ismount
     (root / "volume").mkdir()
-    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == root / "volume" or ismount(path))
+    monkeypatch.setattr(
+        "os.path.ismount", lambda path: Path(path) == root / "volume" or ismount(path)
+    )
     (root / "file").write_text("mine")
     (root / "full").mkdir()
     (root / "full" / "precious.txt").write_text("mine")
     for name, target in (("link", "full"), ("loose", "nowhere"), ("same", "m"), ("loop", "loop")):
         (root / name).symlink_to(target)
     cases: dict[str, tuple[object, str]] = {
-        "exists": (root / "full", "full exists; choose another directory with -o, or replace it with --overwrite"),
+        "exists": (
+            root / "full",
+            "full exists; choose another directory with -o, or replace it with --overwrite",
+        ),
         "a file": (root / "file", "file exists and is not a directory"),
-        "below a file": (root / "file" / "out", "file is not a directory that you may write to; give another"),
-        "below a link to itself": (root / "loop" / "out", "loop is not a directory that you may write to"),
+        "below a file": (
+            root / "file" / "out",
+            "file is not a directory that you may write to; give another",
+        ),
+        "below a link to itself": (
+            root / "loop" / "out",
+            "loop is not a directory that you may write to",
+        ),
         "where no files are made": ("/proc/out", "give another directory with -o"),
         "a link": (root / "link", "is a link; give the directory itself"),
         "a link to nothing": (root / "loose", "is a link"),
-        "the model by another name": (root / "full" / ".." / "m" / "", "is the model itself or inside it"),
-        "in the model by a link": (root / "same" / "deep" / "out", "is the model itself or inside it"),
+        "the model by another name": (
+            root / "full" / ".." / "m" / "",
+            "is the model itself or inside it",
+        ),
+        "in the model by a link": (
+            root / "same" / "deep" / "out",
+            "is the model itself or inside it",
+        ),
         "around the model with dots": (f"{model}/..", "contains the model"),
         "a mount point": (root / "volume", "is a mount point; give a directory in it"),
         "the root": ("/", "the root of a file system"),
@@ -89,18 +116,26 @@ def test_refused_outputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     before = snapshot(root)
     for name, (out, says) in cases.items():
-        code = 1 if name.startswith("below") or name in ("where no files are made", "too long") else 2
+        code = (
+            1 if name.startswith("below") or name in ("where no files are made", "too long") else 2
+        )
         for words in ([], ["--overwrite"]) if name != "exists" else ([],):
             check_refused(run(*MERGED, "-o", out, *words, model), says, code=code)
             assert snapshot(model.parent) == before, name
     (root / ".out.gqa-lock").mkdir()  # what is in the way only when it is entered
     says = f"cannot write beside {root / 'out'}: "
-    check_refused(run(*MERGED, "-o", root / "out", model), says, "give another directory with -o", code=1)
+    check_refused(
+        run(*MERGED, "-o", root / "out", model), says, "give another directory with -o", code=1
+    )
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "runs/1.json", ".env", "model.safetensors", "link", "results.json"])
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "runs/1.json", ".env", "model.safetensors", "link", "results.json"]
+)
 def test_overwrite_refuses_what_no_record_lists(model: Path, tmp_path: Path, name: str) -> None:
-    """In a result, and alone; what the product wrote is replaced, also a copy of a file of that name."""
+    """In a result, and alone; what the product wrote is replaced, also a copy of a file of that
+    name.
+    """
     out, report = tmp_path / "out", '{"files": ["results.json"]}'
     (model / "runs").mkdir()
     (model / "runs/0.json").write_text("{}")
@@ -139,7 +174,9 @@ def test_work_directory_that_is_a_link_is_not_followed(model: Path, tmp_path: Pa
 def test_a_hidden_directory_of_somebody_else_is_left_alone(
     model: Path, tmp_path: Path, name: str, overwrite: bool
 ) -> None:
-    """Those of a run that was killed are removed by the next one (test_atomic.py); this one no run has made."""
+    """Those of a run that was killed are removed by the next one (test_atomic.py); this one no run
+    has made.
+    """
     foreign = tmp_path / f".out.gqa-{name}"
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("mine")
@@ -160,7 +197,9 @@ def test_a_hidden_directory_of_somebody_else_is_left_alone(
 
 def test_a_lock_of_somebody_else_is_left_alone(model: Path, tmp_path: Path) -> None:
     (tmp_path / ".out.gqa-lock").write_text("mine")
-    check_refused(run(*MERGED, "-o", tmp_path / "out", model), ".out.gqa-lock was not left by a run of gqa")
+    check_refused(
+        run(*MERGED, "-o", tmp_path / "out", model), ".out.gqa-lock was not left by a run of gqa"
+    )
     assert (tmp_path / ".out.gqa-lock").read_text() == "mine"
 
 
@@ -180,7 +219,9 @@ def test_output_with_dots(model: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_output_made_meanwhile_is_not_replaced(model: Path, tmp_path: Path) -> None:
-    """Somebody else made OUT after it was looked at: before the lock is taken, and before the end."""
+    """Somebody else made OUT after it was looked at: before the lock is taken,
+    and before the end.
+    """
     out = tmp_path / "out"
     waiting = OutputDirectory(out, model)
     out.mkdir()
@@ -200,12 +241,18 @@ def test_output_made_meanwhile_is_not_replaced(model: Path, tmp_path: Path) -> N
 
 def test_one_real_process(model: Path, tmp_path: Path) -> None:
     name = os.fsdecode(b"no\xffutf\n8")
-    command = [Path(sys.executable).with_name("gqa-convert"), *map(str, MERGED), "-o", tmp_path / name, model]
+    command = [
+        Path(sys.executable).with_name("gqa-convert"),
+        *map(str, MERGED),
+        "-o",
+        tmp_path / name,
+        model,
+    ]
     subprocess.run(command, check=True, timeout=120, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert (tmp_path / name / "config.json").is_file()
 
 
-# ---------------------------------------------------------------------------------------------- the record and the card
+# -------------------------------------------------------------------------- the record and the card
 
 
 def convert_quietly(*words: object) -> dict[str, Tensor]:
@@ -232,10 +279,15 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sources")
     tiny_checkpoint(directory / "llama", kv_heads=4)
     tiny_checkpoint(directory / "grouped", kv_heads=2)
-    for name, tiny in (("t5", THEIRS["t5"]), ("gpt_neox", CASES["gpt_neox"].tiny), ("headless", TINY["llama"])):
+    for name, tiny in (
+        ("t5", THEIRS["t5"]),
+        ("gpt_neox", CASES["gpt_neox"].tiny),
+        ("headless", TINY["llama"]),
+    ):
         write_checkpoint(build(tiny, 4), directory / name)
     checkpoints.edit_json(
-        directory / "headless/config.json", lambda config: config.update(architectures=["LlamaModel"])
+        directory / "headless/config.json",
+        lambda config: config.update(architectures=["LlamaModel"]),
     )
     return directory
 
@@ -265,18 +317,37 @@ def test_a_card_is_rendered_and_loads_the_model(
     assert done.code == 0, done.err
     check_card(Path("out"), loader, needs_code, tables=1)
     text = Path("out/README.md").read_text()
-    rows = {name: pair for name, *pair in (line.strip("| ").split(" | ") for line in text.splitlines() if "| " in line)}
-    assert all(before == after for before, after in [*rows.values()][2:]) == (kind == "no heads merged")
+    rows = {
+        name: pair
+        for name, *pair in (
+            line.strip("| ").split(" | ") for line in text.splitlines() if "| " in line
+        )
+    }
+    assert all(before == after for before, after in [*rows.values()][2:]) == (
+        kind == "no heads merged"
+    )
     if name == "llama":
-        base = [rows[key][0] for key in ("key/value heads", "KV cache per token", "KV cache at 64 tokens")]
+        base = [
+            rows[key][0]
+            for key in ("key/value heads", "KV cache per token", "KV cache at 64 tokens")
+        ]
         assert base == ["4", "512 bytes", "32.0 KiB"]
-        counts = [sum(t.numel() for t in all_tensors(path).values()) for path in (sources / name, Path("out"))]
+        counts = [
+            sum(t.numel() for t in all_tensors(path).values())
+            for path in (sources / name, Path("out"))
+        ]
         assert rows["parameters"] == [f"{count:,}" for count in counts]
     assert ("Quality was not measured" in text) == ("mean" in words)
-    assert bool(re.search(r"perplexity x\d.*, recall .* on self-generated text", text)) == (kind == "measured")
+    assert bool(re.search(r"perplexity x\d.*, recall .* on self-generated text", text)) == (
+        kind == "measured"
+    )
     if kind == "by layer":
         data = write_corpus(Path("text.jsonl"), 4)
-        training = f"out --data {data} --teacher {sources / name} --steps 1 --batch-size 1 --context 16 -o trained -q"
+        training = (
+            f"out --data {data} --teacher {sources / name} --steps 1 --batch-size 1 --context 16 "
+            "-o trained "
+            "-q"
+        )
         with fresh_accelerator():
             assert checkpoints.run(*training.split(), program="gqa-uptrain").code == 0
         check_card(Path("trained"), loader, needs_code, tables=2)
@@ -284,10 +355,19 @@ def test_a_card_is_rendered_and_loads_the_model(
 
 @pytest.mark.parametrize(
     ("metadata", "tags"),
-    [("tags: mine", ["mine"]), ("tags: [[mine], a, {b: 1}]", ["a"]), (f"license: {'[' * 400}{']' * 400}", None)],
+    [
+        ("tags: mine", ["mine"]),
+        ("tags: [[mine], a, {b: 1}]", ["a"]),
+        (f"license: {'[' * 400}{']' * 400}", None),
+    ],
 )
-def test_metadata_of_a_card(source: Path, tmp_path: Path, metadata: str, tags: list[str] | None) -> None:
-    """Tags are words; metadata that cannot be written again are left out. Cards do not grow with every step."""
+def test_metadata_of_a_card(
+    source: Path, tmp_path: Path, metadata: str, tags: list[str] | None
+) -> None:
+    """Tags are words; metadata that cannot be written again are left out.
+
+    Cards do not grow with every step.
+    """
     shutil.copytree(source, tmp_path / "model")
     card = f"---\n{metadata}\n---\n# Mine\n"
     (tmp_path / "model/README.md").write_text(card)
@@ -304,11 +384,26 @@ def test_metadata_of_a_card(source: Path, tmp_path: Path, metadata: str, tags: l
 
 
 def test_the_record_has_the_arguments_of_the_command(source: Path, tmp_path: Path) -> None:
-    """Without the paths of this machine; a call from Python has none, and its card shows no command."""
+    """Without the paths of this machine; a call from Python has none, and its card shows no
+    command.
+    """
     convert_quietly(source, "-g", 2, "--method", "mean", "-o", tmp_path / "out")
     record = json.loads((tmp_path / "out/gqa_conversion.json").read_text())
-    assert record["argv"] == ["model", "-g", "2", "--method", "mean", "-o", "out", "-q", "--overwrite"]
-    assert "\ngqa-convert model -g 2 --method mean -o out -q --overwrite\n" in (tmp_path / "out/README.md").read_text()
+    assert record["argv"] == [
+        "model",
+        "-g",
+        "2",
+        "--method",
+        "mean",
+        "-o",
+        "out",
+        "-q",
+        "--overwrite",
+    ]
+    assert (
+        "\ngqa-convert model -g 2 --method mean -o out -q --overwrite\n"
+        in (tmp_path / "out/README.md").read_text()
+    )
     made = convert_checkpoint(source, 2, tmp_path / "ours", method="mean").out
     assert json.loads((made / "gqa_conversion.json").read_text())["argv"] == []
     assert "gqa-convert model" not in (made / "README.md").read_text()

@@ -1,4 +1,6 @@
-"""Held-out text in other documents of the data: it is found, left out, and said, however documents are cut."""
+"""Held-out text in other documents of the data: it is found, left out, and said, however documents
+are cut.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,19 @@ def runs_of(text: str) -> set[str]:
     return {letters[at : at + SHOWN] for at in range(len(letters) - SHOWN + 1)}
 
 
-# ---------------------------------------------------------------------------------------------------------- passages
+# ----------------------------------------------------------------------------------------- passages
 
 
-@pytest.mark.parametrize("change", [
-    lambda text: text,
-    lambda text: text.replace(" ", "  \n"),
-    lambda text: text.upper(),
-    lambda text: text.replace(" ", ", "),
-], ids=["equal", "white space", "case", "symbols"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text,
+        lambda text: text.replace(" ", "  \n"),
+        lambda text: text.upper(),
+        lambda text: text.replace(" ", ", "),
+    ],
+    ids=["equal", "white space", "case", "symbols"],
+)
 def test_a_passage_is_cut_out_of_a_longer_text(change: Any) -> None:
     before, middle, after = (f"{text} straße" for text in sentences(3, 0))
     pieces = Passages.of([middle]).remove_from(f"{before} | {change(middle)} | {after}")
@@ -81,13 +87,15 @@ def test_long_texts_are_searched_in_pieces_that_overlap(monkeypatch: pytest.Monk
     assert len(passages.remove_from(before + "-" + middle + "-" + after)) == 2
 
 
-def test_memory_has_a_bound_and_what_was_not_searched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_has_a_bound_and_what_was_not_searched_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("gqa.corpus.passages.MOST", 100)
     passages = Passages.of(sentences(3, 1))
     assert (len(passages.hashes), passages.whole) == (100, False)
 
 
-# ---------------------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------- training
 
 DOCUMENTS, HELD = sentences(40, 0), sentences(40, 0)[:8]
 
@@ -112,7 +120,9 @@ def opened(tokenizer: Any, **options: Any) -> Dataloader:
 def shared(loader: Dataloader, tokenizer: Any) -> int:
     """How many runs of letters in held-out blocks are trained on, too."""
     blocks = range(loader.steps * loader.options.blocks_per_step)
-    trained = tokenizer.decode(np.concatenate([loader.block(number)["input_ids"] for number in blocks]))
+    trained = tokenizer.decode(
+        np.concatenate([loader.block(number)["input_ids"] for number in blocks])
+    )
     held = [tokenizer.decode(block["input_ids"]) for block in loader.heldout]
     assert held
     return len(set.union(*map(runs_of, held)) & runs_of(trained))
@@ -143,7 +153,9 @@ def test_heldout_text_in_other_documents_is_not_trained_on(
 
     # The control: without the search the same text is trained on.
     monkeypatch.setattr(Exclusion, "remainder", lambda exclusion, row: [row])
-    monkeypatch.setattr("gqa.corpus.passages.Passages.found_in", lambda passages, text: np.zeros(0, int))
+    monkeypatch.setattr(
+        "gqa.corpus.passages.Passages.found_in", lambda passages, text: np.zeros(0, int)
+    )
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("other-cache").absolute())
     assert shared(opened(tokenizer, **case | {"data": (case["data"],)}), tokenizer) > 100
 
@@ -165,13 +177,17 @@ def test_pairs_of_which_half_is_held_out_are_left_out(tmp_path: Path) -> None:
     assert len([*source.excluding(Exclusion(Passages.of([f"{one} {other.upper()}"]))).rows()]) == 1
 
 
-# --------------------------------------------------------------------------------------------------------- calibration
+# -------------------------------------------------------------------------------------- calibration
 
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("case", [{"heldout": "held.jsonl"}, {"heldout_fraction": 0.2}])
-def test_a_study_calibrates_on_no_heldout_text_in_other_documents(tokenizer: Any, case: dict[str, Any]) -> None:
-    data = write(Path("mixed.jsonl"), [*DOCUMENTS, *(text.replace(" ", "  ") for text in DOCUMENTS)])
+def test_a_study_calibrates_on_no_heldout_text_in_other_documents(
+    tokenizer: Any, case: dict[str, Any]
+) -> None:
+    data = write(
+        Path("mixed.jsonl"), [*DOCUMENTS, *(text.replace(" ", "  ") for text in DOCUMENTS)]
+    )
     options = AblateOptions(Path("study"), "m", data=(str(data),), calibration_context=64, **case)
     text = replace(options.maps.text, repeats=False)
     ids = text.split(read_checkpoint(SOURCE), "cpu", SILENT)[0].numpy()
@@ -194,11 +210,17 @@ class Remembering(Watcher):
 def test_the_quality_check_leaves_out_blocks_that_are_calibration_text() -> None:
     random, watcher = np.random.default_rng(0), Remembering()
     blocks, other = random.integers(0, 1000, (2, 6, 64))
-    moved = np.concatenate([other[0, :20], blocks.flatten()[7:51]])[None]  # most of it, at another place
+    # Most of it, at another place
+    moved = np.concatenate([other[0, :20], blocks.flatten()[7:51]])[None]
     little = np.concatenate([other[1, :44], blocks[2, :20]])[None]
-    checked = without_copies(np.concatenate([other, blocks[:2], moved, little]), blocks, "data.txt", watcher)
+    checked = without_copies(
+        np.concatenate([other, blocks[:2], moved, little]), blocks, "data.txt", watcher
+    )
     assert checked.tolist() == [*other.tolist(), *little.tolist()]
     assert watcher.warnings == [
-        "3 of 10 blocks of data.txt that would measure the quality are in the calibration text too: they are left out"
+        "3 of 10 blocks of data.txt that would measure the quality are in the calibration text "
+        "too: "
+        "they are left "
+        "out"
     ]
     assert len(without_copies(other[:, : COPIED - 1], blocks, "x", watcher)) == 6

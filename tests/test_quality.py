@@ -1,7 +1,9 @@
-"""Floors of quality: what a conversion of the trained example may lose, and what one token may change of that.
+"""Floors of quality: what a conversion of the trained example may lose, and what one token may
+change of that.
 
-The floors stand somewhat above what README and docs/results.md say, because samples differ between machines. They hold
-for the defaults; only the number of calibration tokens is smaller where a comment says so.
+The floors stand somewhat above what README and docs/results.md say, because samples differ between
+machines. They hold for the defaults; only the number of calibration tokens is smaller where a
+comment says so.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from gqa.corpus.stdlib import stdlib_texts
 WINDOWS, WINDOW = 24, 512  # of held-out text, which perplexity is measured on
 TOKENS = 16_384  # of calibration text, a quarter of the default
 
-# Perplexity of the converted model with 2 of 8 KV heads / base model, at most; `mean` shows that a floor can be missed.
+# Perplexity of the converted model with 2 of 8 KV heads / base model, at most; `mean` shows that a
+# floor can be missed.
 MOST = {"aligned": 2.3, "calibrated": 1.22}
 LEAST_OF_MEAN = 10.0
 MOST_LOST_RECALL = 0.05
@@ -87,22 +90,30 @@ def test_a_conversion_keeps_recall() -> None:
     assert recall["converted"] > recall["base"] - MOST_LOST_RECALL
 
 
-# ------------------------------------------------------------------------------------- one token that is unlike others
+# ------------------------------------------------------------------ one token that is unlike others
 
 
 TOKEN = 620  # " import", in 1 of 200 positions: the token whose embedding is changed
 SIZES = [1e-3, 1e-6, 0.0, 1e3]
-SHORT = {"data": "stdlib:train", "tokens": 4096, "refine_steps": 5}  # enough to see whom a layer is fitted to
+# Enough to see whom a layer is fitted to
+SHORT = {"data": "stdlib:train", "tokens": 4096, "refine_steps": 5}
 
 
 @cache
 def one_layer(size: float) -> Path:
     """The first layer of the example as a model, the embedding of TOKEN multiplied by `size`."""
     model = copy_source(scratch())
-    edit_json(model / "config.json", lambda config: config | {"num_hidden_layers": 1, "tie_word_embeddings": False})
+    edit_json(
+        model / "config.json",
+        lambda config: config | {"num_hidden_layers": 1, "tie_word_embeddings": False},
+    )
 
     def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        first = {name: tensor for name, tensor in tensors.items() if "layers" not in name or ".layers.0." in name}
+        first = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if "layers" not in name or ".layers.0." in name
+        }
         embeddings = first["model.embed_tokens.weight"]
         first["lm_head.weight"] = embeddings.clone()
         embeddings[TOKEN] *= size
@@ -116,9 +127,17 @@ def one_layer(size: float) -> Path:
 def lost_nats(method: str, size: float) -> float:
     """What the conversion of `one_layer` loses on held-out text."""
     model = one_layer(size)
-    options = {key: value for key, value in SHORT.items() if method == "refined" or key != "refine_steps"}
+    options = {
+        key: value for key, value in SHORT.items() if method == "refined" or key != "refine_steps"
+    }
     result = gqa.convert_model(
-        model, kv_heads=2, method=method, output=scratch() / "out", quiet=True, check=False, **options
+        model,
+        kv_heads=2,
+        method=method,
+        output=scratch() / "out",
+        quiet=True,
+        check=False,
+        **options,
     )
     return heldout_nats(result.path) - heldout_nats(model)
 

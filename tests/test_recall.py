@@ -1,4 +1,6 @@
-"""Questions whose answers stand in the context, and greedy texts: what looks back passes both, what cannot fails."""
+"""Questions whose answers stand in the context, and greedy texts: what looks back passes both, what
+cannot fails.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,21 @@ CONTEXT, PREFIX, VOCABULARY = 512, 1, 4096
 def questions() -> list[Questions]:
     stream = np.random.default_rng(1).integers(300, 4000, 8192)
     streams = {"text": stream, "samples": stream[::-1]}
-    return make_questions(streams, AutoTokenizer.from_pretrained(SOURCE), VOCABULARY, CONTEXT, PREFIX)
+    return make_questions(
+        streams, AutoTokenizer.from_pretrained(SOURCE), VOCABULARY, CONTEXT, PREFIX
+    )
 
 
 def answers(question: Questions) -> list[tuple[tuple[int, ...], int]]:
     """The tokens before each answer, and the right token."""
     pairs, start = [], 0
     for window in question.windows:
-        inside = question.answers[(question.answers >= start) & (question.answers < start + window.scored)] - start
+        inside = (
+            question.answers[
+                (question.answers >= start) & (question.answers < start + window.scored)
+            ]
+            - start
+        )
         positions = len(window.ids) - window.scored + inside
         pairs += [(window.ids[:position], window.ids[position]) for position in positions.tolist()]
         start += window.scored
@@ -43,9 +52,12 @@ def answers(question: Questions) -> list[tuple[tuple[int, ...], int]]:
 def test_every_kind_has_every_distance(questions: list[Questions]) -> None:
     kinds = {question.kind for question in questions}
     assert {kind: [q.distance for q in questions if q.kind == kind] for kind in kinds} == {
-        "text": [64, 192, 320], "samples": [64, 192, 320], "random": [64, 192, 320],
-        "look-up": [128, 256, 512], "passkey": [128, 256, 512],
-    }  # fmt: skip
+        "text": [64, 192, 320],
+        "samples": [64, 192, 320],
+        "random": [64, 192, 320],
+        "look-up": [128, 256, 512],
+        "passkey": [128, 256, 512],
+    }
     for question in questions:
         assert len(question.answers) == len(answers(question))
         assert all(len(window.ids) - 1 <= CONTEXT for window in question.windows)
@@ -65,9 +77,11 @@ def test_the_context_determines_answers(questions: list[Questions]) -> None:
         for number, (context, right) in enumerate(answers(question)):
             if question.kind in ("text", "samples", "random"):
                 assert context[-question.distance] == right
-                assert context[-1] == context[-question.distance - 1]  # the first token of a copy is no answer
+                # The first token of a copy is no answer
+                assert context[-1] == context[-question.distance - 1]
                 continue
-            key = context[-2:] if question.kind == "look-up" else context[-(3 + number % 5) :]  # key and colon
+            # Key and colon
+            key = context[-2:] if question.kind == "look-up" else context[-(3 + number % 5) :]
             size = len(key)
             starts = [n for n in range(len(context) - size) if context[n : n + size] == key]
             assert [context[start + size] for start in starts] == [right]
@@ -76,11 +90,15 @@ def test_the_context_determines_answers(questions: list[Questions]) -> None:
 
 
 class Induction:
-    """In place of a `ChunkedHead`: after two tokens it predicts what followed them the last time (Olsson et al.,
-    "In-context Learning and Induction Heads", 2022), if that was at most `reach` tokens ago.
+    """In place of a `ChunkedHead`: after two tokens it predicts what followed them the last time
+    (Olsson et al., "In-context Learning and Induction Heads", 2022), if that was at most `reach`
+    tokens ago.
     """
 
-    vocabulary, model = VOCABULARY, SimpleNamespace(device=torch.device("cpu"), name_or_path="induction")
+    vocabulary, model = (
+        VOCABULARY,
+        SimpleNamespace(device=torch.device("cpu"), name_or_path="induction"),
+    )
 
     def __init__(self, reach: int) -> None:
         self._reach = reach
@@ -130,13 +148,21 @@ def written(model: PreTrainedModel, opening: list[int]) -> list[int]:
 
 
 def test_a_greedy_text_and_where_a_model_leaves_it() -> None:
-    """The baseline writes greedily whatever the lengths; reading along finds where a model writes something else."""
+    """The baseline writes greedily whatever the lengths; reading along finds where a model writes
+    something else.
+    """
     base, other, expected = load(SOURCE), load(model_directory() / "gqa4"), []
     windows = greedy_texts(base, OPENINGS, STEPS)
-    assert [list(window.ids) for window in windows] == [written(base, opening) for opening in OPENINGS]
-    assert [len(window.ids) - window.scored for window in windows] == [len(opening) for opening in OPENINGS]
+    assert [list(window.ids) for window in windows] == [
+        written(base, opening) for opening in OPENINGS
+    ]
+    assert [len(window.ids) - window.scored for window in windows] == [
+        len(opening) for opening in OPENINGS
+    ]
     for window, opening in zip(windows, OPENINGS, strict=True):
-        texts = zip(window.ids[len(opening) :], written(other, opening)[len(opening) :], strict=False)
+        texts = zip(
+            window.ids[len(opening) :], written(other, opening)[len(opening) :], strict=False
+        )
         same = [one == another for one, another in texts]
         expected.append(same.index(False) if False in same else window.scored)
     found = agreement(score(ChunkedHead(other), windows, batch_size=4)["hits"], windows)
@@ -157,11 +183,15 @@ def test_recall_needs_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     for ours, theirs in zip(converted["samples"], source["samples"], strict=True):
         assert ours["prompt"] == theirs["prompt"]
         assert ours["text"] != theirs["text"]
-    assert source["greedy"]["tokens"] == source["greedy"]["longest"] == converted["greedy"]["longest"]
+    assert (
+        source["greedy"]["tokens"] == source["greedy"]["longest"] == converted["greedy"]["longest"]
+    )
 
 
 def test_a_report_has_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be measured is refused before anything is scored, with the option that leaves it out."""
+    """What cannot be measured is refused before anything is scored, with the option that leaves it
+    out.
+    """
     few_questions(monkeypatch)
     text = "SRC --data TEXT --context 128 --tokens 300"
     assert "Recall from the context" in evaluate_models(text, "-o", tmp_path / "with").out
@@ -170,7 +200,13 @@ def test_a_report_has_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     short = refused("SRC --data TEXT --context 64", "-o", tmp_path / "short")
     assert "at least 128 tokens, and --context is 64: leave recall out" in short
     with monkeypatch.context() as patch:
-        patch.setattr("gqa.eval.recall.sampled_blocks", Mock(side_effect=RefusedError("it writes nothing")))
-        assert "recall: it writes nothing; or leave recall out" in refused(text, "-o", tmp_path / "mute")
-    monkeypatch.setattr("transformers.LlamaForCausalLM.generate", Mock(side_effect=ValueError("no cache")))
+        patch.setattr(
+            "gqa.eval.recall.sampled_blocks", Mock(side_effect=RefusedError("it writes nothing"))
+        )
+        assert "recall: it writes nothing; or leave recall out" in refused(
+            text, "-o", tmp_path / "mute"
+        )
+    monkeypatch.setattr(
+        "transformers.LlamaForCausalLM.generate", Mock(side_effect=ValueError("no cache"))
+    )
     assert "cannot write text: no cache; leave recall out" in refused(f"{text} --recall")

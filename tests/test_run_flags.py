@@ -1,4 +1,6 @@
-"""Entries of config.json that say how a model is run stop nothing, reach no loader of kernels, and are copied."""
+"""Entries of config.json that say how a model is run stop nothing, reach no loader of kernels, and
+are copied.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,20 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama without any of these entries."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=128, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     model = with_tokenizer(LlamaForCausalLM(config), tmp_path_factory.mktemp("plain") / "m")
-    edit_json(model / "config.json", lambda config: {key: config[key] for key in config.keys() - FLAGS.keys()})
+    edit_json(
+        model / "config.json",
+        lambda config: {key: config[key] for key in config.keys() - FLAGS.keys()},
+    )
     return model
 
 
@@ -78,7 +89,18 @@ def test_conversion_is_the_same_and_copies_them(
     text: str, plain: Path, flagged: Path, data: Path, tmp_path: Path
 ) -> None:
     for name, model in (("plain", plain), ("flagged", flagged)):
-        words = ["--groups", 2, "--tokens", 512, "--context", 32, "--no-check", "-q", "-o", tmp_path / name]
+        words = [
+            "--groups",
+            2,
+            "--tokens",
+            512,
+            "--context",
+            32,
+            "--no-check",
+            "-q",
+            "-o",
+            tmp_path / name,
+        ]
         result = run(*words, *(["--data", data] if text == "data" else []), model)
         assert result.code == 0, result.err
 
@@ -91,16 +113,22 @@ def test_conversion_is_the_same_and_copies_them(
 def test_evaluation_is_the_same(plain: Path, flagged: Path, data: Path) -> None:
     losses = []
     for model in (plain, flagged):
-        result = run(model, "--data", data, "--tokens", 500, "--recall", "--json", "-q", program="gqa-eval")
+        result = run(
+            model, "--data", data, "--tokens", 500, "--recall", "--json", "-q", program="gqa-eval"
+        )
         assert result.code == 0, result.err
         losses.append(json.loads(result.out)["models"][0]["quality"]["nats"])
 
     assert losses[0] == losses[1]
 
 
-def test_training_is_the_same_and_copies_them(plain: Path, flagged: Path, data: Path, tmp_path: Path) -> None:
+def test_training_is_the_same_and_copies_them(
+    plain: Path, flagged: Path, data: Path, tmp_path: Path
+) -> None:
     for name, model in (("plain", plain), ("flagged", flagged)):
-        trained(options_for(model, tmp_path / name, data=(str(data),), context=32, teacher=str(model)))
+        trained(
+            options_for(model, tmp_path / name, data=(str(data),), context=32, teacher=str(model))
+        )
 
     assert losses(tmp_path / "plain") == losses(tmp_path / "flagged")
     assert flags_of(tmp_path / "flagged") == FLAGS

@@ -1,4 +1,6 @@
-"""What gqa-uptrain says and records is what was done: the measure that chooses, tokens, and options left open."""
+"""What gqa-uptrain says and records is what was done: the measure that chooses, tokens, and options
+left open.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,16 @@ pytestmark = pytest.mark.usefixtures("alone")
 def uptrain(out: Path, **options: Any) -> tuple[str, dict[str, Any], str]:
     """The output of the command, its record and the model card."""
     given = {"teacher": material() / "teacher", "steps": 4, "quiet": False} | options
-    done = run(*words_for(material() / "model", material() / "data.jsonl", out, **given), program="gqa-uptrain")
+    done = run(
+        *words_for(material() / "model", material() / "data.jsonl", out, **given),
+        program="gqa-uptrain",
+    )
     assert done.code == 0, done.err
     record = json.loads((out / "gqa_uptraining.json").read_text())
     return done.said, record, " ".join((out / "README.md").read_text().split())
 
 
-# ------------------------------------------------------------------------------------------ the measure that chooses
+# ------------------------------------------------------------------------- the measure that chooses
 
 
 def test_with_a_teacher_the_divergence_chooses_and_both_losses_are_said(
@@ -45,29 +50,42 @@ def test_with_a_teacher_the_divergence_chooses_and_both_losses_are_said(
 
     def losses(*given: object) -> dict[str, float]:
         number = next(step)
-        return {"loss": 0.5 - number / 10, "distillation": 0.5 - number / 10, "nats": 8.3 + number / 10}
+        return {
+            "loss": 0.5 - number / 10,
+            "distillation": 0.5 - number / 10,
+            "nats": 8.3 + number / 10,
+        }
 
     monkeypatch.setattr("gqa.uptrain.loop.heldout_losses", losses)
     said, record, card = uptrain(tmp_path / "out")
     assert "the weights with the lowest KL divergence from the teacher on them are written" in said
-    assert "held out    KL divergence from the teacher 0.5000 -> 0.1000 nats per token (lowest: step 4)" in said
+    assert (
+        "held out    KL divergence from the teacher 0.5000 -> 0.1000 nats per token (lowest: "
+        "step "
+        "4)" in said
+    )
     assert "cross-entropy 8.3000 -> 8.7000 nats per token (not what the step is chosen by)" in said
     assert record["losses"]["chosen_by"] == "distillation"
     assert "| KL divergence from the teacher | 0.5000 | 0.1000 |" in card
     assert "| cross-entropy | 8.3000 | 8.7000 |" in card
-    assert "The weights are those of the step with the lowest KL divergence from the teacher." in card
+    assert (
+        "The weights are those of the step with the lowest KL divergence from the teacher." in card
+    )
 
 
 def test_without_a_teacher_the_cross_entropy_chooses(tmp_path: Path) -> None:
     said, record, card = uptrain(tmp_path / "out", teacher="none")
     assert "the weights with the lowest cross-entropy on them are written" in said
     before, after = (record["losses"][f"heldout_{when}"] for when in ("before", "after"))
-    assert f"held out    cross-entropy {before:.4f} -> {after:.4f} nats per token (lowest: step" in said
+    assert (
+        f"held out    cross-entropy {before:.4f} -> {after:.4f} nats per token (lowest: step"
+        in said
+    )
     assert "divergence" not in said + card
     assert record["losses"]["chosen_by"] == "heldout"
 
 
-# -------------------------------------------------------------------------------------------------------- alpha, tokens
+# ------------------------------------------------------------------------------------ alpha, tokens
 
 
 def loader_of(tokenizer: Any, path: Path, **options: Any) -> Dataloader:
@@ -76,10 +94,17 @@ def loader_of(tokenizer: Any, path: Path, **options: Any) -> Dataloader:
 
 
 def positions(loader: Dataloader) -> set[int]:
-    """Which tokens of the data, by their places in reading order, are trained on in blocks of text."""
+    """Which tokens of the data, by their places in reading order,
+    are trained on in blocks of text.
+    """
     blocks = loader.steps * loader.options.blocks_per_step
-    stored = {tuple(loader.blocks[number]["input_ids"].tolist()): number for number in range(len(loader.blocks))}
-    read = (stored.get(tuple(loader.block(number)["input_ids"].tolist())) for number in range(blocks))
+    stored = {
+        tuple(loader.blocks[number]["input_ids"].tolist()): number
+        for number in range(len(loader.blocks))
+    }
+    read = (
+        stored.get(tuple(loader.block(number)["input_ids"].tolist())) for number in range(blocks)
+    )
     return {64 * number + token for number in read if number is not None for token in range(64)}
 
 
@@ -88,7 +113,10 @@ def positions(loader: Dataloader) -> set[int]:
 def test_the_tokens_that_are_said_are_those_trained_on(
     tokenizer: Any, tmp_path: Path, alpha: float, batch: int, repeats: bool
 ) -> None:
-    """Distinct ones of the data: whole batches, repeats not counted. With repeats too, alpha is a share of the data."""
+    """Distinct ones of the data: whole batches, repeats not counted.
+
+    With repeats too, alpha is a share of the data.
+    """
     path = write(tmp_path / "data.jsonl", texts(60, 1200))
     loader = loader_of(tokenizer, path, alpha=alpha, batch_size=batch, repeats=repeats)
     trained_on = positions(loader)
@@ -110,13 +138,22 @@ def test_text_that_is_read_several_times_is_counted_once(tokenizer: Any, tmp_pat
     total = loader_of(tokenizer, path, alpha=1.0, batch_size=1).data_tokens
     loader = loader_of(tokenizer, path, steps=200, batch_size=1)
     assert (loader.distinct_tokens, loader.data_tokens) == (total, total)
-    assert f"{total:,} of {total:,} tokens (100%), in 200 blocks of 64, read {200 * 64 / total:.2f} times" in (
-        loader.summary
+    assert (
+        f"{total:,} of {total:,} tokens (100%), in 200 blocks of 64, read {200 * 64 / total:.2f} "
+        "times" in (loader.summary)
     )
 
 
-def test_blocks_with_repeats_take_passages_of_text_before_them(tokenizer: Any, tmp_path: Path) -> None:
-    loader = loader_of(tokenizer, write(tmp_path / "data.jsonl", texts(60, 1200)), steps=64, batch_size=1, repeats=True)
+def test_blocks_with_repeats_take_passages_of_text_before_them(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    loader = loader_of(
+        tokenizer,
+        write(tmp_path / "data.jsonl", texts(60, 1200)),
+        steps=64,
+        batch_size=1,
+        repeats=True,
+    )
     plain = [loader.block(number)["input_ids"] for number in range(64)]
     for number in np.flatnonzero(~is_plain(np.arange(64))).tolist():
         before = np.concatenate([plain[n] for n in range(number) if is_plain(n)])
@@ -125,8 +162,12 @@ def test_blocks_with_repeats_take_passages_of_text_before_them(tokenizer: Any, t
 
 def test_output_record_and_card_state_distinct_tokens_and_all(tmp_path: Path) -> None:
     said, record, card = uptrain(tmp_path / "out", steps=None, alpha=0.5, batch_size=2)
-    distinct, total, in_all = (record[name] for name in ("distinct_tokens", "data_tokens", "tokens"))
-    assert f"data.jsonl: {distinct:,} of {total:,} tokens ({percent(distinct, total)})" in " ".join(said.split())
+    distinct, total, in_all = (
+        record[name] for name in ("distinct_tokens", "data_tokens", "tokens")
+    )
+    assert f"data.jsonl: {distinct:,} of {total:,} tokens ({percent(distinct, total)})" in " ".join(
+        said.split()
+    )
     assert f"{in_all:,} tokens in all, with repeated passages" in " ".join(said.split())
     assert distinct < in_all
     assert f"(`gqa-uptrain`): {in_all:,} tokens of " in card
@@ -135,10 +176,15 @@ def test_output_record_and_card_state_distinct_tokens_and_all(tmp_path: Path) ->
 
 
 def test_percentages_are_whole_only_of_all() -> None:
-    assert [percent(part, 100_000) for part in (5, 4910, 99_999, 100_000)] == ["0.005%", "4.91%", "99.9%", "100%"]
+    assert [percent(part, 100_000) for part in (5, 4910, 99_999, 100_000)] == [
+        "0.005%",
+        "4.91%",
+        "99.9%",
+        "100%",
+    ]
 
 
-# ------------------------------------------------------------------------------------------------ options left open
+# -------------------------------------------------------------------------------- options left open
 
 
 def test_a_record_of_training_has_what_was_chosen(tmp_path: Path) -> None:
@@ -146,22 +192,35 @@ def test_a_record_of_training_has_what_was_chosen(tmp_path: Path) -> None:
     assert (options.micro_batch, options.warmup, options.eval_every, options.device) == (None,) * 4
     _, record = trained(options)
     chosen = record["options"]
-    assert (chosen["micro_batch"], chosen["warmup"], chosen["eval_every"], chosen["device"]) == (2, 0, 1, "cpu")
+    assert (chosen["micro_batch"], chosen["warmup"], chosen["eval_every"], chosen["device"]) == (
+        2,
+        0,
+        1,
+        "cpu",
+    )
     assert (chosen["seed"], chosen["precision"], chosen["repeats"]) == (0, "float32", False)
 
 
 def test_a_record_of_generated_text_says_whether_it_repeats(tmp_path: Path) -> None:
     for data, expected in (("self", True), ("self:plain", False)):
-        options = options_for(material() / "model", tmp_path / "out", data=(data,), teacher=str(material() / "teacher"))
+        options = options_for(
+            material() / "model",
+            tmp_path / "out",
+            data=(data,),
+            teacher=str(material() / "teacher"),
+        )
         _, record = trained(replace(options, overwrite=True, heldout_tokens=64))
         assert record["options"]["repeats"] is expected
 
 
-@pytest.mark.parametrize(("how", "seed"), [
-    ({"method": "mean", "kv_heads": 2}, None),
-    ({"method": "random", "kv_heads": 2, "seed": 3}, 3),
-    ({"method": "mean", "kv_budget": 0.75, "seed": 3, "tokens": 2048, "context": 64}, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "seed"),
+    [
+        ({"method": "mean", "kv_heads": 2}, None),
+        ({"method": "random", "kv_heads": 2, "seed": 3}, 3),
+        ({"method": "mean", "kv_budget": 0.75, "seed": 3, "tokens": 2048, "context": 64}, 3),
+    ],
+)
 def test_a_record_of_a_conversion_has_the_seed_that_was_used(
     tmp_path: Path, how: dict[str, Any], seed: int | None
 ) -> None:
@@ -179,8 +238,14 @@ def test_a_record_of_a_conversion_has_its_default_output_and_device(tmp_path: Pa
     done = run(str(source), "-g", "2", "--method", "aligned", "-q", "--device", "cpu")
     assert done.code == 0, done.err
     record = json.loads((tmp_path / "source-gqa2-aligned" / "gqa_conversion.json").read_text())
-    assert (record["options"]["output"], record["options"]["device"]) == ("source-gqa2-aligned", "cpu")
-    assert convert_checkpoint(source, 2, tmp_path / "x", method="mean").record["options"]["device"] is None
+    assert (record["options"]["output"], record["options"]["device"]) == (
+        "source-gqa2-aligned",
+        "cpu",
+    )
+    assert (
+        convert_checkpoint(source, 2, tmp_path / "x", method="mean").record["options"]["device"]
+        is None
+    )
 
 
 def test_a_record_of_an_evaluation_has_what_was_chosen() -> None:

@@ -16,13 +16,20 @@ SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
 
 
 def test_no_process_holds_a_model(runs: Runs, tmp_path: Path) -> None:
-    """Each of four reads its rows of both models, less than half together. Control: each of two, all of both."""
+    """Each of four reads its rows of both models, less than half together.
+
+    Control: each of two, all of both.
+    """
     size = {}
     for name, heads in (("model", 4), ("teacher", 16)):
         made = tiny_checkpoint(tmp_path / name, kv_heads=heads, num_attention_heads=16, **SIZES)
         size[name] = sum(file.stat().st_size for file in made.glob("*.safetensors"))
     assert min(size.values()) > 300 << 20
-    ways = {"alone": (4, "shard(); ", "none"), "taught": (4, "shard(); ", "teacher"), "whole": (2, "", "teacher")}
+    ways = {
+        "alone": (4, "shard(); ", "none"),
+        "taught": (4, "shard(); ", "teacher"),
+        "whole": (2, "", "teacher"),
+    }
     for way, (ranks, before, teacher) in ways.items():
         words = [tmp_path / "model", *runs.words(tmp_path / "out", steps=1, batch_size=4)[1:]]
         words += ["--teacher", tmp_path / teacher if teacher in size else teacher]
@@ -47,7 +54,8 @@ def resident(key):
 
 def calibrated(blocks, length, kept):
     ids = torch.randint(512, (blocks, length))
-    options = MapsOptions(text=CalibrationText(("x",), blocks * length, length), device="cpu", grouping="contiguous",
+    text = CalibrationText(("x",), blocks * length, length)
+    options = MapsOptions(text=text, device="cpu", grouping="contiguous",
                           refinement=Refinement(steps=2, autocast=False))
     calibrator = Calibrator(plan, ids, options)
     for layer in range(calibrator.layers if kept is not None else 1):
@@ -66,20 +74,33 @@ print(resident("VmHWM") - before)
 
 
 def peak_of(
-    model: Path, method: str, blocks: int, length: int, groups: int, more: int = 0, scores: int = 1 << 25
+    model: Path,
+    method: str,
+    blocks: int,
+    length: int,
+    groups: int,
+    more: int = 0,
+    scores: int = 1 << 25,
 ) -> int:
     """Bytes that calibrating on so many blocks takes beyond what was resident before."""
     words = [sys.executable, "-c", _PEAK, model, method, more, blocks, length, groups, scores]
-    return int(subprocess.run([*map(str, words)], capture_output=True, text=True, check=True).stdout)
+    return int(
+        subprocess.run([*map(str, words)], capture_output=True, text=True, check=True).stdout
+    )
 
 
 @pytest.mark.parametrize("method", ["calibrated", "refined"])
 def test_calibration_holds_two_streams(tmp_path: Path, method: str) -> None:
-    """The peak of memory is less than 3.5 times the hidden states of the text (two streams, targets, and parts of
-    them) and two layers; where something keeps one more after each layer, it is more.
+    """The peak of memory is less than 3.5 times the hidden states of the text (two streams,
+    targets, and parts of them) and two layers; where something keeps one more after each layer, it
+    is more.
     """
     config = LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, vocab_size=512
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        vocab_size=512,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     allowed = 4 * int(3.5 * 768 * 64 * 256 + 2 * (4 * 256 * 256 + 3 * 256 * 512))
@@ -89,11 +110,18 @@ def test_calibration_holds_two_streams(tmp_path: Path, method: str) -> None:
 
 
 def test_long_blocks_are_looked_at_in_pieces(tmp_path: Path) -> None:
-    """Of a block of 32,768 tokens the scores of one head are 4.3 GB. Control: a quarter of them at once, of 24,576."""
+    """Of a block of 32,768 tokens the scores of one head are 4.3 GB.
+
+    Control: a quarter of them at once, of 24,576.
+    """
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=512,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=512,
         max_position_embeddings=32768,
-    )  # fmt: skip
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     assert peak_of(tmp_path, "calibrated", 1, 32768, 1) < 1e9
     assert peak_of(tmp_path, "calibrated", 1, 24576, 1, scores=1 << 40) > 1.5e9

@@ -1,4 +1,6 @@
-"""The evaluator's numbers: identities, other implementations, and independence of how the work is cut up."""
+"""The evaluator's numbers: identities, other implementations, and independence of how the work is
+cut up.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def scores(source, text):
 
 def test_sums_and_sizes(text, scores):
     total = scores["nats"].sum(dtype="float64")
-    assert text.tokens == len(scores["nats"]) == sum(len(tokenizer()(t)["input_ids"]) for t in TEXTS)
+    assert (
+        text.tokens == len(scores["nats"]) == sum(len(tokenizer()(t)["input_ids"]) for t in TEXTS)
+    )
     assert text.bytes == sum(len(t.encode()) for t in TEXTS)
     quality = perplexity(scores["nats"], text)
     assert quality["token_perplexity"] == pytest.approx(math.exp(total / text.tokens))
@@ -64,21 +68,33 @@ def test_sums_and_sizes(text, scores):
 def test_a_limit_scores_the_first_tokens(text, limit):
     """Also within a document, of which only the beginning counts."""
     first = make_text(text_windows(TEXTS, tokenizer(), 128, limit), "rolling", 128)
-    ids, whole = ([i for w in windows for i in w.ids[-w.scored :]] for windows in (first.windows, text.windows))
+    ids, whole = (
+        [i for w in windows for i in w.ids[-w.scored :]]
+        for windows in (first.windows, text.windows)
+    )
     assert ids == whole[:limit]
     assert (first.bytes, first.documents) == {
-        1: (0, 1), 200: (len(tokenizer().decode(ids[1:])), 1), 10**6: (text.bytes, 4)
-    }[limit]  # fmt: skip
+        1: (0, 1),
+        200: (len(tokenizer().decode(ids[1:])), 1),
+        10**6: (text.bytes, 4),
+    }[limit]
 
 
 @pytest.mark.parametrize(("batch_size", "numbers"), [(1, None), (64, None), (4, 1), (3, 100_000)])
-def test_any_batch_size_and_chunk_give_the_same(source, part, scores, monkeypatch, batch_size, numbers):
+def test_any_batch_size_and_chunk_give_the_same(
+    source, part, scores, monkeypatch, batch_size, numbers
+):
     if numbers:
         monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", numbers)
         monkeypatch.setattr(gqa.corpus.likelihood, "LEAST_ROWS", 7)
-    other, expected = score(ChunkedHead(source), part.windows, batch_size=batch_size), scores["nats"][: part.tokens]
+    other, expected = (
+        score(ChunkedHead(source), part.windows, batch_size=batch_size),
+        scores["nats"][: part.tokens],
+    )
     assert np.allclose(other["nats"], expected, atol=2e-5)
-    assert other["nats"].sum(dtype="float64") == pytest.approx(expected.sum(dtype="float64"), rel=1e-7)
+    assert other["nats"].sum(dtype="float64") == pytest.approx(
+        expected.sum(dtype="float64"), rel=1e-7
+    )
 
 
 def bytes_of(windows_of: Any, tokens: int) -> int:
@@ -87,11 +103,15 @@ def bytes_of(windows_of: Any, tokens: int) -> int:
 
 @pytest.mark.parametrize("tokens", [100, 700, 901])
 def test_bytes_of_cut_text_are_those_of_the_text_itself(tokens: int) -> None:
-    """With a tokenizer that has no decoder too, whose `decode` puts a space between any two tokens."""
+    """With a tokenizer that has no decoder too, whose `decode` puts a space between any two
+    tokens.
+    """
     plain, bare = tokenizer(), copy.deepcopy(tokenizer())
     bare.backend_tokenizer.decoder = None
     ids = plain(TEXTS[0])["input_ids"][:100]
-    assert len(bare.decode(ids)) > 1.2 * len(plain.decode(ids)), "the control: decoded text is longer"
+    assert len(bare.decode(ids)) > 1.2 * len(plain.decode(ids)), (
+        "the control: decoded text is longer"
+    )
     joined = "".join(TEXTS).encode()
     expected = bytes_of(plain, tokens)
     assert bytes_of(bare, tokens) == expected
@@ -129,11 +149,15 @@ def test_comparison_with_torch_on_whole_logits(source, part, scores):
     for window in part.windows:
         ids = torch.tensor([window.ids])
         p, q = (
-            m(input_ids=ids[:, :-1]).logits[0, -window.scored :].double().log_softmax(-1) for m in (source, grouped)
+            m(input_ids=ids[:, :-1]).logits[0, -window.scored :].double().log_softmax(-1)
+            for m in (source, grouped)
         )
         for name, values in (
             ("nats", torch.nn.functional.nll_loss(q, ids[0, -window.scored :], reduction="none")),
-            ("baseline_nats", torch.nn.functional.nll_loss(p, ids[0, -window.scored :], reduction="none")),
+            (
+                "baseline_nats",
+                torch.nn.functional.nll_loss(p, ids[0, -window.scored :], reduction="none"),
+            ),
             ("kl", torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)),
             ("acceptance", 1 - (p.exp() - q.exp()).abs().sum(-1) / 2),
             ("same_top", p.argmax(-1) == q.argmax(-1)),
@@ -141,8 +165,13 @@ def test_comparison_with_torch_on_whole_logits(source, part, scores):
         ):
             expected.setdefault(name, []).append(values)
     for name, values in expected.items():
-        assert np.allclose(compared[name], torch.cat(values), atol=2e-4 if name == "kl" else 2e-5), name
-    assert np.allclose(scores["nats"][: part.tokens], torch.cat(expected["baseline_nats"]), atol=2e-5)  # alone
+        assert np.allclose(
+            compared[name], torch.cat(values), atol=2e-4 if name == "kl" else 2e-5
+        ), name
+    # alone
+    assert np.allclose(
+        scores["nats"][: part.tokens], torch.cat(expected["baseline_nats"]), atol=2e-5
+    )
     assert compared["kl"].mean() > 0.5
     assert max(compared["acceptance"].mean(), compared["same_top"].mean()) < 0.9
 
@@ -156,10 +185,16 @@ NO_HARNESS = "lm-evaluation-harness is not installed beside the lowest versions"
 def test_rolling_windows_are_those_of_the_harness(count: int, context: int) -> None:
     ids = list(range(1000, 1000 + count))
     utils = pytest.importorskip("lm_eval.utils", reason=NO_HARNESS)
-    theirs = list(map(utils.make_disjoint_window, utils.get_rolling_token_windows(ids, P, context, 1)))
-    ours = [(list(w.ids[: -w.scored]), list(w.ids[-w.scored :])) for w in rolling_windows(ids, context, P)]
+    theirs = list(
+        map(utils.make_disjoint_window, utils.get_rolling_token_windows(ids, P, context, 1))
+    )
+    ours = [
+        (list(w.ids[: -w.scored]), list(w.ids[-w.scored :]))
+        for w in rolling_windows(ids, context, P)
+    ]
     assert ours == [(list(a), list(b)) for a, b in theirs]
-    assert [i for w in rolling_windows(ids, context, P) for i in w.ids[-w.scored :]] == ids  # each once, in order
+    # Each once, in order
+    assert [i for w in rolling_windows(ids, context, P) for i in w.ids[-w.scored :]] == ids
 
 
 TASK = """task: local_perplexity
@@ -181,17 +216,25 @@ def harness(model: Path, data: Path, directory: Path, **model_args: Any) -> dict
     (directory / "perplexity.yaml").write_text(TASK.format(data=data))
     with contextlib.redirect_stderr(io.StringIO()):
         record: Any = lm_eval.simple_evaluate(
-            "hf", {"pretrained": str(model), "dtype": "float32"} | model_args, device="cpu", batch_size=4,
-            tasks=["local_perplexity"], bootstrap_iters=10,
+            "hf",
+            {"pretrained": str(model), "dtype": "float32"} | model_args,
+            device="cpu",
+            batch_size=4,
+            tasks=["local_perplexity"],
+            bootstrap_iters=10,
             task_manager=tasks.TaskManager(include_path=str(directory), include_defaults=False),
-        )  # fmt: skip
+        )
     return dict(record["results"]["local_perplexity"])
 
 
 @pytest.mark.parametrize(("model", "count", "context"), [("SRC", 3, 200), ("G4", 1, 1024)])
-def test_rolling_perplexity_is_that_of_the_harness(model: str, count: int, context: int, tmp_path: Path) -> None:
-    """Word perplexity too, of several documents and of one that is longer than a window. That of another model
-    differs."""
+def test_rolling_perplexity_is_that_of_the_harness(
+    model: str, count: int, context: int, tmp_path: Path
+) -> None:
+    """Word perplexity too, of several documents and of one that is longer than a window.
+
+    That of another model differs.
+    """
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(count, 1800)))
     path, other = (SOURCE, "G4") if model == "SRC" else (model_directory() / "gqa4", "SRC")
@@ -211,7 +254,10 @@ def test_a_comparison_by_hand():
     means = kl_statistics(np.array([0.1, 0.2]), np.array([True, False]), np.array([0.5, 0.7]))
     assert means["kl"] == {"mean": pytest.approx(0.15), "mean_error": pytest.approx(0.05)}
     assert (means["same_top"], means["same_top_error"]) == (0.5, pytest.approx(0.5))
-    assert (means["acceptance"], means["acceptance_error"]) == (pytest.approx(0.6), pytest.approx(0.1))
+    assert (means["acceptance"], means["acceptance_error"]) == (
+        pytest.approx(0.6),
+        pytest.approx(0.1),
+    )
     assert "ratio_low" not in paired_ratio(np.ones(5), np.ones(5), np.zeros(5, int))
     assert math.isnan(kl_statistics(np.ones(1), np.ones(1, bool), np.ones(1))["same_top_error"])
 
@@ -224,7 +270,9 @@ def test_the_paired_error_is_smaller_than_the_unpaired():
     ratio = paired_ratio(model, baseline, np.arange(n) // 20)
     variances = np.cov(model, baseline, bias=True)
     unpaired = variances[0, 0] + variances[1, 1]
-    assert ratio["log_ratio_error"] == pytest.approx(math.sqrt((unpaired - 2 * variances[0, 1]) / (n - 1)), rel=1e-6)
+    assert ratio["log_ratio_error"] == pytest.approx(
+        math.sqrt((unpaired - 2 * variances[0, 1]) / (n - 1)), rel=1e-6
+    )
     assert ratio["log_ratio_error"] < 0.1 * math.sqrt(unpaired / (n - 1))
     assert ratio["ratio_low"] < math.exp(0.1) < ratio["ratio_high"] < ratio["ratio_low"] + 0.02
 
@@ -235,6 +283,8 @@ def test_the_bootstrap_resamples_documents():
     counts = generator.integers(1, 20, 30)
     values, clusters = generator.gamma(2, 1, counts.sum()), np.repeat(np.arange(30), counts)
     weights = np.random.default_rng(0).multinomial(30, np.full(30, 1 / 30), size=2000)
-    expected = np.percentile(np.exp(weights @ np.bincount(clusters, values) / (weights @ counts)), (2.5, 97.5))
+    expected = np.percentile(
+        np.exp(weights @ np.bincount(clusters, values) / (weights @ counts)), (2.5, 97.5)
+    )
     ratio = paired_ratio(values, np.zeros(len(values)), clusters)
     assert (ratio["ratio_low"], ratio["ratio_high"]) == pytest.approx(tuple(expected), rel=1e-12)

@@ -1,4 +1,6 @@
-"""`self:TOKENS`: a model's text is drawn from its own distribution, the same for every run, and sampled once."""
+"""`self:TOKENS`: a model's text is drawn from its own distribution, the same for every run, and
+sampled once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from gqa.checkpoint.errors import CorpusError, OutputError, RefusedError
 from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.options import CalibrationText
-from gqa.convert.merge.self_samples import Draw, SampledBlocks, attend_one, sampled_blocks, samples, store_batches
+from gqa.convert.merge.self_samples import (
+    Draw,
+    SampledBlocks,
+    attend_one,
+    sampled_blocks,
+    samples,
+    store_batches,
+)
 from gqa.corpus.sources import is_self, parse_self
 from gqa.eval.recall import SAMPLES, self_samples
 from gqa.eval.subjects import Subject
@@ -43,11 +52,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sampled(
-    teacher, n_blocks: int, seed: int = 0, source: Path = SOURCE, plain: bool = True, size: int = SIZE, **how: bool
+    teacher,
+    n_blocks: int,
+    seed: int = 0,
+    source: Path = SOURCE,
+    plain: bool = True,
+    size: int = SIZE,
+    **how: bool,
 ) -> tuple[SampledBlocks, list[int]]:
     """Blocks, and the numbers of tokens that were to be sampled and that were."""
     watcher, model = Recorder(), read_checkpoint(source)
-    blocks = sampled_blocks(lambda dtype: teacher, "cpu", model, size, n_blocks, seed, plain, watcher, **how)
+    blocks = sampled_blocks(
+        lambda dtype: teacher, "cpu", model, size, n_blocks, seed, plain, watcher, **how
+    )
     return blocks, [count for stage in watcher.stages for count in stage]
 
 
@@ -78,8 +95,12 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(teacher, cache: Path) ->
         few[3]
 
 
-def write_batches(rows: int, sampled: list[int], size: int = 1024, between: Callable[[], object] = int) -> Path:
-    """Store batches of 16 rows of `size` numbers; the numbers of those that were made are added to `sampled`."""
+def write_batches(
+    rows: int, sampled: list[int], size: int = 1024, between: Callable[[], object] = int
+) -> Path:
+    """Store batches of 16 rows of `size` numbers; the numbers of those that were made are added to
+    `sampled`.
+    """
 
     def sample(numbers: Sequence[int]) -> Iterator[torch.Tensor]:
         for number in numbers:
@@ -101,7 +122,9 @@ def test_text_that_does_not_fit_into_the_cache_is_not_generated(
     assert sampled == []
 
 
-def test_text_that_is_stored_stays_if_the_disk_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_is_stored_stays_if_the_disk_becomes_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When there is space again, only the rest is generated."""
     sampled = list[int]()
     with small_disk(tmp_path / "disk", "400k") as disk:
@@ -109,7 +132,9 @@ def test_text_that_is_stored_stays_if_the_disk_becomes_full(tmp_path: Path, monk
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", disk)
         with pytest.raises(
             OutputError,
-            match=r"No space left on device \(1 of 4 parts of the generated text are kept\); free some space",
+            match=r"No space left on device \(1 of 4 parts of the generated text are kept\); "
+            r"free some "
+            r"space",
         ):
             write_batches(64, sampled, between=lambda: other.write_bytes(bytes(290_000)))
         other.unlink()
@@ -119,8 +144,12 @@ def test_text_that_is_stored_stays_if_the_disk_becomes_full(tmp_path: Path, monk
     assert (stored == np.arange(4)[:, None]).all()
 
 
-def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teacher, cache: Path) -> None:
-    """Of one seed, and the same for every call: a result is not chosen by text that it was fitted to."""
+def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(
+    teacher, cache: Path
+) -> None:
+    """Of one seed, and the same for every call: a result is not chosen by text that it was fitted
+    to.
+    """
     text = CalibrationText(("self:plain",), 8 * SIZE, SIZE)
     source = read_checkpoint(SOURCE)
 
@@ -129,20 +158,33 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teac
 
     def trained() -> list[bytes]:
         options = TrainOptions(
-            str(SOURCE), Path(), data=("self:plain",), seed=text.seed, context=SIZE, steps=2, batch_size=4,
+            str(SOURCE),
+            Path(),
+            data=("self:plain",),
+            seed=text.seed,
+            context=SIZE,
+            steps=2,
+            batch_size=4,
             heldout_tokens=SIZE,
-        )  # fmt: skip
-        data = build_data(options, source, source, teacher.config, load_tokenizer(source), "cpu", SILENT)
+        )
+        data = build_data(
+            options, source, source, teacher.config, load_tokenizer(source), "cpu", SILENT
+        )
         return [data.blocks[data.first + number]["input_ids"].tobytes() for number in range(8)]
 
     def measured() -> list[bytes]:
-        return [row.tobytes() for row in self_samples(Subject(SOURCE.name, str(SOURCE), source), SIZE, None, 4096)]
+        return [
+            row.tobytes()
+            for row in self_samples(Subject(SOURCE.name, str(SOURCE), source), SIZE, None, 4096)
+        ]
 
     uses = [calibrated(), trained(), measured()]
     assert uses == [calibrated(), trained(), measured()]
     rows = [row for use in uses for row in use]
     assert len(set(rows)) == len(rows) == 2 * 8 + SAMPLES
-    twice = CalibrationText(("self:plain", f"self:plain:{8 * SIZE}"), 8 * SIZE, SIZE).split(source, "cpu", SILENT)[0]
+    twice = CalibrationText(("self:plain", f"self:plain:{8 * SIZE}"), 8 * SIZE, SIZE).split(
+        source, "cpu", SILENT
+    )[0]
     assert [row.numpy().tobytes() for row in twice[:8]] == uses[0]
     assert len({row.numpy().tobytes() for row in twice}) == len(twice) == 16
 
@@ -150,23 +192,37 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teac
 def test_samples_of_another_model_are_not_used(
     teacher, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another config, another weight, other versions of the libraries; a model that has moved keeps its own."""
+    """Another config, another weight, other versions of the libraries; a model that has moved keeps
+    its own.
+    """
     fingerprints, model = [sampled(teacher, 3)[0].fingerprint], copy_source(tmp_path)
     assert sampled(teacher, 3, source=model)[1] == []
     edit_json(model / "config.json", lambda config: config.update(rope_theta=500.0))
     fingerprints.append(sampled(teacher, 3, source=model)[0].fingerprint)
-    edit_tensors(model, lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"][-1, -1].add_(1))
+    edit_tensors(
+        model, lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"][-1, -1].add_(1)
+    )
     fingerprints.append(sampled(teacher, 3, source=model)[0].fingerprint)
     monkeypatch.setattr(module, "versions", lambda *names: "others")
     fingerprints.append(sampled(teacher, 3)[0].fingerprint)
     assert len(set(fingerprints)) == 4
 
 
-def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same text as batch by batch; a CPU takes what a GiB holds, and what fills a device is loaded to several."""
+def test_as_many_at_a_time_as_memory_holds(
+    teacher, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same text as batch by batch; a CPU takes what a GiB holds, and what fills a device is
+    loaded to several.
+    """
     monkeypatch.setattr(module, "native_bfloat16", lambda device: False)
     weights = 4 * sum(tensor.numel() for tensor in teacher.parameters())
-    batches, loads, texts, plain, float32 = list[int](), list[str](), list[bytes](), module.samples, teacher.float()
+    batches, loads, texts, plain, float32 = (
+        list[int](),
+        list[str](),
+        list[bytes](),
+        module.samples,
+        teacher.float(),
+    )
 
     def counted(*args, seeds, **options):
         batches.append(len(seeds))
@@ -177,7 +233,9 @@ def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: py
         return float32
 
     monkeypatch.setattr(module, "samples", counted)
-    monkeypatch.setattr(module, "at_once", lambda checkpoint, length, dtype, free: free // weights * 4 + 1)
+    monkeypatch.setattr(
+        module, "at_once", lambda checkpoint, length, dtype, free: free // weights * 4 + 1
+    )
     for free in (None, 3 * weights, weights):
         monkeypatch.setattr(module, "free_memory", lambda device, free=free: free)
         blocks = sampled_blocks(opened, "cpu", read_checkpoint(SOURCE), SIZE, 20, 0, plain=True)
@@ -188,11 +246,18 @@ def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: py
 
 
 def test_a_7b_writes_hundreds_at_a_time(tmp_path: Path) -> None:
-    """On 80 GB, of which its weights take 13.5: keys and values of a sequence of 256 tokens are 134 MB."""
+    """On 80 GB, of which its weights take 13.5: keys and values of a sequence of 256 tokens are 134
+    MB.
+    """
     config = LlamaConfig(
-        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000,
-        dtype="bfloat16", architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        vocab_size=32000,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )
     free = 80 * 10**9 - header_only(tmp_path, config)
     checkpoint = read_checkpoint(tmp_path)
     assert 256 <= module.at_once(checkpoint, 256, torch.bfloat16, free) <= free // 134_217_728
@@ -202,8 +267,9 @@ def test_a_7b_writes_hundreds_at_a_time(tmp_path: Path) -> None:
 def test_a_text_begins_as_the_tokenizer_begins_it(
     teacher, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With BOS where it adds BOS, or there is none; where it does not, every fourth with it and the others with what
-    came after it, also where a run goes on. A tokenizer that is code is asked where it is trusted.
+    """With BOS where it adds BOS, or there is none; where it does not, every fourth with it and the
+    others with what came after it, also where a run goes on. A tokenizer that is code is asked
+    where it is trusted.
     """
     monkeypatch.setattr(module, "SAMPLED", 3)
     with_bos, plain = ids(sampled(teacher, 8)[0]), without_bos(tmp_path)
@@ -213,18 +279,31 @@ def test_a_text_begins_as_the_tokenizer_begins_it(
     assert np.array_equal(without[others, :-1], with_bos[others, 1:])
     bring_tokenizer(plain)
     for trusted, expected in ((True, without), (False, with_bos)):
-        assert np.array_equal(ids(sampled(teacher, 8, source=plain, trust_remote_code=trusted)[0]), expected)
+        assert np.array_equal(
+            ids(sampled(teacher, 8, source=plain, trust_remote_code=trusted)[0]), expected
+        )
     for file in plain.glob("*token*"):
         file.unlink()
     assert np.array_equal(ids(sampled(teacher, 8, source=plain)[0]), with_bos)
 
 
-def test_half_of_texts_begin_as_a_chat(teacher, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the special token that comes first in the template, after BOS; also where a run goes on."""
+def test_half_of_texts_begin_as_a_chat(
+    teacher, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the special token that comes first in the template, after BOS;
+    also where a run goes on.
+    """
     monkeypatch.setattr(module, "SAMPLED", 3)
     plain = ids(sampled(teacher, 8, source=(model := without_bos(tmp_path)))[0])
-    for template, chats in (("{{ bos_token }}</s>", True), ("a</s>", False), ("{{ raise_exception('no') }}", False)):
-        edit_json(model / "tokenizer_config.json", lambda config, text=template: config | {"chat_template": text})
+    for template, chats in (
+        ("{{ bos_token }}</s>", True),
+        ("a</s>", False),
+        ("{{ raise_exception('no') }}", False),
+    ):
+        edit_json(
+            model / "tokenizer_config.json",
+            lambda config, text=template: config | {"chat_template": text},
+        )
         begun = ids([sampled(teacher, count, source=model)[0] for count in (3, 8)][1])
         assert np.array_equal(begun[: 4 if chats else 8], plain[: 4 if chats else 8])
         assert ([*begun[4:, 0], begun[7, 1]] == [2, 2, 2, 1, 2]) is chats
@@ -243,7 +322,9 @@ def test_a_part_repeats_itself_unless_it_is_plain(teacher, cache: Path) -> None:
 
 def test_specs() -> None:
     expected = [(None, False), (64, False), (1500, False), (None, True), (1000, True)]
-    assert [*map(parse_self, ["self", "self:64", "self:1.5k", "self:plain", "self:plain:1k"])] == expected
+    assert [
+        *map(parse_self, ["self", "self:64", "self:1.5k", "self:plain", "self:plain:1k"])
+    ] == expected
     assert [is_self(spec) for spec in ("self:1M", "selfish.txt")] == [True, False]
     for spec in ("self:", "self:0", "self:many", "self:1M:2", "self:1M:plain"):
         with pytest.raises(CorpusError, match="self:1M for a number of tokens"):
@@ -251,11 +332,21 @@ def test_specs() -> None:
 
 
 def test_samples_are_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for a seed and from transformers' cache; what generation_config.json asks for (an end) is not done."""
+    """The same for a seed and from transformers' cache; what generation_config.json asks for (an
+    end) is not done.
+    """
     plain = samples(load(SOURCE), 16, seeds=[1], batch=6)
     assert (plain.shape, set(plain[:, 0].tolist())) == ((6, 16), {1}), "BOS"
-    settings = {"do_sample": True, "top_k": 2, "repetition_penalty": 1.5, "max_length": 5, "eos_token_id": [2, 3]}
-    (model := copy_source(tmp_path)).joinpath("generation_config.json").write_text(json.dumps(settings))
+    settings = {
+        "do_sample": True,
+        "top_k": 2,
+        "repetition_penalty": 1.5,
+        "max_length": 5,
+        "eos_token_id": [2, 3],
+    }
+    (model := copy_source(tmp_path)).joinpath("generation_config.json").write_text(
+        json.dumps(settings)
+    )
     assert torch.equal(plain, samples(load(model), 16, seeds=[1], batch=6))
     assert not torch.equal(plain, samples(load(model), 16, seeds=[2], batch=6))
     ours = samples(load(SOURCE), 40, seeds=[1], batch=3)
@@ -285,14 +376,18 @@ def test_samples_are_as_surprising_as_the_model_expects(
 
 
 def test_tokens_are_drawn_by_the_cumulative_distribution() -> None:
-    """Of any vocabulary, and none that is banned; a second token that is given is not, if it is in the vocabulary."""
+    """Of any vocabulary, and none that is banned; a second token that is given is not, if it is in
+    the vocabulary.
+    """
     scores = 3 * torch.randn(500, 150, generator=torch.Generator().manual_seed(1))
     scores[:, 1::2] = -torch.inf
     shares = torch.rand(500, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     cdf = scores.double().softmax(-1).cumsum(-1)
     tokens = Draw(torch.Generator().manual_seed(0))(scores[:, :0], scores).argmax(-1)
     assert torch.equal(tokens, torch.searchsorted(cdf, shares * cdf[:, -1:], right=True)[:, 0])
-    begun = Draw(torch.Generator().manual_seed(0), second=torch.tensor([7, 150]).repeat(250))(scores[:, :1], scores)
+    begun = Draw(torch.Generator().manual_seed(0), second=torch.tensor([7, 150]).repeat(250))(
+        scores[:, :1], scores
+    )
     assert torch.equal(begun.argmax(-1), torch.where(torch.arange(500) % 2 == 1, tokens, 7))
 
 
@@ -303,13 +398,19 @@ def test_one_query_attends_as_in_torch(groups: int, mask: str) -> None:
     q, k, v = torch.randn(3, 6, 1, 8), torch.randn(3, groups, 5, 8), torch.randn(3, groups, 5, 4)
     given = {
         "none": None,
-        "allowed": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 1, 1]]).bool()[:, None, None],
+        "allowed": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 1, 1]]).bool()[
+            :, None, None
+        ],
         "added": torch.randn(3, 1, 1, 5),
         "heads": torch.randn(3, 6, 1, 5),
     }[mask]
     for scaling in (None, 0.3):
         expected = torch.nn.functional.scaled_dot_product_attention(
-            q, k.repeat_interleave(6 // groups, 1), v.repeat_interleave(6 // groups, 1), given, scale=scaling
+            q,
+            k.repeat_interleave(6 // groups, 1),
+            v.repeat_interleave(6 // groups, 1),
+            given,
+            scale=scaling,
         )
         torch.testing.assert_close(attend_one(q, k, v, given, scaling), expected.transpose(1, 2))
 
@@ -323,6 +424,8 @@ def test_a_model_attends_as_before_when_it_is_done(monkeypatch: pytest.MonkeyPat
     assert model.config._attn_implementation == "sdpa"
     for forward in (None, lambda **inputs: inputs["of another class"]):
         model.forward = forward
-        with pytest.raises(RefusedError, match="cannot be sampled from, 2 sequences of 4 tokens at a time: "):
+        with pytest.raises(
+            RefusedError, match="cannot be sampled from, 2 sequences of 4 tokens at a time: "
+        ):
             samples(model, 4, seeds=[0], batch=2)
     assert model.config._attn_implementation == "sdpa"

@@ -1,4 +1,6 @@
-"""Where text comes from: every format gives the same documents, and whatever is wrong is one line that says where."""
+"""Where text comes from: every format gives the same documents, and whatever is wrong is one line
+that says where.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,19 @@ from gqa.corpus.sources import ALLOWED, check_text_options, parse_source, parse_
 from gqa.uptrain.dataloader import data_sources, heldout_sources
 from gqa.uptrain.options import TrainOptions
 
-# Whatever a loader that guesses types would turn into something else, and whatever could be cut in two.
+# Whatever a loader that guesses types would turn into something else, and whatever could be cut in
+# two.
 TEXTS = [
-    "2020-01-01", "007", "NA", "null", "[1]", 'a, "b"\tc', "line\nbreak\r\nother", "é ü 漢字 🙂", "x\u2028y\x85\x0c",
-]  # fmt: skip
+    "2020-01-01",
+    "007",
+    "NA",
+    "null",
+    "[1]",
+    'a, "b"\tc',
+    "line\nbreak\r\nother",
+    "é ü 漢字 🙂",
+    "x\u2028y\x85\x0c",
+]
 
 
 def texts_of(spec: object, **options: str) -> list[str]:
@@ -36,9 +47,21 @@ def refusal(spec: object, **options: str) -> str:
     return str(refused.value)
 
 
-KINDS = {"large.parquet": pa.large_string(), "coded.parquet": pa.dictionary(pa.int32(), pa.string())}
-FORMATS = ("a.jsonl", "a.jsonl.gz", "a.JSONL", "a.json", "a.csv", "a.parquet", *KINDS, "a.arrow",
-           "feather.arrow")  # fmt: skip
+KINDS = {
+    "large.parquet": pa.large_string(),
+    "coded.parquet": pa.dictionary(pa.int32(), pa.string()),
+}
+FORMATS = (
+    "a.jsonl",
+    "a.jsonl.gz",
+    "a.JSONL",
+    "a.json",
+    "a.csv",
+    "a.parquet",
+    *KINDS,
+    "a.arrow",
+    "feather.arrow",
+)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -63,7 +86,14 @@ def test_a_text_file_is_one_document_unless_a_separator_cuts_it(tmp_path: Path) 
 
 def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden files, cards and caches are skipped unless they are named."""
-    for name in ("b.jsonl", "a.jsonl", "deep/er/c.jsonl", ".hidden.jsonl", ".cache/d.jsonl", "data/train/0.jsonl"):
+    for name in (
+        "b.jsonl",
+        "a.jsonl",
+        "deep/er/c.jsonl",
+        ".hidden.jsonl",
+        ".cache/d.jsonl",
+        "data/train/0.jsonl",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         lines(tmp_path / name, {"text": name})
     for name in ("README.md", "README.txt", "deep/LICENSE.txt", "cache-1f2e.arrow"):
@@ -73,10 +103,17 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HOME", str(tmp_path))
     deep = ["deep/er/c.jsonl"]
     expected = {
-        "[ab].jsonl": ["a.jsonl", "b.jsonl"], "d*p/**": deep, "deep": deep, "./deep/": deep, "~/deep": deep,
-        "**/*.jsonl": ["a.jsonl", "b.jsonl", "data/train/0.jsonl", *deep], "data/**/train/*": ["data/train/0.jsonl"],
-        "b[1].txt": ["by name"], "*.txt": ["by name"], "README.txt": ["no data"],
-    }  # fmt: skip
+        "[ab].jsonl": ["a.jsonl", "b.jsonl"],
+        "d*p/**": deep,
+        "deep": deep,
+        "./deep/": deep,
+        "~/deep": deep,
+        "**/*.jsonl": ["a.jsonl", "b.jsonl", "data/train/0.jsonl", *deep],
+        "data/**/train/*": ["data/train/0.jsonl"],
+        "b[1].txt": ["by name"],
+        "*.txt": ["by name"],
+        "README.txt": ["no data"],
+    }
     assert {spec: texts_of(spec) for spec in expected} == expected
 
     (tmp_path / "data/test").mkdir()
@@ -85,15 +122,30 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     refused = {
-        "*.*": "*.* names files of several formats (b.jsonl, b.parquet, b[1].txt); give a pattern that names those of "
+        "*.*": "*.* names files of several formats (b.jsonl, b.parquet, b[1].txt); "
+        "give a pattern that names those of "
         "one",
-        "data": "the directory data holds several splits (test, train); give the files of one, like 'data/**/*train*'",
+        "data": "the directory data holds several splits (test, train); give the files of one, "
+        "like "
+        "'data/**/*train*'",
         "stdlib:test": "there is no stdlib:test; allowed are stdlib:train and stdlib:heldout",
-        "a b": "there is no file or directory a b, and it is not a data set name (org/name[:config[:split]])",
-        " ": "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train",
+        "a b": "there is no file or directory a b, and it is not a data set name "
+        "(org/name[:config[:split]])",
+        " ": "no data is named; give a file, a directory, a pattern, a data set of the hub or "
+        "stdlib:train",
     }
-    for spec in ("none.txt", "~nouser/a.jsonl", "../none/", "x" * 300 + ".txt", "notes", "deep/empty", "*.csv"):
-        refused[spec] = f"there is no file or directory {spec} with text; allowed are {ALLOWED}, and patterns"
+    for spec in (
+        "none.txt",
+        "~nouser/a.jsonl",
+        "../none/",
+        "x" * 300 + ".txt",
+        "notes",
+        "deep/empty",
+        "*.csv",
+    ):
+        refused[spec] = (
+            f"there is no file or directory {spec} with text; allowed are {ALLOWED}, and patterns"
+        )
     assert {spec: refusal(spec) for spec in refused} == refused
 
 
@@ -106,22 +158,29 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "head.csv": (b"text\n", EMPTY),
     "latin.txt": (b"caf\xe9 au lait", NOT_UTF8),
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', UNREADABLE),
-    "number.jsonl": (b'{"text": 4}\n{"text": null}\n{"text": 5}\n',
-                     ": field 'text' has type int; name a column of text"),
-    "missing.jsonl": (b'{"title": "a", "b\\n": 1}\n', " has no field 'text'; it has 'b\\n', 'title'"),
+    "number.jsonl": (
+        b'{"text": 4}\n{"text": null}\n{"text": 5}\n',
+        ": field 'text' has type int; name a column of text",
+    ),
+    "missing.jsonl": (
+        b'{"title": "a", "b\\n": 1}\n',
+        " has no field 'text'; it has 'b\\n', 'title'",
+    ),
     "missing.csv": (b"title,body\na,b\n", " has no field 'text'; it has 'body', 'title'"),
     "surrogate.jsonl": (b'{"text": "\\ud800"}\n', ": field 'text' is not Unicode: "),
     "long.csv": (b"id,text\n1,a\n2,b,c\n", UNREADABLE),
     "not.gz.txt.gz": (b"plain", UNREADABLE),
     "cut.txt.gz": (gzip.compress(b"a" * 1000)[:-12], UNREADABLE),
-}  # fmt: skip
+}
 
 
 def test_data_that_is_named_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("a.jsonl"), TEXTS)
     for specs in (("a.jsonl", "./a.jsonl"), (".", "a.jsonl"), ("stdlib:train", "stdlib:train")):
-        with pytest.raises(CorpusError, match=r"names \S+ 2 times; name every file and data set once"):
+        with pytest.raises(
+            CorpusError, match=r"names \S+ 2 times; name every file and data set once"
+        ):
             parse_sources(specs)
     assert len(parse_sources(("a.jsonl", "stdlib:train"))) == 2
 
@@ -152,13 +211,19 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {name: refusal(name)[: len(said)] for name, said in wanted.items()} == wanted
 
 
-def test_options_of_sources_are_not_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_sources_are_not_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "a.jsonl"):
         Path(name).write_text("{}")
-    with pytest.raises(CorpusError, match=r"--field body is a column .*; stdlib:train has no columns"):
+    with pytest.raises(
+        CorpusError, match=r"--field body is a column .*; stdlib:train has no columns"
+    ):
         check_text_options(["self", "stdlib:train"], "body", None)
-    with pytest.raises(CorpusError, match=r"--separator .*; a.jsonl, stdlib:heldout is not a text file"):
+    with pytest.raises(
+        CorpusError, match=r"--separator .*; a.jsonl, stdlib:heldout is not a text file"
+    ):
         check_text_options(["a.jsonl", "stdlib:heldout"], "text", "x")
     check_text_options(["a.txt", "a.jsonl"], "body", "x")
 
@@ -167,14 +232,18 @@ def test_training_and_conversion_read_the_parts_of_a_file(tmp_path: Path) -> Non
     (tmp_path / "a.txt").write_text("one--two")
     specs, parts = (str(tmp_path / "a.txt"),), []
     training = TrainOptions("m", data=specs, heldout=specs[0], separator="--")
-    parts += [list(sources[0].texts()) for sources in (data_sources(training), heldout_sources(training))]
+    parts += [
+        list(sources[0].texts()) for sources in (data_sources(training), heldout_sources(training))
+    ]
     parts.append(list(CalibrationText(specs, separator="--")._source(specs[0]).texts()))
     assert parts == [["one", "two"]] * 3
 
 
 def test_columns(tmp_path: Path) -> None:
     """A row without a source or a target is left out; names of columns are printed harmlessly."""
-    rows = [{"a": a, "b": b} for a, b in (("a", None), ("b", "B"), (" ", "C"), ("d", "D"), (None, "E"))]
+    rows = [
+        {"a": a, "b": b} for a, b in (("a", None), ("b", "B"), (" ", "C"), ("d", "D"), (None, "E"))
+    ]
     pairs = parse_source(str(lines(tmp_path / "rows.jsonl", *rows)), field="a", target_field="b")
     assert list(pairs.rows()) == [("b", "B"), ("d", "D")]
     message = refusal(lines(tmp_path / "a.jsonl", {"\x1b[2J\nok" * 1000: 1}), field="\x1b]0;")
@@ -183,7 +252,10 @@ def test_columns(tmp_path: Path) -> None:
 
 
 def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
-    one, other = lines(tmp_path / "a.jsonl", {"text": "a"}), lines(tmp_path / "b.jsonl", {"text": "a"})
+    one, other = (
+        lines(tmp_path / "a.jsonl", {"text": "a"}),
+        lines(tmp_path / "b.jsonl", {"text": "a"}),
+    )
     assert parse_source(str(one)).identify() == parse_source(str(other)).identify()
     identities = {parse_source(str(one), field=field).identify() for field in ("text", "title")}
     lines(one, {"text": "b"})
@@ -192,7 +264,10 @@ def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
         identities.add(parse_source(str(tmp_path / name)).identify())
     separated = parse_source(str(tmp_path / "b.txt"), separator="b").identify()
     assert len(identities | {separated, parse_source(str(one)).part(0.5).identify()}) == 7
-    times, before = (other.stat().st_atime_ns, other.stat().st_mtime_ns), parse_source(str(other)).identify()
+    times, before = (
+        (other.stat().st_atime_ns, other.stat().st_mtime_ns),
+        parse_source(str(other)).identify(),
+    )
     os.utime(lines(other, {"text": "c"}), ns=times)  # the same size, as a copy by rsync has it
     assert parse_source(str(other)).identify() != before
 
@@ -207,27 +282,38 @@ def test_heldout_part(tmp_path: Path) -> None:
     again = parse_source(str(write(tmp_path / "b.jsonl", texts[::-1])))
     assert list(again.part(0.1).texts()) == heldout[::-1]
     assert set(heldout) < set(source.part(0.2).texts())
-    with pytest.raises(CorpusError, match=r"a.jsonl holds no text: it is empty or blank, or held out"):
+    with pytest.raises(
+        CorpusError, match=r"a.jsonl holds no text: it is empty or blank, or held out"
+    ):
         next(source.part(0.0).texts())
 
 
-# ------------------------------------------------------------------------------------------------- data sets of the hub
+# ----------------------------------------------------------------------------- data sets of the hub
 
 
 def data_set(directory: Path) -> Path:
     """Two configurations, the first with two splits."""
     for name in ("a/train", "a/test", "b/train"):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        lines(directory / f"{name}.jsonl", {"text": f"{name} 1", "n": 1}, {"text": f"{name} 2", "n": 2})
+        lines(
+            directory / f"{name}.jsonl",
+            {"text": f"{name} 1", "n": 1},
+            {"text": f"{name} 2", "n": 2},
+        )
     (directory / "README.md").write_text(
         "---\nconfigs:\n- config_name: a\n  data_files:\n  - {split: train, path: a/train.jsonl}\n"
-        "  - {split: test, path: a/test.jsonl}\n- config_name: b\n  data_files: b/train.jsonl\n---\n"
+        "  - {split: test, path: a/test.jsonl}\n- config_name: b\n  data_files: "
+        "b/train.jsonl\n---\n"
     )
     return directory
 
 
 def test_hub(
-    tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    hub: Hub,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Nothing but what is raised is said."""
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.endpoint)
@@ -239,7 +325,9 @@ def test_hub(
     hub.repo("lab/broken", tmp_path / "broken")
     choose = "; write lab/data:CONFIG or lab/data:CONFIG:SPLIT"
     cannot = "the data set lab/data cannot be loaded: "
-    missing = cannot + "Config name is missing. Please pick one among the available configs: ['a', 'b']"
+    missing = (
+        cannot + "Config name is missing. Please pick one among the available configs: ['a', 'b']"
+    )
     no_file = "there is no file or directory lab/"
     read: list[tuple[str, dict[str, Any], list[str]]] = [
         ("lab/data:a", {}, ["a/train 1", "a/train 2"]),
@@ -249,14 +337,35 @@ def test_hub(
     ]
     refused: list[tuple[str, dict[str, Any], str]] = [
         ("lab/data", {}, missing + choose),
-        ("lab/data:a:x", {}, cannot + "Unknown split \"x\". Should be one of ['train', 'test']" + choose),
-        ("lab/data:a:x", {"streaming": True}, cannot + "Bad split: x. Available splits: ['train', 'test']" + choose),
+        (
+            "lab/data:a:x",
+            {},
+            cannot + "Unknown split \"x\". Should be one of ['train', 'test']" + choose,
+        ),
+        (
+            "lab/data:a:x",
+            {"streaming": True},
+            cannot + "Bad split: x. Available splits: ['train', 'test']" + choose,
+        ),
         ("lab/data:a", {"field": "body"}, "lab/data:a has no field 'body'; it has 'n', 'text'"),
-        ("lab/none", {}, no_file + "none, and huggingface_hub says: 401 Client Error. Repository Not Found for url: "),
-        ("lab/gated", {}, "the data set lab/gated cannot be loaded: Dataset 'lab/gated' is a gated"),
-        ("lab/broken", {}, "the data set lab/broken cannot be loaded: Parquet magic bytes not found in "
-         "footer. Either the file is corrupted or this is not a parquet file"),
-    ]  # fmt: skip
+        (
+            "lab/none",
+            {},
+            no_file
+            + "none, and huggingface_hub says: 401 Client Error. Repository Not Found for url: ",
+        ),
+        (
+            "lab/gated",
+            {},
+            "the data set lab/gated cannot be loaded: Dataset 'lab/gated' is a gated",
+        ),
+        (
+            "lab/broken",
+            {},
+            "the data set lab/broken cannot be loaded: Parquet magic bytes not found in "
+            "footer. Either the file is corrupted or this is not a parquet file",
+        ),
+    ]
     with machine.entered():
         for spec, options, texts in read:
             assert texts_of(spec, **options) == texts

@@ -1,4 +1,6 @@
-"""Streaming: what memory a conversion needs, who copies the bytes, and that no way of copying changes them."""
+"""Streaming: what memory a conversion needs, who copies the bytes, and that no way of copying
+changes them.
+"""
 
 import errno
 import os
@@ -24,24 +26,39 @@ MIB = 1 << 20
 
 
 def anonymous(process: int) -> int:
-    """Bytes of anonymous memory of a process (pages of files are taken back by the system); 0 if it has ended."""
+    """Bytes of anonymous memory of a process (pages of files are taken back by the system); 0 if it
+    has ended.
+    """
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 @pytest.mark.scale  # 840 MB are written
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc, which only Linux has")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="memory is read from /proc, which only Linux has"
+)
 def test_memory_is_that_of_the_largest_changed_tensor(tmp_path: Path, runs: Runs) -> None:
-    """One shard of some 840 MB of zeros: whoever reads it, or one embedding of 185 MB, is over the bound."""
+    """One shard of some 840 MB of zeros: whoever reads it, or one embedding of 185 MB, is over the
+    bound.
+    """
     from transformers import LlamaConfig
 
     source, hidden = tmp_path / "source", 1024
     source.mkdir()
-    total = header_only(source, LlamaConfig(
-        hidden_size=hidden, intermediate_size=16384, vocab_size=90112, num_hidden_layers=4, num_attention_heads=8,
-        dtype="bfloat16", architectures=["LlamaForCausalLM"],
-    ))  # fmt: skip
-    bound = 112 * MIB + 4 * 2 * (2 * hidden * hidden)  # two of the largest tensors that change, in float32
+    total = header_only(
+        source,
+        LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=16384,
+            vocab_size=90112,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            dtype="bfloat16",
+            architectures=["LlamaForCausalLM"],
+        ),
+    )
+    # Two of the largest tensors that change, in float32
+    bound = 112 * MIB + 4 * 2 * (2 * hidden * hidden)
     assert total > 5 * bound
     running = runs.begin(*MERGED, "-q", source, "-o", tmp_path / "out")
     before = peak = anonymous(running.pid)
@@ -54,8 +71,14 @@ def test_memory_is_that_of_the_largest_changed_tensor(tmp_path: Path, runs: Runs
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has copy_file_range")
-def test_untouched_tensors_move_in_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, moved, copy = llama(tmp_path / "source", shards=1, side_files=False), list[int](), os.copy_file_range
+def test_untouched_tensors_move_in_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, moved, copy = (
+        llama(tmp_path / "source", shards=1, side_files=False),
+        list[int](),
+        os.copy_file_range,
+    )
 
     def counted(*arguments: int, **offsets: int) -> int:
         moved.append(copy(*arguments, **offsets))
@@ -81,12 +104,17 @@ def test_every_way_down_gives_the_same_bytes(
         monkeypatch.delattr(os, "copy_file_range", raising=False)
     else:
         monkeypatch.setattr(os, "copy_file_range", kernel, raising=False)
-    assert contents(convert_checkpoint(source, 2, tmp_path / "b" / "out", method="mean").out) == expected
+    assert (
+        contents(convert_checkpoint(source, 2, tmp_path / "b" / "out", method="mean").out)
+        == expected
+    )
     assert len(expected) > 4
 
 
 @pytest.mark.parametrize("dtype", [None, "float16"])
-def test_jobs_change_nothing_but_the_time(tmp_path: Path, dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_change_nothing_but_the_time(
+    tmp_path: Path, dtype: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Progress adds up to the bytes written."""
     source = llama(tmp_path / "source", shards=3)
     threads, outputs = torch.get_num_threads(), []

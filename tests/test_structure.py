@@ -16,7 +16,8 @@ from gqa.convert.recast.targets import RECASTINGS
 
 ROOT = Path(__file__).parent.parent
 MODELS = ROOT / "docs/models.md"
-PACKAGES = ("checkpoint", "corpus", "convert", "uptrain", "eval", "package")  # each may import those before it
+# Each may import those before it
+PACKAGES = ("checkpoint", "corpus", "convert", "uptrain", "eval", "package")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
@@ -34,7 +35,9 @@ NAMES = {name_of(path): path for path in MODULES}
 
 
 def imported(path: Path) -> set[str]:
-    """Files of this project that a file imports: at its top level, inside functions, for type checkers."""
+    """Files of this project that a file imports: at its top level, inside functions, for type
+    checkers.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -65,16 +68,23 @@ def test_no_circle_among_files() -> None:
 
 
 def private_names(path: Path) -> set[str]:
-    """Names with a leading underscore that a file imports, or reads or sets as attributes of another object."""
+    """Names with a leading underscore that a file imports, or reads or sets as attributes of
+    another object.
+    """
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
             names.add(node.attr)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id.endswith("attr")
+        ):
             names |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
         if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("gqa"):
             names |= {*str(node.module).split("."), *(alias.name for alias in node.names)}
-    return {name for name in names if re.match("_[a-zA-Z]", name)} - {"_asdict", "_fields"}  # of namedtuples, public
+    # Of namedtuples, public
+    return {name for name in names if re.match("_[a-zA-Z]", name)} - {"_asdict", "_fields"}
 
 
 COMPAT = ROOT / "checkpoint/compat.py"
@@ -83,7 +93,10 @@ PRIVATE = private_names(COMPAT)
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_one_file_touches_private_names_of_libraries(path: Path) -> None:
-    """At most 15, each with a comment beside it. Files beside weights need no package, and read one themselves."""
+    """At most 15, each with a comment beside it.
+
+    Files beside weights need no package, and read one themselves.
+    """
     beside_weights = {"_attn_implementation"} if path.parent.name == "modelling" else set()
     assert 0 < len(PRIVATE) <= 15
     assert path == COMPAT or private_names(path) <= beside_weights
@@ -96,25 +109,35 @@ def family_rows() -> Iterator[tuple[str, str, str]]:
     """(how heads are stored, model types, note) of every family."""
     for family in FAMILIES:
         notes, reasons = [family.note] if family.note else [], defaultdict(list)
-        for name, found in family.symmetries.items():  # why the heads of which types cannot be aligned
+        # Why the heads of which types cannot be aligned
+        for name, found in family.symmetries.items():
             if why := found if isinstance(found, str) else found.unless and found.unless[0]:
                 reasons[why].append(name)
         notes += [f"not aligned: {', '.join(names)} ({why})" for why, names in reasons.items()]
         layerwise = defaultdict(list)
         for name, why in family.not_layerwise.items():
             layerwise[why].append(name)
-        notes += [f"neither calibrated nor refined: {', '.join(names)} ({why})" for why, names in layerwise.items()]
+        notes += [
+            f"neither calibrated nor refined: {', '.join(names)} ({why})"
+            for why, names in layerwise.items()
+        ]
         yield family.name, ", ".join(sorted(family.symmetries)), "; ".join(notes)
     yield "text part of a larger model", ", ".join(sorted(NESTED)), "only the text part changes"
     for recasting in RECASTINGS:
         way = "native" if recasting.architecture else "custom modelling code"
         yield f"written as {recasting.target}, {way}", recasting.source, recasting.note
     for reason in dict.fromkeys(REFUSED.values()):
-        yield "refused", ", ".join(sorted(name for name, why in REFUSED.items() if why == reason)), reason
+        yield (
+            "refused",
+            ", ".join(sorted(name for name, why in REFUSED.items() if why == reason)),
+            reason,
+        )
 
 
 def models_page() -> str:
-    """docs/models.md with its last table written anew: Markdown, in whose cells a bar would end the cell."""
+    """docs/models.md with its last table written anew: Markdown, in whose cells a bar would end the
+    cell.
+    """
     rows = (" | ".join(cell.replace("|", r"\|") for cell in row) for row in family_rows())
     prose = MODELS.read_text(encoding="utf-8").partition(HEADER)[0]
     return prose + HEADER + "".join(f"| {row} |\n" for row in rows)
@@ -126,7 +149,9 @@ def test_models_page_shows_every_model_type() -> None:
     assert page == models_page()
     shown = set(re.split(r"[,:|] *| *[,:|]", page.partition(HEADER)[2]))
     stated = {model_type for family in FAMILIES for model_type in family.symmetries}
-    assert stated | set(NESTED) | set(REFUSED) | {"gpt2", "gpt_neox", "opt"} <= {name.strip() for name in shown}
+    assert stated | set(NESTED) | set(REFUSED) | {"gpt2", "gpt_neox", "opt"} <= {
+        name.strip() for name in shown
+    }
 
 
 if __name__ == "__main__":

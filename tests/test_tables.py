@@ -1,4 +1,6 @@
-"""Data of which only the text matters: other columns, empty parts, links and names of files may be anything."""
+"""Data of which only the text matters: other columns, empty parts, links and names of files may be
+anything.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,14 @@ def directory_of(directory: Path, name: str, *tables: pa.Table) -> Path:
 
 def train_blocks(data: Path, tokenizer: Any, *, streaming: bool) -> Dataloader:
     options = TrainOptions(
-        "m", data=(str(data),), streaming=streaming, context=16, batch_size=1, steps=2, teacher="none", repeats=False
+        "m",
+        data=(str(data),),
+        streaming=streaming,
+        context=16,
+        batch_size=1,
+        steps=2,
+        teacher="none",
+        repeats=False,
     )
     return open_dataloader(options, tokenizer, 64)
 
@@ -83,7 +92,10 @@ def test_a_column_may_have_another_type_in_another_file(name: str, tmp_path: Pat
 def test_a_column_may_be_in_some_files_only(name: str, tmp_path: Path) -> None:
     plain = pa.table({"text": TEXTS[:20]})
     more = pa.table({"id": range(20), "text": TEXTS[20:]})
-    assert texts_of(directory_of(tmp_path / "data", name, plain, more, plain)) == [*TEXTS, *TEXTS[:20]]
+    assert texts_of(directory_of(tmp_path / "data", name, plain, more, plain)) == [
+        *TEXTS,
+        *TEXTS[:20],
+    ]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "feather.arrow", "a.jsonl"])
@@ -96,14 +108,18 @@ def test_other_columns_may_be_maps_and_structs(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "feather.arrow", "a.csv"])
 def test_a_part_without_rows_holds_no_text(name: str, tmp_path: Path) -> None:
-    tables = [pa.table({"text": pa.array(part, pa.string())}) for part in ([], TEXTS[:20], [], TEXTS[20:])]
+    tables = [
+        pa.table({"text": pa.array(part, pa.string())}) for part in ([], TEXTS[:20], [], TEXTS[20:])
+    ]
     assert texts_of(directory_of(tmp_path / "data", name, *tables)) == TEXTS
     with pytest.raises(CorpusError, match="holds no text: it is empty or blank"):
         texts_of(directory_of(tmp_path / "empty", name, tables[0]))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_training_reads_empty_parts_and_other_columns(streaming: bool, tmp_path: Path, tokenizer: Any) -> None:
+def test_training_reads_empty_parts_and_other_columns(
+    streaming: bool, tmp_path: Path, tokenizer: Any
+) -> None:
     """Cached and streamed: the blocks are those of a plain file."""
     empty = pa.table({"text": pa.array([], pa.string())})
     maps = pa.array([[("source", "web")]] * 40, pa.map_(pa.string(), pa.string()))
@@ -120,8 +136,12 @@ def test_training_reads_empty_parts_and_other_columns(streaming: bool, tmp_path:
 
 def test_a_file_without_the_column_is_named_with_the_columns_that_it_has(tmp_path: Path) -> None:
     directory = tmp_path / "data"
-    directory_of(directory, "a.csv", pa.table({"text": TEXTS}), pa.table({"title": TEXTS, "id": TEXTS}))
-    with pytest.raises(CorpusError, match=r"data/1-a.csv has no field 'text'; it has 'id', 'title'"):
+    directory_of(
+        directory, "a.csv", pa.table({"text": TEXTS}), pa.table({"title": TEXTS, "id": TEXTS})
+    )
+    with pytest.raises(
+        CorpusError, match=r"data/1-a.csv has no field 'text'; it has 'id', 'title'"
+    ):
         texts_of(directory)
 
 
@@ -145,7 +165,7 @@ def test_zst_needs_no_further_package(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "a.jsonl.zst") == TEXTS
 
 
-# --------------------------------------------------------------------------------------------------- links and names
+# ---------------------------------------------------------------------------------- links and names
 
 
 def test_a_directory_with_links_to_itself_is_searched_once(tmp_path: Path) -> None:
@@ -181,13 +201,33 @@ def test_a_directory_of_links_is_read(tmp_path: Path) -> None:
 
 
 NAMES = [
-    "a[1]", "a*", "a?", "{a,b}", "a b", "a#b", "a%41", "a:b", "a@b", "a\nb", "it's", 'a"b', "-a", "a::b", "__a__", "~a",
-    "a\\b", "$HOME", "file:", "zip:",
-]  # fmt: skip
+    "a[1]",
+    "a*",
+    "a?",
+    "{a,b}",
+    "a b",
+    "a#b",
+    "a%41",
+    "a:b",
+    "a@b",
+    "a\nb",
+    "it's",
+    'a"b',
+    "-a",
+    "a::b",
+    "__a__",
+    "~a",
+    "a\\b",
+    "$HOME",
+    "file:",
+    "zip:",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_not_interpreted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_not_interpreted(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files, directories and files in directories, by absolute and relative paths."""
     monkeypatch.chdir(tmp_path)
     directory = Path(name)
@@ -201,18 +241,32 @@ def test_names_are_not_interpreted(name: str, tmp_path: Path, monkeypatch: pytes
     assert texts_of(f"./{name}/*.jsonl") == ["in"]
 
 
-# ------------------------------------------------------------------------------------------------- every command
+# ------------------------------------------------------------------------------------ every command
 
 
 def test_every_command_reads_a_directory_with_an_empty_part(small: Path, tmp_path: Path) -> None:
     empty = pa.table({"text": pa.array([], pa.string()), "n": pa.array([], pa.int64())})
     maps = pa.array([[("source", "web")]] * 40, pa.map_(pa.string(), pa.string()))
-    data = directory_of(tmp_path / "a[1] b", "a.parquet", empty, pa.table({"text": TEXTS, "n": maps}))
+    data = directory_of(
+        tmp_path / "a[1] b", "a.parquet", empty, pa.table({"text": TEXTS, "n": maps})
+    )
     out, text = tmp_path / "-o u't", ("--data", data, "--context", 16)
     converted = run(small, "-g", 2, *text, "--tokens", 256, "-o", out, "-q")
     assert (converted.code, converted.err) == (0, ""), converted
     evaluated = run(small, out, *text, "-q", program="gqa-eval")
     assert (evaluated.code, evaluated.err) == (0, ""), evaluated
-    trained = run(out, "--teacher", "none", *text, "--steps", 1, "--batch-size", 1, "-o", tmp_path / "t", "-q",
-                  program="gqa-uptrain")  # fmt: skip
+    trained = run(
+        out,
+        "--teacher",
+        "none",
+        *text,
+        "--steps",
+        1,
+        "--batch-size",
+        1,
+        "-o",
+        tmp_path / "t",
+        "-q",
+        program="gqa-uptrain",
+    )
     assert (trained.code, trained.err) == (0, ""), trained

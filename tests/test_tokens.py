@@ -1,5 +1,5 @@
-"""Tokens and blocks: nothing is lost, added or moved, nothing is tokenised twice; what repeats itself stands where it
-should; of streams, which processes share and runs continue, the same blocks.
+"""Tokens and blocks: nothing is lost, added or moved, nothing is tokenised twice; what repeats
+itself stands where it should; of streams, which processes share and runs continue, the same blocks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def test_documents_are_what_the_tokenizer_makes_of_them(text: Documents, tokeniz
     texts = texts_of(2000)
     assert len(text) == len(texts) == 2200
     for i in range(0, 2200, 37):
-        alone = tokenizer(texts[i], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        alone = tokenizer(texts[i], add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
         assert text.tokens(i).tolist() == [BOS, *alone, EOS]
         assert {BOS, EOS}.isdisjoint(alone)
         assert tokenizer.decode(alone) == texts[i]
@@ -62,19 +64,28 @@ def test_documents_are_what_the_tokenizer_makes_of_them(text: Documents, tokeniz
 def test_bos_is_put_where_the_tokenizer_puts_it(tokenizer: Any) -> None:
     x = tokenizer("x", add_special_tokens=False)["input_ids"]
     silent = variant(eos_token="</s>", bos_token="<s>", add_bos_token=False)
-    both = variant(eos_token="</s>", bos_token="</s>")  # one token for both, as GPT-2 and Qwen have it
+    # One token for both, as GPT-2 and Qwen have it
+    both = variant(eos_token="</s>", bos_token="</s>")
     for other in (silent, both):
         other.backend_tokenizer.post_processor = None
-    for encoder, adds, expected in ((tokenizer, True, [BOS, *x, EOS]), (silent, False, [*x, EOS]), (both, False, None)):
+    for encoder, adds, expected in (
+        (tokenizer, True, [BOS, *x, EOS]),
+        (silent, False, [*x, EOS]),
+        (both, False, None),
+    ):
         assert (Encoder(encoder).bos is not None) is adds
         assert Encoder(encoder).tokens(["x"]) == [expected or [*x, EOS]]
-    with pytest.raises(CorpusError, match="has no EOS token, which is put between documents; set its eos_token"):
+    with pytest.raises(
+        CorpusError, match="has no EOS token, which is put between documents; set its eos_token"
+    ):
         Encoder(variant())
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 12), st.randoms())
-def test_blocks_are_the_documents_one_after_the_other(lengths: list[int], size: int, draw: random.Random) -> None:
+def test_blocks_are_the_documents_one_after_the_other(
+    lengths: list[int], size: int, draw: random.Random
+) -> None:
     numbers = iter(range(sum(lengths)))
     text = documents_of([[next(numbers) for _ in range(length)] for length in lengths])
     order = np.array(draw.sample(range(len(lengths)), len(lengths)))
@@ -85,7 +96,9 @@ def test_blocks_are_the_documents_one_after_the_other(lengths: list[int], size: 
     cut = tokens[: len(blocks) * size].reshape(-1, size)
     assert np.array_equal([block["input_ids"] for block in blocks], cut) or not len(blocks)
     documents = (text.tokens(i) for i in order)
-    assert np.array_equal([block["input_ids"] for block, _ in pack(documents, size)], cut) or not len(blocks)
+    assert np.array_equal(
+        [block["input_ids"] for block, _ in pack(documents, size)], cut
+    ) or not len(blocks)
     assert all(block["input_ids"].dtype == np.int64 for block in blocks)
 
 
@@ -100,7 +113,8 @@ def test_nothing_is_tokenised_twice(tokenizer: Any, tmp_path: Path, counted: Cou
     path = path.rename(tmp_path / "b.jsonl")
     padded, larger = (AutoTokenizer.from_pretrained(MODEL) for _ in range(2))
     padded.pad_token = "</s>"
-    padded(["a", "a b"], padding=True, truncation=True, max_length=1)  # which is kept in the backend
+    # Which is kept in the backend
+    padded(["a", "a b"], padding=True, truncation=True, max_length=1)
     assert json.loads(padded.backend_tokenizer.to_str())["truncation"] is not None
     assert again(read(path), padded) == (first, 0)
     larger.add_tokens(["import os"])
@@ -117,10 +131,14 @@ def test_nothing_is_tokenised_twice(tokenizer: Any, tmp_path: Path, counted: Cou
 
 
 def test_a_tokenizer_in_python_is_known_by_its_content(tmp_path: Path) -> None:
-    """Not by where it lies; but by its vocabulary, merges, special tokens, and whatever else changes what it gives."""
+    """Not by where it lies; but by its vocabulary, merges, special tokens, and whatever else
+    changes what it gives.
+    """
     words, merges = ["<unk>", "a", "b", "ab", "c</w>", "bc</w>"], ["a b", "b c</w>"]
 
-    def identity(place: str, words: list[str] = words, merges: list[str] = merges, **changes: Any) -> str:
+    def identity(
+        place: str, words: list[str] = words, merges: list[str] = merges, **changes: Any
+    ) -> str:
         (tmp_path / place).mkdir(exist_ok=True)
         files = tmp_path / place / "vocab.json", tmp_path / place / "merges.txt"
         files[0].write_text(json.dumps({word: number for number, word in enumerate(words)}))
@@ -130,12 +148,20 @@ def test_a_tokenizer_in_python_is_known_by_its_content(tmp_path: Path) -> None:
         return Encoder(CTRLTokenizer.from_pretrained(tmp_path / place)).identify()
 
     assert identity("one") == identity("two") == identity("one", padding_side="left")
-    others = [identity("one", [*words, "c"]), identity("one", merges=merges[::-1]), identity("one", eos_token="a")]
+    others = [
+        identity("one", [*words, "c"]),
+        identity("one", merges=merges[::-1]),
+        identity("one", eos_token="a"),
+    ]
     assert len({identity("one"), *others, identity("one", lowercase=True)}) == 5
 
 
-def test_the_network_is_not_asked(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Local files are found, read, tokenised and kept without a single connection, though nothing says offline."""
+def test_the_network_is_not_asked(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Local files are found, read, tokenised and kept without a single connection, though nothing
+    says offline.
+    """
     asked: list[Any] = []
     monkeypatch.setattr("socket.socket.connect", lambda socket, address: asked.append(address))
     monkeypatch.setattr("socket.getaddrinfo", lambda *address, **how: asked.append(address))
@@ -149,13 +175,18 @@ def test_the_network_is_not_asked(tokenizer: Any, tmp_path: Path, monkeypatch: p
 
 
 def test_what_fails_is_not_kept(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / "a.jsonl"
     lines(path, {"text": 4}, {"text": 5})
     for _ in range(2):
-        with pytest.raises(CorpusError, match=r"a\.jsonl: field 'text' has type int; name a column of text"):
+        with pytest.raises(
+            CorpusError, match=r"a\.jsonl: field 'text' has type int; name a column of text"
+        ):
             tokenise([read(path)], tokenizer)
     assert not list((tmp_path / "cache").rglob("*.arrow"))
     assert len(tokenised(path, ["a", "b"], tokenizer)) == 2
@@ -163,7 +194,9 @@ def test_what_fails_is_not_kept(
     for rest in (b"", stored.read_bytes()[:-300]):
         stored.unlink()  # it is mapped
         stored.write_bytes(rest)
-        with pytest.raises(CorpusError, match=r"stored tokens cannot be read: .*; delete ") as damaged:
+        with pytest.raises(
+            CorpusError, match=r"stored tokens cannot be read: .*; delete "
+        ) as damaged:
             tokenise([read(path)], tokenizer)
     shutil.rmtree(str(damaged.value).partition("; delete ")[2])
     assert len(tokenise([read(path)], tokenizer)) == 2
@@ -174,8 +207,12 @@ def test_special_tokens_alone_are_no_tokenizer(tmp_path: Path) -> None:
     """Of some classes transformers makes a tokenizer of them that knows no text."""
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     (tmp_path / "added_tokens.json").write_text('{"<x>": 0}')
-    with pytest.raises(RefusedError, match=f"^m has no tokenizer; copy .* into {tmp_path}, or use none$"):
-        load_tokenizer(Checkpoint("m", tmp_path, {"model_type": "gpt2"}, {}, ()), instead="use none")
+    with pytest.raises(
+        RefusedError, match=f"^m has no tokenizer; copy .* into {tmp_path}, or use none$"
+    ):
+        load_tokenizer(
+            Checkpoint("m", tmp_path, {"model_type": "gpt2"}, {}, ()), instead="use none"
+        )
 
 
 LENGTH = 256
@@ -184,7 +221,12 @@ BLOCKS = np.random.default_rng(0).integers(1000, 2000, (64, LENGTH))
 
 def mix(count: int = 64, seed: int = 0, length: int = LENGTH, lead: int = 1) -> np.ndarray:
     starts = BLOCKS[:, 0] if lead else [0] * count
-    return np.stack([with_repeats(lambda n: BLOCKS[n, :length], index, seed, starts[index]) for index in range(count)])
+    return np.stack(
+        [
+            with_repeats(lambda n: BLOCKS[n, :length], index, seed, starts[index])
+            for index in range(count)
+        ]
+    )
 
 
 @pytest.mark.parametrize("length", [2, 32, 33, 256])
@@ -198,20 +240,27 @@ def test_blocks_keep_their_length_and_beginning(length: int) -> None:
 
 @pytest.mark.parametrize("lead", [1, 0])
 def test_any_run_of_blocks_has_its_shares(lead: int) -> None:
-    """A block does not depend on how many there are. Its first token is repeated unless it is the start token."""
+    """A block does not depend on how many there are.
+
+    Its first token is repeated unless it is the start token.
+    """
     blocks = mix(lead=lead)
     assert (mix(20, lead=lead) == blocks[:20]).all()
     assert (mix(20) != mix(20, seed=1)).any()
-    plain, repeated = (blocks == BLOCKS).all(axis=1), (blocks[:, 1:32] == BLOCKS[:, 1:32]).all(axis=1)
+    plain, repeated = (
+        (blocks == BLOCKS).all(axis=1),
+        (blocks[:, 1:32] == BLOCKS[:, 1:32]).all(axis=1),
+    )
     lags = np.arange(LENGTH // 8, LENGTH // 2 + 1) - lead
     for block in blocks[repeated & ~plain, lead:]:  # the beginning comes again and again
         assert any((block == np.resize(block[:lag], LENGTH - lead)).all() for lag in lags)
     for start in (0, 7):
         assert 18 <= plain[start : start + 40].sum() <= 22
-        assert 8 <= (repeated & ~plain)[start : start + 40].sum() <= 12  # the others are of random tokens
+        # The others are of random tokens
+        assert 8 <= (repeated & ~plain)[start : start + 40].sum() <= 12
 
 
-# -------------------------------------------------------------------------------------------------------------- streams
+# ------------------------------------------------------------------------------------------ streams
 
 
 STEPS, BATCH = 40, 4
@@ -219,7 +268,9 @@ Open = Callable[..., Dataloader]
 
 
 def write_files(directory: Path, files: int, seed: int = 0) -> None:
-    """Each of 70 documents, about 20 blocks of 64 tokens, that begin with the number of the file."""
+    """Each of 70 documents, about 20 blocks of 64 tokens, that begin with the number of the
+    file.
+    """
     directory.mkdir()
     random = np.random.default_rng(seed)
     for file in range(files):
@@ -235,7 +286,9 @@ def stream(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> O
 
     def opened(**given: Any) -> Dataloader:
         options = {"data": ("many",), "steps": STEPS, "batch_size": BATCH} | given
-        return open_dataloader(TrainOptions("model", Path("out"), streaming=True, **options), tokenizer, 64)
+        return open_dataloader(
+            TrainOptions("model", Path("out"), streaming=True, **options), tokenizer, 64
+        )
 
     return opened
 
@@ -269,7 +322,8 @@ def test_each_process_reads_its_own_files(stream: Open, counted: Counted) -> Non
         assert {file % ranks for file in files} == {rank}
         assert len(files) >= 8 // ranks
     steps(stream(batch_size=1, steps=STEPS * BATCH), 0, STEPS * BATCH)
-    assert {file % ranks for file in files_read()} == {*range(ranks)}  # the control: one file after the other
+    # The control: one file after the other
+    assert {file % ranks for file in files_read()} == {*range(ranks)}
 
 
 STREAMS: dict[str, dict[str, Any]] = {
@@ -285,7 +339,10 @@ def test_a_state_is_read_on_from(stream: Open, counted: Counted, name: str) -> N
     write_files(Path("one"), 1, 1)
     Path("long").mkdir()
     for file in range(4):
-        write(Path(f"long/{file}.jsonl"), [f"{file} {' '.join(map(str, range(n, n + 900)))}" for n in range(9)])
+        write(
+            Path(f"long/{file}.jsonl"),
+            [f"{file} {' '.join(map(str, range(n, n + 900)))}" for n in range(9)],
+        )
     given, begin, positions = STREAMS[name], 0, list[Any]()
     end: int = given.get("steps", STEPS)
     alone = steps(stream(**given), 0, end)
@@ -294,7 +351,10 @@ def test_a_state_is_read_on_from(stream: Open, counted: Counted, name: str) -> N
         for loader in loaders:
             loader.blocks.seek(json.loads(json.dumps(positions)))
         assert np.array_equal(shared(loaders, begin, upto), alone[begin:upto]), (ranks, begin)
-        begin, positions = upto, [position for loader in loaders for position in loader.blocks.positions]
+        begin, positions = (
+            upto,
+            [position for loader in loaders for position in loader.blocks.positions],
+        )
     last, from_the_start = stream(**given), stream(**given)
     last.blocks.seek(positions)
     counted.taken()
@@ -318,7 +378,9 @@ def test_what_a_stream_depends_on(stream: Open) -> None:
         steps(stream(), 0, 1)
 
 
-def test_the_stream_is_packed_as_blocks_are(tokenizer: Any, tmp_path: Path, counted: Counted) -> None:
+def test_the_stream_is_packed_as_blocks_are(
+    tokenizer: Any, tmp_path: Path, counted: Counted
+) -> None:
     """Document after document, and then again from the first; no more is tokenised than is read."""
     texts, path = texts_of(300), tmp_path / "a.jsonl"
     text = tokenised(path, texts, tokenizer)

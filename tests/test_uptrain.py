@@ -41,7 +41,10 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 def command(out: Path, **options: Any) -> Result:
     """The command on the model and data of `material`, unless options name others."""
-    model, data = options.pop("model", material() / "model"), options.pop("data", material() / "data.jsonl")
+    model, data = (
+        options.pop("model", material() / "model"),
+        options.pop("data", material() / "data.jsonl"),
+    )
     with expert_options(options) as rest:
         return run(*words_for(model, data, out, **rest), program="gqa-uptrain")
 
@@ -49,13 +52,19 @@ def command(out: Path, **options: Any) -> Result:
 def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gqa.checkpoint.console._LOG_SECONDS", 0.0)
     out = tmp_path / "out"
-    done = command(out, tokens="2.5K", train="kv", teacher=place / "teacher", heldout_fraction=0.2, quiet=False)
+    done = command(
+        out, tokens="2.5K", train="kv", teacher=place / "teacher", heldout_fraction=0.2, quiet=False
+    )
     assert done.code == 0, done.err
     lines = done.said.splitlines()
     assert not re.search(r"[ \t]$", done.out, re.MULTILINE)
     trained = 2 * 2 * 16 * 32  # layers, K and V, rows, width
     assert re.search(rf": {trained:,} of [\d,]+ parameters train \(kv\)$", lines[0])
-    assert lines[3] == "steps       4, each of 8 blocks (512 tokens); 2,048 tokens in all, with repeated passages"
+    assert (
+        lines[3] == "steps       4, each of 8 blocks (512 tokens); 2,048 tokens in all, "
+        "with repeated "
+        "passages"
+    )
     starts = ["model", "teacher", "data", "steps", "optimizer", "held out", "held out", "written"]
     assert [line[:10].rstrip() for line in lines] == starts
     assert lines[1] == f"teacher     {place / 'teacher'}"
@@ -63,10 +72,14 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     status = done.err.splitlines()[-1]
     steps = metrics(out / "gqa_uptraining.jsonl")
     assert re.fullmatch(
-        rf"training: {len(steps)} of {len(steps)} steps, \S+ elapsed, about 00:00 left, cross-entropy \S+, kl \S+, "
-        r"lowest held-out kl \S+, \S+ tok/s", status
-    )  # fmt: skip
-    assert "held-out " in next(line for line in done.err.splitlines() if line.startswith("training: 1 of"))
+        rf"training: {len(steps)} of {len(steps)} steps, \S+ elapsed, about 00:00 left, "
+        r"cross-entropy \S+, kl \S+, "
+        r"lowest held-out kl \S+, \S+ tok/s",
+        status,
+    )
+    assert "held-out " in next(
+        line for line in done.err.splitlines() if line.startswith("training: 1 of")
+    )
     assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
     assert {"tokens", "loss", "distillation", "gradient_norm", "learning_rate"} <= steps[0].keys()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
@@ -76,7 +89,10 @@ def test_json_is_all_of_stdout_and_overwriting(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for steps in (1, 2):
         done = command(out, steps=steps, overwrite=True, json=True, quiet=False)
-        record, written = json.loads(done.out), json.loads((out / "gqa_uptraining.json").read_text())
+        record, written = (
+            json.loads(done.out),
+            json.loads((out / "gqa_uptraining.json").read_text()),
+        )
         assert written.pop("files") == sorted(path.name for path in out.iterdir())
         assert record == written
         assert (record["steps"], record["tokens"]) == (steps, 512 * steps)
@@ -85,10 +101,16 @@ def test_json_is_all_of_stdout_and_overwriting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_divergence_stops_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verbose: bool) -> None:
+def test_divergence_stops_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verbose: bool
+) -> None:
     infinite_gradient(monkeypatch, 5)
     done = command(tmp_path / "out", steps=9, save_every=2, verbose=verbose)
-    assert (done.code, done.err.count("\n") == 1, "Traceback" in done.err) == (1, not verbose, verbose), done.err
+    assert (done.code, done.err.count("\n") == 1, "Traceback" in done.err) == (
+        1,
+        not verbose,
+        verbose,
+    ), done.err
     assert "not finite in step 5; what was saved before is kept. Lower --learning-rate" in done.err
     states = sorted((tmp_path / "out-state").glob("step-*"))
     assert [path.name for path in states] == ["step-00000002", "step-00000004"]
@@ -105,14 +127,23 @@ def refusals(place: Path, root: Path) -> Refusals:
     empty.write_bytes(b"")
     short = write_corpus(root / "short.jsonl", 2)  # of which nothing is held out
     alpha = {"steps": None, "alpha": 1}
-    narrow, other = tiny_checkpoint(root / "narrow", vocab_size=512), tiny_checkpoint(root / "other")
+    narrow, other = (
+        tiny_checkpoint(root / "narrow", vocab_size=512),
+        tiny_checkpoint(root / "other"),
+    )
     tokenizer = json.loads((other / "tokenizer.json").read_text())
-    tokenizer["model"] |= {"vocab": {f"{k}x": v for k, v in tokenizer["model"]["vocab"].items()}, "merges": []}
+    tokenizer["model"] |= {
+        "vocab": {f"{k}x": v for k, v in tokenizer["model"]["vocab"].items()},
+        "merges": [],
+    }
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     bare = shutil.copytree(place / "model", root / "bare", ignore=shutil.ignore_patterns("*token*"))
     packed = tiny_checkpoint(root / "packed")
     save_file({**load(packed), "a.qweight": torch.ones(2)}, packed / SINGLE, {"format": "pt"})
-    headless, spoilt = tiny_checkpoint(root / "headless", "qwen3_vl_text"), tiny_checkpoint(root / "spoilt")
+    headless, spoilt = (
+        tiny_checkpoint(root / "headless", "qwen3_vl_text"),
+        tiny_checkpoint(root / "spoilt"),
+    )
     edit_tensors(spoilt, lambda tensors: next(iter(tensors.values())).mul_(torch.nan))
     return [
         ({"data": small}, "tokens, less than one block of 64; lower --context"),
@@ -122,13 +153,25 @@ def refusals(place: Path, root: Path) -> Refusals:
         ({"heldout": place / "data.jsonl"}, "all documents are held out"),
         ({"heldout": small}, "the held-out text has less than one block of 64 tokens"),
         ({"heldout_fraction": 1e-6}, "--heldout-fraction 1e-06 holds out no document; give more"),
-        ({"model": packed}, "packed has quantised weights, which are not trained; uptrain the original"),
-        ({"model": narrow}, "the tokenizer of narrow gives token 4095, its embedding has 512; they do not belong"),
-        ({"teacher": narrow}, "the teacher narrow knows 512 tokens, fewer than the 4,096 of the model's tokenizer"),
+        (
+            {"model": packed},
+            "packed has quantised weights, which are not trained; uptrain the original",
+        ),
+        (
+            {"model": narrow},
+            "the tokenizer of narrow gives token 4095, its embedding has 512; they do not belong",
+        ),
+        (
+            {"teacher": narrow},
+            "the teacher narrow knows 512 tokens, fewer than the 4,096 of the model's tokenizer",
+        ),
         ({"teacher": other}, "the teacher other has another tokenizer than the model"),
         ({"model": spoilt}, "spoilt or its teacher has weights that are NaN or infinite"),
         ({"teacher": spoilt, "data": short}, "its loss is not finite; give intact checkpoints"),
-        ({"model": headless}, "headless is a Qwen3VLTextModel, which does not predict the next token of a text"),
+        (
+            {"model": headless},
+            "headless is a Qwen3VLTextModel, which does not predict the next token of a text",
+        ),
         ({"model": bare}, "bare has no tokenizer; copy its base model's tokenizer files into"),
         ({"output": packed}, "packed exists; choose another directory with -o"),
         ({"context": 1}, "--context 1 leaves nothing to predict; give at least 2"),
@@ -148,7 +191,10 @@ def test_refusals(place: Path, tmp_path: Path) -> None:
 
 
 def test_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device that is named, of one process. Here there is but one, and another that holds no numbers."""
+    """The device that is named, of one process.
+
+    Here there is but one, and another that holds no numbers.
+    """
     monkeypatch.setattr(setup, "find_device", str)
     options = TrainOptions(model="m", output=tmp_path / "out", device="meta")
     with fresh_accelerator():
@@ -156,7 +202,8 @@ def test_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ranks().device.type != "meta", "it is of this run alone"
     with fresh_accelerator():
         setup.make_accelerator(replace(options, device=None, precision="bfloat16"))
-        with pytest.raises(RefusedError, match="has already been initialized"):  # not bfloat16 in silence
+        # Not bfloat16 in silence
+        with pytest.raises(RefusedError, match="has already been initialized"):
             setup.make_accelerator(replace(options, device=None))
     monkeypatch.setattr(setup, "ranks", lambda: SimpleNamespace(num_processes=2))
     with pytest.raises(RefusedError, match="--device meta is for one process"):
@@ -164,25 +211,40 @@ def test_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lacks_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package, space: known before anything is trained. A log that cannot be written ends no training."""
+    """A package, space: known before anything is trained.
+
+    A log that cannot be written ends no training.
+    """
     monkeypatch.setitem(sys.modules, "peft", None)
     needs = "--train lora needs peft; install it with: pip install 'gqa[lora]'"
     check_refused(command(tmp_path / "out", steps=1, train="lora"), needs)
     with monkeypatch.context() as disk:
         disk.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         done = command(tmp_path / "deep" / "out", steps=1)
-    check_refused(done, f"bytes, 1,000 are free at {tmp_path}; free some space or give another directory", code=1)
+    check_refused(
+        done,
+        f"bytes, 1,000 are free at {tmp_path}; free some space or give another directory",
+        code=1,
+    )
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(setup.Setup, "metrics", Path("/dev/full"))
     done = command(tmp_path / "out", steps=2)
-    warning = "warning: /dev/full: No space left on device; steps are missing in it. The run goes on\n"
+    warning = (
+        "warning: /dev/full: No space left on device; steps are missing in it. The run goes on\n"
+    )
     assert (done.code, done.err) == (0, warning)
     assert json.loads((tmp_path / "out" / "gqa_uptraining.json").read_text())["steps"] == 2
 
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
-CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: 9 bytes")
-TRAINING = "out of memory while training on cpu; lower --micro-batch (now 2) or --context (now 64), or give --check"
+CPU = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: 9 bytes"
+)
+TRAINING = (
+    "out of memory while training on cpu; lower --micro-batch (now 2) or --context (now 64), "
+    "or give "
+    "--check"
+)
 MEMORY = {  # where memory ends: the error, the message and the exit code
     "gqa.uptrain.setup.Accelerator": (GPU, "out of memory: ", 1),
     "gqa.uptrain.training_model.next_token_loss": (GPU, TRAINING, 2),
@@ -192,7 +254,9 @@ MEMORY = {  # where memory ends: the error, the message and the exit code
 
 @pytest.mark.parametrize("function", MEMORY)
 def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    """It is said as what it is, in training with what to lower, and not as a fault of a class or a disk."""
+    """It is said as what it is, in training with what to lower, and not as a fault of a class or a
+    disk.
+    """
     error, says, code = MEMORY[function]
 
     def fail(*given: Any, **options: Any) -> Any:
@@ -205,10 +269,21 @@ def test_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function
 
 
 def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without code generation, which takes half a minute; the graph is the compiler's all the same."""
+    """Without code generation, which takes half a minute; the graph is the compiler's all the
+    same.
+    """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     for compiled in (False, True):
-        assert command(tmp_path / f"{compiled}", steps=2, compile=compiled, batch_size=4, heldout_tokens=256).code == 0
+        assert (
+            command(
+                tmp_path / f"{compiled}",
+                steps=2,
+                compile=compiled,
+                batch_size=4,
+                heldout_tokens=256,
+            ).code
+            == 0
+        )
     assert difference(tmp_path / "True", tmp_path / "False") < 1e-5
 
     def fail(*given: Any) -> None:
@@ -216,11 +291,15 @@ def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fail))
     done = command(tmp_path / "out", steps=2, compile=True)
-    check_refused(done, "training with --compile failed (backend='fail' raised: RuntimeError: no compiler")
+    check_refused(
+        done, "training with --compile failed (backend='fail' raised: RuntimeError: no compiler"
+    )
 
 
 def test_the_documented_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the output is named by a dot: states are beside the directory that is meant, not in it."""
+    """Also where the output is named by a dot: states are beside the directory that is meant, not
+    in it.
+    """
     (tmp_path / "out").mkdir()
     with monkeypatch.context() as patch:
         patch.chdir(tmp_path / "out")
@@ -228,7 +307,10 @@ def test_the_documented_files_are_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert done.code == 0, done.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-state"]
     page = (ROOT / "docs" / "uptraining.md").read_text(encoding="utf-8")
-    named = {name.replace("step-N", "step-00000001") for name in re.findall(r"\| `OUT((?:-state)?/\S+)`", page)}
+    named = {
+        name.replace("step-N", "step-00000001")
+        for name in re.findall(r"\| `OUT((?:-state)?/\S+)`", page)
+    }
     assert named >= {"/README.md", "/gqa_uptraining.json", "-state/metrics.jsonl"}
     for name in named:
         assert (tmp_path / f"out{name}").exists(), name

@@ -1,4 +1,6 @@
-"""Options of a training: defaults (teacher, text, output), rates, what decays, what does not go together, repeats."""
+"""Options of a training: defaults (teacher, text, output), rates, what decays, what does not go
+together, repeats.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def converted(tmp_path: Path) -> Path:
 
 
 def settled(model: Path, **given: Any) -> tuple[TrainOptions, str]:
-    options, _, teacher_text = settle(TrainOptions(str(model), Path("out"), **given), read_checkpoint(model))
+    options, _, teacher_text = settle(
+        TrainOptions(str(model), Path("out"), **given), read_checkpoint(model)
+    )
     return options, teacher_text
 
 
@@ -45,26 +49,40 @@ def uptrain(*words: object) -> Result:
 
 
 def test_no_options(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But how much: the base model teaches, on what it writes, and the result is beside the model."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path.with_name("cache")))  # nothing is written yet
+    """But how much: the base model teaches, on what it writes,
+    and the result is beside the model.
+    """
+    # Nothing is written yet
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path.with_name("cache")))
     monkeypatch.setattr("gqa.checkpoint.console._LOG_SECONDS", 0.0)
     refused = uptrain(converted, "--alpha", 0.1)
     assert "--alpha needs data of known length; give --data self:1M" in refused.err
     done = uptrain(converted, "--steps", 2, "--batch-size", 2, "--heldout-tokens", 128)
     assert done.code == 0, done.err
-    assert re.search(r"^base writes: (\S+) of \1 tokens, \S+ elapsed, about 00:00 left\n", done.err, re.MULTILINE)
+    assert re.search(
+        r"^base writes: (\S+) of \1 tokens, \S+ elapsed, about 00:00 left\n", done.err, re.MULTILINE
+    )
     lines = {line[:10].rstrip(): line[12:] for line in done.said.splitlines()}
-    assert lines["teacher"] == f"{tmp_path / 'base'}, the base model (--teacher none: train on text alone)"
+    assert (
+        lines["teacher"]
+        == f"{tmp_path / 'base'}, the base model (--teacher none: train on text alone)"
+    )
     assert lines["data"] == "self: 4 blocks of 64 tokens from base"
     assert lines["held out"].startswith("KL divergence from the teacher 0."), "before and after"
     record = json.loads((tmp_path / "converted-uptrained" / "gqa_uptraining.json").read_text())
     assert (record["teacher"], record["data"], record["tokens"]) == ("base", ["self"], 256)
     losses = record["losses"]
     assert 0 < losses["distillation_before"] < losses["heldout_before"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "converted", "converted-uptrained"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "base",
+        "converted",
+        "converted-uptrained",
+    ]
     convert_checkpoint(tmp_path / "base", 1, tmp_path / "smaller", method="mean")
     again = uptrain(tmp_path / "smaller", "--steps", 3, "--batch-size", 2, "--heldout-tokens", 128)
-    assert (again.code, "base writes" in again.err) == (0, False), "samples are kept for every model with this base"
+    assert (again.code, "base writes" in again.err) == (0, False), (
+        "samples are kept for every model with this base"
+    )
 
 
 def test_places_of_the_base_model(converted: Path, tmp_path: Path) -> None:
@@ -74,7 +92,9 @@ def test_places_of_the_base_model(converted: Path, tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     moved = shutil.copytree(converted, tmp_path / "deep" / "moved")
     assert settled(moved, data=("text",))[0].teacher == "none"
-    edit_json(moved / "gqa_conversion.json", lambda record: record["source"].update(path="../../base"))
+    edit_json(
+        moved / "gqa_conversion.json", lambda record: record["source"].update(path="../../base")
+    )
     assert settled(moved)[0].teacher == base
     edit_json(moved / "gqa_conversion.json", lambda record: record["source"].update(path=None))
     shutil.copytree(base, tmp_path / "deep" / "base")
@@ -82,11 +102,18 @@ def test_places_of_the_base_model(converted: Path, tmp_path: Path) -> None:
     assert settled(moved, teacher="none", data=("text",))[0].teacher == "none"
     assert settled(moved, teacher=base)[0].teacher == base
     # Of a training in another directory, beside another model of that name.
-    assert uptrain(converted, "--steps", 1, "--batch-size", 1, "-o", tmp_path / "deep" / "trained").code == 0
+    assert (
+        uptrain(
+            converted, "--steps", 1, "--batch-size", 1, "-o", tmp_path / "deep" / "trained"
+        ).code
+        == 0
+    )
     assert settled(tmp_path / "deep" / "trained")[0].teacher == base
 
 
-@pytest.mark.parametrize("record", ["[1]", '"x"', '{"options": null}', '{"source": "x"}', '{"source": {"model": 1}}'])
+@pytest.mark.parametrize(
+    "record", ["[1]", '"x"', '{"options": null}', '{"source": "x"}', '{"source": {"model": 1}}']
+)
 def test_a_record_that_says_nothing(converted: Path, record: str) -> None:
     (converted / "gqa_conversion.json").write_text(record)
     assert settled(converted, data=("text",))[0].teacher == "none"
@@ -99,7 +126,10 @@ def test_a_base_model_that_is_not_there(converted: Path, tmp_path: Path) -> None
     done = uptrain(converted, "--steps", 1)
     missing = "the base model base was moved or deleted; name it with --teacher"
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert f"no --data is given, and there is no teacher that could write it ({missing}); give text, or" in done.err
+    assert (
+        f"no --data is given, and there is no teacher that could write it ({missing}); give text, "
+        "or" in done.err
+    )
     done = uptrain(converted, "--steps", 1, "--batch-size", 2, "--data", material() / "data.jsonl")
     assert done.code == 0, done.err
     assert f"no teacher  {missing}" in done.said
@@ -108,17 +138,24 @@ def test_a_base_model_that_is_not_there(converted: Path, tmp_path: Path) -> None
 
 
 def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that came from the hub is read there, at the commit that was converted, also by its name; out of reach it is
-    as if it were not there. The output names the commit of any other hub id.
+    """One that came from the hub is read there, at the commit that was converted, also by its name;
+    out of reach it is as if it were not there. The output names the commit of any other hub id.
     """
     source = {"model": "lab/base", "revision": "abc"}
     edit_json(converted / "gqa_conversion.json", lambda record: record.update(source=source))
 
     def open_model(name: str, revision: str | None) -> Checkpoint:
-        return replace(read_checkpoint(material() / "teacher"), hub_id=name, revision=revision or "main's commit")
+        return replace(
+            read_checkpoint(material() / "teacher"),
+            hub_id=name,
+            revision=revision or "main's commit",
+        )
 
     monkeypatch.setattr("gqa.uptrain.models.open_model", open_model)
-    assert settled(converted)[1] == "lab/base at commit abc, the base model (--teacher none: train on text alone)"
+    assert (
+        settled(converted)[1]
+        == "lab/base at commit abc, the base model (--teacher none: train on text alone)"
+    )
     assert settled(converted, teacher="lab/base")[1] == "lab/base at commit abc"
     assert settled(converted, teacher="lab/other")[1] == "lab/other at commit main's commi"
 
@@ -127,7 +164,10 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("gqa.uptrain.models.open_model", unreachable)
     options, message = settled(converted, data=("text",))
-    assert (options.teacher, message) == ("none", "the base model lab/base cannot be read: lab/base is out of reach")
+    assert (options.teacher, message) == (
+        "none",
+        "the base model lab/base cannot be read: lab/base is out of reach",
+    )
 
 
 def test_length_and_scope(converted: Path) -> None:
@@ -135,27 +175,40 @@ def test_length_and_scope(converted: Path) -> None:
     assert (found.data, found.tokens, found.train) == (("self",), TOKENS, "all")
     for given in ({"steps": 3}, {"alpha": 0.1, "data": ("text",)}, {"data": ("self:1k",)}):
         assert settled(converted, **given)[0].tokens is None
-    edit_json(converted / "gqa_conversion.json", lambda record: record["options"].update(method="refined"))
+    edit_json(
+        converted / "gqa_conversion.json", lambda record: record["options"].update(method="refined")
+    )
     assert settled(converted)[0].train == "attention"
     assert settled(converted, train="kv")[0].train == "kv"
     given: dict[str, Any]
-    for given, repeats in (({}, True), ({"teacher": "none"}, False),
-                           ({"teacher": "none", "repeats": True}, True), ({"repeats": False}, False)):  # fmt: skip
+    for given, repeats in (
+        ({}, True),
+        ({"teacher": "none"}, False),
+        ({"teacher": "none", "repeats": True}, True),
+        ({"repeats": False}, False),
+    ):
         assert settled(converted, data=("text",), **given)[0].repeats is repeats
 
 
-def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(converted: Path, tmp_path: Path) -> None:
-    """The weights of before, bit for bit, and it says so; at a sensible rate the teacher comes nearer."""
+def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(
+    converted: Path, tmp_path: Path
+) -> None:
+    """The weights of before, bit for bit, and it says so; at a sensible rate the teacher comes
+    nearer.
+    """
     words = (converted, "--steps", 3, "--batch-size", 2, "--warmup", 0, "--heldout-tokens", 128)
     done = uptrain(*words, "--learning-rate", 1, "-o", tmp_path / "ruined")
     assert done.code == 0, done.err
     assert (
-        "unchanged   no step lowered the KL divergence from the teacher: the weights are those of converted."
-        in done.out
+        "unchanged   no step lowered the KL divergence from the teacher: the weights are those of "
+        "converted." in done.out
     )
     assert "Try a lower --learning-rate (now 1)" in " ".join(done.out.split())
     files = sorted(path.name for path in converted.glob("*.safetensors"))
-    assert all((converted / name).read_bytes() == (tmp_path / "ruined" / name).read_bytes() for name in files)
+    assert all(
+        (converted / name).read_bytes() == (tmp_path / "ruined" / name).read_bytes()
+        for name in files
+    )
     card = (tmp_path / "ruined" / "README.md").read_text()
     assert "lowered the held-out KL divergence from the teacher: the weights are unchanged." in card
     done = uptrain(*words, "--learning-rate", 1e-3, "-o", tmp_path / "better")
@@ -167,15 +220,18 @@ def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(converted: Path, 
     assert any(not before[name].equal(after[name]) for name in before)
 
 
-@pytest.mark.parametrize(("changes", "have", "ranks", "block", "batch"), [
-    ({"tokens": 10_000_000}, 2**40, 1, 1024, 8),
-    ({"tokens": 512_000}, 2**40, 1, 1024, 2),
-    ({"alpha": 0.01}, 2_669_449, 1, 256, 1),
-    ({"alpha": 0.01, "context": 512}, 2_669_449, 1, 512, 1),
-    ({"tokens": 512_000, "micro_batch": 3}, 2**40, 2, 1024, 6),
-    ({"steps": 10}, 2**40, 16, 1024, 16),
-    ({"alpha": 0.01, "schedule": "constant"}, 2_669_449, 1, 1024, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "have", "ranks", "block", "batch"),
+    [
+        ({"tokens": 10_000_000}, 2**40, 1, 1024, 8),
+        ({"tokens": 512_000}, 2**40, 1, 1024, 2),
+        ({"alpha": 0.01}, 2_669_449, 1, 256, 1),
+        ({"alpha": 0.01, "context": 512}, 2_669_449, 1, 512, 1),
+        ({"tokens": 512_000, "micro_batch": 3}, 2**40, 2, 1024, 6),
+        ({"steps": 10}, 2**40, 16, 1024, 16),
+        ({"alpha": 0.01, "schedule": "constant"}, 2_669_449, 1, 1024, 8),
+    ],
+)
 def test_a_short_run_has_steps_all_the_same(
     changes: dict[str, Any], have: int, ranks: int, block: int, batch: int
 ) -> None:
@@ -187,57 +243,106 @@ def test_a_short_run_has_steps_all_the_same(
 HALF = 0.5 * (1 + math.cos(math.pi / 4)), 0.5 * (1 + math.cos(3 * math.pi / 4))
 
 
-@pytest.mark.parametrize(("schedule", "warmup", "expected"), [
-    ("constant", 0, [1.0] * 6),
-    ("constant", 3, [0.25, 0.5, 0.75, 1, 1, 1]),
-    ("linear", 2, [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25]),
-    ("cosine", 2, [1 / 3, 2 / 3, 1, HALF[0], 0.5, HALF[1]]),
-    ("linear", 9, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]),
-    *((schedule, warmup, [rate]) for schedule in get_args(Schedule) for warmup, rate in ((0, 1), (1, 0.5))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "expected"),
+    [
+        ("constant", 0, [1.0] * 6),
+        ("constant", 3, [0.25, 0.5, 0.75, 1, 1, 1]),
+        ("linear", 2, [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25]),
+        ("cosine", 2, [1 / 3, 2 / 3, 1, HALF[0], 0.5, HALF[1]]),
+        ("linear", 9, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]),
+        *(
+            (schedule, warmup, [rate])
+            for schedule in get_args(Schedule)
+            for warmup, rate in ((0, 1), (1, 0.5))
+        ),
+    ],
+)
 def test_rates_by_hand(schedule: Schedule, warmup: int, expected: list[float]) -> None:
     steps = len(expected)
-    assert [rate_factor(step, steps, schedule, warmup) for step in range(steps)] == pytest.approx(expected)
+    assert [rate_factor(step, steps, schedule, warmup) for step in range(steps)] == pytest.approx(
+        expected
+    )
 
 
 def test_warmup_by_default() -> None:
-    assert [warmup_steps(None, "cosine", steps) for steps in (19, 20, 1000, 5000)] == [0, 1, 50, 100]
+    assert [warmup_steps(None, "cosine", steps) for steps in (19, 20, 1000, 5000)] == [
+        0,
+        1,
+        50,
+        100,
+    ]
     assert warmup_steps(None, "constant", 5000) == 0
     assert [warmup_steps(7, schedule, 5000) for schedule in get_args(Schedule)] == [7] * 3
 
 
 @pytest.mark.parametrize("name", ["llama+bias", "gemma2", "cohere+qk_norm", "mixtral"])
 def test_norms_and_biases_do_not_decay(name: str) -> None:
-    """Cohere's norms of heads are matrices, and experts are three-dimensional. What is frozen is in no group."""
+    """Cohere's norms of heads are matrices, and experts are three-dimensional.
+
+    What is frozen is in no group.
+    """
     model = training_model(build(TINY[name], 2))
     groups = make_optimizer(model, options()).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     for name, parameter in model.named_parameters():
         vector = "norm" in name or name.endswith("bias")
-        assert [any(p is parameter for p in group["params"]) for group in groups] == [not vector, vector], name
+        assert [any(p is parameter for p in group["params"]) for group in groups] == [
+            not vector,
+            vector,
+        ], name
     model.requires_grad_(False)
     head = model.model.lm_head.weight.requires_grad_(True)
-    assert [list(map(id, group["params"])) for group in make_optimizer(model, options()).param_groups] == [[id(head)]]
+    assert [
+        list(map(id, group["params"])) for group in make_optimizer(model, options()).param_groups
+    ] == [[id(head)]]
 
 
 def options(**given: Any) -> TrainOptions:
     return TrainOptions("model", Path("out"), **{"steps": 3} | given)
 
 
-@pytest.mark.parametrize(("given", "ranks", "says"), [
-    ({"alpha": 0.1}, 1, "given by --alpha and --steps; give one of --alpha, --tokens and --steps"),
-    ({"batch_size": 6}, 4, "--batch-size 6 is not a multiple of the 4 processes"),
-    ({"batch_size": 8, "micro_batch": 3}, 2, "--micro-batch 3 does not divide the 4 blocks"),
-    ({"heldout": "a", "heldout_fraction": 0.1}, 1, "--heldout and --heldout-fraction both name held-out text"),
-    ({"data": ("self", "a")}, 1, "--data self excludes other sources"),
-    ({"data": ("self",), "teacher": "none"}, 1, "--data self is generated by the --teacher"),
-    ({"data": ("self",), "alpha": 0.1, "steps": None}, 1, "of known length; give --data self:1M"),
-    ({"streaming": True, "alpha": 0.1, "steps": None}, 1, "--alpha needs data of known length, not a stream"),
-    ({"streaming": True, "data": ("a", "b")}, 1, "--streaming reads one source; give all files as one"),
-    ({"streaming": True, "heldout_fraction": 0.1}, 1, "--heldout-fraction cannot be used with a stream"),
-    ({"train": "all", "lora_rank": 8}, 1, "lora_rank needs --train lora"),
-    ({"data": ("self",), "repeats": False}, 1, "repeats needs your own text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "ranks", "says"),
+    [
+        (
+            {"alpha": 0.1},
+            1,
+            "given by --alpha and --steps; give one of --alpha, --tokens and --steps",
+        ),
+        ({"batch_size": 6}, 4, "--batch-size 6 is not a multiple of the 4 processes"),
+        ({"batch_size": 8, "micro_batch": 3}, 2, "--micro-batch 3 does not divide the 4 blocks"),
+        (
+            {"heldout": "a", "heldout_fraction": 0.1},
+            1,
+            "--heldout and --heldout-fraction both name held-out text",
+        ),
+        ({"data": ("self", "a")}, 1, "--data self excludes other sources"),
+        ({"data": ("self",), "teacher": "none"}, 1, "--data self is generated by the --teacher"),
+        (
+            {"data": ("self",), "alpha": 0.1, "steps": None},
+            1,
+            "of known length; give --data self:1M",
+        ),
+        (
+            {"streaming": True, "alpha": 0.1, "steps": None},
+            1,
+            "--alpha needs data of known length, not a stream",
+        ),
+        (
+            {"streaming": True, "data": ("a", "b")},
+            1,
+            "--streaming reads one source; give all files as one",
+        ),
+        (
+            {"streaming": True, "heldout_fraction": 0.1},
+            1,
+            "--heldout-fraction cannot be used with a stream",
+        ),
+        ({"train": "all", "lora_rank": 8}, 1, "lora_rank needs --train lora"),
+        ({"data": ("self",), "repeats": False}, 1, "repeats needs your own text"),
+    ],
+)
 def test_options_that_do_not_go_together(given: dict[str, Any], ranks: int, says: str) -> None:
     with pytest.raises(RefusedError, match=says):
         options(**given).check(ranks)
@@ -249,8 +354,20 @@ def test_half_of_the_blocks_repeat_themselves(streaming: bool) -> None:
     """The others stay as they are; what is held out does."""
     options = options_for(steps=8, seed=3, streaming=streaming, heldout_tokens=640)
     tokenizer = load_tokenizer(read_checkpoint(material() / "model"))
-    plain, mixed = (open_dataloader(replace(options, repeats=repeats), tokenizer, 64) for repeats in (False, True))
+    plain, mixed = (
+        open_dataloader(replace(options, repeats=repeats), tokenizer, 64)
+        for repeats in (False, True)
+    )
     unrepeated = {tuple(plain.block(number)["input_ids"].tolist()) for number in range(16)}
-    assert 5 <= sum(tuple(mixed.block(number)["input_ids"].tolist()) in unrepeated for number in range(16)) <= 11
-    assert all((a["input_ids"] == b["input_ids"]).all() for a, b in zip(plain.heldout, mixed.heldout, strict=True))
+    assert (
+        5
+        <= sum(
+            tuple(mixed.block(number)["input_ids"].tolist()) in unrepeated for number in range(16)
+        )
+        <= 11
+    )
+    assert all(
+        (a["input_ids"] == b["input_ids"]).all()
+        for a, b in zip(plain.heldout, mixed.heldout, strict=True)
+    )
     assert (len(mixed.heldout) >= 5) is not streaming

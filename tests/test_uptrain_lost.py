@@ -1,4 +1,6 @@
-"""Work that is done is never lost: whatever goes wrong after it, the same command continues there."""
+"""Work that is done is never lost: whatever goes wrong after it,
+the same command continues there.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ STEPS = 3
 def weight_bytes(out: Path) -> dict[str, bytes]:
     """The contents of all files that have neither times nor the name of the output in them."""
     return {
-        path.name: path.read_bytes() for path in sorted(out.iterdir()) if not path.name.startswith(("gqa_", "READ"))
+        path.name: path.read_bytes()
+        for path in sorted(out.iterdir())
+        if not path.name.startswith(("gqa_", "READ"))
     }
 
 
@@ -48,7 +52,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     out = tmp_path_factory.mktemp("stopped") / "out"
     runs = shared_runs()
-    done = runs.run(*runs.words(out, steps=STEPS), before=f"kill_at({STEPS - 1}, {int(signal.SIGTERM)})")
+    done = runs.run(
+        *runs.words(out, steps=STEPS), before=f"kill_at({STEPS - 1}, {int(signal.SIGTERM)})"
+    )
     assert done.code == 143, done.err
     return out
 
@@ -57,8 +63,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_at_every_write_of_the_last_phase_ends_in_the_same_bytes(
     runs: Runs, tmp_path: Path, straight: Path, stopped: Path, stride: int
 ) -> None:
-    """From the last step on, which is taken, to the end. Afterwards nothing is left but the result. Every ninth write,
-    and every single one with `make test-scale`.
+    """From the last step on, which is taken, to the end.
+
+    Afterwards nothing is left but the result. Every ninth write, and every single one with `make
+    test-scale`.
     """
     expected, trained_once = weight_bytes(straight), 0
     for change in range(1, 400, stride):
@@ -92,7 +100,10 @@ def test_a_result_whose_place_is_taken_is_written_elsewhere_without_training(
     state = tmp_path / "out-state"
     assert (done.code, done.err.count("\n")) == (1, 1), done.err
     assert f"{out} exists and is not a directory" in done.err
-    assert f"nothing is lost: the trained weights are in {state}/trained; the same command, also with" in done.err
+    assert (
+        f"nothing is lost: the trained weights are in {state}/trained; the same command, also with"
+        in done.err
+    )
     assert out.read_text() == "mine"
 
     again = runs.finish(*runs.words(other, steps=STEPS, quiet=False), before="train_nothing()")
@@ -102,7 +113,8 @@ def test_a_result_whose_place_is_taken_is_written_elsewhere_without_training(
     record = json.loads((other / "gqa_uptraining.json").read_text())
     assert record["options"]["output"] == "other"
     assert not state.exists()
-    runs.finish(*runs.words(tmp_path / "third", steps=STEPS, seed=1))  # of other options: begins anew
+    # Of other options: begins anew
+    runs.finish(*runs.words(tmp_path / "third", steps=STEPS, seed=1))
     assert difference(tmp_path / "third", other) > 0
 
 
@@ -111,7 +123,10 @@ def test_trained_weights_replace_what_is_at_the_output_without_training(
 ) -> None:
     """As the failed run advises: --overwrite is then about OUT, not about the training."""
     out = tmp_path / "out"
-    done = runs.run(*runs.words(out, steps=STEPS), before=f"copy_after({STEPS}, {str(straight)!r}, {str(out)!r})")
+    done = runs.run(
+        *runs.words(out, steps=STEPS),
+        before=f"copy_after({STEPS}, {str(straight)!r}, {str(out)!r})",
+    )
     assert done.code == 1, done.err
     assert "or replace it with --overwrite" in done.err
 
@@ -120,7 +135,9 @@ def test_trained_weights_replace_what_is_at_the_output_without_training(
 
 
 def test_a_disk_that_is_full_when_training_ends(runs: Runs, tmp_path: Path, straight: Path) -> None:
-    """The trained weights are then in the cache, and -o on another disk writes them without training."""
+    """The trained weights are then in the cache, and -o on another disk writes them without
+    training.
+    """
     with small_disk(tmp_path / "disk", "4m") as disk:
         words = runs.words(disk / "out", steps=STEPS)
         done = runs.run(*words, before=f"fill_disk_after({STEPS}, {str(disk)!r})")
@@ -158,7 +175,10 @@ def test_a_damaged_file_of_a_stream_loses_no_step(runs: Runs, tmp_path: Path) ->
     """Once it is repaired, the run continues and is the same as if it had never been damaged."""
     text = tmp_path / "text"
     text.mkdir()
-    rows = [json.dumps({"text": f"line {number} of a text that is read"}) + "\n" for number in range(300)]
+    rows = [
+        json.dumps({"text": f"line {number} of a text that is read"}) + "\n"
+        for number in range(300)
+    ]
     (text / "a.jsonl").write_text("".join(rows[:200]))
     last = text / "b.jsonl"
     last.write_text("".join(rows[200:]))
@@ -169,7 +189,11 @@ def test_a_damaged_file_of_a_stream_loses_no_step(runs: Runs, tmp_path: Path) ->
     done = runs.run(*runs.words(out, **options))
     assert (done.code, done.err.count("\n")) == (1, 1), done.err
     assert "b.jsonl cannot be read: " in done.err
-    assert f"steps before it are not lost: they are saved in {out}-state, and the same command continues" in done.err
+    assert (
+        f"steps before it are not lost: they are saved in {out}-state, "
+        "and the same command "
+        "continues" in done.err
+    )
     (state,) = Path(f"{out}-state").glob("step-*")
     before = metrics(state.parent / "metrics.jsonl")
     assert len(before) == int(state.name[-8:]) > 3
@@ -183,7 +207,9 @@ def test_a_damaged_file_of_a_stream_loses_no_step(runs: Runs, tmp_path: Path) ->
     assert weight_bytes(out) == weight_bytes(tmp_path / "straight")
 
 
-def test_states_are_saved_by_time_where_nothing_else_is_asked_for(runs: Runs, tmp_path: Path, straight: Path) -> None:
+def test_states_are_saved_by_time_where_nothing_else_is_asked_for(
+    runs: Runs, tmp_path: Path, straight: Path
+) -> None:
     """The last one stays while the run lasts, and none after it."""
     out = tmp_path / "out"
     words = runs.words(out, steps=STEPS)
@@ -208,7 +234,9 @@ RECORDS: dict[str, Any] = {
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from training import material
 
-    return convert_checkpoint(material() / "teacher", 2, tmp_path_factory.mktemp("c") / "converted", method="mean").out
+    return convert_checkpoint(
+        material() / "teacher", 2, tmp_path_factory.mktemp("c") / "converted", method="mean"
+    ).out
 
 
 @pytest.mark.parametrize("name", [*RECORDS, "nested 520 deep"])
@@ -224,7 +252,8 @@ def test_a_conversion_record_that_names_no_path_stops_no_training(
         path.write_text(f'{path.read_text().rstrip()[:-1]}, "more": {deep}}}')
     trained(options_for(model, tmp_path / "out", teacher="none"))
     written = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())
-    if name not in ("nested 520 deep", "a very long path", "half of a surrogate pair"):  # copied as they are
+    # Copied as they are
+    if name not in ("nested 520 deep", "a very long path", "half of a surrogate pair"):
         assert written["source"]["path"] is None
     assert load(tmp_path / "out")
 
@@ -251,7 +280,9 @@ def test_what_a_card_cannot_carry_is_refused_before_the_first_step(
     run = prepare(options_for(model_of(tmp_path), tmp_path / "out"))
     monkeypatch.setattr("gqa.uptrain.card.format_card", fail)
     monkeypatch.setattr("gqa.uptrain.run.train", lambda *given: pytest.fail("it trains"))
-    with pytest.raises(ValueError, match=r"cannot be carried into the result .*; remove gqa_conversion\.json"):
+    with pytest.raises(
+        ValueError, match=r"cannot be carried into the result .*; remove gqa_conversion\.json"
+    ):
         uptrain(run)
 
 
@@ -262,7 +293,9 @@ def test_a_mistake_of_ours_after_training_loses_nothing(
     run = prepare(options)
     with monkeypatch.context() as patch:
         patch.setattr("gqa.uptrain.run.write_index", lambda *given: 1 / 0)
-        with pytest.raises(UnfinishedError, match=r"division by zero\. But nothing is lost: the trained weights"):
+        with pytest.raises(
+            UnfinishedError, match=r"division by zero\. But nothing is lost: the trained weights"
+        ):
             uptrain(run)
     monkeypatch.setattr("gqa.uptrain.run.train", lambda *given: pytest.fail("it trains"))
     uptrain(prepare(options))
@@ -272,7 +305,13 @@ def test_a_mistake_of_ours_after_training_loses_nothing(
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """SIGTERM for this process when a step is recorded."""
     monkeypatch.setattr(Log, "step", Log.step)  # restored at the end
-    after(Log, "step", lambda log, progress, *numbers: progress.step == step and os.kill(os.getpid(), signal.SIGTERM))
+    after(
+        Log,
+        "step",
+        lambda log, progress, *numbers: (
+            progress.step == step and os.kill(os.getpid(), signal.SIGTERM)
+        ),
+    )
 
 
 def test_a_second_run_that_was_prepared_meanwhile_continues_what_the_first_has_saved(
@@ -292,7 +331,11 @@ def test_a_second_run_that_was_prepared_meanwhile_continues_what_the_first_has_s
         steps = []
         with monkeypatch.context() as patch:
             patch.setattr(Log, "step", Log.step)
-            after(Log, "step", lambda log, progress, *numbers: steps.append((progress.step, state.exists())))
+            after(
+                Log,
+                "step",
+                lambda log, progress, *numbers: steps.append((progress.step, state.exists())),
+            )
             uptrain(second)
     assert steps == [(3, True), (4, True)]
     assert len(metrics(tmp_path / "out" / "gqa_uptraining.jsonl")) == 4
@@ -311,9 +354,13 @@ def test_an_output_that_another_run_has_written_meanwhile_is_refused_before_the_
             uptrain(second)
 
 
-@pytest.mark.parametrize("name", ["step-00000001", "step-00000001.partial", "trained", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["step-00000001", "step-00000001.partial", "trained", "metrics.jsonl"]
+)
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_states_of_somebody_else_are_left_alone(runs: Runs, tmp_path: Path, name: str, overwrite: bool) -> None:
+def test_states_of_somebody_else_are_left_alone(
+    runs: Runs, tmp_path: Path, name: str, overwrite: bool
+) -> None:
     """Also with --overwrite. Other names may be there."""
     foreign = tmp_path / "out-state" / name
     foreign.mkdir(parents=True)

@@ -61,7 +61,8 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_the_output_is_as_the_source(tmp_path: Path, name: str) -> None:
     source = tiny_checkpoint(tmp_path / "source", name, **KINDS[name])
-    (source / "config.json").write_text(f"\n {(source / 'config.json').read_text()}")  # byte for byte
+    # Byte for byte
+    (source / "config.json").write_text(f"\n {(source / 'config.json').read_text()}")
     before, changed = train(source, tmp_path / "out")
     towers = {key for key in before if "vision" in key or "visual" in key or "projector" in key}
     assert changed == set(before) - towers
@@ -71,15 +72,27 @@ def test_the_output_is_as_the_source(tmp_path: Path, name: str) -> None:
         if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
             assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
     named = json.loads((source / "config.json").read_text())["architectures"][0]
-    cls = getattr(transformers, named) if name == "qwen2_vl" else AutoModelForCausalLM  # which does not know Qwen2-VL
+    # Which does not know Qwen2-VL
+    cls = getattr(transformers, named) if name == "qwen2_vl" else AutoModelForCausalLM
     model, info = cls.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
     assert type(model).__name__ == named
     AutoTokenizer.from_pretrained(tmp_path / "out")
 
 
-STORED = ["llama+tied", "falcon+old_alibi", "gpt_oss", "jamba", "gemma4_text", "zamba2", "olmoe", "llava",
-          "qwen2_5_omni_thinker", "nemotron_h", "molmo2"]  # fmt: skip
+STORED = [
+    "llama+tied",
+    "falcon+old_alibi",
+    "gpt_oss",
+    "jamba",
+    "gemma4_text",
+    "zamba2",
+    "olmoe",
+    "llava",
+    "qwen2_5_omni_thinker",
+    "nemotron_h",
+    "molmo2",
+]
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -97,7 +110,9 @@ def test_weights_that_were_not_trained_are_written_bit_for_bit(tmp_path: Path, n
 
 
 def test_odd_sources(tmp_path: Path) -> None:
-    """Several dtypes, a tied head that is stored twice, and tensors that the class does not read; as a `.bin` too."""
+    """Several dtypes, a tied head that is stored twice, and tensors that the class does not read;
+    as a `.bin` too.
+    """
     source = tiny_checkpoint(tmp_path / "source", "llama+tied")
     tensors = {name: t if "norm" in name else t.bfloat16() for name, t in load(source).items()}
     tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
@@ -111,29 +126,41 @@ def test_odd_sources(tmp_path: Path) -> None:
         assert not torch.equal(after["lm_head.weight"], tensors["lm_head.weight"])
         name = "model.layers.0.self_attn.rotary_emb.inv_freq"
         assert torch.equal(after[name], tensors[name])
-        assert (tmp_path / kind / "README.md").read_text().count("\n# ") == 1  # there is no card to go on with
+        # There is no card to go on with
+        assert (tmp_path / kind / "README.md").read_text().count("\n# ") == 1
     assert difference(tmp_path / "model.safetensors", tmp_path / "pytorch_model.bin") == 0
 
 
 @pytest.fixture
 def falling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The held-out loss falls with every step, so that the last weights are written whatever the rate is."""
+    """The held-out loss falls with every step, so that the last weights are written whatever the
+    rate is.
+    """
     losses = count(9, -1)
-    monkeypatch.setattr("gqa.uptrain.loop.heldout_losses", lambda *given: dict.fromkeys(("loss", "nats"), next(losses)))
+    monkeypatch.setattr(
+        "gqa.uptrain.loop.heldout_losses",
+        lambda *given: dict.fromkeys(("loss", "nats"), next(losses)),
+    )
 
 
 def attention_of(model: PreTrainedModel) -> tuple[set[str], set[str]]:
     """Stored names of tiny models in attention modules, and those that hold keys or values."""
-    inside = {name for name, _ in model.named_parameters() if ".self_attn." in name or ".self_attention." in name}
+    inside = {
+        name
+        for name, _ in model.named_parameters()
+        if ".self_attn." in name or ".self_attention." in name
+    }
     parts = ("k_proj", "v_proj", "qkv_proj", "query_key_value")
     return inside, {name for name in inside if any(part in name for part in parts)}
 
 
 @pytest.mark.parametrize(
     ("name", "scope"),
-    [*((name, "kv") for name in ("phi3", "falcon", "qwen2")),
-     *((name, scope) for name in ("phi3", "qwen2_vl") for scope in ("attention", "lora"))],
-)  # fmt: skip
+    [
+        *((name, "kv") for name in ("phi3", "falcon", "qwen2")),
+        *((name, scope) for name in ("phi3", "qwen2_vl") for scope in ("attention", "lora")),
+    ],
+)
 @pytest.mark.usefixtures("falling")
 def test_a_scope_trains_exactly_its_weights(tmp_path: Path, name: str, scope: str) -> None:
     """Separate, fused, fused by group, with biases, under other names than are stored."""
@@ -142,10 +169,19 @@ def test_a_scope_trains_exactly_its_weights(tmp_path: Path, name: str, scope: st
     assert changed
     model = load_model(str(source))
     inside, kv = attention_of(model)
-    stored = {key.replace("model.language_model.", "model.") for key in (inside if scope == "attention" else kv)}
+    stored = {
+        key.replace("model.language_model.", "model.")
+        for key in (inside if scope == "attention" else kv)
+    }
     if scope == "lora":
-        linear = {f"{key}.weight" for key, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        stored |= {key.replace("model.language_model.", "model.") for key in linear if key != "lm_head.weight"}
+        linear = {
+            f"{key}.weight" for key, m in model.named_modules() if isinstance(m, torch.nn.Linear)
+        }
+        stored |= {
+            key.replace("model.language_model.", "model.")
+            for key in linear
+            if key != "lm_head.weight"
+        }
         stored = {key for key in stored if "visual" not in key}
     assert changed == stored
 
@@ -168,9 +204,17 @@ def test_merged_adapters_are_the_adapted_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scope", ["all", "lora"])
 def test_the_held_out_loss_is_that_of_what_is_written(tmp_path: Path, scope: str) -> None:
-    """In bfloat16 most of small steps is rounded away. A second run measures the written file before it trains."""
+    """In bfloat16 most of small steps is rounded away.
+
+    A second run measures the written file before it trains.
+    """
     source = tiny_checkpoint(tmp_path / "source", "llama+tied", dtype="bfloat16")
-    given: dict[str, Any] = {"heldout_tokens": 512, "learning_rate": 2e-4, "train": scope, "steps": 4}
+    given: dict[str, Any] = {
+        "heldout_tokens": 512,
+        "learning_rate": 2e-4,
+        "train": scope,
+        "steps": 4,
+    }
     progress, _ = trained(options_for(source, tmp_path / "out", **given))
     again, _ = trained(options_for(tmp_path / "out", tmp_path / "again", **given | {"steps": 1}))
     assert progress.heldout_after["loss"] == pytest.approx(again.heldout_before["loss"], abs=1e-6)
@@ -195,32 +239,59 @@ def test_adapters_on_routers_mixers_experts_and_shared_layers(tmp_path: Path, na
     source = tiny_checkpoint(tmp_path / "source", name)
     _, changed = train(source, tmp_path / "out", train="lora", heldout_tokens=64)
     assert [key for key in changed if "_proj" in key]
-    assert not [key for key in changed if "router" in key or "mamba.out_proj" in key or "mixer.out_proj" in key]
+    assert not [
+        key
+        for key in changed
+        if "router" in key or "mamba.out_proj" in key or "mixer.out_proj" in key
+    ]
 
 
 def test_records_and_cards_of_a_chain(place: Path, tmp_path: Path) -> None:
-    """Conversion, training, more training: each says what it was made from, and cards do not grow with every step."""
+    """Conversion, training, more training: each says what it was made from, and cards do not grow
+    with every step.
+    """
     source = tiny_checkpoint(tmp_path / "source", kv_heads=4, dtype="bfloat16")
     (source / "README.md").write_text(
-        "---\nlicense: mit\ntags:\n- mine\n- a: 1\nmodel-index:\n- name: x\n  results: []\n---\n\n# Source\n\nBy me.\n"
+        "---\nlicense: mit\ntags:\n- mine\n- a: 1\nmodel-index:\n- name: x\n  results: "
+        "[]\n---\n\n# Source\n\nBy "
+        "me.\n"
     )
     convert_checkpoint(source, 2, tmp_path / "converted", method="mean")
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    words = [f"{tmp_path}/converted", "--data", f"{place}/data.jsonl,{place}/b", f"--teacher={source}", f"-o{first}"]
-    given = options_for(words[0], first, alpha=0.1, steps=None, heldout_tokens=256, teacher=str(source))
+    words = [
+        f"{tmp_path}/converted",
+        "--data",
+        f"{place}/data.jsonl,{place}/b",
+        f"--teacher={source}",
+        f"-o{first}",
+    ]
+    given = options_for(
+        words[0], first, alpha=0.1, steps=None, heldout_tokens=256, teacher=str(source)
+    )
     _, record = trained(given, argv=words)
     written = json.loads((first / "gqa_uptraining.json").read_text())
     assert written.pop("files") == sorted(path.name for path in first.iterdir())
     assert record == written
     assert record["argv"] == ["converted", "--data", "data.jsonl,b", "--teacher=source", "-ofirst"]
-    assert (record["model"], record["teacher"], record["data"]) == ("converted", "source", ["data.jsonl"])
+    assert (record["model"], record["teacher"], record["data"]) == (
+        "converted",
+        "source",
+        ["data.jsonl"],
+    )
     assert str(tmp_path) not in json.dumps(record)
     text, losses = (first / "README.md").read_text(), record["losses"]
     summary = (
-        "`source` with 2 instead of 4 key/value heads (`gqa-convert`, method `mean`), then distilled from the base"
+        "`source` with 2 instead of 4 key/value heads (`gqa-convert`, method `mean`), "
+        "then distilled from the "
+        "base"
     )
-    assert f"{summary} model (`gqa-uptrain`): {record['tokens']:,} tokens of `data.jsonl` in " in text
-    assert f"| cross-entropy | {losses['heldout_before']:.4f} | {losses['heldout_after']:.4f} |" in text
+    assert (
+        f"{summary} model (`gqa-uptrain`): {record['tokens']:,} tokens of `data.jsonl` in " in text
+    )
+    assert (
+        f"| cross-entropy | {losses['heldout_before']:.4f} | {losses['heldout_after']:.4f} |"
+        in text
+    )
     assert text.index("# first") < text.index("### Source\n\nBy me.")
     assert "license: mit" in text
     assert "- gqa-uptrain" in text
@@ -228,23 +299,37 @@ def test_records_and_cards_of_a_chain(place: Path, tmp_path: Path) -> None:
     for before, after in ((first, second), (second, third)):
         trained(options_for(before, after))
         record = json.loads((after / "gqa_uptraining.json").read_text())
-        assert (record["trained_before"]["tool"], record["conversion"]["tool"]) == ("gqa-uptrain", "gqa-convert")
+        assert (record["trained_before"]["tool"], record["conversion"]["tool"]) == (
+            "gqa-uptrain",
+            "gqa-convert",
+        )
     sizes = [len((out / "README.md").read_text()) for out in (second, third)]
     assert abs(sizes[0] - sizes[1]) < 10
     convert_checkpoint(third, 1, tmp_path / "again", method="mean")  # is not what was trained
-    assert len([*third.glob("gqa_uptraining*")]) > len([*(tmp_path / "again").glob("gqa_uptraining*")]) == 0
+    assert (
+        len([*third.glob("gqa_uptraining*")])
+        > len([*(tmp_path / "again").glob("gqa_uptraining*")])
+        == 0
+    )
 
 
 def test_models_that_cannot_be_trained_so(tmp_path: Path) -> None:
-    """A class that would store other tensors, linear layers that are none, and a projection that is not one tensor."""
+    """A class that would store other tensors, linear layers that are none, and a projection that is
+    not one tensor.
+    """
     source = tiny_checkpoint(tmp_path / "source")
     model = load_model(str(source))
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(7, 32))
     model.extra = torch.nn.Linear(2, 2)
-    with pytest.raises(RefusedError, match=r"would store extra\.bias, extra\.weight, lm_head\.weight differently from"):
+    with pytest.raises(
+        RefusedError,
+        match=r"would store extra\.bias, extra\.weight, lm_head\.weight differently from",
+    ):
         check_exportable(model, read_checkpoint(source))
     gpt2 = tiny_checkpoint(tmp_path / "gpt2", "gqa_gpt2")
-    with pytest.raises(RefusedError, match="GQAGPT2LMHeadModel has no other linear layers to adapt; use"):
+    with pytest.raises(
+        RefusedError, match="GQAGPT2LMHeadModel has no other linear layers to adapt; use"
+    ):
         prepare(options_for(gpt2, tmp_path / "out", train="lora"))
     molmo2 = read_checkpoint(write_checkpoint(build(TINY["molmo2"], 2), tmp_path / "molmo2"))
     with pytest.raises(RefusedError, match="cannot train alone; use --train all"):

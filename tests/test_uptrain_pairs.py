@@ -1,4 +1,6 @@
-"""Uptraining of encoder-decoders: the loss against transformers' own, and runs on pairs, plain text and `self`."""
+"""Uptraining of encoder-decoders: the loss against transformers' own, and runs on pairs, plain text
+and `self`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def made(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 def padded(filled: int) -> dict[str, Tensor]:
-    """A batch of `LENGTHS`, padded at the end: sources with `filled` where the mask is 0, labels with -100."""
+    """A batch of `LENGTHS`, padded at the end: sources with `filled` where the mask is 0, labels
+    with -100.
+    """
     generator = torch.Generator().manual_seed(0)
     source, labels = torch.full((3, 12), filled), torch.full((3, 11), -100)
     mask = torch.zeros(3, 12, dtype=torch.long)
@@ -56,7 +60,9 @@ def padded(filled: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_loss_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Value and every gradient; what stands in padded places makes no difference, what stands in others does."""
+    """Value and every gradient; what stands in padded places makes no difference, what stands in
+    others does.
+    """
     model = made(name)
     given = padded(model.config.pad_token_id)
     assert_equals(monkeypatch, model(**given, use_cache=False).loss, model, given)
@@ -64,7 +70,9 @@ def test_equals_the_loss_of_transformers(name: str, monkeypatch: pytest.MonkeyPa
     with torch.no_grad():
         loss, _ = training(**given)
         other, _ = training(**padded(33))
-        unmasked, _ = training(**given | {"attention_mask": torch.ones_like(given["attention_mask"])})
+        unmasked, _ = training(
+            **given | {"attention_mask": torch.ones_like(given["attention_mask"])}
+        )
     assert float(other) == pytest.approx(loss.item(), abs=1e-4)
     assert abs(float(unmasked) - loss.item()) > 1e-3
 
@@ -72,7 +80,13 @@ def test_equals_the_loss_of_transformers(name: str, monkeypatch: pytest.MonkeyPa
 def options(name: str, out: Path, data: str | None = "text.jsonl", **given: Any) -> TrainOptions:
     place = pair_material()
     sources = () if data is None else (data if data.startswith("self") else str(place / data),)
-    short = {"context": 32, "batch_size": 4, "steps": 4, "learning_rate": 1e-2, "heldout_tokens": 256}
+    short = {
+        "context": 32,
+        "batch_size": 4,
+        "steps": 4,
+        "learning_rate": 1e-2,
+        "heldout_tokens": 256,
+    }
     return TrainOptions(str(place / name), out, data=sources, **short | given)
 
 
@@ -102,12 +116,16 @@ def words(name: str, out: Path, data: str | None = "text.jsonl", **given: Any) -
     """Of the command, for a short run."""
     short = {"context": 32, "batch_size": 4, "steps": 4, "heldout_tokens": 256}
     place = pair_material()
-    return words_for(place / name, place / data if data and data != "self" else data, out, **short | given)
+    return words_for(
+        place / name, place / data if data and data != "self" else data, out, **short | given
+    )
 
 
 @pytest.mark.parametrize(("name", "trains"), [("gqa_marian", False), ("gqa_bart", True)])
 def test_computed_positions_do_not_train(tmp_path: Path, name: str, trains: bool) -> None:
-    """Marian's class computes its sinusoids again whenever it is loaded; BART's positions are stored, and train."""
+    """Marian's class computes its sinusoids again whenever it is loaded; BART's positions are
+    stored, and train.
+    """
     made(name).save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path))
     freeze_parameters(loaded, read_checkpoint(tmp_path), "all")
@@ -118,8 +136,10 @@ WAYS: dict[str, dict[str, Any]] = {"2x2": {"ranks": 2}, "shards": {"ranks": 2, "
 
 
 def test_passes_ranks_shards_and_states_change_nothing(runs: Runs, tmp_path: Path) -> None:
-    """Other pairs beside one make other padding, and no other loss. Of T5 no module but the whole holds what encoder
-    and decoder share: its shards, and its teacher's.
+    """Other pairs beside one make other padding, and no other loss.
+
+    Of T5 no module but the whole holds what encoder and decoder share: its shards, and its
+    teacher's.
     """
     given = {"save_every": 2, "keep_state": True}
     killed = words("t5", tmp_path / "killed", micro_batch=1, **given)
@@ -137,12 +157,17 @@ def test_passes_ranks_shards_and_states_change_nothing(runs: Runs, tmp_path: Pat
 
 @pytest.mark.usefixtures("alone")
 def test_alpha_is_a_prefix_of_the_pairs(tmp_path: Path) -> None:
-    """79 rows have both columns; a twentieth is held back, and none of it trains. Tokens count by their mean."""
+    """79 rows have both columns; a twentieth is held back, and none of it trains.
+
+    Tokens count by their mean.
+    """
     seen = {}
     for alpha in (0.25, 0.5):
         given = options("marian", tmp_path / "out", **PAIRS | {"alpha": alpha, "steps": None})
         data = prepare(given).dataloader
-        seen[alpha] = [tuple(data.block(number)["labels"].tolist()) for number in range(data.steps * 4)]
+        seen[alpha] = [
+            tuple(data.block(number)["labels"].tolist()) for number in range(data.steps * 4)
+        ]
         held = {tuple(block["labels"].tolist()) for block in data.heldout}
         assert len(held) == 3
         assert not held & set(seen[alpha])
@@ -168,12 +193,34 @@ def test_tokens_of_pairs_are_counted(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("marian", {}, "has neither sentinels nor a mask token, so plain text makes no pairs: give pairs with --field and"),
-    ("t5", PAIRS | {"streaming": True}, "--target-field is a column of stored data; leave out --streaming"),
-    ("t5", {"data": "self", "target_field": "meant"}, "of stored data; leave out --streaming and --data"),
+    (
+        "marian",
+        {},
+        "has neither sentinels nor a mask token, so plain text makes no pairs: "
+        "give pairs with --field "
+        "and",
+    ),
+    (
+        "t5",
+        PAIRS | {"streaming": True},
+        "--target-field is a column of stored data; leave out --streaming",
+    ),
+    (
+        "t5",
+        {"data": "self", "target_field": "meant"},
+        "of stored data; leave out --streaming and --data",
+    ),
     ("t5", {"repeats": True}, "repeats are for decoders, t5 is an encoder-decoder"),
-    ("t5", PAIRS | {"alpha": 0.001, "steps": None}, "alpha 0.001 is 0 tokens, less than one block of 1; give more"),
-    ("t5", PAIRS | {"alpha": 1, "steps": None, "batch_size": 99}, "76 pairs to train on, less than one batch of 99"),
+    (
+        "t5",
+        PAIRS | {"alpha": 0.001, "steps": None},
+        "alpha 0.001 is 0 tokens, less than one block of 1; give more",
+    ),
+    (
+        "t5",
+        PAIRS | {"alpha": 1, "steps": None, "batch_size": 99},
+        "76 pairs to train on, less than one batch of 99",
+    ),
 ]
 
 
@@ -183,7 +230,11 @@ def test_refusals(tmp_path: Path) -> None:
         with fresh_accelerator(), expert_options(given) as rest:
             done = run(*words(name, tmp_path / "out", **rest), program="gqa-uptrain")
         assert says in check_refused(done, program="gqa-uptrain", advice="")
-    decoder = words_for(material() / "model", out=tmp_path / "out", **PAIRS | {"data": pair_material() / "pairs.jsonl"})
+    decoder = words_for(
+        material() / "model",
+        out=tmp_path / "out",
+        **PAIRS | {"data": pair_material() / "pairs.jsonl"},
+    )
     done = run(*decoder, program="gqa-uptrain")
     assert "--target-field is for encoder-decoders, model is not one" in done.err
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,6 @@
-"""However the blocks of a step are shared out, the result is the same: micro-batches, ranks, sharded weights."""
+"""However the blocks of a step are shared out, the result is the same: micro-batches, ranks,
+sharded weights.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def test_accumulation_and_ranks_change_nothing(runs: Runs, tmp_path: Path, name:
     runs.finish(*runs.words(tmp_path / "8x1", micro_batch=1, **options))
     for way, (ranks, micro) in {"4x2": (1, 2), "2 ranks x 2x2": (2, 2)}.items():
         words = runs.words(tmp_path / way, micro_batch=micro, **options)
-        runs.finish(*words, ranks=ranks, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="1")  # as launchers may set it
+        # As launchers may set it
+        runs.finish(*words, ranks=ranks, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="1")
         assert difference(tmp_path / way, tmp_path / "8x1") <= 1e-5, way
         one, other = (metrics(tmp_path / run / "gqa_uptraining.jsonl") for run in (way, "8x1"))
         for a, b in zip(one, other, strict=True):
@@ -42,8 +45,8 @@ def test_accumulation_and_ranks_change_nothing(runs: Runs, tmp_path: Path, name:
 
 
 def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
-    """FSDP2: losses and exported weights are DDP's; a killed run continues from its shards, also without any, and
-    from what was whole; with tied weights that one process reads.
+    """FSDP2: losses and exported weights are DDP's; a killed run continues from its shards, also
+    without any, and from what was whole; with tied weights that one process reads.
     """
     words = {"model": "tied", "steps": 4, "teacher": "teacher", "save_every": 2, "keep_state": True}
     whole, sharded, alone, began = (tmp_path / name for name in ("ddp", "fsdp", "alone", "began"))
@@ -54,15 +57,22 @@ def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
     assert files == {"__0_0.distcp", "__1_0.distcp"}, "nothing was sharded"
     shutil.copytree(f"{sharded}-state", f"{alone}-state")
     runs.run(*runs.words(began, **words), before="kill_at(3)")
-    for continued, how in ((sharded, {"ranks": 2, "before": "shard(True)"}), (alone, {}),
-                           (began, {"ranks": 2, "before": "shard()"})):  # fmt: skip
+    for continued, how in (
+        (sharded, {"ranks": 2, "before": "shard(True)"}),
+        (alone, {}),
+        (began, {"ranks": 2, "before": "shard()"}),
+    ):
         runs.finish(*runs.words(continued, **words), **how)
         assert losses(continued) == pytest.approx(losses(whole), rel=1e-6)
         assert continued is began or difference(continued, whole) <= 1e-6
 
 
-def test_sharded_weights_in_bfloat16_give_the_numbers_of_whole_ones(runs: Runs, tmp_path: Path) -> None:
-    """Sums leave the model in float32, and gradients are added in float32: accelerate rounds all of that."""
+def test_sharded_weights_in_bfloat16_give_the_numbers_of_whole_ones(
+    runs: Runs, tmp_path: Path
+) -> None:
+    """Sums leave the model in float32, and gradients are added in float32: accelerate rounds all of
+    that.
+    """
     words = {"steps": 3, "teacher": "teacher", "precision": "bfloat16", "micro_batch": 2}
     runs.finish(*runs.words(tmp_path / "ddp", **words), ranks=2)
     runs.finish(*runs.words(tmp_path / "fsdp", **words), ranks=2, before="shard()")
@@ -72,14 +82,21 @@ def test_sharded_weights_in_bfloat16_give_the_numbers_of_whole_ones(runs: Runs, 
 
 
 ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
-    "adapters": ({"train": "lora", "lora_rank": 4, "steps": 2}, {"ranks": 2, "before": "shard()"}, 1e-6),
+    "adapters": (
+        {"train": "lora", "lora_rank": 4, "steps": 2},
+        {"ranks": 2, "before": "shard()"},
+        1e-6,
+    ),
     "towers": ({"model": "nested"}, {"ranks": 1}, 1e-5),
 }
 
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_adapters_and_towers(runs: Runs, tmp_path: Path, name: str) -> None:
-    """Adapters may be sharded. Text does not reach towers: DDP waits for every gradient that it expects."""
+    """Adapters may be sharded.
+
+    Text does not reach towers: DDP waits for every gradient that it expects.
+    """
     options, how, most = ALIKE[name]
     words = {"steps": 3} | options
     runs.finish(*runs.words(tmp_path / "ddp", **words), ranks=2)
@@ -91,12 +108,15 @@ def test_processes_fail_together(runs: Runs, tmp_path: Path) -> None:
     """The first process reads the text alone; all end with its error."""
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
-    done = runs.run(*runs.words(tmp_path / "out", steps=1), "--data", empty, ranks=2)  # all have the same exit code
+    # All have the same exit code
+    done = runs.run(*runs.words(tmp_path / "out", steps=1), "--data", empty, ranks=2)
     assert done.code == 2
     assert "holds no text" in done.err
 
 
-def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
+def test_hub_ids(
+    tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch, alone: None
+) -> None:
     """Model, teacher and a streamed data set by their names on a hub."""
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.endpoint)
     (tmp_path / "data").mkdir()
@@ -109,17 +129,28 @@ def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest
     done = machine.run("lab/mha-gqa2", *words, program="gqa-uptrain")
     assert done.code == 0, done.err
     record = json.loads(done.out)
-    assert (record["model"], record["teacher"], record["data"]) == ("lab/mha-gqa2", "lab/mha", ["lab/data"])
+    assert (record["model"], record["teacher"], record["data"]) == (
+        "lab/mha-gqa2",
+        "lab/mha",
+        ["lab/data"],
+    )
     assert (record["tokens"], record["steps"], record["ranks"]) == (960, 15, 1)
     assert load(machine.work / "out").keys() == load(tmp_path / "gqa2").keys()
 
 
 @pytest.mark.parametrize(("precision", "expected"), [(None, "bfloat16"), ("float32", "float32")])
-def test_the_launcher_says_the_precision(runs: Runs, tmp_path: Path, precision: str | None, expected: str) -> None:
-    """accelerate's configuration files and --mixed_precision; what the command says itself goes before."""
+def test_the_launcher_says_the_precision(
+    runs: Runs, tmp_path: Path, precision: str | None, expected: str
+) -> None:
+    """accelerate's configuration files and --mixed_precision; what the command says itself goes
+    before.
+    """
     words = runs.words(tmp_path / "out", steps=1, precision=precision)
     runs.finish(*words, ACCELERATE_MIXED_PRECISION="bf16")
-    assert json.loads((tmp_path / "out" / "gqa_uptraining.json").read_text())["options"]["precision"] == expected
+    assert (
+        json.loads((tmp_path / "out" / "gqa_uptraining.json").read_text())["options"]["precision"]
+        == expected
+    )
 
 
 def test_all_processes_read_what_the_teacher_writes(runs: Runs, tmp_path: Path) -> None:
@@ -130,36 +161,58 @@ def test_all_processes_read_what_the_teacher_writes(runs: Runs, tmp_path: Path) 
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
 
 
-# ----------------------------------------------------------------------------------------- configurations of accelerate
+# --------------------------------------------------------------------- configurations of accelerate
 
-BY_NAME = {path.stem: path for path in (Path(__file__).parents[1] / "examples" / "accelerate").glob("*.yaml")}
+BY_NAME = {
+    path.stem: path
+    for path in (Path(__file__).parents[1] / "examples" / "accelerate").glob("*.yaml")
+}
 
 
 def launched(path: Path) -> argparse.Namespace:
     """What `accelerate launch` makes of a file."""
     words = ["--config_file", str(path), "-m", "gqa.uptrain", "MODEL"]
-    arguments: argparse.Namespace = _validate_launch_command(launch_command_parser().parse_args(words))[0]
+    arguments: argparse.Namespace = _validate_launch_command(
+        launch_command_parser().parse_args(words)
+    )[0]
     return arguments
 
 
 def test_configurations_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every key is accelerate's own, which refuses unknown ones at the top and ignores those of its sections; what it
-    starts, and what such a process makes of its environment.
+    """Every key is accelerate's own, which refuses unknown ones at the top and ignores those of its
+    sections; what it starts, and what such a process makes of its environment.
     """
     known = {action.dest for action in launch_command_parser()._actions}
-    for name, nodes in (("one-gpu", 1), ("ddp", 1), ("fsdp2", 1), ("two-nodes", 2), ("fsdp2-two-nodes", 2)):
+    for name, nodes in (
+        ("one-gpu", 1),
+        ("ddp", 1),
+        ("fsdp2", 1),
+        ("two-nodes", 2),
+        ("fsdp2-two-nodes", 2),
+    ):
         config, options = load_config_from_file(str(BY_NAME[name])), launched(BY_NAME[name])
         assert {*config.fsdp_config} <= known, name
         processes = 1 if name == "one-gpu" else 8 * nodes
-        assert (config.mixed_precision, options.num_machines, config.num_processes) == ("bf16", nodes, processes)
-        assert (options.multi_gpu, options.use_fsdp) == (name in ("ddp", "two-nodes"), name.startswith("fsdp2"))
+        assert (config.mixed_precision, options.num_machines, config.num_processes) == (
+            "bf16",
+            nodes,
+            processes,
+        )
+        assert (options.multi_gpu, options.use_fsdp) == (
+            name in ("ddp", "two-nodes"),
+            name.startswith("fsdp2"),
+        )
         environment = prepare_multi_gpu_env(options) if processes > 1 else {}
         if options.use_fsdp:
             for variable in environment:
                 if variable.startswith(("FSDP_", "ACCELERATE_")):
                     monkeypatch.setenv(variable, environment[variable])
             fsdp = FullyShardedDataParallelPlugin()
-            assert (fsdp.fsdp_version, fsdp.reshard_after_forward, fsdp.activation_checkpointing) == (2, True, False)
+            assert (
+                fsdp.fsdp_version,
+                fsdp.reshard_after_forward,
+                fsdp.activation_checkpointing,
+            ) == (2, True, False)
             assert fsdp.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
             assert fsdp.state_dict_type.name == "SHARDED_STATE_DICT"
     assert len(BY_NAME) == 5
@@ -168,12 +221,26 @@ def test_configurations_of_accelerate(tmp_path: Path, monkeypatch: pytest.Monkey
         load_config_from_file(str(tmp_path / "wrong.yaml"))
 
 
-@pytest.mark.parametrize(("how", "says"), [
-    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "gqa-uptrain does not run with DeepSpeed; use examples/acc"),
-    ({"ACCELERATE_USE_FSDP": "true"}, "gqa-uptrain does not run with FSDP1; use examples/accelerate"),
-    ({"before": "shard()"}, "--optimizer adafactor does not work with FSDP2, which shards weights; use adamw"),
-])  # fmt: skip
-def test_launchers_that_are_refused(how: dict[str, Any], says: str, runs: Runs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true"},
+            "gqa-uptrain does not run with DeepSpeed; use examples/acc",
+        ),
+        (
+            {"ACCELERATE_USE_FSDP": "true"},
+            "gqa-uptrain does not run with FSDP1; use examples/accelerate",
+        ),
+        (
+            {"before": "shard()"},
+            "--optimizer adafactor does not work with FSDP2, which shards weights; use adamw",
+        ),
+    ],
+)
+def test_launchers_that_are_refused(
+    how: dict[str, Any], says: str, runs: Runs, tmp_path: Path
+) -> None:
     """Before anything is written. FSDP without a version is version 1."""
     done = runs.run(*runs.words(tmp_path / "out", steps=1, optimizer="adafactor"), **how)
     assert (done.code, done.err.count("\n")) == (2, 1), done.err

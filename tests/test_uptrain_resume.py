@@ -1,4 +1,7 @@
-"""A run that is killed and continued is the run that was not: bit for bit. What does not fit together is refused."""
+"""A run that is killed and continued is the run that was not: bit for bit.
+
+What does not fit together is refused.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,12 @@ from gqa.uptrain.state import States, _readable
 
 STEPS = 4
 VARIANTS: dict[str, dict[str, Any]] = {
-    "streaming": {"streaming": True, "heldout_tokens": 640, "optimizer": "adafactor", "schedule": "cosine"},
+    "streaming": {
+        "streaming": True,
+        "heldout_tokens": 640,
+        "optimizer": "adafactor",
+        "schedule": "cosine",
+    },
     "lora": {"train": "lora", "lora_rank": 4, "teacher": "teacher", "micro_batch": 2},
     "ranks": {"model": "dropout", "ranks": 2, "precision": "bfloat16"},
 }
@@ -49,16 +57,25 @@ def test_killed_and_continued_is_bit_identical(runs: Runs, tmp_path: Path, name:
     killed = saving(runs, other, **options)
     assert runs.run(*killed, ranks=ranks, before="kill_at(3)").code == -signal.SIGKILL
     assert not other.exists()
-    assert [record["step"] for record in metrics(state(other, 2).parent / "metrics.jsonl")] == [1, 2, 3]
+    assert [record["step"] for record in metrics(state(other, 2).parent / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+    ]
     notes = str(tmp_path / "notes")
     before = f"""
 from gqa.corpus.streamed import StreamedBlocks
 after(StreamedBlocks, "seek", lambda blocks, positions: note({notes!r}, len(positions)))
 """
     runs.finish(*killed, ranks=ranks, before=before)
-    assert Path(f"{notes}-0").exists() == (name == "streaming"), "a stream is read from where it was"
+    assert Path(f"{notes}-0").exists() == (name == "streaming"), (
+        "a stream is read from where it was"
+    )
     files, again = (
-        {name: data.replace(str(out).encode(), b"") for name, data in state_files(state(out, STEPS)).items()}
+        {
+            name: data.replace(str(out).encode(), b"")
+            for name, data in state_files(state(out, STEPS)).items()
+        }
         for out in (one, other)
     )
     for rank in range(ranks):
@@ -82,15 +99,18 @@ BEST: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", BEST)
 def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str) -> None:
-    """The first step's, though others follow, and though a run that was killed had thought of a later one better; of
-    shards also where one process continues.
+    """The first step's, though others follow, and though a run that was killed had thought of a
+    later one better; of shards also where one process continues.
     """
     options = {"schedule": "constant", **BEST[name]}
     how, before = {"ranks": options.pop("ranks", 1)}, options.pop("before", "")
     one, other = tmp_path / "straight", tmp_path / "killed"
     runs.finish(*saving(runs, one, **options), **how, before=f"{before}set_losses(9, 8, 9, 9, 9)")
     words = saving(runs, other, **options)
-    assert runs.run(*words, **how, before=f"{before}set_losses(9, 8, 9, 7, 9); kill_at(3)").code == -signal.SIGKILL
+    assert (
+        runs.run(*words, **how, before=f"{before}set_losses(9, 8, 9, 7, 9); kill_at(3)").code
+        == -signal.SIGKILL
+    )
     runs.finish(*words, before="set_losses(9, 8, 9, 9, 9)")
     assert difference(one, other) == 0
     recorded = json.loads((one / "gqa_uptraining.json").read_text())["losses"]
@@ -102,14 +122,19 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
             assert (difference(tmp_path / str(steps), one) == 0) == equal
 
 
-@pytest.mark.parametrize(("before", "after", "given"), [
-    (3, 1, {"batch_size": 6, "micro_batch": 2}),
-    (2, 1, {"batch_size": None, "steps": None, "tokens": 512}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after", "given"),
+    [
+        (3, 1, {"batch_size": 6, "micro_batch": 2}),
+        (2, 1, {"batch_size": None, "steps": None, "tokens": 512}),
+    ],
+)
 def test_more_or_fewer_ranks_may_continue(
     runs: Runs, tmp_path: Path, before: int, after: int, given: dict[str, Any]
 ) -> None:
-    """Blocks and losses do not depend on ranks, so neither does a state; nor on the passes that a process makes."""
+    """Blocks and losses do not depend on ranks, so neither does a state; nor on the passes that a
+    process makes.
+    """
     out = tmp_path / "out"
     words = saving(runs, out, **given)
     runs.run(*words, ranks=before, before="kill_at(3)")
@@ -118,18 +143,38 @@ def test_more_or_fewer_ranks_may_continue(
     assert losses(out) == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
 
 
-@pytest.mark.parametrize(("number", "code", "what"), [(15, 143, "terminated"), (2, 130, "interrupted")])
+@pytest.mark.parametrize(
+    ("number", "code", "what"), [(15, 143, "terminated"), (2, 130, "interrupted")]
+)
 def test_a_training_that_is_stopped_while_it_generates_text_says_what_is_kept(
     small: Path, tmp_path: Path, runs: Runs, number: int, code: int, what: str
 ) -> None:
-    words = (small, "--teacher", small, "--data", "self:2K", "--seed", number, "--steps", 1, "--context", 16)
+    words = (
+        small,
+        "--teacher",
+        small,
+        "--data",
+        "self:2K",
+        "--seed",
+        number,
+        "--steps",
+        1,
+        "--context",
+        16,
+    )
     stopped = runs.run(*words, "-o", tmp_path / "out", before=f"stop_while_sampling({number})")
-    says = f"gqa-uptrain: {what}; saved states and generated text are kept; the same command continues"
+    says = (
+        f"gqa-uptrain: {what}; saved states and generated text are kept; the same command continues"
+    )
     assert (stopped.code, stopped.err.strip().splitlines()[-1]) == (code, says)
 
 
-@pytest.mark.parametrize(("number", "code", "ranks"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)])
-def test_a_signal_saves_and_leaves(runs: Runs, tmp_path: Path, number: int, code: int, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "ranks"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)]
+)
+def test_a_signal_saves_and_leaves(
+    runs: Runs, tmp_path: Path, number: int, code: int, ranks: int
+) -> None:
     """Also where only one rank was signalled, and where nothing else asked for saves."""
     out = tmp_path / "out"
     words = runs.words(out, steps=STEPS)
@@ -146,12 +191,14 @@ def test_a_signal_saves_and_leaves(runs: Runs, tmp_path: Path, number: int, code
         notes.touch()  # a file of somebody else
     runs.finish(*words, ranks=ranks)
     assert [record["step"] for record in metrics(out / "gqa_uptraining.jsonl")] == [1, 2, 3, 4]
-    assert {*out.parent.glob("out-state"), *notes.parent.glob("*")} == ({notes.parent, notes} if alone else set())
+    assert {*out.parent.glob("out-state"), *notes.parent.glob("*")} == (
+        {notes.parent, notes} if alone else set()
+    )
 
 
 def test_a_save_that_was_killed_is_never_picked_up(runs: Runs, tmp_path: Path) -> None:
-    """Killed before a change on disk: the newest state is the one before, whole, or the new one, whole; and when the
-    run is continued nothing of the killed one is left.
+    """Killed before a change on disk: the newest state is the one before, whole, or the new one,
+    whole; and when the run is continued nothing of the killed one is left.
     """
     saved, steps, whole = states(tmp_path / "out"), [], dict[str, dict[str, bytes]]()
     words = saving(runs, tmp_path / "out", steps=3, save_every=1)
@@ -161,7 +208,8 @@ def test_a_save_that_was_killed_is_never_picked_up(runs: Runs, tmp_path: Path) -
         assert done.code == -signal.SIGKILL, done.err
         assert newest.path == state(tmp_path / "out", newest.record["step"])
         steps.append(newest.record["step"])
-        for path in saved.directory.glob("step-????????"):  # each is whole at once, and the same in every run
+        # Each is whole at once, and the same in every run
+        for path in saved.directory.glob("step-????????"):
             assert whole.setdefault(path.name, state_files(path)) == state_files(path)
         with saved.lock():
             assert saved.latest() == newest
@@ -207,7 +255,11 @@ def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
     path = state(out, 4) / "trainer_state.json"
     record = json.loads(path.read_text())
     path.unlink()
-    for damage in ("", "[]", *(json.dumps({k: v for k, v in record.items() if k != name}) for name in record)):
+    for damage in (
+        "",
+        "[]",
+        *(json.dumps({k: v for k, v in record.items() if k != name}) for name in record),
+    ):
         with pytest.raises(RefusedError, match="cannot be read"):
             states(out).latest()
         path.write_text(damage)
@@ -218,7 +270,8 @@ def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
     assert f"\ncontinues   after step 2, saved in {out}-state\n" in done.out
 
 
-_LIGHT = "import gqa.uptrain.setup as module; module.load_tokenizer = None; "  # nothing is loaded, tokenised or sampled
+# Nothing is loaded, tokenised or sampled
+_LIGHT = "import gqa.uptrain.setup as module; module.load_tokenizer = None; "
 
 
 def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, saved: Path) -> None:
@@ -226,9 +279,18 @@ def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, sav
     command = shlex.join(["gqa-uptrain", *saving(runs, saved, steps=6)])
     end = f"); continue it with {command}, or begin anew with --overwrite\n"
     different = saving(runs, out, learning_rate=2e-3, clip=0.5, alpha=0.5, steps=None)
-    says = "(--alpha: None -> 0.5; --clip: 1.0 -> 0.5; --learning-rate: 0.001 -> 0.002; --steps: 6 -> None"
-    assert refused(runs, *different, before=_LIGHT) == f"gqa-uptrain: {out}-state holds another run {says}{end}"
-    taught = refused(runs, *saving(runs, out, steps=6, data="self", teacher="teacher"), before=_LIGHT)
+    says = (
+        "(--alpha: None -> 0.5; --clip: 1.0 -> 0.5; --learning-rate: 0.001 -> 0.002; --steps: "
+        "6 -> "
+        "None"
+    )
+    assert (
+        refused(runs, *different, before=_LIGHT)
+        == f"gqa-uptrain: {out}-state holds another run {says}{end}"
+    )
+    taught = refused(
+        runs, *saving(runs, out, steps=6, data="self", teacher="teacher"), before=_LIGHT
+    )
     says = r"\(--repeats: .*; content of --data: \w+ -> \w+; content of --teacher: None -> \w+\)"
     assert re.search(says, taught)
     elsewhere = refused(runs, *different, before=f"{_LIGHT}os.chdir('/')")
@@ -242,7 +304,9 @@ def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, sav
     finally:
         for path, text in texts.items():
             path.write_text(text)
-    assert re.search(r"\(content of --data: \w+ -> \w+; content of MODEL: \w+ -> \w+\); continue", message)
+    assert re.search(
+        r"\(content of --data: \w+ -> \w+; content of MODEL: \w+ -> \w+\); continue", message
+    )
     assert states(out).complete() == [state(out, 2), state(out, 4)]
 
 
@@ -253,11 +317,16 @@ def test_ranks_that_cannot_share_the_batch(runs: Runs, tmp_path: Path) -> None:
     done = runs.run(*words, ranks=3, before=_LIGHT)
     command = shlex.join(["torchrun", "--nproc_per_node", "2", "-m", "gqa.uptrain", *words])
     assert done.code == 2
-    assert f"(processes: 2 -> 3, which cannot share a batch of 8); continue it with {command}, or" in done.err
+    assert (
+        f"(processes: 2 -> 3, which cannot share a batch of 8); continue it with {command}, or"
+        in done.err
+    )
 
 
 def test_overwriting(runs: Runs, out: Path) -> None:
-    """With it a run begins anew, whatever was saved; one that was started with it is continued by the same command."""
+    """With it a run begins anew, whatever was saved; one that was started with it is continued by
+    the same command.
+    """
     (state(out, 4) / "trainer_state.json").write_text("half")
     words = saving(runs, out, steps=6, overwrite=True, quiet=False)
     stopped = runs.run(*words, before=f"kill_at(3, {int(signal.SIGTERM)})")
@@ -267,21 +336,40 @@ def test_overwriting(runs: Runs, out: Path) -> None:
 
 
 def test_what_may_change(runs: Runs, out: Path) -> None:
-    """Paths, and what changes no result. Foreign names beside states stay, and the last two states."""
+    """Paths, and what changes no result.
+
+    Foreign names beside states stay, and the last two states.
+    """
     for name in ("step-backup", "step-0000009", "step-00000008.partial", "notes"):
         (out.with_name("out-state") / name).mkdir()
     assert states(out).complete() == [state(out, 2), state(out, 4)]
-    changes = {"micro_batch": 2, "save_every": 1, "checkpointing": True, "attn_implementation": "eager"}
+    changes = {
+        "micro_batch": 2,
+        "save_every": 1,
+        "checkpointing": True,
+        "attn_implementation": "eager",
+    }
     copy = shutil.copyfile(runs.directory / "data.jsonl", out.with_name("copy.jsonl"))
     runs.finish(*saving(runs, out, steps=6, data=copy, verbose=True, **changes))
     assert states(out).complete() == [state(out, step) for step in (5, 6)]
-    assert {path.name for path in out.with_name("out-state").iterdir()} >= {"step-backup", "step-0000009", "notes"}
+    assert {path.name for path in out.with_name("out-state").iterdir()} >= {
+        "step-backup",
+        "step-0000009",
+        "notes",
+    }
 
 
 def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_path: Path) -> None:
-    """The disk is full at the very end; the last state is there, and continuing only writes. All processes end."""
+    """The disk is full at the very end; the last state is there, and continuing only writes.
+
+    All processes end.
+    """
     out = tmp_path / "out"
-    full = "import gqa.checkpoint.files as m; m.write_bytes = lambda *_: (_ for _ in ()).throw(OSError(28, 'full'))"
+    full = (
+        "import gqa.checkpoint.files as m; m.write_bytes = lambda *_: "
+        "(_ for _ in ()).throw(OSError(28, "
+        "'full'))"
+    )
     message = refused(runs, *saving(runs, out), code=1, before=full)
     assert f"the result could not be written: no space left for {out}" in message
     assert f"But step 4 is saved in {out}-state" in message
@@ -297,7 +385,9 @@ def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_pa
 
 
 def test_no_space_for_a_state(runs: Runs, tmp_path: Path) -> None:
-    """The state before is kept, and the run goes on to its end; where it is stopped then, it says what is left."""
+    """The state before is kept, and the run goes on to its end; where it is stopped then, it says
+    what is left.
+    """
     out = tmp_path / "out"
     full = """
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -313,7 +403,11 @@ FileSystemWriter.write_data = full
     message = refused(runs, *stopped, code=1, before=f"{full}\nkill_at(4, {int(signal.SIGTERM)})")
     assert "the state of step 4 could not be saved in" in message
     assert "(PytorchStreamWriter failed" in message
-    assert f"step 2 is saved in {tmp_path}/stopped-state; free some space, and the same command continues" in message
+    assert (
+        f"step 2 is saved in {tmp_path}/stopped-state; free some space, "
+        "and the same command "
+        "continues" in message
+    )
 
     done = runs.finish(*saving(runs, out), before=full)
     assert "warning: the state of step 4 could not be saved in" in done.err
@@ -325,10 +419,14 @@ def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:
     with states(tmp_path / "out").lock():
         done = runs.run(*runs.words(tmp_path / "out", steps=1), ranks=2)  # which end alike
     assert done.code == 2
-    assert f"another run is using {tmp_path}/out-state; wait for it or give another output" in done.err
+    assert (
+        f"another run is using {tmp_path}/out-state; wait for it or give another output" in done.err
+    )
     assert not list(tmp_path.iterdir())
 
 
 def test_memory_that_runs_out_while_a_state_is_read_is_no_damage(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError), _readable(tmp_path):
-        raise CheckpointException("load", {0: (torch.OutOfMemoryError("out of memory"), StackSummary())})
+        raise CheckpointException(
+            "load", {0: (torch.OutOfMemoryError("out of memory"), StackSummary())}
+        )

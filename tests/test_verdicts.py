@@ -1,4 +1,6 @@
-"""Three levels of lost quality: one function, one set of thresholds, the same word wherever a verdict is given."""
+"""Three levels of lost quality: one function, one set of thresholds, the same word wherever a
+verdict is given.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def test_a_wide_interval_damages_no_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recall_loss", "level"), [(-0.1, "good"), (0.02, "good"), (0.05, "trade-off"), (0.3, "damaged")]
+    ("recall_loss", "level"),
+    [(-0.1, "good"), (0.02, "good"), (0.05, "trade-off"), (0.3, "damaged")],
 )
 def test_lost_recall_counts_as_perplexity_does(recall_loss: float, level: Level) -> None:
     """Also alone, where perplexity was not measured; and it never hides a bad ratio."""
@@ -60,10 +63,20 @@ def test_lost_recall_counts_as_perplexity_does(recall_loss: float, level: Level)
 
 def test_a_report_and_a_study_give_the_same_level() -> None:
     """From their own records of the same numbers."""
-    for ratio, high, before, after in ((1.01, 1.02, 0.9, 0.9), (1.2, 1.3, 0.9, 0.9), (1.2, 1.3, 0.9, 0.5)):
-        answers = [[{"kind": "text", "answers": 10, "accuracy": share}] for share in (before, after)]
+    for ratio, high, before, after in (
+        (1.01, 1.02, 0.9, 0.9),
+        (1.2, 1.3, 0.9, 0.9),
+        (1.2, 1.3, 0.9, 0.5),
+    ):
+        answers = [
+            [{"kind": "text", "answers": 10, "accuracy": share}] for share in (before, after)
+        ]
         base = {"recall": answers[0]}
-        model = {"recall": answers[1], "quality": {}, "against_baseline": {"ratio": ratio, "ratio_high": high}}
+        model = {
+            "recall": answers[1],
+            "quality": {},
+            "against_baseline": {"ratio": ratio, "ratio_high": high},
+        }
         row = {"perplexity_ratio": ratio, "perplexity_ratio_high": high, "recall_text": after}
         loss = loss_of_row(row, {"recall_text": before})
         assert loss_of_model(base, model) == loss == Loss(ratio, high, before - after)
@@ -71,7 +84,9 @@ def test_a_report_and_a_study_give_the_same_level() -> None:
 
 @pytest.mark.parametrize("level", MEANINGS)
 def test_a_level_is_legible_without_color(level: Level, tmp_path: Path) -> None:
-    """A word and a sign in the page, and a line of another style; a color of its own in light and dark."""
+    """A word and a sign in the page, and a line of another style; a color of its own in light and
+    dark.
+    """
     write_page(tmp_path, title="t", verdicts=[Verdict("text", level)], foot="")
     html = (tmp_path / "report.html").read_text()
     assert re.search(rf'<p class="verdict {level}"><b class="level">\S {level}</b> text</p>', html)

@@ -1,7 +1,9 @@
-"""Tiny random models of every supported family, for tests that compare a converted checkpoint with its source.
+"""Tiny random models of every supported family, for tests that compare a converted checkpoint with
+its source.
 
-Every model has 4 query heads; `build(tiny, kv_heads)` makes the one with 4 (multi-head), 2 or 1 key/value heads.
-`tests/tiny_configs.py` holds the table: what a family needs besides the sizes all share.
+Every model has 4 query heads; `build(tiny, kv_heads)` makes the one with 4 (multi-head), 2 or 1
+key/value heads. `tests/tiny_configs.py` holds the table: what a family needs besides the sizes all
+share.
 """
 
 import copy
@@ -13,7 +15,17 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from tiny_configs import COMMON, CUSTOM, FAMILIES, LENGTH, SPECIAL_IDS, TOWER, TOWERS, VARIANTS, Tiny
+from tiny_configs import (
+    COMMON,
+    CUSTOM,
+    FAMILIES,
+    LENGTH,
+    SPECIAL_IDS,
+    TOWER,
+    TOWERS,
+    VARIANTS,
+    Tiny,
+)
 from tiny_nested import NESTED
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -21,17 +33,30 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class
 
-__all__ = ["LEFT_OUT", "QUERY_HEADS", "TINY", "Tiny", "build", "config", "inputs", "logits", "model_class"]
+__all__ = [
+    "LEFT_OUT",
+    "QUERY_HEADS",
+    "TINY",
+    "Tiny",
+    "build",
+    "config",
+    "inputs",
+    "logits",
+    "model_class",
+]
 
 QUERY_HEADS: int = COMMON["num_attention_heads"]
 FIRST_PLAIN_TOKEN = 10  # ids below are the special ones of COMMON and of the nested models
 
-# What the class of transformers itself does not run, or does not read from config.json, before a version.
+# What the class of transformers itself does not run, or does not read from config.json, before a
+# version.
 _BROKEN_BEFORE = {"paddleocr_vl_text": "5.20"}
 
 
 def _is_there(tiny: Tiny) -> bool:
-    """Whether this transformers has the class: the lowest that is supported lacks some that came later."""
+    """Whether this transformers has the class: the lowest that is supported lacks some that came
+    later.
+    """
     broken = _BROKEN_BEFORE.get(tiny.name, _BROKEN_BEFORE.get(tiny.name.partition("+")[0]))
     if broken and Version(transformers.__version__) < Version(broken):
         return False
@@ -45,7 +70,9 @@ LEFT_OUT = frozenset(tiny.model_type for tiny in _ALL if tiny.name not in TINY)
 
 
 def _has_field(cls: type[PreTrainedConfig], name: str) -> bool:
-    return name in cls.attribute_map or any(name in vars(base).get("__annotations__", {}) for base in cls.__mro__)
+    return name in cls.attribute_map or any(
+        name in vars(base).get("__annotations__", {}) for base in cls.__mro__
+    )
 
 
 def _section(raw: dict[str, Any], path: str) -> dict[str, Any]:
@@ -85,7 +112,9 @@ def _fill_around(raw: dict[str, Any], tiny: Tiny, path: str) -> None:
 
 
 def raw_config(tiny: Tiny, kv_heads: int) -> dict[str, Any]:
-    """The keyword arguments of the config class: the common sizes where the class knows them, then the family's."""
+    """The keyword arguments of the config class: the common sizes where the class knows them, then
+    the family's.
+    """
     raw: dict[str, Any] = copy.deepcopy(dict(tiny.options))
     for path in tiny.owners:
         section = _section(raw, path)
@@ -117,11 +146,12 @@ def model_class(tiny: Tiny) -> type[PreTrainedModel]:
 
 @torch.no_grad()
 def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Gives every parameter a random value, so that none is neutral (norms all 1, biases all 0) by accident.
+    """Gives every parameter a random value, so that none is neutral (norms all 1, biases all 0) by
+    accident.
 
-    The scale keeps activations near 1 at every depth. A parameter that starts as a constant (norm weights at 1, or at
-    0 where the model adds 1; biases) varies around it; other vectors (SSM decay rates, sinks) around their initial
-    value, since their range matters.
+    The scale keeps activations near 1 at every depth. A parameter that starts as a constant (norm
+    weights at 1, or at 0 where the model adds 1; biases) varies around it; other vectors (SSM decay
+    rates, sinks) around their initial value, since their range matters.
     """
     head = model.get_output_embeddings()
     fixed = model._keys_to_ignore_on_save or ()  # sinusoids, which no checkpoint holds
@@ -129,15 +159,25 @@ def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim < 2 or bool((parameter == 1).all()):
             parameter.add_(0.2 * noise)
-        elif ("embed" in name or name.endswith("wte.weight")) and parameter is not getattr(head, "weight", None):
+        elif ("embed" in name or name.endswith("wte.weight")) and parameter is not getattr(
+            head, "weight", None
+        ):
             parameter.copy_(noise)
         else:
-            fan_in = parameter[0].numel() if parameter.ndim == 2 or "conv" in name else parameter.shape[-1]
+            fan_in = (
+                parameter[0].numel()
+                if parameter.ndim == 2 or "conv" in name
+                else parameter.shape[-1]
+            )
             parameter.copy_(noise * fan_in**-0.5)
 
 
-def build(tiny: Tiny, kv_heads: int, seed: int = 0, attention: str | None = None) -> PreTrainedModel:
-    """A float32 model in eval mode; equal arguments give equal weights. Raises what transformers raises.
+def build(
+    tiny: Tiny, kv_heads: int, seed: int = 0, attention: str | None = None
+) -> PreTrainedModel:
+    """A float32 model in eval mode; equal arguments give equal weights.
+
+    Raises what transformers raises.
 
     `attention` is an implementation; by default the first that works for the family.
     """
@@ -152,7 +192,9 @@ def build(tiny: Tiny, kv_heads: int, seed: int = 0, attention: str | None = None
 
 
 def inputs(tiny: Tiny, batch: int = 2, length: int = 12, seed: int = 0) -> dict[str, Tensor]:
-    """Random token ids that avoid special, image and padding ids, and whatever else the class asks for."""
+    """Random token ids that avoid special, image and padding ids, and whatever else the class asks
+    for.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(*shape: int) -> Tensor:
@@ -175,4 +217,5 @@ def logits(tiny: Tiny, model: PreTrainedModel, given: Mapping[str, Tensor]) -> T
     output = (model.get_submodule(tiny.part) if tiny.part else model)(**given)
     value = output.get("logits", output.get("last_hidden_state"))
     assert isinstance(value, Tensor)
-    return value.masked_fill(value == torch.finfo(value.dtype).min, 0.0)  # Chameleon bans its image tokens
+    # Chameleon bans its image tokens
+    return value.masked_fill(value == torch.finfo(value.dtype).min, 0.0)

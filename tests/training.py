@@ -1,8 +1,9 @@
-"""Uptraining for tests: a tiny checkpoint, a small corpus, and runs as processes that can be killed or work together.
+"""Uptraining for tests: a tiny checkpoint, a small corpus, and runs as processes that can be killed
+or work together.
 
-One process imports everything once and forks a child for each run: `shared_runs().run(*words)`. The functions from
-`kill_at` on are called in the child, before the command, to make something go wrong there. The fixtures that need what
-is here are in conftest.py.
+One process imports everything once and forks a child for each run: `shared_runs().run(*words)`. The
+functions from `kill_at` on are called in the child, before the command, to make something go wrong
+there. The fixtures that need what is here are in conftest.py.
 """
 
 from __future__ import annotations
@@ -41,17 +42,24 @@ def scratch() -> Path:
 
 
 def tiny_checkpoint(
-    directory: Path, name: str | Tiny = "llama", kv_heads: int = 2, dtype: str = "float32", **options: Any
+    directory: Path,
+    name: str | Tiny = "llama",
+    kv_heads: int = 2,
+    dtype: str = "float32",
+    **options: Any,
 ) -> Path:
     """A random model of a family in `tiny_models`, with the embedded tokenizer."""
     import torch
     from tiny_models import TINY, build
 
     tiny = TINY[name] if isinstance(name, str) else name
-    wider = {"vocab_size": UNIFORM_VOCABULARY + 8, "pad_token_id": None, **options}  # Qwen's tokenizer adds one
+    # Qwen's tokenizer adds one
+    wider = {"vocab_size": UNIFORM_VOCABULARY + 8, "pad_token_id": None, **options}
     if tiny.owners != ("",):
         wider = {owner: {**tiny.options.get(owner, {}), **wider} for owner in tiny.owners}
-    model = build(replace(tiny, options={**tiny.options, **wider}), kv_heads).to(getattr(torch, dtype))
+    model = build(replace(tiny, options={**tiny.options, **wider}), kv_heads).to(
+        getattr(torch, dtype)
+    )
     model.save_pretrained(directory, max_shard_size="300KB")
     for file in SOURCE.glob("*token*"):
         shutil.copyfile(file, directory / file.name)
@@ -67,7 +75,13 @@ def write_corpus(path: Path, count: int = 25, field: str = "text", first: int = 
 
 def words_for(model: Path, data: Path, out: Path, **options: Any) -> list[str]:
     """A short run of the command: `batch_size=4` is --batch-size 4, True a flag, None nothing."""
-    given = {"data": data, "output": out, "batch_size": 8, "learning_rate": 1e-3, "quiet": True} | options
+    given = {
+        "data": data,
+        "output": out,
+        "batch_size": 8,
+        "learning_rate": 1e-3,
+        "quiet": True,
+    } | options
     words = [str(model)]
     for name, value in given.items():
         option = f"--{name.replace('_', '-')}"
@@ -81,16 +95,22 @@ def words_for(model: Path, data: Path, out: Path, **options: Any) -> list[str]:
 
 @contextmanager
 def expert_options(options: dict[str, Any], kind: Any = None) -> Iterator[dict[str, Any]]:
-    """What is left of `options` without those that only Python callers have, which are the defaults meanwhile; of
-    gqa-uptrain unless another `kind` is given.
+    """What is left of `options` without those that only Python callers have, which are the defaults
+    meanwhile; of gqa-uptrain unless another `kind` is given.
     """
     from gqa.uptrain.options import TrainOptions
 
     kind = kind or TrainOptions
     fields = kind.__dataclass_fields__
-    expert = {name: value for name, value in options.items() if name in fields and fields[name].metadata["expert"]}
+    expert = {
+        name: value
+        for name, value in options.items()
+        if name in fields and fields[name].metadata["expert"]
+    }
     made = kind.__init__
-    defaults = dict(zip(list(fields)[-len(made.__defaults__ or ()) :], made.__defaults__ or (), strict=True))
+    defaults = dict(
+        zip(list(fields)[-len(made.__defaults__ or ()) :], made.__defaults__ or (), strict=True)
+    )
     with mock.patch.object(made, "__defaults__", tuple((defaults | expert).values())):
         yield {name: value for name, value in options.items() if name not in expert}
 
@@ -99,7 +119,12 @@ def options_for(model: Path | str = "model", out: Path | str = "out", **given: A
     """Of two steps over the corpus of `material`, unless others are given."""
     from gqa.uptrain.options import TrainOptions
 
-    short = {"data": (str(material() / "data.jsonl"),), "steps": 2, "batch_size": 2, "learning_rate": 1e-2}
+    short = {
+        "data": (str(material() / "data.jsonl"),),
+        "steps": 2,
+        "batch_size": 2,
+        "learning_rate": 1e-2,
+    }
     return TrainOptions(str(model), Path(out), **short | given)
 
 
@@ -139,19 +164,25 @@ def losses(out: Path) -> list[float]:
 
 
 def state_files(state: Path) -> dict[str, bytes]:
-    """What a state holds; of torch's checkpoints without the file that has the name of the directory in it."""
+    """What a state holds; of torch's checkpoints without the file that has the name of the
+    directory in it.
+    """
     files = [path for path in state.rglob("*") if path.is_file() and path.name != ".metadata"]
     return {str(path.relative_to(state)): path.read_bytes() for path in files}
 
 
 def command(job: dict[str, Any]) -> None:
-    """`gqa-uptrain` or another program, after what `job["before"]` says in the names of this module. A word of JSON has
-    the options that are only for Python callers.
+    """`gqa-uptrain` or another program, after what `job["before"]` says in the names of this
+    module. A word of JSON has the options that are only for Python callers.
     """
     os.environ.update(job["environment"])
     exec(job["before"], globals())
     words = [word for word in job["words"] if not word.startswith("{")]
-    expert = {name: value for word in {*job["words"]} - {*words} for name, value in json.loads(word).items()}
+    expert = {
+        name: value
+        for word in {*job["words"]} - {*words}
+        for name, value in json.loads(word).items()
+    }
     with expert_options(expert):
         call(f"gqa-{job['program']}", words)
 
@@ -165,17 +196,28 @@ import os; os.fsync = lambda handle: None
 import datasets.io.generator, gqa.uptrain.cli, gqa.uptrain.run, peft, processes, training
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from gqa.convert.api import convert_checkpoint
-convert_checkpoint({str(directory / "model")!r}, 1, {str(directory / "warm")!r}, method="mean")  # imports the rest
+convert_checkpoint({str(directory / "model")!r}, 1, {str(directory / "warm")!r}, method="mean")
 processes.serve(training.command)
 """
         cache = str(directory / "cache")
-        super().__init__(directory, code, HF_DATASETS_CACHE=cache, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+        super().__init__(
+            directory,
+            code,
+            HF_DATASETS_CACHE=cache,
+            HF_HUB_OFFLINE="1",
+            TOKENIZERS_PARALLELISM="false",
+        )
 
     def run(
-        self, *words: object, ranks: int = 1, before: str = "", program: str = "uptrain", **environment: str
+        self,
+        *words: object,
+        ranks: int = 1,
+        before: str = "",
+        program: str = "uptrain",
+        **environment: str,
     ) -> Result:
-        """`gqa-uptrain WORDS` or another program on so many processes, waited for: the output of the first, and the
-        exit code of all or minus the signal that killed them.
+        """`gqa-uptrain WORDS` or another program on so many processes, waited for: the output of
+        the first, and the exit code of all or minus the signal that killed them.
         """
         launcher = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -188,9 +230,13 @@ processes.serve(training.command)
         assert len(set(codes)) == 1, (codes, [process.said()[-1500:] for process in running])
         return Result(codes[0], running[0].said("out"), running[0].said())
 
-    def begin(self, *words: object, before: str = "", program: str = "convert", **environment: str) -> Running:
+    def begin(
+        self, *words: object, before: str = "", program: str = "convert", **environment: str
+    ) -> Running:
         """`gqa-convert WORDS` or another program on one process, not waited for."""
-        return self.start(words=[*map(str, words)], before=before, program=program, environment=environment)
+        return self.start(
+            words=[*map(str, words)], before=before, program=program, environment=environment
+        )
 
     def finish(self, *words: object, **options: Any) -> Result:
         """`run`, which must succeed."""
@@ -227,22 +273,30 @@ def runs_shelf() -> Path:
     return material() / "cache" / "gqa-runs"
 
 
-PAIRS = [{"said": f"{n} in words is " + "one " * (n % 7 + 1), "meant": f"the number {n}"} for n in range(80)]
+PAIRS = [
+    {"said": f"{n} in words is " + "one " * (n % 7 + 1), "meant": f"the number {n}"}
+    for n in range(80)
+]
 
 
 @cache
 def pair_material() -> Path:
-    """T5 with sentinels and BART with a mask token, each converted to 2 KV heads; Marian, of which plain text makes no
-    pairs; pairs.jsonl and text.jsonl.
+    """T5 with sentinels and BART with a mask token, each converted to 2 KV heads; Marian, of which
+    plain text makes no pairs; pairs.jsonl and text.jsonl.
     """
     from transformers import AutoTokenizer
 
     from gqa.convert.api import convert_checkpoint
 
     place = scratch()
-    for name, added in (("t5", {"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]}),
-                        ("bart", {"mask_token": "<mask>"}), ("marian", {})):  # fmt: skip
-        base = tiny_checkpoint(place / f"{name}-base", f"gqa_{name}", 4, pad_token_id=0, dropout=0.0, dropout_rate=0.0)
+    for name, added in (
+        ("t5", {"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]}),
+        ("bart", {"mask_token": "<mask>"}),
+        ("marian", {}),
+    ):
+        base = tiny_checkpoint(
+            place / f"{name}-base", f"gqa_{name}", 4, pad_token_id=0, dropout=0.0, dropout_rate=0.0
+        )
         tokenizer = AutoTokenizer.from_pretrained(base)
         tokenizer.add_special_tokens(added)
         tokenizer.save_pretrained(base)
@@ -292,17 +346,27 @@ def after(owner: Any, name: str, action: Callable[..., object]) -> None:
 
 
 def kill_at(step: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal as soon as `step` is recorded, before its state is saved; those before are there."""
+    """Send a signal as soon as `step` is recorded, before its state is saved; those before are
+    there.
+    """
     from gqa.uptrain.loop import Log
 
-    after(Log, "step", lambda log, progress, *numbers: progress.step == step and os.kill(os.getpid(), number))
+    after(
+        Log,
+        "step",
+        lambda log, progress, *numbers: progress.step == step and os.kill(os.getpid(), number),
+    )
 
 
 def make_file_after(step: int, path: str) -> None:
     """Somebody else makes a file as soon as `step` is recorded."""
     from gqa.uptrain.loop import Log
 
-    after(Log, "step", lambda log, progress, *numbers: progress.step == step and Path(path).write_text("mine"))
+    after(
+        Log,
+        "step",
+        lambda log, progress, *numbers: progress.step == step and Path(path).write_text("mine"),
+    )
 
 
 def copy_after(step: int, source: str, path: str) -> None:
@@ -347,7 +411,9 @@ def save_at_every_step() -> None:
 
 
 def kill_save_after(step: int, change: int) -> None:
-    """SIGKILL just before the nth change of names on disk after `step` is recorded: its state is being saved."""
+    """SIGKILL just before the nth change of names on disk after `step` is recorded: its state is
+    being saved.
+    """
     from gqa.uptrain.loop import Log
 
     after(Log, "step", lambda log, progress, *numbers: progress.step == step and die_at(change))
@@ -356,7 +422,8 @@ def kill_save_after(step: int, change: int) -> None:
 def shard(load_once: bool = False) -> None:
     """FSDP2 on CPUs, which accelerate does not offer: its state is told so right after it is made.
 
-    `load_once`: only the first rank reads the weights, as accelerate's own option says to transformers.
+    `load_once`: only the first rank reads the weights, as accelerate's own option says to
+    transformers.
     """
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -366,9 +433,11 @@ def shard(load_once: bool = False) -> None:
     def make(**options: Any) -> Accelerator:
         accelerator = Accelerator(**options)
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="SHARDED_STATE_DICT",
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            state_dict_type="SHARDED_STATE_DICT",
             cpu_ram_efficient_loading=load_once,
-        )  # fmt: skip
+        )
         if accelerator.mixed_precision != "no":  # as Accelerator does
             accelerator.state.fsdp_plugin.set_mixed_precision(accelerator.mixed_precision)
         if load_once:
@@ -386,7 +455,9 @@ def set_losses(*losses: float) -> None:
     evaluate = module._evaluate
 
     def evaluate_so(setup: Any, model: Any, progress: Any, best: Any) -> dict[str, float]:
-        module.heldout_losses = lambda *given: dict.fromkeys(("loss", "nats"), losses[progress.step])
+        module.heldout_losses = lambda *given: dict.fromkeys(
+            ("loss", "nats"), losses[progress.step]
+        )
         return evaluate(setup, model, progress, best)
 
     module._evaluate = evaluate_so
@@ -408,7 +479,9 @@ def infinite_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:
 
 
 def note_memory(file: str) -> None:
-    """How many bytes more than before it opened any model a process has held when a run is ready, which then ends."""
+    """How many bytes more than before it opened any model a process has held when a run is ready,
+    which then ends.
+    """
     import torch.distributed.checkpoint
     import torch.distributed.tensor  # noqa: F401
 

@@ -1,1 +1,3 @@
-"""Continued training of a converted checkpoint: a fraction alpha of the data, optionally taught by the source."""
+"""Continued training of a converted checkpoint: a fraction alpha of the data, optionally taught by
+the source.
+"""

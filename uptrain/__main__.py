@@ -1,4 +1,6 @@
-"""`python -m gqa.uptrain`, and so every launcher: accelerate launch -m gqa.uptrain, torchrun -m gqa.uptrain."""
+"""`python -m gqa.uptrain`, and so every launcher: accelerate launch -m gqa.uptrain, torchrun -m
+gqa.uptrain.
+"""
 
 from gqa.uptrain.cli import main
 

@@ -37,20 +37,32 @@ def trained_card(checkpoint: Checkpoint, name: str, model_class: Any, record: Re
     conversion = Conversion(record["conversion"])
     source = source_card(checkpoint)
     metadata = hub_metadata(
-        source, _base_models(checkpoint, conversion, source), model_class, ["gqa-uptrain"], checkpoint.side_files
+        source,
+        _base_models(checkpoint, conversion, source),
+        model_class,
+        ["gqa-uptrain"],
+        checkpoint.side_files,
     )
-    parts = [_summary(checkpoint, conversion, record), loading_code(model_class, name, checkpoint.side_files)]
+    parts = [
+        _summary(checkpoint, conversion, record),
+        loading_code(model_class, name, checkpoint.side_files),
+    ]
     if changes := conversion.changes():
         parts += ["## What changed", table(changes)]
     parts += ["## Quality", *_quality(conversion, record)]
-    parts += ["## How it was made", *making_of(record["tool"], record["argv"], _options(record), UPTRAINING)]
+    parts += [
+        "## How it was made",
+        *making_of(record["tool"], record["argv"], _options(record), UPTRAINING),
+    ]
     if conversion.heads:
         parts += ["## Limits", limits("trade-off")]
     return format_card(metadata, name, parts, source.text)
 
 
 class Conversion:
-    """What is used of gqa_conversion.json, which users edit: nothing in it need have the type that gqa wrote."""
+    """What is used of gqa_conversion.json, which users edit: nothing in it need have the type that
+    gqa wrote.
+    """
 
     def __init__(self, record: Any) -> None:
         self._record = record if isinstance(record, dict) else {}
@@ -61,7 +73,10 @@ class Conversion:
 
     @property
     def base(self) -> str:
-        """Name of the base model: its hub id or that of its directory. Empty if there is no record."""
+        """Name of the base model: its hub id or that of its directory.
+
+        Empty if there is no record.
+        """
         name = self._part("source").get("model")
         return name if isinstance(name, str) else ""
 
@@ -103,7 +118,9 @@ class Conversion:
         return rows
 
     def quality(self) -> str:
-        """The quality that the conversion measured, with its verdict, in words; empty if it measured none."""
+        """The quality that the conversion measured, with its verdict, in words; empty if it
+        measured none.
+        """
         try:
             quality, sources = self._part("quality"), self._part("maps")["text"]["sources"]
             text = describe_quality(quality, measured_text([str(source) for source in sources]))
@@ -124,7 +141,9 @@ def _summary(checkpoint: Checkpoint, conversion: Conversion, record: Record) -> 
     if conversion.base and conversion.heads:
         before, after = conversion.heads
         base = model_name(conversion.base, conversion.base_is_on_hub)
-        method = f" (`gqa-convert`, method {code_span(conversion.method)})" if conversion.method else ""
+        method = (
+            f" (`gqa-convert`, method {code_span(conversion.method)})" if conversion.method else ""
+        )
         start = f"{base} with {after} instead of {before} key/value heads{method}, then "
     else:
         start = f"{model_name(record['model'], checkpoint.hub_id is not None)}, further "
@@ -132,7 +151,9 @@ def _summary(checkpoint: Checkpoint, conversion: Conversion, record: Record) -> 
     losses = record["losses"]
     if losses["heldout_before"] is not None and not losses["best_step"]:
         measure = _MEASURES[losses["chosen_by"]]
-        text += f" No step of the training lowered the held-out {measure}: the weights are unchanged."
+        text += (
+            f" No step of the training lowered the held-out {measure}: the weights are unchanged."
+        )
     return text
 
 
@@ -151,7 +172,9 @@ def _training(record: Record) -> str:
     steps = plural(record["steps"], "step")
     before = record["trained_before"]
     again = ", after an earlier training" if isinstance(before, dict) else ""
-    return f"{text} (`gqa-uptrain`): {record['tokens']:,} tokens of {source} in {steps}{share}{again}"
+    return (
+        f"{text} (`gqa-uptrain`): {record['tokens']:,} tokens of {source} in {steps}{share}{again}"
+    )
 
 
 def _share_of_data(record: Record) -> str:
@@ -160,16 +183,23 @@ def _share_of_data(record: Record) -> str:
     if record["alpha"]:
         parts.append(f"alpha {record['alpha']:g}")
     if record["distinct_tokens"] is not None:
-        parts.append(f"{record['distinct_tokens']:,} of the {record['data_tokens']:,} tokens of the data")
+        parts.append(
+            f"{record['distinct_tokens']:,} of the {record['data_tokens']:,} tokens of the data"
+        )
         if record["tokens"] > record["distinct_tokens"]:
             parts.append("with repeated passages")
     return f" ({', '.join(parts)})" if parts else ""
 
 
 def _quality(conversion: Conversion, record: Record) -> list[str]:
-    """Paragraphs: what the training gained, and what is known of the quality against the base model."""
+    """Paragraphs: what the training gained, and what is known of the quality against the base
+    model.
+    """
     losses = record["losses"]
-    pairs = {title: [losses.get(f"{name}_{when}") for when in ("before", "after")] for name, title in _MEASURES.items()}
+    pairs = {
+        title: [losses.get(f"{name}_{when}") for when in ("before", "after")]
+        for name, title in _MEASURES.items()
+    }
     rows = [
         (title, f"{before:.4f}", f"{after:.4f}")
         for title, (before, after) in pairs.items()
@@ -185,9 +215,14 @@ def _quality(conversion: Conversion, record: Record) -> list[str]:
         ]
     measured = conversion.quality()
     if measured:
-        parts.append(f"Before training, measured by the conversion against the base model: {markdown(measured)}.")
+        parts.append(
+            "Before training, measured by the conversion against the base model: "
+            f"{markdown(measured)}."
+        )
     parts.append(
-        "The perplexity of this model was not compared with that of the base model; `gqa-eval` of both does that."
+        "The perplexity of this model was not compared with that of the base model; "
+        "`gqa-eval` of both does "
+        "that."
     )
     return parts
 

@@ -12,9 +12,10 @@ _EPILOG = """\b
 Examples:
   gqa-uptrain MODEL-gqa8-refined
   gqa-uptrain MODEL-gqa8-refined --data corpus.jsonl --alpha 0.05 -o OUT
-  accelerate launch -m gqa.uptrain MODEL-gqa8-refined --data HuggingFaceFW/fineweb-edu --streaming \\
+  accelerate launch -m gqa.uptrain MODEL-gqa8-refined --data HuggingFaceFW/fineweb-edu \\
+      --streaming --tokens 1B -o OUT
+  torchrun --nproc_per_node 8 -m gqa.uptrain MODEL-gqa8-refined --data 'shards/*.parquet' \\
       --tokens 1B -o OUT
-  torchrun --nproc_per_node 8 -m gqa.uptrain MODEL-gqa8-refined --data 'shards/*.parquet' --tokens 1B -o OUT
 """
 
 
@@ -22,9 +23,9 @@ Examples:
 def command(options: TrainOptions) -> None:
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
-    By default it is distilled from its base model, on text that the base model generates. The result has the lowest
-    held-out loss of the run, with a teacher the KL divergence from it, else the cross-entropy; it may be MODEL
-    unchanged. The same command continues a run that was stopped.
+    By default it is distilled from its base model, on text that the base model generates. The
+    result has the lowest held-out loss of the run, with a teacher the KL divergence from it, else
+    the cross-entropy; it may be MODEL unchanged. The same command continues a run that was stopped.
 
     For several processes use `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
     """

@@ -1,7 +1,7 @@
 """The blocks of each step, which depend on data, seed and length, not on ranks and micro-batches.
 
-A block of an encoder-decoder is one pair, `input_ids` and `attention_mask` (S,) and `labels` (T,): a row of two
-columns, plain text with spans left out, or what the teacher writes.
+A block of an encoder-decoder is one pair, `input_ids` and `attention_mask` (S,) and `labels` (T,):
+a row of two columns, plain text with spans left out, or what the teacher writes.
 """
 
 from __future__ import annotations
@@ -49,24 +49,29 @@ from gqa.corpus.tokens import (
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.overlap import Overlap, find_overlap, heldout_texts
 
-MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens of a block; of a source or target with relative positions, as for T5
+# Tokens of a block; of a source or target with relative positions, as for T5
+MAX_BLOCK, MAX_PAIR = 2048, 512
 _STEPS = 250  # of a run at least, if smaller batches and blocks allow it
 _BATCH, _BLOCK = 8, 256  # most blocks of a step, fewest tokens of a block
 _ENDLESS = 2**62  # tokens of a stream
-MakeBlock = Callable[[Block, list[int]], Block]  # (stored block, seeds) -> the block that the model reads
-Write = Callable[[int, int], SampledBlocks]  # (tokens of a block, number of blocks) -> what the teacher writes
+# (stored block, seeds) -> the block that the model reads
+MakeBlock = Callable[[Block, list[int]], Block]
+# (tokens of a block, number of blocks) -> what the teacher writes
+Write = Callable[[int, int], SampledBlocks]
 
 
 @dataclass(frozen=True)
 class Dataloader:
-    """Step s trains on blocks s * B to (s + 1) * B after the `first` ones, in order, B being the batch. With
-    `options.repeats` half of the blocks repeat passages (`with_repeats` in corpus/tokens.py).
+    """Step s trains on blocks s * B to (s + 1) * B after the `first` ones, in order, B being the
+    batch. With `options.repeats` half of the blocks repeat passages (`with_repeats` in
+    corpus/tokens.py).
 
-    `options`: with block and batch decided. `fingerprint`: equal if the data is equal. `summary`: the data in words.
-    `heldout`: held-out blocks. `make`: makes pairs of blocks for an encoder-decoder. `pair_tokens`: tokens of
-    each block in order, if lengths differ. `distinct_tokens`: how many of the `data_tokens` that are not held out are
-    trained on; None of a stream, of pairs, and of text that is generated. `overlap`: what the data has in common with
-    the held-out text.
+    `options`: with block and batch decided. `fingerprint`: equal if the data is equal. `summary`:
+    the data in words. `heldout`: held-out blocks. `make`: makes pairs of blocks for an
+    encoder-decoder. `pair_tokens`: tokens of each block in order, if lengths differ.
+    `distinct_tokens`: how many of the `data_tokens` that are not held out are trained on; None of a
+    stream, of pairs, and of text that is generated. `overlap`: what the data has in common with the
+    held-out text.
     """
 
     options: TrainOptions
@@ -101,8 +106,12 @@ class Dataloader:
             return len(self.heldout) * self.options.block
         return sum(len(block["input_ids"]) + len(block["labels"]) for block in self.heldout)
 
-    def batches(self, first_step: int, rank: int, ranks: int, micro: int) -> Iterator[list[dict[str, Tensor]]]:
-        """The micro-batches of one rank for each step from `first_step` on; a rank has every `ranks`th block."""
+    def batches(
+        self, first_step: int, rank: int, ranks: int, micro: int
+    ) -> Iterator[list[dict[str, Tensor]]]:
+        """The micro-batches of one rank for each step from `first_step` on; a rank has every
+        `ranks`th block.
+        """
         batch = self.options.blocks_per_step
         for step in range(first_step, self.steps):
             begin = self.first + step * batch
@@ -126,8 +135,8 @@ class Dataloader:
         return self.blocks[number]["input_ids"]
 
     def _latest_text(self, number: int) -> Ints:
-        """The block of text that block `number` is or, if it repeats passages, the one before it: so all text of the
-        data that is read is also trained on as it is.
+        """The block of text that block `number` is or, if it repeats passages, the one before it:
+        so all text of the data that is read is also trained on as it is.
         """
         return self.blocks[int(self._text_numbers[number])]["input_ids"]
 
@@ -140,17 +149,25 @@ class Dataloader:
 
 
 def stack(blocks: list[Block]) -> dict[str, Tensor]:
-    """Stack B blocks of T tokens into tensors (B, T). Pairs are padded at the end: their masks are 0 and their labels
-    -100 there.
+    """Stack B blocks of T tokens into tensors (B, T).
+
+    Pairs are padded at the end: their masks are 0 and their labels -100 there.
     """
     return {
-        name: pad_sequence([torch.tensor(block[name]) for block in blocks], True, -100 if name == "labels" else 0)
+        name: pad_sequence(
+            [torch.tensor(block[name]) for block in blocks], True, -100 if name == "labels" else 0
+        )
         for name in blocks[0]
     }
 
 
-def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: int = 1) -> Dataloader:
-    """A dataloader of blocks of at most `longest` tokens (see `settle_steps`). Raises RefusedError and CorpusError."""
+def open_dataloader(
+    options: TrainOptions, tokenizer: Any, longest: int, ranks: int = 1
+) -> Dataloader:
+    """A dataloader of blocks of at most `longest` tokens (see `settle_steps`).
+
+    Raises RefusedError and CorpusError.
+    """
     sources = data_sources(options)
     if options.streaming:
         return _open_stream(options, sources[0], tokenizer, longest, ranks)
@@ -185,7 +202,9 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
     if read_tokens > data_tokens:
         summary += f", read {read_tokens / data_tokens:.2f} times, each time in another order"
     if all_blocks > text_blocks:
-        summary += f"; {plural(all_blocks - text_blocks, 'more block')} with repeated passages of them"
+        summary += (
+            f"; {plural(all_blocks - text_blocks, 'more block')} with repeated passages of them"
+        )
     order = reading_order(text, lengths, read_tokens, options.seed)
     return Dataloader(
         options,
@@ -207,7 +226,9 @@ def percent(part: int, whole: int) -> str:
 
 
 def hold_back_blocks(options: TrainOptions, text: Documents) -> tuple[Heldout, list[Block]]:
-    """The end of the data in the order of hashes, which training skips, and its blocks; no blocks of little data."""
+    """The end of the data in the order of hashes, which training skips, and its blocks; no blocks
+    of little data.
+    """
     heldout = Heldout(hold_back(text, count_held_back(options, text) * options.block))
     numbers = dict(zip(map(bytes, text.digests), range(len(text)), strict=True))
     ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
@@ -215,7 +236,9 @@ def hold_back_blocks(options: TrainOptions, text: Documents) -> tuple[Heldout, l
     return heldout, [block for block, _ in islice(packed, count_heldout(options))]
 
 
-def texts_held_out(options: TrainOptions, sources: Sequence[Source], heldout: Heldout, tokenizer: Any) -> Iterator[str]:
+def texts_held_out(
+    options: TrainOptions, sources: Sequence[Source], heldout: Heldout, tokenizer: Any
+) -> Iterator[str]:
     """The held-out texts: those of held-out sources, else what is held back of the data."""
     if named := heldout_sources(options):
         return (" ".join(row) for source in named for row in source.rows())
@@ -224,10 +247,14 @@ def texts_held_out(options: TrainOptions, sources: Sequence[Source], heldout: He
 
 def exclusion_of(passages: Passages, heldout: Heldout) -> Exclusion:
     """Passages to leave out of all documents except those that `heldout` leaves out as a whole."""
-    return Exclusion(passages, frozenset(digest for digest, limit in heldout.limits.items() if not limit))
+    return Exclusion(
+        passages, frozenset(digest for digest, limit in heldout.limits.items() if not limit)
+    )
 
 
-def _open_stream(options: TrainOptions, source: Source, tokenizer: Any, longest: int, ranks: int) -> Dataloader:
+def _open_stream(
+    options: TrainOptions, source: Source, tokenizer: Any, longest: int, ranks: int
+) -> Dataloader:
     options = settle_steps(options, _ENDLESS, longest, ranks)
     steps = count_steps(count_blocks(options, _ENDLESS), options)
     heldout, heldout_blocks = open_heldout(options, tokenizer)
@@ -237,7 +264,9 @@ def _open_stream(options: TrainOptions, source: Source, tokenizer: Any, longest:
         passages = Passages.of(texts_held_out(options, [source], heldout, tokenizer))
         source = source.excluding(exclusion_of(passages, heldout))
         summary = ", without passages of the held-out text"
-    blocks = StreamedBlocks(source, tokenizer, block_size=options.block, heldout=heldout, batch=options.blocks_per_step)
+    blocks = StreamedBlocks(
+        source, tokenizer, block_size=options.block, heldout=heldout, batch=options.blocks_per_step
+    )
     summary = f"a stream of {blocks}{summary}"
     contents = file_digests(source.files)
     fingerprint = f"{summary} {blocks.encoder.identify()} {contents}"
@@ -250,47 +279,71 @@ def count_heldout(options: TrainOptions) -> int:
 
 
 def count_held_back(options: TrainOptions, data: Documents) -> int:
-    """The number of blocks to hold back: a twentieth of the data, --heldout-tokens at most, none of less than 20."""
+    """The number of blocks to hold back: a twentieth of the data, --heldout-tokens at most, none of
+    less than 20.
+    """
     return min(count_heldout(options), int(data.lengths.sum()) // (20 * options.block))
 
 
-def open_sampled(options: TrainOptions, tokenizer: Any, write: Write, longest: int, ranks: int = 1) -> Dataloader:
-    """A dataloader of the text that the teacher writes. The first blocks are held out, unless --heldout names other
-    text. Raises RefusedError and CorpusError.
+def open_sampled(
+    options: TrainOptions, tokenizer: Any, write: Write, longest: int, ranks: int = 1
+) -> Dataloader:
+    """A dataloader of the text that the teacher writes.
+
+    The first blocks are held out, unless --heldout names other text. Raises RefusedError and
+    CorpusError.
     """
     data_tokens = parse_self(options.data[0])[0] or _ENDLESS
     options = settle_steps(options, data_tokens, longest, ranks)
-    n_blocks = count_blocks(options if options.lengths else replace(options, tokens=data_tokens), data_tokens)
+    n_blocks = count_blocks(
+        options if options.lengths else replace(options, tokens=data_tokens), data_tokens
+    )
     if n_blocks * options.block > data_tokens:
         raise RefusedError(
-            f"training takes {n_blocks * options.block:,} tokens, more than --data {options.data[0]}; raise that number"
+            f"training takes {n_blocks * options.block:,} tokens, "
+            f"more than --data {options.data[0]}; "
+            "raise that "
+            "number"
         )
     steps, (_, heldout) = count_steps(n_blocks, options), open_heldout(options, tokenizer)
     count, first = steps * options.blocks_per_step, 0 if heldout else count_heldout(options)
     blocks = write(options.block, first + count)
-    summary = f"{plural(count, 'block')} of {options.block:,} tokens from {Path(options.teacher).absolute().name}"
+    summary = (
+        f"{plural(count, 'block')} of {options.block:,} tokens from "
+        f"{Path(options.teacher).absolute().name}"
+    )
     heldout = heldout or [blocks[number] for number in range(first)]
     return Dataloader(options, blocks, steps, blocks.fingerprint, summary, heldout, first)
 
 
 def open_pairs(
-    options: TrainOptions, encoder: PairEncoder, tokenizer: Any, longest: int, ranks: int = 1,
+    options: TrainOptions,
+    encoder: PairEncoder,
+    tokenizer: Any,
+    longest: int,
+    ranks: int = 1,
     write: Write | None = None,
-) -> Dataloader:  # fmt: skip
-    """A dataloader of pairs with at most `longest` tokens a side. Raises RefusedError and CorpusError."""
+) -> Dataloader:
+    """A dataloader of pairs with at most `longest` tokens a side.
+
+    Raises RefusedError and CorpusError.
+    """
     if options.repeats:
         raise RefusedError(f"repeats are for decoders, {encoder.name} is an encoder-decoder")
     sampled = any(map(is_self, options.data))
     if options.target_field:
         if options.streaming or sampled:
-            raise RefusedError("--target-field is a column of stored data; leave out --streaming and --data self")
+            raise RefusedError(
+                "--target-field is a column of stored data; leave out --streaming and --data self"
+            )
         return _open_table(options, encoder, options.context or longest, ranks)
 
     def corrupt(block: Block, seeds: list[int]) -> Block:
         return pair_block(encoder.corrupt(block["input_ids"], np.random.default_rng(seeds)))
 
     def split(block: Block, seeds: list[int]) -> Block:
-        source, target = (side[side >= 0] for side in np.split(block["input_ids"], 2))  # each is padded with -1
+        # Each is padded with -1
+        source, target = (side[side >= 0] for side in np.split(block["input_ids"], 2))
         return pair_block((source, target))
 
     if sampled:
@@ -308,7 +361,10 @@ def open_pairs(
 
 
 def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: int) -> Dataloader:
-    """A dataloader of two columns. Lengths count pairs, not tokens, so alpha is a share of the pairs."""
+    """A dataloader of two columns.
+
+    Lengths count pairs, not tokens, so alpha is a share of the pairs.
+    """
     sources = data_sources(options)
     table = tokenise_pairs(sources, encoder)
     tokens = np.stack([table.count("source"), table.count("target")])
@@ -318,7 +374,9 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
         return max(1, int(tokens / mean))
 
     length, heldout_count = options.tokens and pairs(options.tokens), pairs(options.heldout_tokens)
-    counted = settle_steps(replace(options, context=1, tokens=length, heldout_tokens=heldout_count), count, 1, ranks)
+    counted = settle_steps(
+        replace(options, context=1, tokens=length, heldout_tokens=heldout_count), count, 1, ranks
+    )
     if texts := heldout_sources(options):
         heldout_table = tokenise_pairs(texts, encoder)
         heldout = Heldout({bytes(digest): 0 for digest in heldout_table.digests})
@@ -326,7 +384,9 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
     else:
         heldout_table, heldout = table, Heldout(hold_back(table, count_held_back(counted, table)))
         numbers = np.flatnonzero(heldout.lengths(table) == 0)
-    numbers = numbers[np.linspace(0, len(numbers) - 1, min(counted.heldout_tokens, len(numbers))).astype(int)]
+    numbers = numbers[
+        np.linspace(0, len(numbers) - 1, min(counted.heldout_tokens, len(numbers))).astype(int)
+    ]
     heldout_pairs = PairBlocks(heldout_table, numbers, encoder, size)
 
     overlap = None
@@ -344,7 +404,11 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
     steps = count_steps(n_blocks, counted)
     trained, available = steps * counted.blocks_per_step, int(lengths.sum())
     distinct = min(trained, available)
-    summary = f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), of {mean:,.1f} tokens on average"
+    summary = (
+        f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), "
+        f"of {mean:,.1f} tokens on "
+        "average"
+    )
     if trained > available:
         summary += f", read {trained / available:.2f} times, each time in another order"
     if cut := int((tokens > size).any(0).sum()):
@@ -362,14 +426,21 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
 
 
 def count_blocks(options: TrainOptions, data_tokens: int) -> int:
-    """Number of blocks to train on: those that fit into alpha x all tokens, or into `tokens`, or that `steps` need.
-    With repeats alpha counts the blocks of text alone. Raises CorpusError if that is less than one block.
+    """Number of blocks to train on: those that fit into alpha x all tokens, or into `tokens`, or
+    that `steps` need. With repeats alpha counts the blocks of text alone. Raises CorpusError if
+    that is less than one block.
     """
     alpha, tokens, size = options.alpha, options.tokens, options.block
     if not data_tokens:
-        raise CorpusError("all documents are held out and none is left to train on; hold out other or fewer documents")
+        raise CorpusError(
+            "all documents are held out and none is left to train on; "
+            "hold out other or fewer "
+            "documents"
+        )
     if data_tokens < size:
-        raise CorpusError(f"the data has {data_tokens} tokens, less than one block of {size}; lower --context")
+        raise CorpusError(
+            f"the data has {data_tokens} tokens, less than one block of {size}; lower --context"
+        )
     if options.steps is not None:
         return options.steps * options.blocks_per_step
     if alpha is not None:
@@ -400,14 +471,15 @@ def count_steps(n_blocks: int, options: TrainOptions) -> int:
         return steps
     unit = "pairs" if options.target_field else f"blocks of {options.block} tokens"
     raise RefusedError(
-        f"there are {n_blocks} {unit} to train on, less than one batch of {options.batch_size}; give more, or a "
+        f"there are {n_blocks} {unit} to train on, less than one batch of {options.batch_size}; "
+        "give more, or a "
         "smaller --batch-size"
     )
 
 
 def open_heldout(options: TrainOptions, tokenizer: Any) -> tuple[Heldout, list[Block]]:
-    """The rule by which training skips the held-out sources, and blocks spread evenly over them; no blocks without such
-    sources. Raises RefusedError and CorpusError.
+    """The rule by which training skips the held-out sources, and blocks spread evenly over them; no
+    blocks without such sources. Raises RefusedError and CorpusError.
     """
     if not (sources := heldout_sources(options)):
         return Heldout(), []
@@ -417,13 +489,16 @@ def open_heldout(options: TrainOptions, tokenizer: Any) -> tuple[Heldout, list[B
     count = min(count_heldout(options), len(whole))
     blocks = [whole[int(number)] for number in np.linspace(0, len(whole) - 1, count)]
     if not blocks:
-        raise RefusedError(f"the held-out text has less than one block of {options.block} tokens; give more")
+        raise RefusedError(
+            f"the held-out text has less than one block of {options.block} tokens; give more"
+        )
     return heldout, blocks
 
 
 def heldout_sources(options: TrainOptions) -> list[Source]:
-    """Held-out sources: those of --heldout and --heldout-fraction, and of the built-in text. Raises RefusedError and
-    CorpusError.
+    """Held-out sources: those of --heldout and --heldout-fraction, and of the built-in text.
+
+    Raises RefusedError and CorpusError.
     """
     if options.heldout:
         return [*data_sources(replace(options, data=(options.heldout,), streaming=False))]
@@ -432,23 +507,29 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
     parts = [source.part(options.heldout_fraction) for source in data_sources(options)]
     if parts := [part for part in parts if next(part.read(part.dataset()), None)]:
         return parts
-    raise RefusedError(f"--heldout-fraction {options.heldout_fraction:g} holds out no document; give more")
+    raise RefusedError(
+        f"--heldout-fraction {options.heldout_fraction:g} holds out no document; give more"
+    )
 
 
 def data_sources(options: TrainOptions) -> tuple[Source, ...]:
     """The sources of --data. Raises CorpusError."""
     return parse_sources(
-        options.data, field=options.field, target_field=options.target_field, streaming=options.streaming,
+        options.data,
+        field=options.field,
+        target_field=options.target_field,
+        streaming=options.streaming,
         separator=options.separator,
-    )  # fmt: skip
+    )
 
 
 def settle_steps(options: TrainOptions, data_tokens: int, longest: int, ranks: int) -> TrainOptions:
     """The options with the tokens of a block and the blocks of a step decided.
 
-    By default a step has eight blocks of `longest` tokens. If that makes less than 250 steps, a step has fewer blocks,
-    and blocks are shorter: with few tokens the number of steps decides the result (docs/uptraining.md). A constant
-    learning rate keeps the default, so that a longer run begins with the steps of a shorter one. `ranks` share a step.
+    By default a step has eight blocks of `longest` tokens. If that makes less than 250 steps, a
+    step has fewer blocks, and blocks are shorter: with few tokens the number of steps decides the
+    result (docs/uptraining.md). A constant learning rate keeps the default, so that a longer run
+    begins with the steps of a shorter one. `ranks` share a step.
     """
     tokens = options.tokens or data_tokens
     if options.alpha is not None:
@@ -465,8 +546,13 @@ def settle_steps(options: TrainOptions, data_tokens: int, longest: int, ranks: i
     return replace(options, context=block, batch_size=batch)
 
 
-def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
-    """Tokens of a block: --context, or the model's positions, `MAX_BLOCK` at most. Raises RefusedError."""
+def find_block_size(
+    config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions
+) -> int:
+    """Tokens of a block: --context, or the model's positions, `MAX_BLOCK` at most.
+
+    Raises RefusedError.
+    """
     default = MAX_PAIR if config.is_encoder_decoder else MAX_BLOCK
     config = config.get_text_config(decoder=True)
     check_ids(len(tokenizer) - 1, config.vocab_size, checkpoint.name)
@@ -474,16 +560,23 @@ def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options
     if options.context == 1:
         raise RefusedError("--context 1 leaves nothing to predict; give at least 2")
     if longest and options.context and options.context > longest:
-        raise RefusedError(f"--context {options.context} is more than the {longest} positions of {checkpoint.name}")
+        raise RefusedError(
+            f"--context {options.context} is more than the {longest} positions of {checkpoint.name}"
+        )
     return options.context or min(longest or default, MAX_BLOCK)
 
 
 def build_data(
-    options: TrainOptions, checkpoint: Checkpoint, base: Checkpoint | None, config: Any, tokenizer: Any, device: str,
+    options: TrainOptions,
+    checkpoint: Checkpoint,
+    base: Checkpoint | None,
+    config: Any,
+    tokenizer: Any,
+    device: str,
     watcher: Watcher,
-) -> Dataloader:  # fmt: skip
-    """The data to train on, which the model of `base` may write, and the held-out blocks, for a model of a transformers
-    `config`. Raises RefusedError and CorpusError.
+) -> Dataloader:
+    """The data to train on, which the model of `base` may write, and the held-out blocks, for a
+    model of a transformers `config`. Raises RefusedError and CorpusError.
     """
     longest, processes = find_block_size(config, tokenizer, checkpoint, options), ranks()
     count = processes.num_processes
@@ -494,15 +587,33 @@ def build_data(
     def write(size: int, count: int) -> SampledBlocks:
         assert base is not None
         if encoder:
-            return PairMaker(base, device, size, options.seed, watcher, trusted, vocabulary).sampled(count)
+            return PairMaker(
+                base, device, size, options.seed, watcher, trusted, vocabulary
+            ).sampled(count)
         attention, seed = options.attn_implementation, derive_seed(options.seed, "training")
-        load = partial(load_model, str(base.directory), device=device, attention=attention, trust_remote_code=trusted)
+        load = partial(
+            load_model,
+            str(base.directory),
+            device=device,
+            attention=attention,
+            trust_remote_code=trusted,
+        )
         _, plain = parse_self(options.data[0])
         return sampled_blocks(
-            load, device, base, size, count, seed, plain, watcher, trust_remote_code=trusted, vocabulary=vocabulary
+            load,
+            device,
+            base,
+            size,
+            count,
+            seed,
+            plain,
+            watcher,
+            trust_remote_code=trusted,
+            vocabulary=vocabulary,
         )
 
-    # The main process tokenises, or samples from the teacher; then the others read its cache, also if it fails.
+    # The main process tokenises, or samples from the teacher; then the others read its cache, also
+    # if it fails.
     if not processes.is_main_process:
         processes.wait_for_everyone()
     try:

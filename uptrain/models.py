@@ -1,4 +1,6 @@
-"""The models of a run: the teacher, the parameters that train, low-rank adapters, and the optimiser."""
+"""The models of a run: the teacher, the parameters that train, low-rank adapters, and the
+optimiser.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,12 @@ TOKENS = 512_000  # to train on by default
 _LINEAR = ("Linear", "FalconLinear")  # classes that adapters fit
 
 
-def settle(options: TrainOptions, checkpoint: Checkpoint) -> tuple[TrainOptions, Checkpoint | None, str]:
-    """The options with teacher, data, length, repeats and scope decided; the teacher's checkpoint; and its name, or
-    why there is none. Raises RefusedError if there is neither text nor a teacher to write it.
+def settle(
+    options: TrainOptions, checkpoint: Checkpoint
+) -> tuple[TrainOptions, Checkpoint | None, str]:
+    """The options with teacher, data, length, repeats and scope decided; the teacher's checkpoint;
+    and its name, or why there is none. Raises RefusedError if there is neither text nor a teacher
+    to write it.
     """
     record = read_record(checkpoint, PROVENANCE)
     conversion = record if isinstance(record, dict) else {}  # users edit such files
@@ -53,7 +58,8 @@ def settle(options: TrainOptions, checkpoint: Checkpoint) -> tuple[TrainOptions,
         teacher_text = name + _at_commit(teacher)
     if not options.data and teacher is None:
         raise RefusedError(
-            f"no --data is given, and there is no teacher that could write it ({teacher_text}); give text, or the "
+            f"no --data is given, and there is no teacher that could write it ({teacher_text}); "
+            "give text, or the "
             "model before conversion with --teacher"
         )
     data = options.data or ("self",)
@@ -65,12 +71,16 @@ def settle(options: TrainOptions, checkpoint: Checkpoint) -> tuple[TrainOptions,
     if repeats is None and not sampled:
         # Without a teacher the model would learn that text repeats itself. Pairs do not repeat.
         repeats = teacher is not None and not checkpoint.config.get("is_encoder_decoder")
-    return replace(options, teacher=name, data=data, tokens=tokens, train=train, repeats=repeats), teacher, teacher_text
+    return (
+        replace(options, teacher=name, data=data, tokens=tokens, train=train, repeats=repeats),
+        teacher,
+        teacher_text,
+    )
 
 
 def find_base(checkpoint: Checkpoint, source: dict[str, Any]) -> tuple[Checkpoint | None, str]:
-    """The base model, which the `source` of a conversion's provenance names, at the commit that was converted, or None;
-    and its name in words, or why there is none.
+    """The base model, which the `source` of a conversion's provenance names, at the commit that was
+    converted, or None; and its name in words, or why there is none.
 
     A local base model is looked up by its path relative to the result, then beside the result.
     """
@@ -83,11 +93,16 @@ def find_base(checkpoint: Checkpoint, source: dict[str, Any]) -> tuple[Checkpoin
         base = open_model(local or name, None if local else source.get("revision"))
     except (RefusedError, OSError) as error:
         return None, f"the base model {name} cannot be read: {explain(error)}"
-    return base, f"{local or name}{_at_commit(base)}, the base model (--teacher none: train on text alone)"
+    return (
+        base,
+        f"{local or name}{_at_commit(base)}, the base model (--teacher none: train on text alone)",
+    )
 
 
 def find_local_base(checkpoint: Checkpoint, source: Mapping[str, Any]) -> str | None:
-    """The directory of the base model that the `source` of a conversion's record names; None if there is none."""
+    """The directory of the base model that the `source` of a conversion's record names; None if
+    there is none.
+    """
     name, directory = source.get("model"), checkpoint.directory.resolve()
     candidates: list[Path] = []
     if path := path_of_record(source.get("path")):
@@ -98,7 +113,9 @@ def find_local_base(checkpoint: Checkpoint, source: Mapping[str, Any]) -> str | 
 
 
 def is_base_model(teacher: Checkpoint, checkpoint: Checkpoint, source: Mapping[str, Any]) -> bool:
-    """Whether a teacher is the base model of a checkpoint: by its place, or by its name where that place is empty."""
+    """Whether a teacher is the base model of a checkpoint: by its place, or by its name where that
+    place is empty.
+    """
     if local := find_local_base(checkpoint, source):
         return Path(local) == teacher.directory.resolve()
     return bool(source.get("model") == (teacher.hub_id or teacher.name))
@@ -108,18 +125,25 @@ def _at_commit(teacher: Checkpoint) -> str:
     return f" at commit {teacher.revision[:12]}" if teacher.revision else ""
 
 
-def build_model(options: TrainOptions, checkpoint: Checkpoint, accelerator: Accelerator) -> PreTrainedModel:
-    """The model in float32, with frozen parameters that do not train. They are empty under FSDP2, which reads weights
-    into shards later.
+def build_model(
+    options: TrainOptions, checkpoint: Checkpoint, accelerator: Accelerator
+) -> PreTrainedModel:
+    """The model in float32, with frozen parameters that do not train.
+
+    They are empty under FSDP2, which reads weights into shards later.
     """
     model = _load(checkpoint, options, accelerator, "float32")
     follow_prefix(model, checkpoint.tensors)
     if options.target_field and not model.config.is_encoder_decoder:
-        raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it out")
+        raise RefusedError(
+            f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it out"
+        )
     set_seed(options.seed)  # initialises adapters
     freeze_parameters(model, checkpoint, options.train or "all", options.lora_rank)
     if options.checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )
         try:
             enable({"use_reentrant": False})
         except ValueError as error:
@@ -127,7 +151,9 @@ def build_model(options: TrainOptions, checkpoint: Checkpoint, accelerator: Acce
     return model
 
 
-def build_teacher(options: TrainOptions, base: Checkpoint, accelerator: Accelerator) -> PreTrainedModel:
+def build_teacher(
+    options: TrainOptions, base: Checkpoint, accelerator: Accelerator
+) -> PreTrainedModel:
     """The model of `base` in its stored dtype, without gradients."""
     teacher = _load(base, options, accelerator, "auto")
     teacher.requires_grad_(False)
@@ -136,17 +162,27 @@ def build_teacher(options: TrainOptions, base: Checkpoint, accelerator: Accelera
     return teacher
 
 
-def _load(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dtype: str) -> PreTrainedModel:
+def _load(
+    checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dtype: str
+) -> PreTrainedModel:
     return load_model(
-        str(checkpoint.directory), dtype=dtype, device=str(accelerator.device), attention=options.attn_implementation,
-        trust_remote_code=options.trust_remote_code, weights=not accelerator.is_fsdp2,
-    )  # fmt: skip
+        str(checkpoint.directory),
+        dtype=dtype,
+        device=str(accelerator.device),
+        attention=options.attn_implementation,
+        trust_remote_code=options.trust_remote_code,
+        weights=not accelerator.is_fsdp2,
+    )
 
 
-def freeze_parameters(model: PreTrainedModel, checkpoint: Checkpoint, scope: Scope, rank: int = 16) -> None:
-    """Freeze the parameters outside the scope; `lora` adds adapters of that rank to the other linear layers.
+def freeze_parameters(
+    model: PreTrainedModel, checkpoint: Checkpoint, scope: Scope, rank: int = 16
+) -> None:
+    """Freeze the parameters outside the scope; `lora` adds adapters of that rank to the other
+    linear layers.
 
-    `all` freezes only parameters that the class does not store, like sinusoids. Raises RefusedError.
+    `all` freezes only parameters that the class does not store, like sinusoids. Raises
+    RefusedError.
     """
     if scope == "all":
         unsaved = unsaved_names(model)
@@ -162,21 +198,27 @@ def freeze_parameters(model: PreTrainedModel, checkpoint: Checkpoint, scope: Sco
         parameter.requires_grad_(name in trained or "lora_" in name)
 
 
-def attention_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[set[str], set[str]]:
-    """Names of the parameters in attention modules, and of those among them that project to keys or values.
+def attention_parameters(
+    model: PreTrainedModel, checkpoint: Checkpoint
+) -> tuple[set[str], set[str]]:
+    """Names of the parameters in attention modules, and of those among them that project to keys or
+    values.
 
-    The family's entry names the stored tensors, which are mapped to the model's parameters. A fused projection of
-    queries, keys and values counts as one of keys and values. Raises RefusedError if the class combines the tensors of
-    a projection with others.
+    The family's entry names the stored tensors, which are mapped to the model's parameters. A fused
+    projection of queries, keys and values counts as one of keys and values. Raises RefusedError if
+    the class combines the tensors of a projection with others.
     """
     config = read_config(checkpoint.config, checkpoint.name)
     modules = attention_modules(checkpoint, config)
     inside = {f"{module.path}.{tail}" for module in modules for tail in module.tensors}
-    projections = {f"{m.path}.{tail}" for m in modules for tail in m.tensors if rule_of(tail, config)}
+    projections = {
+        f"{m.path}.{tail}" for m in modules for tail in m.tensors if rule_of(tail, config)
+    }
     parameters, trainable = parameter_names(model), {name for name, _ in model.named_parameters()}
     if missing := [name for name in projections if name not in parameters]:
         raise RefusedError(
-            f"{type(model).__name__} stores {listing(missing)} inside a larger parameter, so keys and values cannot "
+            f"{type(model).__name__} stores {listing(missing)} inside a larger parameter, "
+            "so keys and values cannot "
             "train alone; use --train all"
         )
     attention = {parameters[name] for name in inside if parameters.get(name) in trainable}
@@ -186,13 +228,15 @@ def attention_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> tupl
 def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -> None:
     """Add adapters to the linear layers, except the head and layers whose weights are in `trained`.
 
-    Routers get none, though some are subclasses of nn.Linear, as they return tuples. Nor do output projections of Mamba
-    mixers, whose weights fused kernels read without calling the layer.
+    Routers get none, though some are subclasses of nn.Linear, as they return tuples. Nor do output
+    projections of Mamba mixers, whose weights fused kernels read without calling the layer.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
-        raise RefusedError("--train lora needs peft; install it with: pip install 'gqa[lora]'") from error
+        raise RefusedError(
+            "--train lora needs peft; install it with: pip install 'gqa[lora]'"
+        ) from error
     table = model.get_output_embeddings()
     layers = {
         name: module
@@ -200,45 +244,75 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
         if type(module).__name__ in _LINEAR
         and module is not table
         and f"{name}.weight" not in trained
-        and not (name.endswith("out_proj") and hasattr(model.get_submodule(name.rpartition(".")[0]), "conv1d"))
+        and not (
+            name.endswith("out_proj")
+            and hasattr(model.get_submodule(name.rpartition(".")[0]), "conv1d")
+        )
     }
     if not layers:
         name = type(model).__name__
-        raise RefusedError(f"--train lora: {name} has no other linear layers to adapt; use --train attention or all")
+        raise RefusedError(
+            f"--train lora: {name} has no other linear layers to adapt; use --train attention or "
+            "all"
+        )
     empty = {module: module.weight for module in layers.values() if module.weight.is_meta}
-    for module, weight in empty.items():  # peft puts adapters on the device of the weight: not on meta
-        module.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False)
-    # peft has rules for some model types (it adapts experts instead of dense layers, and refuses out_proj), which it
-    # does not apply to a module without a config.
+    # Peft puts adapters on the device of the weight: not on meta
+    for module, weight in empty.items():
+        module.weight = nn.Parameter(
+            torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False
+        )
+    # peft has rules for some model types (it adapts experts instead of dense layers, and refuses
+    # out_proj), which it does not apply to a module without a config.
     shell = nn.ModuleDict({"model": model})
     targets = [f"model.{name}" for name in layers]
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=LORA_ALPHA, target_modules=targets), shell)
+    inject_adapter_in_model(
+        LoraConfig(r=rank, lora_alpha=LORA_ALPHA, target_modules=targets), shell
+    )
     for module, weight in empty.items():
         module.weight = weight
 
 
 def trained_names(model: PreTrainedModel) -> list[str]:
     """Names in the state dict of parameters that train, with all names of a tied one."""
-    return [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
+    return [
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    ]
 
 
 def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
-    """Raise RefusedError if the model's class would store other tensors or shapes than its source has."""
+    """Raise RefusedError if the model's class would store other tensors or shapes than its source
+    has.
+    """
     stored = {name: shape for name, (shape, _) in sources(model).items()}
-    tied = {name.replace(".base_layer.", ".") for name, same in shared_names(model).items() if len(same) > 1}
+    tied = {
+        name.replace(".base_layer.", ".")
+        for name, same in shared_names(model).items()
+        if len(same) > 1
+    }
     known = {name: spec.shape for name, spec in source.tensors.items()}
-    wrong = [name for name, shape in stored.items() if known.get(name) != shape and (name in known or name not in tied)]
+    wrong = [
+        name
+        for name, shape in stored.items()
+        if known.get(name) != shape and (name in known or name not in tied)
+    ]
     if wrong or not known.keys() & stored.keys():
         raise RefusedError(
-            f"{type(model).__name__} would store {listing(wrong or stored)} differently from {source.name}; load it "
+            f"{type(model).__name__} would store {listing(wrong or stored)} differently from "
+            f"{source.name}; load it "
             "with transformers, save it again and train that"
         )
 
 
-def check_teacher(teacher: Any, teacher_tokenizer: Any, model: Any, tokenizer: Any, name: str) -> None:
-    """Raise RefusedError if the teacher of that name has another tokenizer than the model, or lacks some of its tokens.
+def check_teacher(
+    teacher: Any, teacher_tokenizer: Any, model: Any, tokenizer: Any, name: str
+) -> None:
+    """Raise RefusedError if the teacher of that name has another tokenizer than the model, or lacks
+    some of its tokens.
 
-    The number of rows of their embeddings may differ: some are padded to a multiple of 64, 128 or more.
+    The number of rows of their embeddings may differ: some are padded to a multiple of 64, 128 or
+    more.
     """
     theirs, ours = (one.config.get_text_config(decoder=True).vocab_size for one in (teacher, model))
     vocabulary = tokenizer.get_vocab()
@@ -246,20 +320,23 @@ def check_teacher(teacher: Any, teacher_tokenizer: Any, model: Any, tokenizer: A
     same = teacher_tokenizer.get_vocab() == vocabulary
     if same and theirs != ours and theirs < needed:
         raise RefusedError(
-            f"the teacher {name} knows {theirs:,} tokens, fewer than the {needed:,} of the model's tokenizer; give the "
+            f"the teacher {name} knows {theirs:,} tokens, fewer than the {needed:,} of the "
+            "model's tokenizer; give the "
             "checkpoint from which the model was converted"
         )
     if not same:
         raise RefusedError(
-            f"the teacher {name} has another tokenizer than the model, so their predictions cannot be compared; give "
+            f"the teacher {name} has another tokenizer than the model, "
+            "so their predictions cannot be compared; give "
             "the checkpoint from which the model was converted"
         )
 
 
 def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-    """AdamW (fused if the device supports it), or Adafactor with an external learning rate (arXiv 1804.04235, section
-    3.1). Matrices decay; vectors (norms, biases, gates) do not, even if stored as matrices. There is no empty parameter
-    group, which torch's distributed state dicts cannot hold.
+    """AdamW (fused if the device supports it), or Adafactor with an external learning rate (arXiv
+    1804.04235, section 3.1). Matrices decay; vectors (norms, biases, gates) do not, even if stored
+    as matrices. There is no empty parameter group, which torch's distributed state dicts cannot
+    hold.
     """
     matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
     for name, parameter in model.named_parameters():
@@ -267,12 +344,18 @@ def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optim
             is_vector = parameter.ndim < 2 or re.search(r"norm|bias", name.lower())
             (vectors if is_vector else matrices).append(parameter)
     decays = (matrices, options.weight_decay), (vectors, 0.0)
-    groups: list[dict[str, Any]] = [{"params": part, "weight_decay": decay} for part, decay in decays if part]
+    groups: list[dict[str, Any]] = [
+        {"params": part, "weight_decay": decay} for part, decay in decays if part
+    ]
     if options.optimizer == "adafactor":
         from transformers import Adafactor
 
         adafactor: torch.optim.Optimizer = Adafactor(
-            groups, lr=options.learning_rate, relative_step=False, scale_parameter=False, warmup_init=False
+            groups,
+            lr=options.learning_rate,
+            relative_step=False,
+            scale_parameter=False,
+            warmup_init=False,
         )
         return adafactor
     fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])

@@ -1,7 +1,9 @@
-"""How much of the held-out text is in other documents of the data, which are then trained on without it.
+"""How much of the held-out text is in other documents of the data, which are then trained on
+without it.
 
-Documents that are held out are known by a hash of their text. That does not find the same text in other documents: in
-one long file, with other white space, in a quotation. `gqa.corpus.passages` finds it.
+Documents that are held out are known by a hash of their text. That does not find the same text in
+other documents: in one long file, with other white space, in a quotation. `gqa.corpus.passages`
+finds it.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from gqa.corpus.tokens import Encoder, Heldout, text_of_first_tokens
 
 @dataclass(frozen=True)
 class Overlap:
-    """documents: how many of the data, except exact copies of held-out ones, contain passages of held-out text. share:
-    the share of the passages of held-out text that they contain. whole: whether all held-out text was looked for.
+    """documents: how many of the data, except exact copies of held-out ones, contain passages of
+    held-out text. share: the share of the passages of held-out text that they contain. whole:
+    whether all held-out text was looked for.
     """
 
     documents: int
@@ -34,12 +37,22 @@ class Overlap:
 
     def __str__(self) -> str:
         documents = plural(self.documents, "other document")
-        text = f"{self.share:.0%} of the held-out text is also in {documents} of the data, which train without it"
-        return text if self.whole else f"{text} (of the beginning of the held-out text, which is large)"
+        text = (
+            f"{self.share:.0%} of the held-out text is also in {documents} of the data, "
+            "which train without "
+            "it"
+        )
+        return (
+            text
+            if self.whole
+            else f"{text} (of the beginning of the held-out text, which is large)"
+        )
 
 
 def heldout_texts(sources: Sequence[Source], heldout: Heldout, tokenizer: Any) -> Iterator[str]:
-    """The texts that a `Heldout` holds out of the documents of sources: whole ones, and the ends of others."""
+    """The texts that a `Heldout` holds out of the documents of sources: whole ones, and the ends of
+    others.
+    """
     seen = set[bytes]()
     for source in sources:
         for row in source.rows():
@@ -50,15 +63,22 @@ def heldout_texts(sources: Sequence[Source], heldout: Heldout, tokenizer: Any) -
                 yield text[len(_beginning(text, limit, tokenizer)) :] if limit else text
 
 
-def find_overlap(sources: Sequence[Source], exclusion: Exclusion, heldout: Heldout, tokenizer: Any) -> Overlap:
-    """Look up all documents of the data. The result is stored in the cache of `datasets`: a large data set takes
-    minutes.
+def find_overlap(
+    sources: Sequence[Source], exclusion: Exclusion, heldout: Heldout, tokenizer: Any
+) -> Overlap:
+    """Look up all documents of the data.
+
+    The result is stored in the cache of `datasets`: a large data set takes minutes.
     """
     from datasets.config import HF_DATASETS_CACHE
 
     limits = sorted((digest.hex(), limit) for digest, limit in heldout.limits.items())
     key = f"{[source.identify() for source in sources]} {exclusion.identity} {limits}"
-    path = Path(HF_DATASETS_CACHE) / "gqa-overlap" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    path = (
+        Path(HF_DATASETS_CACHE)
+        / "gqa-overlap"
+        / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    )
     with suppress(OSError, ValueError, TypeError):  # it is not there, or damaged
         return Overlap(**json.loads(path.read_text()))
 

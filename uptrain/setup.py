@@ -1,4 +1,6 @@
-"""Prepare a run from its options: model, teacher, data and processes, all checked before training."""
+"""Prepare a run from its options: model, teacher, data and processes,
+all checked before training.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, parse_flag_from_env
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    parse_flag_from_env,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
@@ -43,8 +49,9 @@ _ACCELERATE = {name: short for short, name in _PRECISION.items()}
 class Run:
     """A run whose options are decided, and whose model and text are known, but not loaded.
 
-    `options`: with teacher, data and length decided. `out`: the output directory. `teacher_text`: the teacher, or why
-    there is none, in words. `run`: of `describe_run`. `start`: the state from which it continues.
+    `options`: with teacher, data and length decided. `out`: the output directory. `teacher_text`:
+    the teacher, or why there is none, in words. `run`: of `describe_run`. `start`: the state from
+    which it continues.
     """
 
     options: TrainOptions
@@ -70,10 +77,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Setup(Run):
-    """A run that is ready to start, with everything checked that can be checked before the first step.
+    """A run that is ready to start, with everything checked that can be checked before the first
+    step.
 
-    `options`: with all defaults decided. `training_model`: the model with its loss and its teacher. `micro_batch`:
-    blocks of one forward pass on one process.
+    `options`: with all defaults decided. `training_model`: the model with its loss and its teacher.
+    `micro_batch`: blocks of one forward pass on one process.
     """
 
     model: PreTrainedModel
@@ -83,13 +91,18 @@ class Setup(Run):
 
 
 def prepare(
-    options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = SILENT, *, found_elsewhere: bool = True
+    options: TrainOptions,
+    argv: Sequence[str] = (),
+    watcher: Watcher = SILENT,
+    *,
+    found_elsewhere: bool = True,
 ) -> Run:
-    """A `Setup`, with everything opened and checked; only a `Run` if an earlier one has trained the weights already and
-    could not write its result. Raises RefusedError or CorpusError, before anything is written.
+    """A `Setup`, with everything opened and checked; only a `Run` if an earlier one has trained the
+    weights already and could not write its result. Raises RefusedError or CorpusError, before
+    anything is written.
 
-    `argv`: arguments of the command. `watcher` shows the progress of sampling. `found_elsewhere`: whether a run with
-    another output continues this one if it stops, and the other way round.
+    `argv`: arguments of the command. `watcher` shows the progress of sampling. `found_elsewhere`:
+    whether a run with another output continues this one if it stops, and the other way round.
     """
     run = open_run(options, argv, watcher, found_elsewhere)
     if run.start and run.start.is_trained:
@@ -98,9 +111,15 @@ def prepare(
 
 
 def open_run(
-    options: TrainOptions, argv: Sequence[str] = (), watcher: Watcher = SILENT, found_elsewhere: bool = True
+    options: TrainOptions,
+    argv: Sequence[str] = (),
+    watcher: Watcher = SILENT,
+    found_elsewhere: bool = True,
 ) -> Run:
-    """Decide the options of a run and look for its states. Raises RefusedError, CorpusError, OutputError."""
+    """Decide the options of a run and look for its states.
+
+    Raises RefusedError, CorpusError, OutputError.
+    """
     processes = ranks().num_processes
     output = options.output or default_output(options.model, "-uptrained")
     options = replace(options, output=output)
@@ -110,14 +129,17 @@ def open_run(
     for warning in checkpoint.warnings:
         watcher.warn(warning)
     if checkpoint.packed:
-        raise RefusedError(f"{checkpoint.name} has quantised weights, which are not trained; uptrain the original")
+        raise RefusedError(
+            f"{checkpoint.name} has quantised weights, which are not trained; uptrain the original"
+        )
     check_config(checkpoint.config, checkpoint.name)
     config = read_auto_config(str(checkpoint.directory), options.trust_remote_code)
     check_predicts_tokens(config, checkpoint.name, options.trust_remote_code)
     options, base, teacher_text = settle(options, checkpoint)
     options.check(processes)
 
-    out = OutputDirectory(output, checkpoint.directory, options.overwrite).out  # refuses a bad output now
+    # Refuses a bad output now
+    out = OutputDirectory(output, checkpoint.directory, options.overwrite).out
     require_space(checkpoint.nbytes, out)
 
     accelerator = make_accelerator(options)
@@ -126,12 +148,19 @@ def open_run(
     directory = out.with_name(f"{out.name}-state")
     states = find_states(directory, run) if found_elsewhere else States(directory)
     start = from_main(lambda: states.start(run))
-    return Run(options, out, teacher_text, accelerator, checkpoint, base, config, states, run, start)
+    return Run(
+        options, out, teacher_text, accelerator, checkpoint, base, config, states, run, start
+    )
 
 
 def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
     """Load models and text of a run. Raises RefusedError and CorpusError."""
-    options, checkpoint, base, accelerator = run.options, run.checkpoint, run.teacher_checkpoint, run.accelerator
+    options, checkpoint, base, accelerator = (
+        run.options,
+        run.checkpoint,
+        run.teacher_checkpoint,
+        run.accelerator,
+    )
     processes = ranks().num_processes
     if run.start:  # the default batch may depend on the number of processes
         options = replace(options, batch_size=run.start.record["batch_size"])
@@ -141,11 +170,14 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
     model = build_model(options, checkpoint, accelerator)
     teacher = build_teacher(options, base, accelerator) if base else None
     if base and teacher:
-        check_teacher(teacher, load_tokenizer(base, options.trust_remote_code), model, tokenizer, base.name)
+        check_teacher(
+            teacher, load_tokenizer(base, options.trust_remote_code), model, tokenizer, base.name
+        )
     training = TrainingModel(model, teacher, options.compile)
     if accelerator.is_fsdp2:
         shard_model(training, checkpoint, accelerator)
-    check_exportable(model, checkpoint)  # weights are read: it is known which of several tied names are stored
+    # Weights are read: it is known which of several tied names are stored
+    check_exportable(model, checkpoint)
 
     device = str(accelerator.device)
     dataloader = build_data(options, checkpoint, base, model.config, tokenizer, device, watcher)
@@ -155,43 +187,72 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
     accelerator.gradient_accumulation_steps = share // micro_batch
 
     known = {one.name: getattr(run, one.name) for one in fields(Run)} | {"options": options}
-    return Setup(**known, model=model, training_model=training, dataloader=dataloader, micro_batch=micro_batch)
+    return Setup(
+        **known,
+        model=model,
+        training_model=training,
+        dataloader=dataloader,
+        micro_batch=micro_batch,
+    )
 
 
 def make_accelerator(options: TrainOptions) -> Accelerator:
     """The accelerator of a run. Raises RefusedError if it cannot start with these options."""
-    older = parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") == "1"
+    older = (
+        parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") == "1"
+    )
     if older or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         other = "FSDP1" if older else "DeepSpeed"
-        raise RefusedError(f"gqa-uptrain does not run with {other}; use examples/accelerate/fsdp2.yaml")
+        raise RefusedError(
+            f"gqa-uptrain does not run with {other}; use examples/accelerate/fsdp2.yaml"
+        )
     processes = ranks().num_processes
     if options.device and processes > 1:
-        raise RefusedError(f"--device {options.device} is for one process; a launcher gives each of several its own")
+        raise RefusedError(
+            f"--device {options.device} is for one process; a launcher gives each of several its "
+            "own"
+        )
     device = find_device(options.device) if options.device else None
     try:
         accelerator = Accelerator(
             # Not None: then it would be that of an earlier run in this process.
-            mixed_precision=_ACCELERATE.get(str(options.precision), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")),
+            mixed_precision=_ACCELERATE.get(
+                str(options.precision), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+            ),
             # A plain number would be overridden by the launcher's environment.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-            cpu=not torch.accelerator.is_available(),  # else it takes several processes on CPUs for unrelated ones
-            # Text does not reach the towers of a multimodal model, and custom code may drop layers at random.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=1, sync_with_dataloader=False
+            ),
+            # Else it takes several processes on CPUs for unrelated ones
+            cpu=not torch.accelerator.is_available(),
+            # Text does not reach the towers of a multimodal model, and custom code may drop layers
+            # at random.
             kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         )
     except (ValueError, ImportError) as error:
-        raise RefusedError(f"accelerate cannot start with these options: {explain(error)}") from error
+        raise RefusedError(
+            f"accelerate cannot start with these options: {explain(error)}"
+        ) from error
     if device:
-        accelerator.state.device = torch.device(device)  # of this run; the state of the process stays
+        # Of this run; the state of the process stays
+        accelerator.state.device = torch.device(device)
     if accelerator.mixed_precision not in _PRECISION:
-        raise RefusedError(f"the launcher sets {accelerator.mixed_precision}; give --precision bfloat16 or float32")
-    if accelerator.is_fsdp2 and options.optimizer == "adafactor":  # transformers' own keeps its state in whole tensors
-        raise RefusedError("--optimizer adafactor does not work with FSDP2, which shards weights; use adamw")
+        raise RefusedError(
+            f"the launcher sets {accelerator.mixed_precision}; give --precision bfloat16 or float32"
+        )
+    # transformers' own keeps its state in whole tensors
+    if accelerator.is_fsdp2 and options.optimizer == "adafactor":
+        raise RefusedError(
+            "--optimizer adafactor does not work with FSDP2, which shards weights; use adamw"
+        )
     if accelerator.is_fsdp2:
-        # With it transformers loads every model on the first process alone, also those that are never sharded.
+        # With it transformers loads every model on the first process alone, also those that are
+        # never sharded.
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
         # Without it each process holds unsharded gradients between micro-batches.
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-        # Weights are gathered in 16 bits, but gradients added and sums returned in float32; accelerate rounds both.
+        # Weights are gathered in 16 bits, but gradients added and sums returned in float32;
+        # accelerate rounds both.
         if accelerator.mixed_precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             accelerator.state.fsdp_plugin.mixed_precision_policy = policy

@@ -1,16 +1,18 @@
 """States of a run: saved while it trains, loaded by the same command to continue it.
 
-A state is a directory `step-N`: weights, optimiser and the best weights so far as torch's distributed checkpoint,
-accelerate's own files (random states of every rank) and `trainer_state.json` with the progress and the run.
-It gets this name only when it is complete. All ranks write into one directory, which several machines must share.
-accelerate reads random states with pickle: continue only from states that you made.
+A state is a directory `step-N`: weights, optimiser and the best weights so far as torch's
+distributed checkpoint, accelerate's own files (random states of every rank) and
+`trainer_state.json` with the progress and the run. It gets this name only when it is complete. All
+ranks write into one directory, which several machines must share. accelerate reads random states
+with pickle: continue only from states that you made.
 
-`trained` is the last state: the tensors of the result that training has changed, as they will be stored, and its
-record. It is written before the result, so that whatever goes wrong then, the same command only writes the result
-again.
+`trained` is the last state: the tensors of the result that training has changed, as they will be
+stored, and its record. It is written before the result, so that whatever goes wrong then, the same
+command only writes the result again.
 
-States are in `OUT-state`. A run with another OUT finds them by what the run is, the hash of its identity: an entry on a
-shelf (checkpoint/work.py) says where they are. The entry also keeps `trained` if the disk of OUT-state is full.
+States are in `OUT-state`. A run with another OUT finds them by what the run is, the hash of its
+identity: an entry on a shelf (checkpoint/work.py) says where they are. The entry also keeps
+`trained` if the disk of OUT-state is full.
 """
 
 from __future__ import annotations
@@ -43,7 +45,18 @@ from gqa.checkpoint.loading import from_main, native_bfloat16, on_main, out_of_m
 from gqa.checkpoint.options import flag
 from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.work import LOCK, MARK, claim, fingerprint, is_private, mark, open_shelf, read_mark, remove, shelves
+from gqa.checkpoint.work import (
+    LOCK,
+    MARK,
+    claim,
+    fingerprint,
+    is_private,
+    mark,
+    open_shelf,
+    read_mark,
+    remove,
+    shelves,
+)
 from gqa.checkpoint.write import fsync_directory, locked, write_text
 from gqa.corpus.sources import is_self
 from gqa.uptrain.dataloader import data_sources, heldout_sources
@@ -59,7 +72,14 @@ _HASHED = {"model", "revision", "teacher", "data", "heldout"}  # options that na
 _PURPOSE, _ENTRY = "training states", "where training states are"  # of marked directories
 _STEP = f"step-{'[0-9]' * 8}"
 # Every name that is replaced or removed in OUT-state, where users may have other files.
-_OURS = (_STEP, f"{_STEP}.partial", TRAINED, f"{TRAINED}.partial", METRICS_LOG, f".{METRICS_LOG}.partial")
+_OURS = (
+    _STEP,
+    f"{_STEP}.partial",
+    TRAINED,
+    f"{TRAINED}.partial",
+    METRICS_LOG,
+    f".{METRICS_LOG}.partial",
+)
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is intended
 
@@ -68,8 +88,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single p
 class TrainingProgress:
     """The part of a state besides weights and optimiser. Losses are nats per token.
 
-    heldout_before, heldout_after: results of `heldout_losses` at the start and after `best_step`, the step with the
-    lowest loss so far; step 0 is the model before training.
+    heldout_before, heldout_after: results of `heldout_losses` at the start and after `best_step`,
+    the step with the lowest loss so far; step 0 is the model before training.
     """
 
     step: int = 0
@@ -93,15 +113,30 @@ class State:
         return self.path.name == TRAINED
 
 
-_KEYS = {*vars(TrainingProgress()), "identity", "overwrite", "argv", "directory", "ranks", "batch_size", "stream"}
+_KEYS = {
+    *vars(TrainingProgress()),
+    "identity",
+    "overwrite",
+    "argv",
+    "directory",
+    "ranks",
+    "batch_size",
+    "stream",
+}
 _KEYS |= {"unreadable_text"}
 
 
 def describe_run(
-    options: TrainOptions, checkpoint: Checkpoint, base: Checkpoint | None, device: str, argv: Sequence[str]
+    options: TrainOptions,
+    checkpoint: Checkpoint,
+    base: Checkpoint | None,
+    device: str,
+    argv: Sequence[str],
 ) -> dict[str, Any]:
-    """What a state records of its run, JSON-ready. `identity`: what a run that continues it must share: options by
-    flag, and hashes of models and text, which may have other paths.
+    """What a state records of its run, JSON-ready.
+
+    `identity`: what a run that continues it must share: options by flag, and hashes of models and
+    text, which may have other paths.
     """
     content = {"MODEL": checkpoint_digest(checkpoint)}
     if base:
@@ -109,24 +144,34 @@ def describe_run(
     if options.heldout:
         content["--heldout"] = " ".join(source.identify() for source in heldout_sources(options))
     if is_self(options.data[0]):  # samples also depend on these
-        content["--data"] = f"{options.data[0]} {versions('torch', 'transformers')} {native_bfloat16(device)}"
+        content["--data"] = (
+            f"{options.data[0]} {versions('torch', 'transformers')} {native_bfloat16(device)}"
+        )
     else:
         content["--data"] = " ".join(
-            source.spec if options.streaming and not source.files else source.identify()  # a stream from the hub
+            # A stream from the hub
+            source.spec if options.streaming and not source.files else source.identify()
             for source in data_sources(options)
         )
-    hashes = {name: hashlib.sha256(value.encode()).hexdigest()[:12] for name, value in content.items()}
+    hashes = {
+        name: hashlib.sha256(value.encode()).hexdigest()[:12] for name, value in content.items()
+    }
     shared = {flag(name): value for name, value in options.binding().items() if name not in _HASHED}
     return {
         "identity": shared | {f"content of {name}": value for name, value in hashes.items()},
-        "overwrite": options.overwrite, "argv": [*argv], "directory": os.getcwd(), "ranks": ranks().num_processes,
-    }  # fmt: skip
+        "overwrite": options.overwrite,
+        "argv": [*argv],
+        "directory": os.getcwd(),
+        "ranks": ranks().num_processes,
+    }
 
 
 @dataclass(frozen=True)
 class States:
-    """The states of one run. `directory`: next to its output, or to that of the run that it continues. `run`: the hash
-    of its identity, by which runs with another output find them; none are found without.
+    """The states of one run.
+
+    `directory`: next to its output, or to that of the run that it continues. `run`: the hash of its
+    identity, by which runs with another output find them; none are found without.
     """
 
     directory: Path
@@ -134,10 +179,12 @@ class States:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Create, mark and lock the directory, and remove incomplete states. At the end remove it if nothing of ours is
-        left in it.
+        """Create, mark and lock the directory, and remove incomplete states.
 
-        Raises RefusedError if another run has the lock, or somebody else made files that have our names.
+        At the end remove it if nothing of ours is left in it.
+
+        Raises RefusedError if another run has the lock, or somebody else made files that have our
+        names.
         """
         with ExitStack() as stack:
             on_main(lambda: stack.enter_context(self._lock_here()))
@@ -147,12 +194,14 @@ class States:
     def _lock_here(self) -> Iterator[None]:
         claim(self.directory, _PURPOSE, self.run, _OURS)
         message = (
-            f"another run is using {self.directory}; wait for it or give another output with -o (of other options, "
+            f"another run is using {self.directory}; wait for it or give another output with -o "
+            "(of other options, "
             "models or text: the same run is continued wherever its result goes)"
         )
         try:
             with locked(self.directory / LOCK, message):
-                claim(self.directory, _PURPOSE, self.run, _OURS)  # a run that has ended meanwhile took the mark along
+                # A run that has ended meanwhile took the mark along
+                claim(self.directory, _PURPOSE, self.run, _OURS)
                 for place in self.places():
                     for leftover in place.glob("*.partial"):
                         if any(leftover.match(name) for name in _OURS):
@@ -166,11 +215,16 @@ class States:
             with suppress(OSError):  # not empty, or never made
                 self.directory.rmdir()
 
-    # ------------------------------------------------------------------------------------------------ where states are
+    # ----------------------------------------------------------------------------- where states are
 
     def places(self) -> list[Path]:
-        """Existing directories that may hold states: `directory`, and entries of this run on shelves."""
-        return [self.directory, *(entry for entry in _entries(self.run) if _directory_of(entry) == self.directory)]
+        """Existing directories that may hold states: `directory`, and entries of this run on
+        shelves.
+        """
+        return [
+            self.directory,
+            *(entry for entry in _entries(self.run) if _directory_of(entry) == self.directory),
+        ]
 
     def complete(self) -> list[Path]:
         """Directories of complete states, the oldest first. Without `trained`."""
@@ -178,7 +232,10 @@ class States:
         return sorted(found, key=lambda path: path.name)
 
     def latest(self) -> State | None:
-        """The newest state, or `trained`; None if there is none. Raises RefusedError if it cannot be read."""
+        """The newest state, or `trained`; None if there is none.
+
+        Raises RefusedError if it cannot be read.
+        """
         trained = [place / TRAINED for place in self.places() if (place / TRAINED).is_dir()]
         path = next(iter([*trained, *reversed(self.complete())]), None)
         if path is None:
@@ -190,11 +247,12 @@ class States:
         return State(path, record)
 
     def start(self, run: dict[str, Any]) -> State | None:
-        """The state from which a run continues, the newest; None if it begins anew: if there is no state, and with
-        --overwrite if the states are of another run, damaged, or of the same run without --overwrite, unless that has
-        trained its weights already.
+        """The state from which a run continues, the newest; None if it begins anew: if there is no
+        state, and with --overwrite if the states are of another run, damaged, or of the same run
+        without --overwrite, unless that has trained its weights already.
 
-        Raises RefusedError, which names the differences and the command that continues, if they are of another run.
+        Raises RefusedError, which names the differences and the command that continues, if they are
+        of another run.
         """
         try:
             state = self.latest()
@@ -207,30 +265,42 @@ class States:
         before, processes = state.record, run["ranks"]
         changed = differences(run["identity"], before["identity"])
         if before["unreadable_text"]:  # it stopped there: the text may have been repaired since
-            changed = [change for change in changed if not change.startswith(f"{CONTENT_OF_DATA}: ")]
+            changed = [
+                change for change in changed if not change.startswith(f"{CONTENT_OF_DATA}: ")
+            ]
         if before["batch_size"] % processes and not state.is_trained:
             batch = before["batch_size"]
-            changed.append(f"processes: {before['ranks']} -> {processes}, which cannot share a batch of {batch}")
-        # The failed run may have advised --overwrite, for what is at OUT: its trained weights are what is written.
+            changed.append(
+                f"processes: {before['ranks']} -> {processes}, which cannot share a batch of "
+                f"{batch}"
+            )
+        # The failed run may have advised --overwrite, for what is at OUT: its trained weights are
+        # what is written.
         begins_anew = not before["overwrite"] and not state.is_trained
         if run["overwrite"] and (changed or begins_anew):
             return None
         if changed:
             command = _command(before) if before["argv"] and run["argv"] else "the same options"
             raise RefusedError(
-                f"{self.directory} holds another run ({'; '.join(changed)}); continue it with {command}, or begin anew "
+                f"{self.directory} holds another run ({'; '.join(changed)}); "
+                f"continue it with {command}, or begin anew "
                 "with --overwrite"
             )
         return state
 
-    # ---------------------------------------------------------------------------------------------------------- saving
+    # --------------------------------------------------------------------------------------- saving
 
     def save(
-        self, accelerator: Accelerator, model: Any, optimizer: Any, best: dict[str, Tensor], record: dict[str, Any],
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        optimizer: Any,
+        best: dict[str, Tensor],
+        record: dict[str, Any],
         keep: int,
-    ) -> None:  # fmt: skip
-        """Write the state of all ranks, rename it when it is complete, and remove all but the newest `keep`. Raises
-        OutputError; then the states before are still there.
+    ) -> None:
+        """Write the state of all ranks, rename it when it is complete, and remove all but the
+        newest `keep`. Raises OutputError; then the states before are still there.
         """
         main = accelerator.is_main_process
         work = self.directory / f"step-{record['step']:08d}.partial"
@@ -239,25 +309,34 @@ class States:
             save_accelerator_state(str(work), [], [], [], [], accelerator.process_index, 0)
             weights, moments = get_state_dict(model, optimizer.optimizer)
             # It returns on all ranks when all have written, or fails on all.
-            save({"model": weights, "optimizer": moments, "best": best}, checkpoint_id=work / _SHARDS)
+            save(
+                {"model": weights, "optimizer": moments, "best": best}, checkpoint_id=work / _SHARDS
+            )
             if main:
                 write_text(work / RECORD, json.dumps(record, indent=2) + "\n")
                 _publish(work)
                 self._register()
                 for old in self.complete()[:-keep]:
                     _remove(old)
-        except (OSError, RuntimeError, CheckpointException) as error:  # torch writes files with its own errors
+        except (
+            OSError,
+            RuntimeError,
+            CheckpointException,
+        ) as error:  # torch writes files with its own errors
             shutil.rmtree(work, ignore_errors=True)
             raise OutputError(
-                f"the state of step {record['step']} could not be saved in {self.directory} ({_reason(error)}); "
+                f"the state of step {record['step']} could not be saved in {self.directory} "
+                f"({_reason(error)}); "
                 f"{self.remains()}"
             ) from error
 
-    def save_trained(self, write: Callable[[Path], None], record: dict[str, Any], size: int, result_size: int) -> State:
+    def save_trained(
+        self, write: Callable[[Path], None], record: dict[str, Any], size: int, result_size: int
+    ) -> State:
         """Write the weights of the result by `write(path)` and the record, on the main process.
 
-        They are written next to the output, or on a shelf if the disk there is too full for these `size` bytes and the
-        result's, or fails. Raises OutputError if neither can be written.
+        They are written next to the output, or on a shelf if the disk there is too full for these
+        `size` bytes and the result's, or fails. Raises OutputError if neither can be written.
         """
         reasons = []
         for place in self._places_to_write(size, result_size):
@@ -278,8 +357,8 @@ class States:
         raise OutputError(f"the trained weights could not be saved ({'; '.join(reasons)})")
 
     def _places_to_write(self, size: int, result_size: int) -> list[Path]:
-        """Where `trained` may be written, the best first: with room for it, and on the disk of the output also for the
-        result.
+        """Where `trained` may be written, the best first: with room for it, and on the disk of the
+        output also for the result.
         """
         entry = self._register()
         places = [self.directory, *([entry] if entry else [])]
@@ -292,8 +371,8 @@ class States:
         return sorted(places, key=lambda place: not has_room(place))
 
     def check_space(self, size: int, result_size: int) -> None:
-        """Raise OutputError unless the result fits at the output, and the trained weights there too or on a shelf. On
-        the main process, while the directory is locked.
+        """Raise OutputError unless the result fits at the output, and the trained weights there too
+        or on a shelf. On the main process, while the directory is locked.
         """
         disks: dict[int, Path] = {}
         entry = self._register()
@@ -302,19 +381,25 @@ class States:
 
         free = {device: shutil.disk_usage(place).free for device, place in disks.items()}
         at_output = self.directory.stat().st_dev
-        fits = [free[device] - (result_size if device == at_output else 0) >= size for device in disks]
+        fits = [
+            free[device] - (result_size if device == at_output else 0) >= size for device in disks
+        ]
         if entry and not self.complete():
             _remove_entry(entry)
         if free[at_output] >= result_size and any(fits):
             return
         room = ", ".join(f"{free[device]:,} are free at {place}" for device, place in disks.items())
         raise OutputError(
-            f"no space left: the result takes {result_size:,} bytes, and the trained weights, which are saved before "
-            f"it, {size:,}; {room}. Free some space, give another directory with -o, or another cache with HF_HOME"
+            f"no space left: the result takes {result_size:,} bytes, and the trained weights, "
+            "which are saved before "
+            f"it, {size:,}; {room}. Free some space, give another directory with -o, "
+            "or another cache with HF_HOME"
         )
 
     def _register(self) -> Path | None:
-        """Make the entry of this run on a shelf; None if no shelf can be written: then other outputs do not find it."""
+        """Make the entry of this run on a shelf; None if no shelf can be written: then other
+        outputs do not find it.
+        """
         if not self.run:
             return None
         with suppress(OSError, RefusedError):
@@ -336,13 +421,18 @@ class States:
         if state.is_trained:
             anywhere = ", also with another -o," if self.run else ""
             return (
-                f"nothing is lost: the trained weights are in {state.path}; the same command{anywhere} writes the "
+                f"nothing is lost: the trained weights are in {state.path}; "
+                f"the same command{anywhere} writes the "
                 "result without training again"
             )
         step = state.record["step"]
-        return f"step {step:,} is saved in {state.path.parent}; free some space, and the same command continues from it"
+        return (
+            f"step {step:,} is saved in {state.path.parent}; free some space, "
+            "and the same command continues from "
+            "it"
+        )
 
-    # -------------------------------------------------------------------------------------------------------- removing
+    # ------------------------------------------------------------------------------------- removing
 
     def clear(self) -> None:
         """Remove all states, of a run that is started over."""
@@ -356,7 +446,9 @@ class States:
             _remove(path)
 
     def finish(self, keep: bool) -> None:
-        """Remove what a run with a complete result no longer needs; its own states stay with `keep`."""
+        """Remove what a run with a complete result no longer needs; its own states stay with
+        `keep`.
+        """
         for place in self.places():
             _remove(place / TRAINED)
         if not keep:
@@ -367,7 +459,9 @@ class States:
 
 
 def find_states(directory: Path, run: dict[str, Any]) -> States:
-    """The states of a run: in `directory`, next to its output, or where a run with another output left them."""
+    """The states of a run: in `directory`, next to its output, or where a run with another output
+    left them.
+    """
     return from_main(lambda: _find_states(directory, run))
 
 
@@ -395,7 +489,12 @@ def _entries(run: str) -> list[Path]:
     """The entries of a run on all shelves that only this user can write to."""
     if not run:
         return []
-    found = [entry for shelf in shelves() if is_private(shelf) for entry in sorted(shelf.glob(f"{run}-*"))]
+    found = [
+        entry
+        for shelf in shelves()
+        if is_private(shelf)
+        for entry in sorted(shelf.glob(f"{run}-*"))
+    ]
     return [entry for entry in found if is_private(entry)]
 
 
@@ -422,7 +521,10 @@ def _publish(work: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Remove a state. It first loses its name, so that a run that is killed meanwhile leaves none that seems whole."""
+    """Remove a state.
+
+    It first loses its name, so that a run that is killed meanwhile leaves none that seems whole.
+    """
     if not os.path.lexists(path):
         return
     if path.suffix != ".partial":
@@ -443,19 +545,27 @@ def _command(record: dict[str, Any]) -> str:
     return f"{shell_line(['cd', record['directory']])} && {words}"
 
 
-def load(state: State, accelerator: Accelerator, model: Any, optimizer: Any, best: dict[str, Tensor]) -> None:
-    """Read weights, optimiser and random states, and the best weights into the tensors of `best`. Ranks and shards may
-    be others than when it was saved. Raises RefusedError if the state cannot be read.
+def load(
+    state: State, accelerator: Accelerator, model: Any, optimizer: Any, best: dict[str, Tensor]
+) -> None:
+    """Read weights, optimiser and random states, and the best weights into the tensors of `best`.
+
+    Ranks and shards may be others than when it was saved. Raises RefusedError if the state cannot
+    be read.
     """
     path = state.path
     with _readable(path):
         FileSystemReader(path / _SHARDS).read_metadata()  # `read` would log every error of it
         weights, moments = get_state_dict(model, optimizer.optimizer)
         read({"model": weights, "best": best}, checkpoint_id=path / _SHARDS)
-        partial = DefaultLoadPlanner(allow_partial_load=True)  # parameters without gradients have no moments
+        # Parameters without gradients have no moments
+        partial = DefaultLoadPlanner(allow_partial_load=True)
         read({"optimizer": moments}, checkpoint_id=path / _SHARDS, planner=partial)
-        set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
-        if (rank := accelerator.process_index) < state.record["ranks"]:  # accelerate ignores a file that it cannot read
+        set_state_dict(
+            model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments
+        )
+        # Accelerate ignores a file that it cannot read
+        if (rank := accelerator.process_index) < state.record["ranks"]:
             torch.load(path / f"random_states_{rank}.pkl", weights_only=False)
         load_accelerator_state(str(path), [], [], [], [], rank)
 
@@ -466,13 +576,16 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:  # of json, pickle, zip files, torch
         raise RefusedError(
-            f"the state {path} cannot be read ({_reason(error)}); delete it to continue from the one before, or delete "
+            f"the state {path} cannot be read ({_reason(error)}); delete it to continue from the "
+            "one before, or delete "
             f"{path.parent} to begin anew"
         ) from error
 
 
 def _reason(error: BaseException) -> str:
-    """What the first rank that failed says in an error of torch.distributed.checkpoint; raised if it has no memory."""
+    """What the first rank that failed says in an error of torch.distributed.checkpoint; raised if
+    it has no memory.
+    """
     failures = error.failures if isinstance(error, CheckpointException) else {}
     cause = next((failure for failure, _ in failures.values()), error)
     if out_of_memory(cause):

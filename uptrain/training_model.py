@@ -18,14 +18,20 @@ from gqa.corpus.likelihood import ChunkedHead, chunks, common_log_probabilities,
 from gqa.uptrain.dropout import has_jitter, turn_off_dropout
 
 Batch = dict[str, Tensor]
-# (rows (n, D) with gradient, their slice) -> (loss to minimise, numbers to report), both summed over the rows.
+# (rows (n, D) with gradient, their slice) -> (loss to minimise, numbers to report), both summed
+# over the rows.
 SliceLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 class TrainingModel(nn.Module):
-    """The model with its loss. The teacher, if any, is no submodule, so it is neither trained nor saved."""
+    """The model with its loss.
 
-    def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel | None, compile_model: bool = False) -> None:
+    The teacher, if any, is no submodule, so it is neither trained nor saved.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, teacher: PreTrainedModel | None, compile_model: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.dropout = turn_off_dropout(model)  # the rates that were not zero
@@ -37,7 +43,9 @@ class TrainingModel(nn.Module):
         set_layer_classes(self, classes & layer_classes(model))
 
     def train(self, mode: bool = True) -> TrainingModel:
-        """Set the mode of all modules, except that routers with random jitter stay in evaluation mode."""
+        """Set the mode of all modules, except that routers with random jitter stay in evaluation
+        mode.
+        """
         super().train(mode)
         for module in self._always_evaluated:
             module.training = False
@@ -48,8 +56,9 @@ class TrainingModel(nn.Module):
         self.model.tie_weights()
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
-        """`input_ids` (B, T), or for an encoder-decoder the encoder's inputs and `labels` (B, T) -> the loss summed
-        over predictions with a target, and the sums (predictions, nats, distillation) over them.
+        """`input_ids` (B, T), or for an encoder-decoder the encoder's inputs and `labels` (B, T) ->
+        the loss summed over predictions with a target, and the sums (predictions, nats,
+        distillation) over them.
         """
         inputs, targets = split_batch(batch)
         if "labels" in batch:
@@ -57,7 +66,8 @@ class TrainingModel(nn.Module):
         teacher = self._teacher
         hidden = self._head.hidden(**inputs).flatten(0, 1)
         shards = teacher.model if teacher and isinstance(teacher.model, FSDPModule) else None
-        if shards:  # gather the parameters outside of its layers until all slices have passed its head
+        # Gather the parameters outside of its layers until all slices have passed its head
+        if shards:
             shards.unshard()
         with torch.no_grad():
             teacher_hidden = teacher.hidden(**inputs).flatten(0, 1) if teacher else None
@@ -87,21 +97,26 @@ class TrainingModel(nn.Module):
 
 
 def split_batch(batch: Batch) -> tuple[Batch, Tensor]:
-    """The model's inputs, and the ids to predict (N,), -100 for none. `shift_right` makes a decoder's inputs from
-    `labels`.
+    """The model's inputs, and the ids to predict (N,), -100 for none.
+
+    `shift_right` makes a decoder's inputs from `labels`.
     """
     if "labels" in batch:
-        return {name: tensor for name, tensor in batch.items() if name != "labels"}, batch["labels"].flatten()
+        return {name: tensor for name, tensor in batch.items() if name != "labels"}, batch[
+            "labels"
+        ].flatten()
     ids = batch["input_ids"]
     return {"input_ids": ids[:, :-1]}, ids[:, 1:].flatten()
 
 
 def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
-    """Decoder inputs (B, T) for `labels`, as the class makes them: the first token (mBART's is the language), then all
-    labels but the last, with padding in place of -100.
+    """Decoder inputs (B, T) for `labels`, as the class makes them: the first token (mBART's is the
+    language), then all labels but the last, with padding in place of -100.
     """
     pad = model.config.pad_token_id
-    if (method := getattr(model, "prepare_decoder_input_ids_from_labels", None)) and pad is not None:
+    if (
+        method := getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    ) and pad is not None:
         shifted: Tensor = method(labels)
         return shifted
     ids = labels.roll(1, -1)  # e.g. M2M-100, which has the function but not the method
@@ -112,7 +127,12 @@ def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, loss: SliceLoss, vocabulary: int, differentiate: bool, rows: Tensor, *parameters: Tensor
+        ctx: Any,
+        loss: SliceLoss,
+        vocabulary: int,
+        differentiate: bool,
+        rows: Tensor,
+        *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
         total, report = rows.new_zeros((), dtype=torch.float32), None
         row_gradient = torch.empty_like(rows) if differentiate else None
@@ -125,7 +145,9 @@ class _ChunkedSum(torch.autograd.Function):
             report = numbers.detach() if report is None else report + numbers.detach()
             if row_gradient is not None:
                 with torch.autocast(rows.device.type, enabled=False):  # as in any backward pass
-                    row_gradient[piece], *gradients = torch.autograd.grad(value, [leaf, *parameters], allow_unused=True)
+                    row_gradient[piece], *gradients = torch.autograd.grad(
+                        value, [leaf, *parameters], allow_unused=True
+                    )
                 sums = [_add(before, part) for before, part in zip(sums, gradients, strict=True)]
         ctx.gradients = None if row_gradient is None else (row_gradient, sums)
         assert report is not None
@@ -134,9 +156,15 @@ class _ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        (rows, sums), ctx.gradients = ctx.gradients, None  # scaled in place below, so usable only once
+        # Scaled in place below, so usable only once
+        (rows, sums), ctx.gradients = ctx.gradients, None
         # In float32, as the slices are added; autograd casts the result.
-        return (None, None, None, *(None if part is None else part.float().mul_(upstream[0]) for part in (rows, *sums)))
+        return (
+            None,
+            None,
+            None,
+            *(None if part is None else part.float().mul_(upstream[0]) for part in (rows, *sums)),
+        )
 
 
 def _add(before: Tensor | None, part: Tensor | None) -> Tensor | None:
@@ -149,20 +177,26 @@ def _add(before: Tensor | None, part: Tensor | None) -> Tensor | None:
 def chunked_sum(
     loss: SliceLoss, vocabulary: int, rows: Tensor, parameters: Sequence[nn.Parameter]
 ) -> tuple[Tensor, Tensor]:
-    """Sum of `loss` over slices of (N, D) rows, differentiable (once) in the rows and in the head's `parameters`.
+    """Sum of `loss` over slices of (N, D) rows, differentiable (once) in the rows and in the head's
+    `parameters`.
 
     Return the sum and the summed numbers to report. All `parameters` need a gradient.
     """
     differentiate = torch.is_grad_enabled()
-    sums: tuple[Tensor, Tensor] = _ChunkedSum.apply(loss, vocabulary, differentiate, rows, *parameters)  # type: ignore[no-untyped-call]
+    sums: tuple[Tensor, Tensor] = _ChunkedSum.apply(
+        loss, vocabulary, differentiate, rows, *parameters
+    )  # type: ignore[no-untyped-call]
     return sums
 
 
-def next_token_loss(logits: Tensor, targets: Tensor, teacher: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The loss, summed: cross-entropy, or with a teacher distillation; and (sum of nats, sum of distillation).
+def next_token_loss(
+    logits: Tensor, targets: Tensor, teacher: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The loss, summed: cross-entropy, or with a teacher distillation; and (sum of nats, sum of
+    distillation).
 
-    Distillation is KL(teacher || student) (Hinton et al., arXiv 1503.02531, section 2), over the tokens that both have:
-    checkpoints of one tokenizer may be padded to different numbers of rows.
+    Distillation is KL(teacher || student) (Hinton et al., arXiv 1503.02531, section 2), over the
+    tokens that both have: checkpoints of one tokenizer may be padded to different numbers of rows.
 
     Args:
         logits: (n, V) of the student, any dtype; computed in float32.

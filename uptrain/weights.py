@@ -1,5 +1,5 @@
-"""The weights of a model in training: in shards (FSDP2: each process reads its rows of every weight, and none holds a
-whole model), and as they would be stored.
+"""The weights of a model in training: in shards (FSDP2: each process reads its rows of every
+weight, and none holds a whole model), and as they would be stored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.w
 
 
 def shard_model(training: TrainingModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
-    """Shard an empty model as accelerate does, and read the checkpoint into it. Raises the errors of `read_shards`."""
+    """Shard an empty model as accelerate does, and read the checkpoint into it.
+
+    Raises the errors of `read_shards`.
+    """
     plugin = accelerator.state.fsdp_plugin
     plugin.cpu_ram_efficient_loading = False  # it broadcasts whole weights from the first process
     fsdp2_prepare_model(accelerator, training)
@@ -37,8 +40,12 @@ def shard_model(training: TrainingModel, checkpoint: Checkpoint, accelerator: Ac
     _read(training.model, checkpoint, "cpu" if offloaded else str(accelerator.device))
 
 
-def shard_teacher(teacher: PreTrainedModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
-    """Shard a frozen model, which is gathered a layer at a time, and read the checkpoint into it."""
+def shard_teacher(
+    teacher: PreTrainedModel, checkpoint: Checkpoint, accelerator: Accelerator
+) -> None:
+    """Shard a frozen model, which is gathered a layer at a time,
+    and read the checkpoint into it.
+    """
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     classes = layer_classes(teacher)
     for module in [module for module in teacher.modules() if type(module).__name__ in classes]:
@@ -53,8 +60,8 @@ def _read(model: PreTrainedModel, checkpoint: Checkpoint, device: str) -> None:
 
 
 def prepare_model(accelerator: Accelerator, training: Any, optimizer: Any) -> tuple[Any, Any]:
-    """`accelerator.prepare`, which with FSDP2 maps parameters to shards by address; a shard without rows has none. Our
-    optimiser already has the shards, so only the rest is done here.
+    """`accelerator.prepare`, which with FSDP2 maps parameters to shards by address; a shard without
+    rows has none. Our optimiser already has the shards, so only the rest is done here.
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare(training, optimizer)  # type: ignore[no-any-return]
@@ -70,16 +77,23 @@ def trained_bytes(model: PreTrainedModel, checkpoint: Checkpoint) -> int:
         for name, parts in adapter_parts(parameters).items()
         if any(parameters[part].requires_grad for part in parts)
     }
-    changed = [stored for stored, (_, names) in sources(model).items() if trained.intersection(names)]
-    return sum(checkpoint.tensors[stored].nbytes for stored in changed if stored in checkpoint.tensors)
+    changed = [
+        stored for stored, (_, names) in sources(model).items() if trained.intersection(names)
+    ]
+    return sum(
+        checkpoint.tensors[stored].nbytes for stored in changed if stored in checkpoint.tensors
+    )
 
 
 def gather(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole weights in the host's memory of the first process, gathered one at a time; nothing in the others."""
+    """Whole weights in the host's memory of the first process, gathered one at a time; nothing in
+    the others.
+    """
     whole = {}
     for name, tensor in weights.items():
         full = tensor
-        if isinstance(tensor, DTensor):  # on the device of the mesh: offloaded shards cannot be gathered on the host
+        # On the device of the mesh: offloaded shards cannot be gathered on the host
+        if isinstance(tensor, DTensor):
             full = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
         if ranks().is_main_process:
             whole[name] = full.cpu()
@@ -93,10 +107,13 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[None]:
-    """Give the model, within the block, the weights that would be stored: adapters merged, and trained parameters
-    rounded to the dtype of the checkpoint. The training weights wait in the host's memory.
+    """Give the model, within the block, the weights that would be stored: adapters merged, and
+    trained parameters rounded to the dtype of the checkpoint. The training weights wait in the
+    host's memory.
     """
-    specs = ((checkpoint.tensors.get(stored), names) for stored, (_, names) in sources(model).items())
+    specs = (
+        (checkpoint.tensors.get(stored), names) for stored, (_, names) in sources(model).items()
+    )
     dtypes = {name: spec.dtype for spec, names in specs if spec for name in names}
     parameters, before = dict(model.named_parameters()), dict[str, Tensor]()
     try:
@@ -107,7 +124,9 @@ def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[N
                     continue
                 for part in (base, *adapter[1:]):
                     before[part] = local_shard(parameters[part]).to("cpu", copy=True)
-                weight.copy_(stored_as(merge_adapter(weight, *(parameters[part] for part in adapter)), dtype))
+                weight.copy_(
+                    stored_as(merge_adapter(weight, *(parameters[part] for part in adapter)), dtype)
+                )
                 for up in adapter[1:]:
                     parameters[up].zero_()
         yield
@@ -123,14 +142,18 @@ def adapter_parts(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         path, base, tail = name.rpartition(_BASE)
         if base:
-            parts[f"{path}.{tail}"] = [name, path + _DOWN, path + _UP] if tail == "weight" else [name]
+            parts[f"{path}.{tail}"] = (
+                [name, path + _DOWN, path + _UP] if tail == "weight" else [name]
+            )
         elif ".lora_" not in name:
             parts[name] = [name]
     return parts
 
 
 def merge_adapter(weight: Tensor, *adapter: Tensor) -> Tensor:
-    """W + LORA_ALPHA / r x B A: (out, in) weight; the adapter, if there is one: (r, in) A, (out, r) B."""
+    """W + LORA_ALPHA / r x B A: (out, in) weight; the adapter, if there is one: (r, in) A, (out, r)
+    B.
+    """
     if not adapter:
         return weight
     down, up = adapter
@@ -138,9 +161,17 @@ def merge_adapter(weight: Tensor, *adapter: Tensor) -> Tensor:
 
 
 def merge_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Merge the adapters of a state dict into its weights, which get their plain names. Raises OutputError."""
-    plain = {name: merge_adapter(*(weights[part] for part in parts)) for name, parts in adapter_parts(weights).items()}
+    """Merge the adapters of a state dict into its weights, which get their plain names.
+
+    Raises OutputError.
+    """
+    plain = {
+        name: merge_adapter(*(weights[part] for part in parts))
+        for name, parts in adapter_parts(weights).items()
+    }
     for name, parts in adapter_parts(weights).items():
         if len(parts) > 1 and not bool(plain[name].isfinite().all()):
-            raise OutputError(f"the adapter of {name.rpartition('.')[0]} is not finite; nothing was written")
+            raise OutputError(
+                f"the adapter of {name.rpartition('.')[0]} is not finite; nothing was written"
+            )
     return plain

@@ -1,11 +1,11 @@
 # Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0).
-"""GPT-2, OPT, T5, BART and their like (mT5, mBART, Marian, Pegasus, M2M-100) with grouped-query attention (arXiv
-2305.13245): `num_key_value_heads` key/value heads, each read by a group of query heads. Of encoder-decoders the
-decoder's self- and cross-attention have them.
+"""GPT-2, OPT, T5, BART and their like (mT5, mBART, Marian, Pegasus, M2M-100) with grouped-query
+attention (arXiv 2305.13245): `num_key_value_heads` key/value heads, each read by a group of query
+heads. Of encoder-decoders the decoder's self- and cross-attention have them.
 
-Everything is transformers' own but the size of the key and value projections. Relative positions are those of the query
-heads. Each class is named `GQA` and the name of the class of transformers that it extends, as
-GQAT5ForConditionalGeneration; `__getattr__` makes it.
+Everything is transformers' own but the size of the key and value projections. Relative positions
+are those of the query heads. Each class is named `GQA` and the name of the class of transformers
+that it extends, as GQAT5ForConditionalGeneration; `__getattr__` makes it.
 """
 
 from collections.abc import Callable
@@ -40,23 +40,31 @@ class GroupedConfig(PreTrainedConfig):
         self.num_key_value_heads = self.num_key_value_heads or query_heads
 
 
-def eager_attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The source's function of this name, with key/value heads (B, G, S, d) repeated for the query heads (B, H, T, d).
-    The other attention functions of transformers repeat them.
+def eager_attention_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """The source's function of this name, with key/value heads (B, G, S, d) repeated for the query
+    heads (B, H, T, d). The other attention functions of transformers repeat them.
     """
-    key, value = (heads.repeat_interleave(module.num_key_value_groups, dim=1) for heads in (key, value))
+    key, value = (
+        heads.repeat_interleave(module.num_key_value_groups, dim=1) for heads in (key, value)
+    )
     return module.source_eager(module, query, key, value, *args, **kwargs)
 
 
 class GroupedAttention(nn.Module):
     """Mixin for attention modules: G key/value heads. The cache holds G heads too."""
 
-    source_eager = staticmethod(t5.eager_attention_forward)  # BART's is the same without position bias
+    # BART's is the same without position bias
+    source_eager = staticmethod(t5.eager_attention_forward)
 
     def set_kv_heads(self: Any, kv_heads: int) -> None:
         """Replace the key and value projections by new ones of `kv_heads` heads."""
         if self.num_heads % kv_heads:
-            raise ValueError(f"num_key_value_heads {kv_heads} does not divide the {self.num_heads} attention heads")
+            raise ValueError(
+                f"num_key_value_heads {kv_heads} does not divide the {self.num_heads} attention "
+                "heads"
+            )
         self.num_key_value_groups = self.num_heads // kv_heads
         for name, full in list(self.named_children()):
             if name in ("k", "v", "k_proj", "v_proj"):
@@ -68,8 +76,12 @@ class GroupedAttention(nn.Module):
         heads: Tensor = states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads
 
-    def keys_and_values(self: Any, project: Callable[[], tuple[Tensor, Tensor]], cache: Any, cross: bool) -> Any:
-        """Keys and values (B, G, S, d): as `project` computes them, (B, S, G * d), and those that the cache holds."""
+    def keys_and_values(
+        self: Any, project: Callable[[], tuple[Tensor, Tensor]], cache: Any, cross: bool
+    ) -> Any:
+        """Keys and values (B, G, S, d): as `project` computes them, (B, S, G * d), and those that
+        the cache holds.
+        """
         filled = None  # by layer, whether the cache holds the encoder's keys and values
         if isinstance(cache, EncoderDecoderCache):
             filled = cache.is_updated if cross else None
@@ -81,17 +93,30 @@ class GroupedAttention(nn.Module):
             filled[self.layer_idx] = True
         return heads if cache is None else cache.update(*heads, self.layer_idx)
 
-    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-        """Output (B, T, H * d), and the weights (B, H, T, S) where the attention function returns them."""
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+    def attend(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        """Output (B, T, H * d), and the weights (B, H, T, S) where the attention function returns
+        them.
+        """
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
         dropout, scaling = self.dropout if self.training else 0.0, self.scaling
-        output, weights = attention(self, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+        output, weights = attention(
+            self, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        )
         return output.flatten(2), weights
 
 
 # transformers finds attention modules by its own classes, whose forward passes are the same.
 class GroupedBartAttention(
-    GroupedAttention, BartAttention, M2M100Attention, MarianAttention, MBartAttention, PegasusAttention
+    GroupedAttention,
+    BartAttention,
+    M2M100Attention,
+    MarianAttention,
+    MBartAttention,
+    PegasusAttention,
 ):
     def forward(
         self: Any,
@@ -102,10 +127,14 @@ class GroupedBartAttention(
         cache: Any = None,  # the name of past_key_values since transformers 5.24
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, T, D), and for cross-attention the encoder's (B, S, D) -> (B, T, D) and the weights (B, H, T, S)."""
+        """(B, T, D), and for cross-attention the encoder's (B, S, D) -> (B, T, D) and the weights
+        (B, H, T, S).
+        """
         cache, cross = past_key_values if cache is None else cache, key_value_states is not None
         states = key_value_states if cross else hidden_states
-        key, value = self.keys_and_values(lambda: (self.k_proj(states), self.v_proj(states)), cache, cross)
+        key, value = self.keys_and_values(
+            lambda: (self.k_proj(states), self.v_proj(states)), cache, cross
+        )
         query = self.split_heads(self.q_proj(hidden_states))
         output, weights = self.attend(query, key, value, attention_mask, **kwargs)
         return self.out_proj(output), weights
@@ -136,7 +165,9 @@ class GroupedGPT2Attention(GroupedAttention, gpt2.GPT2Attention):
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, T, D) -> (B, T, D), and the weights (B, H, T, S) where the attention function returns them."""
+        """(B, T, D) -> (B, T, D), and the weights (B, H, T, S) where the attention function returns
+        them.
+        """
         query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
         cache = past_key_values if cache is None else cache
         key, value = self.keys_and_values(lambda: (key, value), cache, cross=False)
@@ -167,17 +198,22 @@ class GroupedT5Attention(GroupedAttention, t5.T5Attention, MT5Attention):
         query = self.split_heads(self.q(hidden_states))
         cache, cross = past_key_values if cache is None else cache, key_value_states is not None
         past: Any = 0 if cache is None else cache.get_seq_length(self.layer_idx)
-        past = past.clone() if isinstance(past, Tensor) else past  # a static cache adds to it in place
+        # A static cache adds to it in place
+        past = past.clone() if isinstance(past, Tensor) else past
         states = key_value_states if cross else hidden_states
         key, value = self.keys_and_values(lambda: (self.k(states), self.v(states)), cache, cross)
         if position_bias is None and self.has_relative_attention_bias:
-            position_bias = self.compute_bias(query.shape[2], key.shape[2], device=query.device, past_seen_tokens=past)
+            position_bias = self.compute_bias(
+                query.shape[2], key.shape[2], device=query.device, past_seen_tokens=past
+            )
         elif position_bias is None:
             shape = 1, self.n_heads, query.shape[2], key.shape[2]
             position_bias = torch.zeros(shape, device=query.device, dtype=query.dtype)
             if self.gradient_checkpointing and self.training:
                 position_bias.requires_grad = True
-        output, weights = self.attend(query, key, value, mask, position_bias=position_bias, **kwargs)
+        output, weights = self.attend(
+            query, key, value, mask, position_bias=position_bias, **kwargs
+        )
         return self.o(output), position_bias, weights
 
 
@@ -191,7 +227,12 @@ class Grouped(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         for name, module in list(self.named_modules()):
             grouped = next((cls for cls in CLASSES if issubclass(cls, type(module))), None)
-            if grouped and getattr(module, "is_decoder", True) and not name.endswith("crossattention"):  # of GPT-2
+            # Of GPT-2
+            if (
+                grouped
+                and getattr(module, "is_decoder", True)
+                and not name.endswith("crossattention")
+            ):
                 module.__class__ = grouped
                 module.set_kv_heads(config.num_key_value_heads)
         self.post_init()
@@ -208,6 +249,9 @@ def __getattr__(name: str) -> Any:
         bases, members["model_type"] = (source, GroupedConfig), f"gqa_{source.model_type}"
     else:
         config = f"GQA{source.config_class.__name__}"
-        bases, members["config_class"] = (Grouped, source), globals().get(config) or __getattr__(config)
+        bases, members["config_class"] = (
+            (Grouped, source),
+            globals().get(config) or __getattr__(config),
+        )
     globals()[name] = type(name, bases, members)
     return globals()[name]

@@ -1,10 +1,11 @@
 # Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0).
-"""Llama and models like it with another number of key/value heads in each layer (grouped-query attention, arXiv
-2305.13245): as `per_layer_config` says. Layers that it does not name have `num_key_value_heads`.
+"""Llama and models like it with another number of key/value heads in each layer (grouped-query
+attention, arXiv 2305.13245): as `per_layer_config` says. Layers that it does not name have
+`num_key_value_heads`.
 
-Everything is transformers' own but these numbers. Each class is named `GQA` and the name of the class of transformers
-that it extends, as GQAQwen2ForCausalLM; `__getattr__` makes it. Only Llama's language model is called
-DeciLMForCausalLM: vLLM and llama.cpp know it by that name.
+Everything is transformers' own but these numbers. Each class is named `GQA` and the name of the
+class of transformers that it extends, as GQAQwen2ForCausalLM; `__getattr__` makes it. Only Llama's
+language model is called DeciLMForCausalLM: vLLM and llama.cpp know it by that name.
 """
 
 from types import SimpleNamespace
@@ -24,22 +25,29 @@ class ByLayer(PreTrainedModel):
         config.per_layer_config = layers
         for index, layer in enumerate(self.base_model.layers):
             layer.self_attn = type(layer.self_attn)(config.per_layer_config[index], index)
-            layer.self_attn.config = config  # which names the attention function, also when that is changed
+            # Which names the attention function, also when that is changed
+            layer.self_attn.config = config
         self.post_init()
 
 
 class GQALlamaConfig(LlamaConfig):
-    """Llama's config under a model type of its own: Llama's classes would build all layers alike."""
+    """Llama's config under a model type of its own: Llama's classes would build all layers
+    alike.
+    """
 
     model_type = "gqa_llama"
 
     @property
     def block_configs(self) -> list[SimpleNamespace]:
-        """The layers as vLLM reads those of a DeciLM: query heads for each key/value head, and the MLP's width."""
+        """The layers as vLLM reads those of a DeciLM: query heads for each key/value head, and the
+        MLP's width.
+        """
         heads, width = self.num_attention_heads, self.intermediate_size
         return [
             SimpleNamespace(
-                attention=SimpleNamespace(no_op=False, n_heads_in_group=heads // layer.num_key_value_heads),
+                attention=SimpleNamespace(
+                    no_op=False, n_heads_in_group=heads // layer.num_key_value_heads
+                ),
                 ffn=SimpleNamespace(no_op=False, intermediate_size=width),
             )
             for layer in self.per_layer_config
@@ -61,6 +69,9 @@ def __getattr__(name: str) -> Any:
         bases, members["model_type"] = (source,), f"gqa_{source.model_type}"
     else:
         config = f"GQA{source.config_class.__name__}"
-        bases, members["config_class"] = (ByLayer, source), globals().get(config) or __getattr__(config)
+        bases, members["config_class"] = (
+            (ByLayer, source),
+            globals().get(config) or __getattr__(config),
+        )
     globals()[name] = type(name, bases, members)
     return globals()[name]

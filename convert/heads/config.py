@@ -1,11 +1,13 @@
-"""config.json: find the head counts and their effective values, edit them minimally, and compute the size of the KV
-cache.
+"""config.json: find the head counts and their effective values, edit them minimally, and compute
+the size of the KV cache.
 
-The file is read through transformers' config classes (absent keys have class defaults: 32 heads for LLaVA's text part)
-but edited as plain JSON, since transformers 5 writes configs that version 4 misreads.
+The file is read through transformers' config classes (absent keys have class defaults: 32 heads for
+LLaVA's text part) but edited as plain JSON, since transformers 5 writes configs that version 4
+misreads.
 
-bytes of a cache = sum over layers of heads x (key dim + value dim) x tokens x bytes per number; a sliding-window layer
-caches at most its window. In an encoder-decoder, self-attention caches target tokens, cross-attention source tokens.
+bytes of a cache = sum over layers of heads x (key dim + value dim) x tokens x bytes per number; a
+sliding-window layer caches at most its window. In an encoder-decoder, self-attention caches target
+tokens, cross-attention source tokens.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ class ModelConfig:
         return self.family.not_layerwise.get(listed_as(self.text.model_type))
 
     def heads(self, layer: int) -> LayerHeads:
-        """Heads of one layer; layers beyond the last (multi-token prediction) have those of the main type."""
+        """Heads of one layer; layers beyond the last (multi-token prediction) have those of the
+        main type.
+        """
         return self.family.heads(self.text, layer) if layer < self.layers else self.main
 
     def shares_kv(self, layer: int) -> bool:
@@ -73,9 +77,13 @@ class ModelConfig:
 
     @cached_property
     def main(self) -> LayerHeads:
-        """Heads of the main layer type, to which `--groups` refers: the config's counts without per-layer overrides."""
+        """Heads of the main layer type, to which `--groups` refers: the config's counts without
+        per-layer overrides.
+        """
         counts = [self.family.heads(self.text, layer) for layer in range(self.layers)]
-        stated = self.text.to_dict().get("num_key_value_heads") if self.family.edits is None else None
+        stated = (
+            self.text.to_dict().get("num_key_value_heads") if self.family.edits is None else None
+        )
         return next((h for h in counts if h.kv == stated), counts[0])
 
     @property
@@ -88,8 +96,9 @@ class ModelConfig:
 
 
 def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
-    """Find the family and the owner of the head counts, and check what is computed with. Raises RefusedError with the
-    reason.
+    """Find the family and the owner of the head counts, and check what is computed with.
+
+    Raises RefusedError with the reason.
     """
     config = find_text(raw, name)
     _check(config, name)
@@ -97,7 +106,9 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
 
 
 def check_config(raw: dict[str, Any], name: str) -> None:
-    """Raise CorruptError for a config with which nothing can be computed; model types that cannot be converted pass."""
+    """Raise CorruptError for a config with which nothing can be computed; model types that cannot
+    be converted pass.
+    """
     try:
         read_config(raw, name)
     except CorruptError:
@@ -121,18 +132,25 @@ def find_text(raw: dict[str, Any], name: str) -> ModelConfig:
     if family is None:
         known = listing((t for f in FAMILIES for t in f.symmetries), 8)
         raise RefusedError(
-            f"{name} is of model type {model_type}, which is not supported ({known}; see docs/models.md)"
+            f"{name} is of model type {model_type}, which is not supported ({known}; "
+            "see "
+            "docs/models.md)"
         )
     owner = path if _descend(raw, path) is not None else ()
     return ModelConfig(raw, owner, text, family)
 
 
 def read_top(raw: dict[str, Any], name: str) -> Any:
-    """transformers' config object of the whole model; no code of a checkpoint is imported. Raises RefusedError."""
+    """transformers' config object of the whole model; no code of a checkpoint is imported.
+
+    Raises RefusedError.
+    """
     check_numbers(raw, name)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
-        raise CorruptError(f"{name}: config.json has no model_type; docs/models.md lists what is supported")
+        raise CorruptError(
+            f"{name}: config.json has no model_type; docs/models.md lists what is supported"
+        )
     refuse_model_type(model_type, None, name)
     if config_class(model_type) is None:
         remote = " (its classes come with the checkpoint: auto_map)" if "auto_map" in raw else ""
@@ -146,17 +164,24 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
         entry = culprit(raw, transformers_config)
         cause = f" because of {entry}" if entry else ""
         raise EntryError(
-            f"{name}: transformers cannot read config.json as {model_type}{cause}: {explain(error)}; correct it"
+            f"{name}: transformers cannot read config.json as {model_type}{cause}: "
+            f"{explain(error)}; "
+            "correct "
+            "it"
         ) from error
 
 
 def _check(config: ModelConfig, name: str) -> None:
-    """Raise CorruptError for values that config classes accept, and with which nothing can be computed: impossible
-    numbers of layers or heads, and values of another kind in an entry that this package reads.
+    """Raise CorruptError for values that config classes accept, and with which nothing can be
+    computed: impossible numbers of layers or heads, and values of another kind in an entry that
+    this package reads.
     """
     layers = getattr(config.text, config.family.layers)
     if type(layers) is not int or not 0 < layers <= MAX_COUNT:
-        raise CorruptError(f"{name}: config.json has {layers or 'no'} layers, 1 to {MAX_COUNT} are allowed; correct it")
+        raise CorruptError(
+            f"{name}: config.json has {layers or 'no'} layers, 1 to {MAX_COUNT} are allowed; "
+            "correct it"
+        )
 
     for key, (allows, allowed) in _ENTRIES.items():
         value = getattr(config.text, key, None)
@@ -164,7 +189,12 @@ def _check(config: ModelConfig, name: str) -> None:
             raise wrong(name, key, value, f"{allowed} is allowed")
     shared = getattr(config.text, "num_kv_shared_layers", None) or 0
     if shared >= layers:
-        raise wrong(name, "num_kv_shared_layers", shared, f"a number below that of the layers, {layers}, is allowed")
+        raise wrong(
+            name,
+            "num_kv_shared_layers",
+            shared,
+            f"a number below that of the layers, {layers}, is allowed",
+        )
 
     try:
         heads = {config.heads(layer) for layer in range(layers)}
@@ -172,7 +202,9 @@ def _check(config: ModelConfig, name: str) -> None:
         entry = culprit(config.raw, _read_heads)
         cause = f" because of {entry}" if entry else ""
         raise EntryError(
-            f"{name}: the head counts in config.json make no sense{cause}: {explain(error)}; correct them"
+            f"{name}: the head counts in config.json make no sense{cause}: {explain(error)}; "
+            "correct "
+            "them"
         ) from error
     _check_heads(heads, name)
 
@@ -180,7 +212,9 @@ def _check(config: ModelConfig, name: str) -> None:
         _read_rotary(config)
     except _SENSELESS as error:
         value, reason = getattr(config.text, "rope_parameters", None), explain(error)
-        raise wrong(name, "rope_parameters", value, f"of which no rotary embedding is made ({reason})") from error
+        raise wrong(
+            name, "rope_parameters", value, f"of which no rotary embedding is made ({reason})"
+        ) from error
 
 
 # What arithmetic on values of another kind raises.
@@ -203,13 +237,20 @@ def _is_factor(value: Any) -> bool:
     return is_number(value) and value > 0
 
 
-# Entries of the text part's config that this package computes with, where they are set: what they may be.
+# Entries of the text part's config that this package computes with, where they are set: what they
+# may be.
 _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hidden_size": (lambda value: type(value) is int and value > 0, "a positive integer"),
     "vocab_size": (lambda value: type(value) is int and value > 0, "a positive integer"),
-    "max_position_embeddings": (lambda value: type(value) is int and value > 0, "a positive integer"),
+    "max_position_embeddings": (
+        lambda value: type(value) is int and value > 0,
+        "a positive integer",
+    ),
     # 0, -1 and false stand for none.
-    "sliding_window": (lambda value: value is False or (type(value) is int and value >= -1), "a number of tokens"),
+    "sliding_window": (
+        lambda value: value is False or (type(value) is int and value >= -1),
+        "a number of tokens",
+    ),
     "attention_chunk_size": (_is_count, "a number of tokens"),
     "num_kv_shared_layers": (_is_count, "a number of layers"),
     "layer_types": (_is_names, "a list of names"),
@@ -227,7 +268,10 @@ def _read_heads(raw: dict[str, Any]) -> object:
 
 
 def _read_rotary(config: ModelConfig) -> None:
-    """Make the rotary embedding of each kind of layer. Raises whatever values of the config cause."""
+    """Make the rotary embedding of each kind of layer.
+
+    Raises whatever values of the config cause.
+    """
     symmetry = config.symmetry
     if not isinstance(symmetry, Symmetry):
         return
@@ -244,21 +288,30 @@ def _read_rotary(config: ModelConfig) -> None:
 def _check_heads(heads: Iterable[LayerHeads], name: str) -> None:
     """Raise CorruptError for numbers of heads that do not go together."""
     for h in heads:
-        if not all(type(n) is int and n > 0 for n in (h.query, h.kv, h.key_dim, h.value_dim)) or h.query % h.kv:
+        if (
+            not all(type(n) is int and n > 0 for n in (h.query, h.kv, h.key_dim, h.value_dim))
+            or h.query % h.kv
+        ):
             raise CorruptError(
-                f"{name}: config.json asks for {h.query} query and {h.kv} key/value heads of dimension {h.key_dim}; "
+                f"{name}: config.json asks for {h.query} query and {h.kv} key/value heads of "
+                f"dimension {h.key_dim}; "
                 "natural numbers are allowed, the second a divisor of the first"
             )
         if max(h.key_dim, h.value_dim) > MAX_DIM:  # a list of each dimension's frequency is made
             raise CorruptError(
-                f"{name}: config.json asks for heads of dimension {max(h.key_dim, h.value_dim)}, at most {MAX_DIM} is "
+                f"{name}: config.json asks for heads of dimension {max(h.key_dim, h.value_dim)}, "
+                f"at most {MAX_DIM} is "
                 "allowed; correct it"
             )
 
 
 def refuse_model_type(model_type: str, text: Any, name: str) -> None:
-    """Raise for architectures known not to be convertible, with the reason and what to do instead."""
-    reason = REFUSED.get(model_type) or (REFUSED["deepseek_v3"] if getattr(text, "kv_lora_rank", None) else None)
+    """Raise for architectures known not to be convertible, with the reason and what to do
+    instead.
+    """
+    reason = REFUSED.get(model_type) or (
+        REFUSED["deepseek_v3"] if getattr(text, "kv_lora_rank", None) else None
+    )
     if reason:
         advice = "" if "; " in reason else "; docs/models.md lists what can be converted"
         raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}{advice}")
@@ -271,14 +324,27 @@ def valid_groups(config: ModelConfig) -> list[int]:
 
     def fits(heads: LayerHeads, groups: int) -> bool:
         kv, rest = divmod(heads.kv * groups, main.kv)
-        return bool(kv and not rest and heads.query % kv == 0 and (heads.kv % kv == 0 or kv % heads.kv == 0))
+        return bool(
+            kv and not rest and heads.query % kv == 0 and (heads.kv % kv == 0 or kv % heads.kv == 0)
+        )
 
-    possible = (groups for groups in range(1, main.query + 1) if all(fits(heads, groups) for heads in layers))
-    return [groups for groups in possible if groups == main.kv or _new_counts(config, {}, groups) is not None]
+    possible = (
+        groups
+        for groups in range(1, main.query + 1)
+        if all(fits(heads, groups) for heads in layers)
+    )
+    return [
+        groups
+        for groups in possible
+        if groups == main.kv or _new_counts(config, {}, groups) is not None
+    ]
 
 
 def target_heads(config: ModelConfig, layer: int, groups: Groups) -> LayerHeads:
-    """Heads of a layer after the conversion. A single G keeps the ratio of KV heads between layer types."""
+    """Heads of a layer after the conversion.
+
+    A single G keeps the ratio of KV heads between layer types.
+    """
     heads = config.heads(layer)
     if isinstance(groups, int):
         return replace(heads, kv=heads.kv * groups // config.main.kv)
@@ -286,10 +352,15 @@ def target_heads(config: ModelConfig, layer: int, groups: Groups) -> LayerHeads:
 
 
 def edit_config(
-    config: ModelConfig, groups: Groups, name: str, dtype: str | None = None, quantised: bool = False
+    config: ModelConfig,
+    groups: Groups,
+    name: str,
+    dtype: str | None = None,
+    quantised: bool = False,
 ) -> tuple[ModelConfig, list[dict[str, Any]]]:
-    """The new config, read back through transformers and checked, and its changes: dictionaries of a `key`, dotted from
-    the top of config.json, and its values `before` and `after`. Keys of quantisation go unless tensors are `quantised`.
+    """The new config, read back through transformers and checked, and its changes: dictionaries of
+    a `key`, dotted from the top of config.json, and its values `before` and `after`. Keys of
+    quantisation go unless tensors are `quantised`.
     """
     raw = copy.deepcopy(config.raw) if quantised else without_quantisation(config.raw)
     for part in parts(raw) if dtype else ():
@@ -306,11 +377,18 @@ def edit_config(
             raw[key] = value  # some larger models state the counts of their text part twice
     for override in (owner.get("per_layer_config") or {}).values():
         if override.get("num_key_value_heads") is not None:
-            override["num_key_value_heads"] = override["num_key_value_heads"] * most // config.main.kv
+            override["num_key_value_heads"] = (
+                override["num_key_value_heads"] * most // config.main.kv
+            )
     if isinstance(groups, tuple):
-        fewer = {str(layer): {"num_key_value_heads": kept} for layer, kept in enumerate(groups) if kept < most}
+        fewer = {
+            str(layer): {"num_key_value_heads": kept}
+            for layer, kept in enumerate(groups)
+            if kept < most
+        }
         owner["per_layer_config"] = fewer
-    if loads_as_decilm(config.text.model_type):  # llama.cpp's converter reads nothing but config.json
+    # llama.cpp's converter reads nothing but config.json
+    if loads_as_decilm(config.text.model_type):
         counts = [target_heads(config, layer, groups).kv for layer in range(config.layers)]
         owner["num_key_value_heads_per_layer"] = counts
     again = read_config(raw, name)
@@ -318,19 +396,24 @@ def edit_config(
         actual, expected = again.heads(layer), target_heads(config, layer, groups)
         if actual != expected:
             raise RefusedError(
-                f"{name}: transformers reads {actual.kv} KV heads in layer {layer} from the edited config, "
+                f"{name}: transformers reads {actual.kv} KV heads in layer {layer} from the "
+                "edited config, "
                 f"{expected.kv} were expected; please report this config"
             )
     return again, list(_difference("", config.raw, raw))
 
 
 def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edits | None:
-    """New values by dotted key below the owner of the head counts; None if `groups` heads are impossible."""
+    """New values by dotted key below the owner of the head counts; None if `groups` heads are
+    impossible.
+    """
     if config.family.edits is not None:
         return config.family.edits(groups, config.main, config.text)
     first, *rest = config.family.kv_fields
     return {first: groups} | {
-        key: owner[key] * groups // config.main.kv for key in rest if isinstance(owner.get(key), int)
+        key: owner[key] * groups // config.main.kv
+        for key in rest
+        if isinstance(owner.get(key), int)
     }
 
 
@@ -338,13 +421,17 @@ def _difference(prefix: str, before: Any, after: Any) -> Iterator[dict[str, Any]
     if isinstance(before, dict) and isinstance(after, dict):
         for key in after | before:
             if (key in before) != (key in after) or before[key] != after[key]:
-                yield from _difference(f"{prefix}.{key}" if prefix else key, before.get(key), after.get(key))
+                yield from _difference(
+                    f"{prefix}.{key}" if prefix else key, before.get(key), after.get(key)
+                )
     else:
         yield {"key": prefix, "before": before, "after": after}
 
 
 def without_quantisation(raw: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a config, and of every config inside it, without the keys that say how weights are quantised."""
+    """A copy of a config, and of every config inside it, without the keys that say how weights are
+    quantised.
+    """
     copied = copy.deepcopy(raw)
     for part in parts(copied):
         for key in QUANTISATION & part.keys():
@@ -360,17 +447,21 @@ def _descend(raw: Any, path: tuple[str, ...]) -> Any:
 
 
 def transformers_config(raw: dict[str, Any]) -> Any:
-    """The config object of a config.json of a model type that transformers has, or that is ours, without the entries
-    that say how the model is run (`RUN_FLAGS`).
+    """The config object of a config.json of a model type that transformers has, or that is ours,
+    without the entries that say how the model is run (`RUN_FLAGS`).
     """
     return copy.deepcopy(_read(json.dumps(without_run_flags(raw))))  # callers may change it
 
 
 @lru_cache(maxsize=8)
 def _read(text: str) -> Any:
-    """Cached, since a conversion needs the same config several times and transformers reads it slowly."""
+    """Cached, since a conversion needs the same config several times and transformers reads it
+    slowly.
+    """
     # transformers writes infinities, which JSON lacks, as `{"__float__": "Infinity"}`.
-    raw = json.loads(text, object_hook=lambda part: float(part["__float__"]) if "__float__" in part else part)
+    raw = json.loads(
+        text, object_hook=lambda part: float(part["__float__"]) if "__float__" in part else part
+    )
     with quiet_transformers():
         config = config_class(raw["model_type"]).from_dict(raw)
         config.to_dict()  # raises for values that it accepted but cannot write
@@ -379,12 +470,16 @@ def _read(text: str) -> Any:
 
 def groups_per_head(dim: int) -> int:
     """Number of equal quantisation groups in a head's key or value of `dim` numbers."""
-    return next(count for count in range(-(-dim // QUANTISATION_GROUP), dim + 1) if dim % count == 0)
+    return next(
+        count for count in range(-(-dim // QUANTISATION_GROUP), dim + 1) if dim % count == 0
+    )
 
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """KV heads of one layer, dimensions of a key and of a value per head, and the window, if any."""
+    """KV heads of one layer, dimensions of a key and of a value per head, and the window,
+    if any.
+    """
 
     heads: int
     key_dim: int
@@ -392,16 +487,22 @@ class CachedLayer:
     window: int | None
 
     def bytes_per_token(self, number: int, bits: int | None) -> int:
-        """Bytes of all heads for one token, with `number` bytes per number or quantised to `bits`."""
+        """Bytes of all heads for one token, with `number` bytes per number or quantised to
+        `bits`.
+        """
         dims = self.key_dim, self.value_dim
         if bits is None:
             return self.heads * sum(dims) * number
-        return self.heads * sum(-(-dim * bits // 8) + SCALE_BYTES * groups_per_head(dim) for dim in dims)
+        return self.heads * sum(
+            -(-dim * bits // 8) + SCALE_BYTES * groups_per_head(dim) for dim in dims
+        )
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """`cross`: whether each layer has cross-attention too, which caches the keys and values of the source."""
+    """`cross`: whether each layer has cross-attention too, which caches the keys and values of the
+    source.
+    """
 
     layers: tuple[CachedLayer, ...]
     bytes_per_number: int
@@ -420,8 +521,13 @@ class KVCache:
         return self.bytes_per_token if self.cross else 0
 
     def bytes_at(self, tokens: int) -> int:
-        """Bytes for a sequence of `tokens`; an encoder-decoder also caches as many of the source."""
-        sizes = ((layer.bytes_per_token(self.bytes_per_number, self.bits), layer.window) for layer in self.layers)
+        """Bytes for a sequence of `tokens`; an encoder-decoder also caches as many of the
+        source.
+        """
+        sizes = (
+            (layer.bytes_per_token(self.bytes_per_number, self.bits), layer.window)
+            for layer in self.layers
+        )
         written = sum(size * min(tokens, window or tokens) for size, window in sizes)
         return written + self.cross_bytes_per_token * tokens
 
@@ -432,7 +538,9 @@ def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache
     block_types = getattr(text, "layers_block_type", None) or []
     if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
         numbers = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
-    crosses = bool(config.family.cross_attention) and transformers_config(config.raw).is_encoder_decoder
+    crosses = (
+        bool(config.family.cross_attention) and transformers_config(config.raw).is_encoder_decoder
+    )
     layers = []
     for layer in sorted(layer for layer in numbers if not config.shares_kv(layer)):
         heads = config.heads(layer)

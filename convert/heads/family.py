@@ -1,22 +1,25 @@
-"""How an architecture stores and counts its attention heads, and how they can be changed without changing the model.
+"""How an architecture stores and counts its attention heads, and how they can be changed without
+changing the model.
 
       MHA  G = H            GQA  1 < G < H          MQA  G = 1
     q q q q q q q q       q q q q q q q q       q q q q q q q q      query head i reads KV head
     | | | | | | | |        \\| |/   \\| |/         \\ \\ \\| |/ / /       i // (H // G): contiguous
     k k k k k k k k         k       k                 k              groups, in every runtime
 
-A layout splits a stored tensor into its heads and joins heads to a tensor: `join` is the inverse of `split`, also for
-heads that were merged or repeated in between. On a meta tensor it yields the new shape, so the plan cannot differ from
-the rewrite. Shape letters: H query heads, Hk key/value heads before, G after, d head dimension, D hidden size.
+A layout splits a stored tensor into its heads and joins heads to a tensor: `join` is the inverse of
+`split`, also for heads that were merged or repeated in between. On a meta tensor it yields the new
+shape, so the plan cannot differ from the rewrite. Shape letters: H query heads, Hk key/value heads
+before, G after, d head dimension, D hidden size.
 
-A symmetry: where nothing but the rotary embedding stands between the projections and the scores, keys may be multiplied
-by a complex number per head and frequency and queries by the inverse of its conjugate; dimensions that are not rotated,
-and values with the columns of W_O, by any invertible matrix (docs/methods.md). What stands in between (norms, gates)
-takes some of that away. The tests compare every entry with its transformers class.
+A symmetry: where nothing but the rotary embedding stands between the projections and the scores,
+keys may be multiplied by a complex number per head and frequency and queries by the inverse of its
+conjugate; dimensions that are not rotated, and values with the columns of W_O, by any invertible
+matrix (docs/methods.md). What stands in between (norms, gates) takes some of that away. The tests
+compare every entry with its transformers class.
 
-An entry (`Family`, in `families/`) names the attention modules, the tensors below them that hold key/value heads, with
-their layout, the config keys that count heads, and for every model type its symmetry, or why it has none. Any other
-tensor of an attention module is an error.
+An entry (`Family`, in `families/`) names the attention modules, the tensors below them that hold
+key/value heads, with their layout, the config keys that count heads, and for every model type its
+symmetry, or why it has none. Any other tensor of an attention module is an error.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Role = Literal["query", "key", "value", "output"]
-# What a tensor is split into: heads (n, rows, *rest) by role, or `whole`: a tensor without heads, as it is.
+# What a tensor is split into: heads (n, rows, *rest) by role, or `whole`: a tensor without heads,
+# as it is.
 Part = Literal["query", "key", "value", "output", "whole"]
 Parts = dict[Part, "Tensor"]
 QUERY_ROLES = ("query", "output")
-# G of a result: of all layers (where types of layers differ, of the main one; the others in proportion), or of each.
+# G of a result: of all layers (where types of layers differ, of the main one; the others in
+# proportion), or of each.
 Groups = int | tuple[int, ...]
 
 
@@ -49,7 +54,8 @@ def groups_text(groups: Groups) -> str:
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """The heads of one attention layer: `query` H, `kv` Hk, and the rows of one key and one value head.
+    """The heads of one attention layer: `query` H, `kv` Hk, and the rows of one key and one value
+    head.
 
     `keys_only` where its values are its keys and none are stored.
     """
@@ -68,14 +74,22 @@ class LayerHeads:
 
 
 class Layout:
-    """Where the heads lie in one stored tensor. This class is for tensors without heads: these are handled whole."""
+    """Where the heads lie in one stored tensor.
+
+    This class is for tensors without heads: these are handled whole.
+    """
 
     def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
-        """The heads (n, rows, *rest) of each role. Raises CorruptError if the shape contradicts `heads`."""
+        """The heads (n, rows, *rest) of each role.
+
+        Raises CorruptError if the shape contradicts `heads`.
+        """
         return {"whole": tensor}
 
     def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
-        """The tensor with these heads; keys and values may have more or fewer than the `heads` of the source."""
+        """The tensor with these heads; keys and values may have more or fewer than the `heads` of
+        the source.
+        """
         return parts["whole"]
 
 
@@ -86,7 +100,8 @@ def _require(actual: int, expected: int, meaning: str) -> None:
 
 @dataclass(frozen=True)
 class Separate(Layout):
-    """All heads of one role, one after another on `axis`: (Hk * d, *rest); a bias (Hk * d,) (none on axis 1).
+    """All heads of one role, one after another on `axis`: (Hk * d, *rest); a bias (Hk * d,) (none
+    on axis 1).
 
     `width`: rows of one head: its `dim`, or `one` (a norm (Hk, d), a scalar).
     """
@@ -114,9 +129,9 @@ class Separate(Layout):
 class Fused(Layout):
     """Queries, keys and values in one tensor, in one of two orders of rows.
 
-    `stacked`: all of Q, then all of K, then all of V (Phi-3, DBRX).
-    `grouped`: for each KV head its queries, its key, its value (Falcon, GPTBigCode): with Hk = H one [q, k, v] after
-    the other, with Hk = 1 the same as `stacked`.
+    `stacked`: all of Q, then all of K, then all of V (Phi-3, DBRX). `grouped`: for each KV head its
+    queries, its key, its value (Falcon, GPTBigCode): with Hk = H one [q, k, v] after the other,
+    with Hk = 1 the same as `stacked`.
     """
 
     order: Literal["stacked", "grouped"]
@@ -124,7 +139,9 @@ class Fused(Layout):
     def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
         dim, rest = heads.key_dim, tensor.shape[1:]
         rows = (heads.query + 2 * heads.kv) * dim
-        _require(tensor.shape[0], rows, f"({heads.query} query + 2 x {heads.kv} key/value heads) x {dim}")
+        _require(
+            tensor.shape[0], rows, f"({heads.query} query + 2 x {heads.kv} key/value heads) x {dim}"
+        )
         if self.order == "stacked":
             per_head = tensor.reshape(heads.query + 2 * heads.kv, dim, *rest)
             q, k, v = per_head.split([heads.query, heads.kv, heads.kv])
@@ -146,7 +163,10 @@ class Fused(Layout):
 
 @dataclass(frozen=True)
 class Conv1D(Layout):
-    """The weight of transformers' Conv1D, stored (in, out): `layout` with its axes swapped. A bias is unchanged."""
+    """The weight of transformers' Conv1D, stored (in, out): `layout` with its axes swapped.
+
+    A bias is unchanged.
+    """
 
     layout: Layout
 
@@ -160,10 +180,11 @@ class Conv1D(Layout):
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of tensor below an attention module: its name (without `.weight`/`.bias`) and its layout.
+    """One kind of tensor below an attention module: its name (without `.weight`/`.bias`) and its
+    layout.
 
-    `projection`: whether it makes keys or values, and not what belongs to their heads (norms, convolutions, gates).
-    `when`: a config field, and the value for which the rule holds.
+    `projection`: whether it makes keys or values, and not what belongs to their heads (norms,
+    convolutions, gates). `when`: a config field, and the value for which the rule holds.
     """
 
     tensor: str
@@ -172,7 +193,9 @@ class Rule:
     when: tuple[str, Any] | None = None
 
     def matches(self, tail: str, text: Any) -> bool:
-        """Whether the rule applies to the tensor `tail`, its name below the module, of a model with this config."""
+        """Whether the rule applies to the tensor `tail`, its name below the module, of a model with
+        this config.
+        """
         holds = self.when is None or getattr(text, self.when[0], None) == self.when[1]
         return holds and tail in (self.tensor, f"{self.tensor}.weight", f"{self.tensor}.bias")
 
@@ -182,9 +205,9 @@ Pairing = Literal["half", "interleaved"]
 
 @dataclass(frozen=True)
 class Rotary:
-    """Which of a head's dimensions are rotated: the first `dims` = n, in pairs (f, f + n / 2) (`half`) or
-    (2 f, 2 f + 1) (`interleaved`). `frequencies`: radians per position of every pair, empty if unknown;
-    `longest`: positions of the longest text.
+    """Which of a head's dimensions are rotated: the first `dims` = n, in pairs (f, f + n / 2)
+    (`half`) or (2 f, 2 f + 1) (`interleaved`). `frequencies`: radians per position of every pair,
+    empty if unknown; `longest`: positions of the longest text.
     """
 
     dims: int
@@ -194,12 +217,16 @@ class Rotary:
 
 
 def at_layer(listed: Sequence[Any], layer: int) -> Any:
-    """What a list of the config says of a layer; layers beyond it, which predict further tokens, are like the last."""
+    """What a list of the config says of a layer; layers beyond it, which predict further tokens,
+    are like the last.
+    """
     return listed[min(layer, len(listed) - 1)]
 
 
 def _rope_parameters(config: Any, layer: int) -> tuple[dict[str, Any] | None, str | None]:
-    """The layer's `rope_parameters`, and its type where they differ by type; None for a type that has none."""
+    """The layer's `rope_parameters`, and its type where they differ by type; None for a type that
+    has none.
+    """
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None)
     kind = at_layer(kinds, layer) if kinds else None
@@ -222,17 +249,18 @@ def _frequencies(config: Any, layer: int, dims: int, length: int) -> list[float]
 class Symmetry:
     """How heads can be changed without changing the model, and the tensors that change with them.
 
-    rotates: Whether heads have rotary embeddings, or a function of (config of the text part, layer) that says it.
-    pairing: Which two dimensions make a rotated pair (`Rotary`).
-    query, output: Names of W_Q (None if fused with keys and values) and W_O, which absorb the inverse map.
+    rotates: Whether heads have rotary embeddings, or a function of (config of the text part, layer)
+        that says it. pairing: Which two dimensions make a rotated pair (`Rotary`). query, output:
+        Names of W_Q (None if fused with keys and values) and W_O, which absorb the inverse map.
         `transposed`: they are stored (in, out).
-    norms: Possible names, below the layer, of the norm whose output attention reads; empty if it reads the residual
-        stream. `one_plus`: the norm's gain is 1 + the weight.
-    embedded: Function from the config of the text part to the factor of the embeddings.
-    keys: Whether keys can be aligned; or the config field that forbids it if set: a norm before the scores.
-    places: Whether heads can be reordered; or the config field that forbids it: a head's index sets its ALiBi slope.
-    per_query: Further tensors with a part for each query head, which moves with it when heads are regrouped.
-    unless: Why none of this holds (values are clipped, or gated by dimension), and for which configs.
+    norms: Possible names, below the layer, of the norm whose output attention reads; empty if it
+        reads the residual stream. `one_plus`: the norm's gain is 1 + the weight.
+    embedded: Function from the config of the text part to the factor of the embeddings. keys:
+    Whether keys can be aligned; or the config field that forbids it if set: a norm before the
+    scores. places: Whether heads can be reordered; or the config field that forbids it: a head's
+    index sets its ALiBi slope. per_query: Further tensors with a part for each query head, which
+    moves with it when heads are regrouped. unless: Why none of this holds (values are clipped, or
+    gated by dimension), and for which configs.
     """
 
     rotates: bool | Callable[[Any, int], bool] = True
@@ -242,7 +270,9 @@ class Symmetry:
     transposed: bool = False
     norms: tuple[str, ...] = ("input_layernorm",)
     one_plus: bool = False
-    embedded: Callable[[Any], float] = lambda config: float(getattr(config, "embedding_multiplier", None) or 1.0)
+    embedded: Callable[[Any], float] = lambda config: float(
+        getattr(config, "embedding_multiplier", None) or 1.0
+    )
     keys: bool | str = True
     places: bool | str = True
     per_query: tuple[Rule, ...] = ()
@@ -253,16 +283,24 @@ class Symmetry:
         """Rules of the tensors beside keys and values that change with heads."""
         columns: Layout = Separate("output", axis=1)
         output = Rule(self.output, Conv1D(columns) if self.transposed else columns)
-        return (*([Rule(self.query, Separate("query"))] if self.query else []), output, *self.per_query)
+        return (
+            *([Rule(self.query, Separate("query"))] if self.query else []),
+            output,
+            *self.per_query,
+        )
 
     def free_keys(self, config: Any) -> bool:
         return self.keys if isinstance(self.keys, bool) else not getattr(config, self.keys, None)
 
     def regroups(self, config: Any) -> bool:
-        return self.places if isinstance(self.places, bool) else not getattr(config, self.places, None)
+        return (
+            self.places if isinstance(self.places, bool) else not getattr(config, self.places, None)
+        )
 
     def rotary(self, config: Any, layer: int, dim: int, length: int = 1) -> Rotary:
-        """RoPE of a layer with heads of `dim` numbers; some types choose frequencies by the `length` of the text."""
+        """RoPE of a layer with heads of `dim` numbers; some types choose frequencies by the
+        `length` of the text.
+        """
         parameters, _ = _rope_parameters(config, layer)
         rotates = self.rotates if isinstance(self.rotates, bool) else self.rotates(config, layer)
         if parameters is None or not rotates:
@@ -291,14 +329,18 @@ def query_heads(config: Any) -> int:
 
 
 def uniform_heads(config: Any, kv: int | None = None) -> LayerHeads:
-    """Heads by the usual fields of the `config` of one layer; `kv`: KV heads, if it counts them in another field."""
+    """Heads by the usual fields of the `config` of one layer; `kv`: KV heads, if it counts them in
+    another field.
+    """
     query = query_heads(config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // query
     return LayerHeads(query, kv or getattr(config, "num_key_value_heads", None) or query, dim, dim)
 
 
 def layer_heads(config: Any, layer: int) -> LayerHeads:
-    """Heads of one layer where counts may differ between layers (`per_layer_config` of transformers, or a list)."""
+    """Heads of one layer where counts may differ between layers (`per_layer_config` of
+    transformers, or a list).
+    """
     per_layer = getattr(config, "per_layer_config", None)
     if per_layer is not None and getattr(config, "is_heterogeneous", False):
         return uniform_heads(per_layer[layer])
@@ -310,17 +352,18 @@ def layer_heads(config: Any, layer: int) -> LayerHeads:
 class Family:
     """Model types that store and count attention heads in the same way.
 
-    symmetries: Model type -> how its heads can be changed, or one sentence that says why they cannot.
-    note: A remark for users, in the table of docs/models.md and in errors.
-    attention, cross_attention: Names of the attention modules below a layer.
-    rules: For tensors below these modules that depend on KV heads. `unchanged`: patterns of other tensors, except those
+    symmetries: Model type -> how its heads can be changed, or one sentence that says why they
+        cannot. note: A remark for users, in the table of docs/models.md and in errors. attention,
+        cross_attention: Names of the attention modules below a layer. rules: For tensors below
+        these modules that depend on KV heads. `unchanged`: patterns of other tensors, except those
         that a symmetry names.
-    kv_fields: Keys of config.json that count KV heads, dotted from the config of the text part. The first is always
-        written; the others, if present, are scaled alike.
-    layers: The attribute of transformers' config that counts layers. heads: Function from (config, layer) to its heads.
-    edits: Function from (G, heads, config) to the keys to write instead of `kv_fields`; None if G is impossible.
-    when: Values of config fields that distinguish families with the same model types.
-    not_layerwise: Model type -> why models of it cannot be run layer by layer on text, if known.
+    kv_fields: Keys of config.json that count KV heads, dotted from the config of the text part. The
+        first is always written; the others, if present, are scaled alike.
+    layers: The attribute of transformers' config that counts layers. heads: Function from (config,
+    layer) to its heads. edits: Function from (G, heads, config) to the keys to write instead of
+    `kv_fields`; None if G is impossible. when: Values of config fields that distinguish families
+    with the same model types. not_layerwise: Model type -> why models of it cannot be run layer by
+    layer on text, if known.
     """
 
     name: str

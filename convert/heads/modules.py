@@ -1,8 +1,10 @@
-"""Find the stored tensors of attention: the modules of the text stack, the rule of each tensor, and its change.
+"""Find the stored tensors of attention: the modules of the text stack, the rule of each tensor, and
+its change.
 
-An unknown tensor of attention is an error that names it; everything outside attention is copied. At the end: whether
-the inputs of layers can be estimated from weights. They can if every layer is attention and one MLP, both added to the
-residual stream, with norms before or after them, and the stream starts as embeddings of tokens (and positions).
+An unknown tensor of attention is an error that names it; everything outside attention is copied. At
+the end: whether the inputs of layers can be estimated from weights. They can if every layer is
+attention and one MLP, both added to the residual stream, with norms before or after them, and the
+stream starts as embeddings of tokens (and positions).
 """
 
 from __future__ import annotations
@@ -24,16 +26,33 @@ from gqa.convert.heads.family import Groups, LayerHeads, Layout, Part, Role, Rul
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Below an attention module, whatever the number of KV heads: per query head, or shared by all heads.
+# Below an attention module, whatever the number of KV heads: per query head, or shared by all
+# heads.
 _QUERY_SIDE = (
-    "q_proj", "o_proj", "out_proj", "dense", "q_norm", "query_layernorm", "q_layernorm", "sinks", "gate_proj",
-    "gate_bias", "g_proj",
-)  # fmt: skip
+    "q_proj",
+    "o_proj",
+    "out_proj",
+    "dense",
+    "q_norm",
+    "query_layernorm",
+    "q_layernorm",
+    "sinks",
+    "gate_proj",
+    "gate_bias",
+    "g_proj",
+)
 # One vector of the head dimension, shared by all heads; the plan checks that it is that.
 _SHARED_KEY_SIDE = ("k_norm", "key_layernorm", "k_layernorm", "v_norm")
 # Buffers that old versions of transformers stored and nothing reads.
-_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "bias", "masked_bias")
-# Names of lists of layers; the last three have layers that predict further tokens and count as one more.
+_BUFFERS = (
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+    "bias",
+    "masked_bias",
+)
+# Names of lists of layers; the last three have layers that predict further tokens and count as one
+# more.
 _LAYERS = "layers|blocks?|h|mtp_layers|mtp_block|mtp"
 # Parts of multimodal and speech models outside the text stack, whose heads are not changed.
 _TOWERS = re.compile(
@@ -41,7 +60,8 @@ _TOWERS = re.compile(
     r"vit|vq\w*|qwen2_model|codec\w*|talker|code2wav|token2wav|depth_decoder|sam\w*|dit|patcher|projector|\w+_projector|connector|"
     r"adaptor|local_decoder|diffusion\w*)\."
 )
-# Names of an MLP's matrices: gate (or none), up, down. The same name twice: the halves of one matrix.
+# Names of an MLP's matrices: gate (or none), up, down. The same name twice: the halves of one
+# matrix.
 _MLPS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("gate_up_proj", "gate_up_proj", "down_proj"),
@@ -51,7 +71,8 @@ _MLPS = (
     (None, "c_fc", "c_proj"),
     (None, "dense_h_to_4h", "dense_4h_to_h"),
 )
-# Norms after attention and after the MLP, where there are both; alone, the first name is the norm before the MLP.
+# Norms after attention and after the MLP, where there are both; alone, the first name is the norm
+# before the MLP.
 _AFTER = (
     ("post_attention_layernorm", "post_feedforward_layernorm"),
     ("post_self_attn_layernorm", "post_mlp_layernorm"),
@@ -81,16 +102,22 @@ class Change:
             ) from error
 
     def mapped(self, tensor: Tensor, merge: Callable[[Role, Tensor], Tensor]) -> Tensor:
-        """The new tensor: the heads of each role through `merge`; a tensor without heads is unchanged."""
+        """The new tensor: the heads of each role through `merge`; a tensor without heads is
+        unchanged.
+        """
         parts = self.split(tensor).items()
         merged = {part: heads if part == "whole" else merge(part, heads) for part, heads in parts}
         return self.rule.layout.join(merged, self.heads)
 
     def repeated(self, tensor: Tensor) -> Tensor:
-        """A converted tensor in the source's shape: each key and value head repeated in place of those it replaces."""
+        """A converted tensor in the source's shape: each key and value head repeated in place of
+        those it replaces.
+        """
         parts = self.rule.layout.split(tensor, replace(self.heads, kv=self.groups))
         times, shared = self.heads.kv // self.groups, ("key", "value")
-        repeated = {k: t.repeat_interleave(times, 0) if k in shared else t for k, t in parts.items()}
+        repeated = {
+            k: t.repeat_interleave(times, 0) if k in shared else t for k, t in parts.items()
+        }
         return self.rule.layout.join(repeated, self.heads)
 
 
@@ -101,7 +128,8 @@ class AttentionModule:
     path: str
     layer: int
     tensors: Mapping[str, TensorSpec]
-    kind: Literal["decoder-self", "cross"] = "decoder-self"  # only this one's cache grows with the tokens written
+    # Only this one's cache grows with the tokens written
+    kind: Literal["decoder-self", "cross"] = "decoder-self"
 
     @property
     def layer_path(self) -> str:
@@ -111,11 +139,15 @@ class AttentionModule:
     def kv_dtype(self, config: ModelConfig) -> str:
         """Storage dtype of the keys and values, which is that of their cache."""
         rules = ((rule_of(tail, config), spec) for tail, spec in self.tensors.items())
-        return next(spec.dtype for rule, spec in rules if rule and rule.projection)  # a norm may be stored wider
+        # A norm may be stored wider
+        return next(spec.dtype for rule, spec in rules if rule and rule.projection)
 
 
 def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:
-    """The modules of the text stack that hold keys and values. Raises RefusedError if they cannot be identified."""
+    """The modules of the text stack that hold keys and values.
+
+    Raises RefusedError if they cannot be identified.
+    """
     family = config.family
     names = "|".join(re.escape(name) for name in (*family.attention, *family.cross_attention))
     module = rf"(?P<stack>(?:.*\.)?)(?P<list>{_LAYERS})\.(?P<layer>\d+)\.(?:{names})"
@@ -126,12 +158,14 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
         if _TOWERS.search(name):
             continue
         if match := pattern.fullmatch(name):
-            predicts = "mtp" in match["list"] or "mtp" in match["stack"].split(".")  # layers beyond the last
+            # Layers beyond the last
+            predicts = "mtp" in match["list"] or "mtp" in match["stack"].split(".")
             layer = config.layers if predicts else int(match["layer"])
             by_module[match[1], match["stack"], layer][match["tail"]] = spec
         elif (match := elsewhere.fullmatch(name)) and rule_of(match["tail"], config):
             raise RefusedError(
-                f"{name} {list(spec.shape)} looks like keys or values of {config.text.model_type} but is not in one of "
+                f"{name} {list(spec.shape)} looks like keys or values of {config.text.model_type} "
+                "but is not in one of "
                 "its layers; nothing was written"
             )
     modules = []
@@ -140,38 +174,49 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
         _check_unpacked(tensors)
         if any(rule_of(tail, config) for tail in tensors):
             cross = path.endswith(family.cross_attention)
-            modules.append(AttentionModule(path, layer, tensors, "cross" if cross else "decoder-self"))
+            modules.append(
+                AttentionModule(path, layer, tensors, "cross" if cross else "decoder-self")
+            )
             stacks.add(stack if layer < config.layers else "")
         elif "q_proj.weight" in tensors and not config.shares_kv(layer):
             raise CorruptError(f"{path} has queries but no keys and values; download it again")
     if not modules:
         raise CorruptError(
-            f"{checkpoint.name} has no tensor like layers.0.{family.attention[0]}.{family.rules[0].tensor}.weight; "
+            f"{checkpoint.name} has no tensor like "
+            f"layers.0.{family.attention[0]}.{family.rules[0].tensor}.weight; "
             f"its config says {config.text.model_type}; give a checkpoint of the whole model"
         )
     if len(several := stacks - {""}) > 1:
         raise RefusedError(
-            f"{checkpoint.name} has several stacks of {config.text.model_type} layers ({listing(several)}) and it is "
+            f"{checkpoint.name} has several stacks of {config.text.model_type} layers "
+            f"({listing(several)}) and it is "
             "not known which of them the config counts; nothing was written"
         )
     return modules
 
 
 def cached_layers(modules: Iterable[AttentionModule], config: ModelConfig) -> set[int]:
-    """Layers whose cache grows with the generated tokens, except layers that predict further tokens."""
+    """Layers whose cache grows with the generated tokens, except layers that predict further
+    tokens.
+    """
     return {m.layer for m in modules if m.kind == "decoder-self" and m.layer < config.layers}
 
 
 def rule_of(tail: str, config: ModelConfig, extra: Sequence[Rule] = ()) -> Rule | None:
-    """The rule, of the family or `extra`, for a tensor by its name below its module; None if there is none."""
-    return next((rule for rule in (*config.family.rules, *extra) if rule.matches(tail, config.text)), None)
+    """The rule, of the family or `extra`, for a tensor by its name below its module; None if there
+    is none.
+    """
+    return next(
+        (rule for rule in (*config.family.rules, *extra) if rule.matches(tail, config.text)), None
+    )
 
 
 def module_changes(
     module: AttentionModule, config: ModelConfig, groups: Groups, extra: Sequence[Rule] = ()
 ) -> list[Change]:
-    """Changes of one attention module, all of whose tensors must be known. `extra`: rules of tensors beside keys and
-    values that change with them.
+    """Changes of one attention module, all of whose tensors must be known.
+
+    `extra`: rules of tensors beside keys and values that change with them.
     """
     import torch
 
@@ -184,7 +229,8 @@ def module_changes(
         else:
             _check_unchanged(tail, spec, heads, config)
     _check_projections(module, (*config.family.rules, *extra), changes, heads)
-    for change in changes:  # checks shapes, also if nothing changes: `verify` plans the output once more
+    # Checks shapes, also if nothing changes: `verify` plans the output once more
+    for change in changes:
         change.split(torch.empty(change.source.shape, device="meta"))
     return changes
 
@@ -192,7 +238,11 @@ def module_changes(
 def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: ModelConfig) -> None:
     """Raise RefusedError for a tensor without a rule that is not known to stay as it is."""
     name, family = re.sub(r"\.(weight|bias)$", "", tail), config.family
-    if tail in _BUFFERS or name in _QUERY_SIDE or any(fnmatchcase(name, pattern) for pattern in family.unchanged):
+    if (
+        tail in _BUFFERS
+        or name in _QUERY_SIDE
+        or any(fnmatchcase(name, pattern) for pattern in family.unchanged)
+    ):
         return
     entry = family.symmetries[listed_as(config.text.model_type)]
     if rule_of(tail, config, entry.rules if isinstance(entry, Symmetry) else ()):
@@ -200,17 +250,21 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
     if name in _SHARED_KEY_SIDE and spec.shape in ((heads.key_dim,), (heads.value_dim,)):
         return
     raise RefusedError(
-        f"{spec.name} {list(spec.shape)} {spec.dtype} is not a known tensor of an attention module of "
+        f"{spec.name} {list(spec.shape)} {spec.dtype} is not a known tensor of an attention "
+        "module of "
         f"{config.text.model_type}; nothing was written"
     )
 
 
 def _check_unpacked(tensors: Mapping[str, TensorSpec]) -> None:
-    """Raise RefusedError if a tensor of an attention module holds quantised weights, or their scales."""
+    """Raise RefusedError if a tensor of an attention module holds quantised weights, or their
+    scales.
+    """
     for tail, spec in tensors.items():
         if tail not in _BUFFERS and (is_packed(spec) or spec.dtype not in TORCH_DTYPES):
             raise RefusedError(
-                f"{spec.name} is stored as {spec.dtype}: heads that are quantised or packed cannot be averaged; "
+                f"{spec.name} is stored as {spec.dtype}: heads that are quantised or packed "
+                "cannot be averaged; "
                 "convert the original and quantise the result, or dequantise first"
             )
 
@@ -219,20 +273,28 @@ def _check_projections(
     module: AttentionModule, rules: Sequence[Rule], changes: Sequence[Change], heads: LayerHeads
 ) -> None:
     """Raise CorruptError if a projection that a rule names is missing."""
-    parts = {c.rule.tensor for c in changes if c.rule.projection and c.source.name.endswith("weight")}
-    expected = {rule.tensor for rule in rules if rule.projection and type(rule.layout) is not Layout}
+    parts = {
+        c.rule.tensor for c in changes if c.rule.projection and c.source.name.endswith("weight")
+    }
+    expected = {
+        rule.tensor for rule in rules if rule.projection and type(rule.layout) is not Layout
+    }
     if heads.keys_only:
         expected = {name for name in expected if not name.startswith("v_")}
     if missing := expected - parts:
         stored = ", ".join(sorted(parts)) or "nothing"
-        raise CorruptError(f"{module.path} has {stored} but no {', '.join(sorted(missing))}; download it again")
+        raise CorruptError(
+            f"{module.path} has {stored} but no {', '.join(sorted(missing))}; download it again"
+        )
 
 
 @dataclass(frozen=True)
 class MlpTensors:
-    """Stored tensors of an MLP. `gate`: None without one; the same as `up` if both are halves of one matrix. `act`: the
-    activation's name. `norm`: the norm before; None if it reads attention's input or, with norms `after` attention and
-    MLP, the residual stream.
+    """Stored tensors of an MLP.
+
+    `gate`: None without one; the same as `up` if both are halves of one matrix. `act`: the
+    activation's name. `norm`: the norm before; None if it reads attention's input or, with norms
+    `after` attention and MLP, the residual stream.
     """
 
     gate: TensorSpec | None
@@ -246,16 +308,26 @@ class MlpTensors:
 def find_mlp(
     checkpoint: Checkpoint, config: Any, symmetry: Symmetry, module: AttentionModule, width: int
 ) -> MlpTensors | None:
-    """The MLP of the layer of `module`; None if the layer has other parts beside attention and norms. `config`: of the
-    text part; `width`: the hidden size.
+    """The MLP of the layer of `module`; None if the layer has other parts beside attention and
+    norms. `config`: of the text part; `width`: the hidden size.
     """
     from transformers.activations import ACT2FN
 
     prefix, inside = f"{module.layer_path}.", {spec.name for spec in module.tensors.values()}
-    rest = {n.removeprefix(prefix): s for n, s in checkpoint.tensors.items() if n.startswith(prefix)}
+    rest = {
+        n.removeprefix(prefix): s for n, s in checkpoint.tensors.items() if n.startswith(prefix)
+    }
     rest = {name: spec for name, spec in rest.items() if spec.name not in inside}
-    matrices = {name.removesuffix(".weight").rpartition(".")[2]: s for name, s in rest.items() if len(s.shape) > 1}
-    norms = {n.removesuffix(".weight"): s for n, s in rest.items() if s.shape == (width,) and n.endswith(".weight")}
+    matrices = {
+        name.removesuffix(".weight").rpartition(".")[2]: s
+        for name, s in rest.items()
+        if len(s.shape) > 1
+    }
+    norms = {
+        n.removesuffix(".weight"): s
+        for n, s in rest.items()
+        if s.shape == (width,) and n.endswith(".weight")
+    }
     norms = {name: spec for name, spec in norms.items() if name not in symmetry.norms}
     both = next((names for names in _AFTER if norms.keys() >= {*names}), ())
     after = tuple(norms.pop(name) for name in both)
@@ -271,27 +343,42 @@ def find_mlp(
         return None
     gate, up, down = names
     norm = next(iter(norms.values()), None)
-    return MlpTensors(matrices[gate] if gate else None, matrices[up], matrices[down], act, norm, after)
+    return MlpTensors(
+        matrices[gate] if gate else None, matrices[up], matrices[down], act, norm, after
+    )
 
 
 def find_embeddings(checkpoint: Checkpoint, config: Any, width: int) -> list[TensorSpec]:
-    """Embedding tables of tokens and learned positions; empty if the table of tokens cannot be identified."""
+    """Embedding tables of tokens and learned positions; empty if the table of tokens cannot be
+    identified.
+    """
     stored = checkpoint.tensors
-    tables = {n: s for n, s in stored.items() if s.shape[1:] == (width,) and not _ELSEWHERE.search(n)}
+    tables = {
+        n: s for n, s in stored.items() if s.shape[1:] == (width,) and not _ELSEWHERE.search(n)
+    }
     rows = getattr(config, "vocab_size", None)
-    tokens = [name for name, spec in tables.items() if spec.shape[0] == rows and not _POSITIONS.search(name)]
+    tokens = [
+        name
+        for name, spec in tables.items()
+        if spec.shape[0] == rows and not _POSITIONS.search(name)
+    ]
     if len(tokens) != 1 or config.is_encoder_decoder:
         return []
     return [tables[name] for name in (*tokens, *filter(_POSITIONS.search, tables))]
 
 
-def can_guess_inputs(checkpoint: Checkpoint, config: ModelConfig, modules: Iterable[AttentionModule]) -> bool:
+def can_guess_inputs(
+    checkpoint: Checkpoint, config: ModelConfig, modules: Iterable[AttentionModule]
+) -> bool:
     """Whether the inputs of all layers can be estimated from the weights."""
     symmetry, text = config.symmetry, config.text
     width = int(getattr(text, "hidden_size", 0))
     if not isinstance(symmetry, Symmetry) or not find_embeddings(checkpoint, text, width):
         return False
-    ordered = sorted((module for module in modules if module.layer < config.layers), key=lambda module: module.layer)
+    ordered = sorted(
+        (module for module in modules if module.layer < config.layers),
+        key=lambda module: module.layer,
+    )
     if [module.layer for module in ordered] != list(range(config.layers)):
         return False
     return all(find_mlp(checkpoint, text, symmetry, module, width) for module in ordered)

@@ -2,7 +2,8 @@
 
 A model that is built with `attn_implementation="gqa_sdpa"` or `"gqa_eager"` computes attention as
 transformers does by `sdpa` or `eager`. Whoever sets the attribute OBSERVER of one of its attention
-modules is called with that module's queries, keys and values first. No architecture has to be known for it.
+modules is called with that module's queries, keys and values first. No architecture has to be known
+for it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 Attend = Callable[..., Tensor]
 
 
-def attend_sdpa(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+def attend_sdpa(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
+) -> Tensor:
     """Queries (B, H, T, d), keys (B, G, S, d) and values (B, G, S, e) -> outputs (B, T, H, e)."""
     output: Tensor = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **options)[0]
     return output
 
 
-def attend_eager(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+def attend_eager(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
+) -> Tensor:
     """The same by the module's own eager function, which also applies its caps and sinks."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
     output: Tensor = eager(module, q, k, v, mask, **options)[0]

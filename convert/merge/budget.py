@@ -1,9 +1,9 @@
 """Choose the KV heads of each layer for a given share of the KV cache's bytes (`--kv-budget`).
 
-The loss of a layer is measured with only its heads merged, in closed form: the KL divergence of next-token
-distributions from the base model's, on calibration text. A knapsack then finds the numbers of heads with the least sum
-of losses. Layers merged together lose more than that sum; as long as all losses grow in proportion, the choice stays
-optimal.
+The loss of a layer is measured with only its heads merged, in closed form: the KL divergence of
+next-token distributions from the base model's, on calibration text. A knapsack then finds the
+numbers of heads with the least sum of losses. Layers merged together lose more than that sum; as
+long as all losses grow in proportion, the choice stays optimal.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.targets import as_it_is
 from gqa.corpus.likelihood import kl_divergence
 
-TOKENS = 20_480  # of calibration text at most: layers are fitted to four fifths of them and measured on the rest
+# Of calibration text at most: layers are fitted to four fifths of them and measured on the rest
+TOKENS = 20_480
 
-Losses = Sequence[Mapping[int, float]]  # by layer: number of KV heads -> KL divergence in nats per token
+# By layer: number of KV heads -> KL divergence in nats per token
+Losses = Sequence[Mapping[int, float]]
 
 
 def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
-    """KV heads of each layer with the least sum of losses, at most `budget` heads in all (multiple-choice knapsack)."""
+    """KV heads of each layer with the least sum of losses, at most `budget` heads in all
+    (multiple-choice knapsack).
+    """
     least = np.zeros(budget + 1)  # sum of losses of the layers so far, by heads available to them
     chosen: list[np.ndarray] = []
     for layer in losses:
@@ -53,16 +57,19 @@ def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
 
 
 def uneven(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
-    """Uneven heads by layer: all in the first, the fewest in the others. Planning with them tests whether layers may
-    differ.
+    """Uneven heads by layer: all in the first, the fewest in the others.
 
-    Raises RefusedError if they may not, or if the fewest heads everywhere exceed `share` of the KV cache's bytes.
+    Planning with them tests whether layers may differ.
+
+    Raises RefusedError if they may not, or if the fewest heads everywhere exceed `share` of the KV
+    cache's bytes.
     """
     config = read_config(as_it_is(checkpoint).config, checkpoint.name)
     heads, counts = config.main.kv, _counts(config)
     if min(counts) > share * heads + 1e-9:
         raise RefusedError(
-            f"--kv-budget {share:g} is not possible for the {heads} key/value heads of {checkpoint.name}; the least "
+            f"--kv-budget {share:g} is not possible for the {heads} key/value heads of "
+            f"{checkpoint.name}; the least "
             f"is {min(counts) / heads:.3g}"
         )
     groups = (heads, *[min(counts)] * (config.layers - 1))
@@ -78,21 +85,27 @@ def _counts(config: ModelConfig) -> list[int]:
 def heads_within(
     checkpoint: Checkpoint, share: float, options: MapsOptions, watcher: Watcher = SILENT
 ) -> tuple[tuple[int, ...], Losses]:
-    """KV heads of each layer within `share` of the KV cache's bytes, and the losses of each layer by number of heads.
+    """KV heads of each layer within `share` of the KV cache's bytes, and the losses of each layer
+    by number of heads.
 
     Raises RefusedError if text or model cannot be used.
     """
     config = read_config(as_it_is(checkpoint).config, checkpoint.name)
     heads, layers, counts = config.main.kv, config.layers, _counts(config)
     # Without the blocks on which the result is compared with the base model.
-    blocks, _ = options.text.split(checkpoint, options.device, watcher, CHECKED if options.check else 0)
+    blocks, _ = options.text.split(
+        checkpoint, options.device, watcher, CHECKED if options.check else 0
+    )
     if len(blocks) < 2:
         raise RefusedError(
-            f"{', '.join(options.text.sources)}: one block of {options.text.length} tokens; --kv-budget fits layers to "
+            f"{', '.join(options.text.sources)}: one block of {options.text.length} tokens; "
+            "--kv-budget fits layers to "
             "one and measures them on another: give more text, or a smaller --context"
         )
     # Both are spread evenly over the text.
-    picks = np.linspace(0, len(blocks) - 1, min(len(blocks), max(2, TOKENS // blocks.shape[1]))).astype(int)
+    picks = np.linspace(
+        0, len(blocks) - 1, min(len(blocks), max(2, TOKENS // blocks.shape[1]))
+    ).astype(int)
     fitted, measured = blocks[np.delete(picks, slice(1, None, 5))], blocks[picks[1::5]]
     losses: list[dict[int, float]] = [{heads: 0.0} for _ in range(layers)]
     for groups in (count for count in counts if count < heads):
@@ -103,11 +116,14 @@ def heads_within(
 
 
 @torch.no_grad()
-def losses_alone(plan: Plan, blocks: Tensor, measured: Tensor, options: MapsOptions, watcher: Watcher) -> list[float]:
-    """KL divergence from the base model in nats per token, by layer, if only that layer had the plan's heads.
+def losses_alone(
+    plan: Plan, blocks: Tensor, measured: Tensor, options: MapsOptions, watcher: Watcher
+) -> list[float]:
+    """KL divergence from the base model in nats per token, by layer, if only that layer had the
+    plan's heads.
 
-    Layers are fitted to `blocks` (N, T) and measured on `measured` (M, T). Memory: M x T x D numbers for each layer,
-    and the weights of one layer.
+    Layers are fitted to `blocks` (N, T) and measured on `measured` (M, T). Memory: M x T x D
+    numbers for each layer, and the weights of one layer.
     """
     calibrator = Calibrator(plan, blocks, options)
     pair = calibrator.pair

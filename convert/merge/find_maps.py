@@ -1,4 +1,6 @@
-"""Compute the maps of a model by its method: from weights, or layer by layer on text; a stopped run can continue."""
+"""Compute the maps of a model by its method: from weights, or layer by layer on text; a stopped run
+can continue.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,19 @@ _PURPOSE = "finished layers"  # of the directory of `FinishedLayers`
 
 @contextmanager
 def with_maps(
-    plan: Plan, out: Path, options: MapsOptions, watcher: Watcher = SILENT, *, overwrite: bool = False
+    plan: Plan,
+    out: Path,
+    options: MapsOptions,
+    watcher: Watcher = SILENT,
+    *,
+    overwrite: bool = False,
 ) -> Iterator[StoredMaps]:
-    """Yield the maps of a plan's method, which exist while the block runs. Raises RefusedError and CorpusError.
+    """Yield the maps of a plan's method, which exist while the block runs.
 
-    Layers calibrated on text are stored beside `out` until the block succeeds, so that the same call can continue after
-    the last of them.
+    Raises RefusedError and CorpusError.
+
+    Layers calibrated on text are stored beside `out` until the block succeeds, so that the same
+    call can continue after the last of them.
     """
     reads_text = plan.merging.traits.reads_text
     layers = FinishedLayers(out, describe(plan, options), overwrite, holds_out=options.check)
@@ -60,7 +69,10 @@ def with_maps(
             raise
         blocks, advice = "", "give another --device"
         if reads_text:
-            blocks = f" with {options.at_once} blocks of {options.text.length} tokens in a layer at a time"
+            blocks = (
+                f" with {options.at_once} blocks of {options.text.length} tokens in a layer at a "
+                "time"
+            )
             blocks += f" ({options.refinement.batch} to refine it)"
             advice = "lower --context, give --precision bfloat16, or another --device"
         raise NoMemoryError(f"out of memory on {options.device}{blocks}; {advice}") from error
@@ -72,16 +84,24 @@ def with_maps(
     layers.remove()
 
 
-def _look_at_weights(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher) -> None:
-    count = sum(bool(plan.changes_of(module)) for module in attention_modules(plan.checkpoint, plan.config))
+def _look_at_weights(
+    plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher
+) -> None:
+    count = sum(
+        bool(plan.changes_of(module)) for module in attention_modules(plan.checkpoint, plan.config)
+    )
     watcher.stage(plan.merging.method, count, "module")
     for module, maps in from_weights(plan, searches(plan, options.grouping), options.device):
         layers.add(maps_tensors([(module, maps)]))
         watcher.update(1)
 
 
-def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher) -> dict[str, Any] | None:
-    """Calibrate the layers that are not finished; return the quality of the result on held-out text, if any."""
+def _calibrate(
+    plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher
+) -> dict[str, Any] | None:
+    """Calibrate the layers that are not finished; return the quality of the result on held-out
+    text, if any.
+    """
     most = CHECKED if layers.holds_out else 0
     inputs, blocks = options.text.inputs(plan.checkpoint, options.device, watcher, most)
     calibrator = Calibrator(plan, inputs, options)
@@ -94,12 +114,20 @@ def _calibrate(plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher
     # A state has the calibration text, and the held-out text if that run checked its result.
     unchecked_before = layers.count > 0 and len(state) == len(pair.state())
     if options.check and unchecked_before:
-        watcher.warn("the quality is not measured, because the run that is continued had --no-check; use gqa-eval")
+        watcher.warn(
+            "the quality is not measured, because the run that is continued had --no-check; "
+            "use "
+            "gqa-eval"
+        )
     elif options.check and blocks is not None and len(blocks) and has_head:
         check = QualityCheck(pair, blocks)
     if layers.count:
         pair.restore(state)
-        watcher.note(f"continues   after layer {layers.count} of {calibrator.layers}, where a run was stopped")
+        watcher.note(
+            f"continues   after layer {layers.count} of {calibrator.layers}, "
+            "where a run was "
+            "stopped"
+        )
 
     watcher.stage("calibrating", calibrator.layers, "layer", layers.count)
     for layer in range(layers.count, calibrator.layers):
@@ -125,7 +153,9 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
         "versions": versions("gqa", "torch", "transformers"),
     }
     if plan.merging.traits.reads_text:
-        text = {name: portable(value) for name, value in asdict(options.text).items()} | {"tokens": options.text.taken}
+        text = {name: portable(value) for name, value in asdict(options.text).items()} | {
+            "tokens": options.text.taken
+        }
         description |= {"text": text, "content": options.text.identify()}
         description |= {name: getattr(options, name) for name in ("ridge", "dtype", "batch")}
     if plan.merging.traits.refines:
@@ -157,7 +187,9 @@ _NAMES = {
 
 
 def _flat(description: Mapping[str, Any], within: str = "") -> dict[str, str]:
-    """A description for people: options by their names, values as they are typed, hashes shortened."""
+    """A description for people: options by their names, values as they are typed,
+    hashes shortened.
+    """
     flat = dict[str, str]()
     for key, value in description.items():
         name = f"{within} {key}".strip()
@@ -176,38 +208,56 @@ def _short(text: str) -> str:
 
 
 def maps_tensors(maps: Iterable[tuple[str, HeadMaps]]) -> dict[str, Tensor]:
-    """The maps of attention modules by their paths -> tensors by the names that `StoredMaps` reads."""
+    """The maps of attention modules by their paths -> tensors by the names that `StoredMaps`
+    reads.
+    """
     tensors: dict[str, Tensor] = {}
     for module, head_maps in maps:
         parts = {part: getattr(head_maps, part) for part in MAPS}
-        tensors |= {f"{module}/{part}": tensor.float() for part, tensor in parts.items() if tensor is not None}
+        tensors |= {
+            f"{module}/{part}": tensor.float()
+            for part, tensor in parts.items()
+            if tensor is not None
+        }
         if head_maps.order is not None:
             tensors[f"{module}/order"] = torch.tensor(head_maps.order)
     return tensors
 
 
-def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def _save(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
     """Write a safetensors file whole and durable or not at all."""
     with replacing(path) as temporary:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+            temporary,
+            metadata,
+        )
 
 
 class FinishedLayers:
-    """The layers of one conversion that are finished, in a hidden directory beside `out`: a file for each, and from
-    time to time `state.safetensors` with what the next one needs, and their number.
+    """The layers of one conversion that are finished, in a hidden directory beside `out`: a file
+    for each, and from time to time `state.safetensors` with what the next one needs, and their
+    number.
     """
 
-    def __init__(self, out: Path, description: Mapping[str, Any], overwrite: bool, holds_out: bool) -> None:
-        """Count the finished layers of a run with the same description. Raises RefusedError for layers of another run;
-        with `overwrite` these are removed. Raises it in any case for a directory that no run of ours has made.
+    def __init__(
+        self, out: Path, description: Mapping[str, Any], overwrite: bool, holds_out: bool
+    ) -> None:
+        """Count the finished layers of a run with the same description.
 
-        holds_out: Whether text is held out for the check, and so is no calibration text. A run that continues another
-            one takes the same text, whether or not it checks the result.
+        Raises RefusedError for layers of another run; with `overwrite` these are removed. Raises it
+        in any case for a directory that no run of ours has made.
+
+        holds_out: Whether text is held out for the check, and so is no calibration text. A run that
+            continues another one takes the same text, whether or not it checks the result.
         """
         self.directory = out.absolute().with_name(f".{out.absolute().name}.gqa-work")
         if os.path.lexists(self.directory) and not is_ours(self.directory, _PURPOSE):
             raise RefusedError(
-                f"{self.directory} was not left by a run of gqa; move it away or give another directory with -o"
+                f"{self.directory} was not left by a run of gqa; move it away or give another "
+                "directory with -o"
             )
 
         self._state, self._description = self.directory / "state.safetensors", description
@@ -232,13 +282,20 @@ class FinishedLayers:
             raise CorruptError(f"{self._state} is damaged; start over with --overwrite") from error
         if changed := differences(now, before):
             advice = "finish that with its options, or start over with --overwrite"
-            raise RefusedError(f"{self.directory} holds layers of another run ({'; '.join(changed)}); {advice}")
+            raise RefusedError(
+                f"{self.directory} holds layers of another run ({'; '.join(changed)}); {advice}"
+            )
         self.count, self.errors, self.holds_out = progress["layers"], progress["errors"], holds_out
 
     def add(
-        self, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor] | None = None, error: float | None = None
+        self,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Tensor] | None = None,
+        error: float | None = None,
     ) -> None:
-        """Store one more layer with its error, and the state after it if it is time; another run continues there."""
+        """Store one more layer with its error, and the state after it if it is time; another run
+        continues there.
+        """
         if not self.directory.exists():
             claim(self.directory, _PURPOSE, fingerprint(self._description))
         _save(self.directory / f"{self.count:05d}.safetensors", tensors)

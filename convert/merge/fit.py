@@ -22,8 +22,10 @@ from gqa.convert.merge.sensitivity import output_roots, query_sensitivity, visib
 from gqa.convert.methods import HeadMaps, query_order
 from gqa.convert.plan import searches
 
-SAMPLED = 16_384  # tokens that key and value maps are fitted to: more hardly improve them, unlike W_O
-# Scores of all heads: with more, values are split to a key's width, so that kernels store no scores.
+# Tokens that key and value maps are fitted to: more hardly improve them, unlike W_O
+SAMPLED = 16_384
+# Scores of all heads: with more, values are split to a key's width, so that kernels store no
+# scores.
 MAX_SCORES = 1 << 28
 
 
@@ -46,12 +48,12 @@ class FittedModule:
 class FitTask:
     """One attention module to merge.
 
-    base: The module in the base model. Modules before it in the same layer are converted, so that it
-        computes from `stream` what the converted module will read.
-    converted: The same module in the converted model.
-    stream: The converted model's hidden states before this layer, which the merged heads will read.
-    targets: (N, T, D) attention output with which the hidden states are the base model's again.
-    position_weights: (N, T), what a squared error at a position counts.
+    base: The module in the base model. Modules before it in the same layer are converted, so that
+        it computes from `stream` what the converted module will read.
+    converted: The same module in the converted model. stream: The converted model's hidden states
+    before this layer, which the merged heads will read. targets: (N, T, D) attention output with
+    which the hidden states are the base model's again. position_weights: (N, T), what a squared
+    error at a position counts.
     """
 
     pair: ModelPair
@@ -67,7 +69,9 @@ class FitTask:
         self.converted.layer.set_tensors(self.pair.merged_tensors(self.module, maps))
 
     def sample(self) -> tuple[Tensor, ...]:
-        """Indices of the blocks of each batch of about SAMPLED tokens, evenly spaced in the text."""
+        """Indices of the blocks of each batch of about SAMPLED tokens,
+        evenly spaced in the text.
+        """
         step = max(1, self.position_weights.numel() // SAMPLED)
         return self.stream.batches()[::step]
 

@@ -28,7 +28,9 @@ from gqa.convert.plan import Plan
 Projected = dict[str, Tensor]
 
 
-def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Iterator[tuple[str, HeadMaps]]:
+def from_weights(
+    plan: Plan, search: bool = False, device: str = "cpu"
+) -> Iterator[tuple[str, HeadMaps]]:
     """Yield path and maps of each attention module. Raises RefusedError if weights are NaN or Inf.
 
     `aligned`: closed form on estimated inputs; `procrustes`: rotate and average.
@@ -87,17 +89,30 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
 
 def _changed_modules(plan: Plan, symmetry: Symmetry) -> list[tuple[AttentionModule, list[Change]]]:
     """The attention modules with their changes, by layer, up to the last whose heads are merged."""
-    modules = sorted(attention_modules(plan.checkpoint, plan.config), key=lambda module: module.layer)
-    changed = [(module, module_changes(module, plan.config, plan.groups, symmetry.rules)) for module in modules]
-    last = max(number for number, (_, changes) in enumerate(changed) if changes[0].groups < changes[0].heads.kv)
+    modules = sorted(
+        attention_modules(plan.checkpoint, plan.config), key=lambda module: module.layer
+    )
+    changed = [
+        (module, module_changes(module, plan.config, plan.groups, symmetry.rules))
+        for module in modules
+    ]
+    last = max(
+        number
+        for number, (_, changes) in enumerate(changed)
+        if changes[0].groups < changes[0].heads.kv
+    )
     return changed[: last + 1]
 
 
-def _finite_heads(checkpoint: Checkpoint, module: AttentionModule, changes: list[Change]) -> dict[str, Tensor]:
+def _finite_heads(
+    checkpoint: Checkpoint, module: AttentionModule, changes: list[Change]
+) -> dict[str, Tensor]:
     """Stored heads of a module by role. Raises RefusedError if they contain NaN or Inf."""
     stored = heads_of(checkpoint, changes)
     if not all(bool(tensor.sum().isfinite()) for tensor in stored.values()):
-        raise RefusedError(f"{module.path} of {checkpoint.name} contains NaN or Inf; its heads cannot be aligned")
+        raise RefusedError(
+            f"{module.path} of {checkpoint.name} contains NaN or Inf; its heads cannot be aligned"
+        )
     return stored
 
 
@@ -107,8 +122,12 @@ def _reordered(stored: Projected, order: tuple[int, ...], heads: LayerHeads) -> 
     return {role: tensor[orders[len(tensor)]] for role, tensor in stored.items()}
 
 
-def _closed_form(moments: Moments, rotary: Rotary, w_o: Tensor) -> tuple[list[GroupMaps], list[GroupMaps]]:
-    """Maps of keys and values of each group; all query heads of a group are taken to attend alike."""
+def _closed_form(
+    moments: Moments, rotary: Rotary, w_o: Tensor
+) -> tuple[list[GroupMaps], list[GroupMaps]]:
+    """Maps of keys and values of each group; all query heads of a group are taken to attend
+    alike.
+    """
     attended = (group[None] for group in moments.values)
     return moments.shared_keys(rotary), moments.shared_values(attended, w_o)
 
@@ -128,7 +147,9 @@ def _estimated(rows: Projected, heads: LayerHeads, groups: int) -> Moments:
     """Moments of each group from factors R (n, w, K) by role: E[h h^T] = R R^T."""
 
     def moments_of(role: str, parts: int) -> tuple[Tensor, Tensor]:
-        """Second moments (parts, w, w) and means (parts, w) of heads split into `parts` of w rows."""
+        """Second moments (parts, w, w) and means (parts, w) of heads split into `parts` of w
+        rows.
+        """
         factors = rows[role].unflatten(0, (parts, -1)).flatten(1, 2)  # (parts, w, K)
         means = factors.new_zeros(factors.shape[:2]).double()
         bias = rows.get(f"{role}.bias")

@@ -1,7 +1,7 @@
 """Which heads share a key and a value: the partition into groups with the least loss.
 
-Heads can be reordered if their query heads move with them, so a checkpoint can hold any partition into
-groups of equal size. `HeadMaps.order` makes the heads of a group neighbors.
+Heads can be reordered if their query heads move with them, so a checkpoint can hold any partition
+into groups of equal size. `HeadMaps.order` makes the heads of a group neighbors.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from gqa.convert.merge.shared_keys import key_weights, without_means
 Group = tuple[int, ...]
 
 
-def find_order(moments: Moments, w_o: Tensor, groups: int, rotary: Rotary, free_keys: bool) -> Group | None:
+def find_order(
+    moments: Moments, w_o: Tensor, groups: int, rotary: Rotary, free_keys: bool
+) -> Group | None:
     """The order of heads in which consecutive ones form the groups with the least loss.
 
-    The loss of a group is its lost score energy plus its lost output energy, each divided by its mean
-    over groups of neighbors.
+    The loss of a group is its lost score energy plus its lost output energy, each divided by its
+    mean over groups of neighbors.
 
     Args:
         moments: Of the whole layer as one group.

@@ -1,8 +1,8 @@
 """Second moments of the inputs of attention, estimated from the weights (mean field).
 
-The residual stream starts as the token embeddings; attention adds the average of two tokens' values, an
-MLP its output for Gaussian inputs (docs/methods.md). This captures the few directions that are hundreds
-of times as large as all others.
+The residual stream starts as the token embeddings; attention adds the average of two tokens'
+values, an MLP its output for Gaussian inputs (docs/methods.md). This captures the few directions
+that are hundreds of times as large as all others.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class InputMoments:
     """E[x x^T] of the inputs of attention, layer by layer: (D, D) with trace D.
 
     Estimated while every layer is attention and MLP, both added to the residual stream, with norms
-    before, after or both. From the first layer with other parts (experts, other mixers) on, E[x x^T] is
-    taken to be the identity.
+    before, after or both. From the first layer with other parts (experts, other mixers) on, E[x
+    x^T] is taken to be the identity.
 
-    factor: (D, D) lower triangle L: L L^T are the moments of the normed stream that the current layer
-        reads, before its norm's gain; float32 on the device. None for the identity.
+    factor: (D, D) lower triangle L: L L^T are the moments of the normed stream that the current
+        layer reads, before its norm's gain; float32 on the device. None for the identity.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class InputMoments:
     def _embedded(self) -> Tensor | None:
         """Moments of token embeddings (all tokens equally likely) and learned positions.
 
-        None if there is no such table. Layers read hidden states through norms, in which a token with a
-        larger embedding weighs no more. So the energy of a row counts up to _MOST_ENERGY times the
-        typical one: none rules the moments.
+        None if there is no such table. Layers read hidden states through norms, in which a token
+        with a larger embedding weighs no more. So the energy of a row counts up to _MOST_ENERGY
+        times the typical one: none rules the moments.
         """
         tables = find_embeddings(self._checkpoint, self._config, self._width)
         if not tables:
@@ -271,7 +271,9 @@ def gram(rows: Tensor) -> Tensor:
     return product
 
 
-def norm_gain(checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetry, width: int) -> Tensor:
+def norm_gain(
+    checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetry, width: int
+) -> Tensor:
     """Gain (D,) of the norm before attention; ones for cross-attention."""
     norms = symmetry.norms if module.kind != "cross" else ()
     for norm in norms:

@@ -125,7 +125,9 @@ class Layer:
     def advance_and_observe(
         self, stream: Stream, attentions: Sequence[Attention]
     ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Advance a stream; yield each batch's indices and the output (B, T, D) of each attention."""
+        """Advance a stream; yield each batch's indices and the output (B, T,
+        D) of each attention.
+        """
         for rows in stream.batches():
             outputs: dict[nn.Module, Tensor] = {}
 
@@ -182,10 +184,16 @@ class Attention:
             self.module.register_forward_pre_hook(
                 lambda _, args, kwargs: store("arguments", (args, kwargs)), with_kwargs=True
             ),
-            self.module.register_forward_hook(lambda _, args, output: store("attention_output", first_tensor(output))),
+            self.module.register_forward_hook(
+                lambda _, args, output: store("attention_output", first_tensor(output))
+            ),
         ]
         if self.projection is not None:
-            registered.append(self.projection.register_forward_pre_hook(lambda _, args: store("head_outputs", args[0])))
+            registered.append(
+                self.projection.register_forward_pre_hook(
+                    lambda _, args: store("head_outputs", args[0])
+                )
+            )
 
         vars(self.module)[OBSERVER] = observe_heads
         try:
@@ -195,11 +203,16 @@ class Attention:
             del vars(self.module)[OBSERVER]
 
         if missing:
-            raise LayerwiseError(f"{type(self.layer.module).__name__} does not call transformers' attention functions")
+            raise LayerwiseError(
+                f"{type(self.layer.module).__name__} does not call transformers' attention "
+                "functions"
+            )
         return capture
 
 
-def residual_scale(layer: Layer, attentions: Sequence[Attention], stream: Stream, multiplier: float) -> float | None:
+def residual_scale(
+    layer: Layer, attentions: Sequence[Attention], stream: Stream, multiplier: float
+) -> float | None:
     """Scale s with which a layer adds attention to its input: h + s * attention(h).
 
     None if the output of attention is transformed before it is added, as by a norm after it: then
@@ -274,7 +287,11 @@ def check_finite(layer: int, *tensors: Tensor) -> None:
     for tensor in tensors:
         extremes = torch.stack(tensor.aminmax())  # which propagates NaN
         if not bool(extremes.isfinite().all()):
-            raise RefusedError(f"layer {layer} computes NaN or Inf on the calibration text; the model is broken there")
+            raise RefusedError(
+                f"layer {layer} computes NaN or Inf on the calibration text; "
+                "the model is broken "
+                "there"
+            )
 
 
 def send(value: Any, device: str | torch.device) -> Any:

@@ -36,7 +36,9 @@ class _FirstCall(Exception):  # noqa: N818 - a signal, not an error
 class _Recorder(nn.Module):
     """Stands in for a layer: records what it is called with. Attributes are those of the layer."""
 
-    def __init__(self, layer: nn.Module, index: int, record: Callable[[int, Tensor, Any, Any], Any]) -> None:
+    def __init__(
+        self, layer: nn.Module, index: int, record: Callable[[int, Tensor, Any, Any], Any]
+    ) -> None:
         super().__init__()
         self._layer = [layer]  # in a list, so that it is no submodule
         self._index = index
@@ -59,7 +61,10 @@ def _empty_model(config: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, Atte
     """
     cls = model_class(config)
     if not issubclass(cls, PreTrainedModel):
-        raise LayerwiseError(f"transformers has no model of {config.model_type} alone; it cannot be run layer by layer")
+        raise LayerwiseError(
+            f"transformers has no model of {config.model_type} alone; it cannot be run layer by "
+            "layer"
+        )
 
     text = config.get_text_config(decoder=True)
     caps_scores = getattr(text, "attn_logit_softcapping", None) is not None
@@ -70,7 +75,9 @@ def _empty_model(config: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, Atte
             model = build_model(cls, config, attn_implementation=name, dtype=dtype)
     except (KeyError, ValueError) as error:  # a class with its own table of attention classes
         raise LayerwiseError(
-            f"{cls.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
+            f"{cls.__name__} does not call transformers' attention functions; "
+            "it cannot be run layer by "
+            "layer"
         ) from error
 
     model.tie_weights()  # empty weights are not tied
@@ -120,7 +127,9 @@ class LayerRunner:
         self._encoder = ""  # path of the encoder, if there is one
         if config.is_encoder_decoder:
             encoder = self.model.get_encoder()
-            self._encoder = next(path for path, module in self.model.named_modules() if module is encoder)
+            self._encoder = next(
+                path for path, module in self.model.named_modules() if module is encoder
+            )
 
         self._computed = unsaved_names(self.model).difference(self.names.sources)
         self._load_outside_layers()
@@ -131,12 +140,16 @@ class LayerRunner:
     def _find_layers(self, attention_path: str) -> str:
         """The path of the list of decoder layers."""
         inside = (
-            parameter for stored, parameter in self.names.whole.items() if stored.startswith(f"{attention_path}.")
+            parameter
+            for stored, parameter in self.names.whole.items()
+            if stored.startswith(f"{attention_path}.")
         )
         match = re.match(r"(.+?)\.\d+\.", next(inside, ""))
         if match is None:
             raise LayerwiseError(
-                f"{type(self.model).__name__} has no layer with {attention_path}; it cannot be run layer by layer"
+                f"{type(self.model).__name__} has no layer with {attention_path}; "
+                "it cannot be run layer by "
+                "layer"
             )
         return match[1]
 
@@ -147,7 +160,11 @@ class LayerRunner:
         if self._encoder:
             inside.append(f"{self._encoder}.")
 
-        outside = [name for name in parameters if not name.startswith(tuple(inside)) and "lm_head" not in name]
+        outside = [
+            name
+            for name in parameters
+            if not name.startswith(tuple(inside)) and "lm_head" not in name
+        ]
         self._load_parameters(outside)
 
         for name in self._computed & parameters.keys():  # sinusoids, which the class computes
@@ -164,14 +181,20 @@ class LayerRunner:
         """Layer `index` with its weights, except parameters of the stored tensors `missing`."""
         left_out = set(missing)
         names = [
-            name for name in self._parameters_of(index) if not left_out or left_out.isdisjoint(self.names.parts(name))
+            name
+            for name in self._parameters_of(index)
+            if not left_out or left_out.isdisjoint(self.names.parts(name))
         ]
         self._load_parameters(names)
         return Layer(self, index, self.layers[index])
 
     def set_tensors(self, index: int, stored: Mapping[str, Tensor]) -> None:
         """Replace weights of layer `index` by tensors that have the names of the checkpoint."""
-        names = [name for name in self._parameters_of(index) if not stored.keys().isdisjoint(self.names.parts(name))]
+        names = [
+            name
+            for name in self._parameters_of(index)
+            if not stored.keys().isdisjoint(self.names.parts(name))
+        ]
         self._load_parameters(names, stored)
 
     def release(self, index: int) -> None:
@@ -190,14 +213,20 @@ class LayerRunner:
     def _parameters_of(self, index: int) -> list[str]:
         return [f"{self.prefix}.{index}.{name}" for name in self.layers[index].state_dict()]
 
-    def _load_parameters(self, names: Iterable[str], replaced: Mapping[str, Tensor] | None = None) -> None:
+    def _load_parameters(
+        self, names: Iterable[str], replaced: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Load parameters from the checkpoint, or from `replaced`, by stored name."""
         for name in names:
             if name in self._computed:
                 continue
-            tensors = {part: self._stored_tensor(part, replaced or {}) for part in self.names.parts(name)}
+            tensors = {
+                part: self._stored_tensor(part, replaced or {}) for part in self.names.parts(name)
+            }
             tensor = self.names.assemble(name, tensors)
-            set_module_tensor_to_device(self.model, name, self.device, tensor, dtype=self.model.dtype)
+            set_module_tensor_to_device(
+                self.model, name, self.device, tensor, dtype=self.model.dtype
+            )
 
     def _stored_tensor(self, name: str, replaced: Mapping[str, Tensor]) -> Tensor:
         if name in replaced:
@@ -205,7 +234,9 @@ class LayerRunner:
         spec = self._checkpoint.tensors.get(name)
         if spec is None or spec.dtype not in TORCH_DTYPES:
             problem = f"stores {name} as {spec.dtype}" if spec else f"does not store {name}"
-            raise LayerwiseError(f"{self._checkpoint.name} {problem}; it cannot be run layer by layer")
+            raise LayerwiseError(
+                f"{self._checkpoint.name} {problem}; it cannot be run layer by layer"
+            )
         return self._checkpoint.read(spec)
 
     # ------------------------------------------------------------------------- hidden states
@@ -242,7 +273,9 @@ class LayerRunner:
         """
         head = self.model.get_output_embeddings()
         if head is None:
-            raise RefusedError(f"{type(self.model).__name__} gives no logits; give a checkpoint with its head")
+            raise RefusedError(
+                f"{type(self.model).__name__} gives no logits; give a checkpoint with its head"
+            )
         path = next(path for path, module in self.model.named_modules() if module is head)
         empty = [f"{path}.{name}" for name, weight in head.named_parameters() if weight.is_meta]
         self._load_parameters(empty)

@@ -68,9 +68,9 @@ def pseudo_inverse(matrices: Tensor, cut: float = CUT) -> Tensor:
 def typical_energy(energies: Tensor) -> float:
     """The upper quartile of the energies (n,), without tiny ones; 1 if all are zero.
 
-    A quartile, because a few vectors are thousands of times as large as the others and would rule a mean. Tokens whose
-    embedding is zero or tiny may take up most of a text: what is below a ten-thousandth of the 95th percentile does
-    not say what is typical.
+    A quartile, because a few vectors are thousands of times as large as the others and would rule a
+    mean. Tokens whose embedding is zero or tiny may take up most of a text: what is below a
+    ten-thousandth of the 95th percentile does not say what is typical.
     """
     if not bool((energies > 0).any()):
         return 1.0
@@ -90,7 +90,8 @@ def add_products(sums: Tensor, rows: Tensor, columns: Tensor | None = None) -> N
     """Add rows^T columns to the float64 `sums`.
 
     sums is (..., n, p) of rows (..., L, n) and columns (..., L, p), which are the rows by default.
-    Products of _ROWS rows are summed in float32, which is twice as fast and exact to well below CUT.
+    Products of _ROWS rows are summed in float32, which is twice as fast and exact to well below
+    CUT.
     """
     if columns is None:
         columns = rows

@@ -23,7 +23,9 @@ from gqa.convert.methods import HeadMaps, first, mean
 
 
 def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:
-    """Stored heads of a module by role, (n, rows, D) float32; biases (n, rows) under `role.bias`."""
+    """Stored heads of a module by role, (n, rows, D) float32;
+    biases (n, rows) under `role.bias`.
+    """
     by_role: dict[str, Tensor] = {}
     for change in changes:
         if not change.rule.projection:
@@ -39,11 +41,10 @@ def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]
 class Moments:
     """Second moments in float64, or the sums from which `averaged` makes them.
 
-    keys, key_means: (G, m d, m d) and (G, m d), of the stacked keys of each group.
-    queries: (Hk, d, d), of the query heads of each KV head.
-    values: (G, m e, m e), of the stacked values of each group.
-    distances: (Hk, n), weights of scores of the queries of each KV head with the key 0, 1, ... tokens
-        before; n is 0 if they were not measured.
+    keys, key_means: (G, m d, m d) and (G, m d), of the stacked keys of each group. queries: (Hk, d,
+        d), of the query heads of each KV head. values: (G, m e, m e), of the stacked values of each
+        group. distances: (Hk, n), weights of scores of the queries of each KV head with the key 0,
+        1, ... tokens before; n is 0 if they were not measured.
     positions, visible_keys: Number of positions of queries, and of keys (and values), in the sums.
     """
 
@@ -56,7 +57,9 @@ class Moments:
     visible_keys: int = field(default=0, kw_only=True)
 
     @classmethod
-    def zeros(cls, heads: LayerHeads, groups: int, length: int, device: str | torch.device = "cpu") -> Moments:
+    def zeros(
+        cls, heads: LayerHeads, groups: int, length: int, device: str | torch.device = "cpu"
+    ) -> Moments:
         """Sums over nothing, for `groups` groups and distances below `length`."""
         key_width = heads.kv // groups * heads.key_dim
         value_width = heads.kv // groups * heads.value_dim
@@ -150,14 +153,17 @@ class Moments:
         groups = len(self.keys)
         queries = self.queries.unflatten(0, (groups, -1))
         distances = self.distances.unflatten(0, (groups, -1))
-        return [shared_key(self.keys[j], queries[j], self.key_means[j], distances[j], rotary) for j in range(groups)]
+        return [
+            shared_key(self.keys[j], queries[j], self.key_means[j], distances[j], rotary)
+            for j in range(groups)
+        ]
 
     def shared_values(self, attended: Iterable[Tensor], w_o: Tensor) -> list[GroupMaps]:
         """The closed-form maps of each group's value.
 
         Args:
-            attended: For each group (H / G, m e, m e), moments of the attention-weighted stacked values
-                per query head.
+            attended: For each group (H / G, m e, m e), moments of the attention-weighted stacked
+                values per query head.
             w_o: (H, e, D).
         """
         groups = len(self.values)
@@ -180,7 +186,8 @@ def head_maps(
 ) -> HeadMaps:
     """The maps of a module from those of its groups.
 
-    Without `keys`, keys are averaged. Without `values`, each group keeps the values of its first head.
+    Without `keys`, keys are averaged. Without `values`, each group keeps the values of its first
+    head.
     """
     key = mean(heads.kv, groups).key
     query = None

@@ -1,7 +1,8 @@
 """Muon (Jordan et al., 2024) in the number format that the device multiplies fast.
 
 torch.optim.Muon multiplies in bfloat16 wherever it runs. A CPU without native bfloat16 emulates it:
-a step on a matrix of 256 x 256 takes 286 ms there and 9 ms in float32, and `refined` hours for minutes.
+a step on a matrix of 256 x 256 takes 286 ms there and 9 ms in float32, and `refined` hours for
+minutes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Of the quintic iteration x -> a x + b x^3 + c x^5 on singular values: its slope at zero is as large as
-# can be, and what was in (0, 1] ends near 1 (https://kellerjordan.github.io/posts/muon/).
+# Of the quintic iteration x -> a x + b x^3 + c x^5 on singular values: its slope at zero is as
+# large as can be, and what was in (0, 1] ends near 1 (https://kellerjordan.github.io/posts/muon/).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _LEAST_NORM = 1e-7  # a gradient of zeros stays one
@@ -62,7 +63,7 @@ def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
 
     wide = matrix.T if is_tall else matrix
-    result = (wide / wide.norm().clamp_min(_LEAST_NORM)).to(dtype)
+    result: Tensor = (wide / wide.norm().clamp_min(_LEAST_NORM)).to(dtype)
     for _ in range(_ITERATIONS):
         gram = result @ result.T
         terms = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)

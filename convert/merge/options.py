@@ -36,14 +36,16 @@ AT_ONCE = 8192  # tokens that go through a layer together, unless one block has 
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Calibration text: `tokens` in blocks of `length`; for an encoder-decoder pairs with at most `length` a side.
+    """Calibration text: `tokens` in blocks of `length`; for an encoder-decoder pairs with at most
+    `length` a side.
 
-    sources: Arguments of `parse_sources`, or `self[:plain][:TOKENS]`. field, target_field, separator: Column of text,
-        column of the decoder's text, separator of documents in text files.
-    repeats: Whether half of the blocks repeat themselves (`with_repeats` in corpus/tokens.py), except for `self:plain`
-        and pairs.
-    trust_remote_code: Whether code of the checkpoint may run. heldout, heldout_fraction: A source whose documents, or
-        the share of documents by hash, that are left out.
+    sources: Arguments of `parse_sources`, or `self[:plain][:TOKENS]`. field, target_field,
+        separator: Column of text, column of the decoder's text, separator of documents in text
+        files.
+    repeats: Whether half of the blocks repeat themselves (`with_repeats` in corpus/tokens.py),
+        except for `self:plain` and pairs.
+    trust_remote_code: Whether code of the checkpoint may run. heldout, heldout_fraction: A source
+        whose documents, or the share of documents by hash, that are left out.
     """
 
     sources: tuple[str, ...] = ("self",)
@@ -61,8 +63,8 @@ class CalibrationText:
     def inputs(
         self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Inputs of the model's forward by name, and held-out text (M, T) of at most `heldout` tokens, None for an
-        encoder-decoder. Raises RefusedError and CorpusError.
+        """Inputs of the model's forward by name, and held-out text (M, T) of at most `heldout`
+        tokens, None for an encoder-decoder. Raises RefusedError and CorpusError.
         """
         from gqa.checkpoint.loading import positions
         from gqa.convert.heads.config import transformers_config
@@ -70,9 +72,12 @@ class CalibrationText:
         config = transformers_config(checkpoint.config)
         if config.is_encoder_decoder:
             longest = positions(config)
-            if longest and self.length > longest:  # decoder classes raise this themselves, or accept it
+            # Decoder classes raise this themselves, or accept it
+            if longest and self.length > longest:
                 raise RefusedError(
-                    f"{checkpoint.name} has {longest} positions, --context is {self.length}; give at most {longest}"
+                    f"{checkpoint.name} has {longest} positions, --context is {self.length}; "
+                    "give at most "
+                    f"{longest}"
                 )
             inputs, heldout_blocks = self._pairs(checkpoint, device, watcher), None
         else:
@@ -90,25 +95,35 @@ class CalibrationText:
         from gqa.convert.merge.text_pairs import PairMaker
 
         if self.target_field and all(map(is_self, self.sources)):
-            raise RefusedError("--target-field is a column of --data; self has no columns: name data, or leave it out")
+            raise RefusedError(
+                "--target-field is a column of --data; self has no columns: name data, "
+                "or leave it "
+                "out"
+            )
         trusted = self.trust_remote_code
         maker, pairs = PairMaker(checkpoint, device, self.length, self.seed, watcher, trusted), []
         for number, (source, tokens) in enumerate(self.shares()):
             if is_self(source):
-                watcher.stage(f"{checkpoint.name} writes", 2 * (tokens // self.length) * self.length)
+                watcher.stage(
+                    f"{checkpoint.name} writes", 2 * (tokens // self.length) * self.length
+                )
                 pairs += maker.write(tokens // self.length, self._seed(number))
             elif self.target_field:
                 pairs += maker.read(self._parse(source), tokens // self.length)
             else:
                 text = self._parse(source)
-                blocks, _ = read_blocks(checkpoint, text, tokens, self.length, self.seed, False, trusted)
+                blocks, _ = read_blocks(
+                    checkpoint, text, tokens, self.length, self.seed, False, trusted
+                )
                 pairs += maker.corrupt(blocks)
         return maker.inputs(pairs)
 
-    def split(self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0) -> tuple[Tensor, Tensor]:
-        """(N, length) token ids, from each source its share; and (M, length) other blocks of the same sources, at most
-        `heldout` tokens, without repeats: the last of self-generated text (at most an eighth), and what is left of
-        other text. Raises RefusedError and CorpusError.
+    def split(
+        self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """(N, length) token ids, from each source its share; and (M, length) other blocks of the
+        same sources, at most `heldout` tokens, without repeats: the last of self-generated text (at
+        most an eighth), and what is left of other text. Raises RefusedError and CorpusError.
         """
         import numpy as np
         import torch
@@ -117,23 +132,48 @@ class CalibrationText:
         from gqa.convert.merge.self_samples import sampled_blocks
 
         if self.target_field:
-            raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it out")
+            raise RefusedError(
+                f"--target-field is for encoder-decoders, {checkpoint.name} is not one; "
+                "leave it "
+                "out"
+            )
         shares, trusted, length = self.shares(), self.trust_remote_code, self.length
-        load, parts = partial(load_model, str(checkpoint.directory), device=device, trust_remote_code=trusted), []
+        load, parts = (
+            partial(
+                load_model, str(checkpoint.directory), device=device, trust_remote_code=trusted
+            ),
+            [],
+        )
         for number, (source, tokens) in enumerate(shares):
             most = heldout * tokens // self.taken // length
             if not is_self(source):
                 text = self._parse(source)
-                pair = read_blocks(checkpoint, text, tokens, length, self.seed, self.repeats, trusted, most)
+                pair = read_blocks(
+                    checkpoint, text, tokens, length, self.seed, self.repeats, trusted, most
+                )
                 parts.append((pair[0], without_copies(pair[1], pair[0], source, watcher)))
                 continue
-            plain, seed, count = parse_self(source)[1] or not self.repeats, self._seed(number), -(-tokens // length)
+            plain, seed, count = (
+                parse_self(source)[1] or not self.repeats,
+                self._seed(number),
+                -(-tokens // length),
+            )
             written = sampled_blocks(
-                load, device, checkpoint, length, count, seed, plain, watcher, trust_remote_code=trusted
+                load,
+                device,
+                checkpoint,
+                length,
+                count,
+                seed,
+                plain,
+                watcher,
+                trust_remote_code=trusted,
             )
             first = count - min(most, count // 8)
             unrepeated = replace(written, plain=True) if most else written
-            rows = np.stack([(written if i < first else unrepeated)[i]["input_ids"] for i in range(count)])
+            rows = np.stack(
+                [(written if i < first else unrepeated)[i]["input_ids"] for i in range(count)]
+            )
             parts.append((rows[:first], rows[first:]))
         blocks, rest = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
         return blocks, rest
@@ -144,24 +184,35 @@ class CalibrationText:
 
         self.shares()
         data = [spec for spec in self.sources if not is_self(spec)]
-        check_text_options((*self.sources, *filter(None, [self.heldout])), self.field, self.separator)
-        for source in parse_sources(data, field=self.field, target_field=self.target_field) if data else ():
+        check_text_options(
+            (*self.sources, *filter(None, [self.heldout])), self.field, self.separator
+        )
+        for source in (
+            parse_sources(data, field=self.field, target_field=self.target_field) if data else ()
+        ):
             if source.files:  # a data set of the hub is not fetched yet
                 next(source.texts())
         if data and not checkpoint.hub_id:
             load_tokenizer(checkpoint, self.trust_remote_code, instead="use self")
 
     def identify(self) -> list[str]:
-        """Hashes of the content of each source and of `heldout`; names of self-generated text. Raises CorpusError."""
+        """Hashes of the content of each source and of `heldout`; names of self-generated text.
+
+        Raises CorpusError.
+        """
         specs = (*self.sources, *filter(None, [self.heldout]))
         return [spec if is_self(spec) else self._source(spec).identify() for spec in specs]
 
     def _source(self, spec: str) -> Source:
         """The source of a spec, held-out documents included."""
-        return parse_source(spec, field=self.field, target_field=self.target_field, separator=self.separator)
+        return parse_source(
+            spec, field=self.field, target_field=self.target_field, separator=self.separator
+        )
 
     def _parse(self, spec: str) -> Source:
-        """The source of a spec without what is held out: documents by a hash of their text, and passages."""
+        """The source of a spec without what is held out: documents by a hash of their text, and
+        passages.
+        """
         from gqa.corpus.passages import Passages
 
         source = self._source(spec)
@@ -191,31 +242,41 @@ class CalibrationText:
         return sum(tokens for _, tokens in self.shares())
 
     def shares(self) -> Sequence[tuple[str, int]]:
-        """The sources with their numbers of tokens: `self:TOKENS` states it, the others share `tokens` equally. Raises
-        RefusedError and CorpusError.
+        """The sources with their numbers of tokens: `self:TOKENS` states it, the others share
+        `tokens` equally. Raises RefusedError and CorpusError.
         """
         fixed = [(parse_self(source)[0] or 0) if is_self(source) else 0 for source in self.sources]
         shares = [
-            (source, count or self.tokens // fixed.count(0)) for source, count in zip(self.sources, fixed, strict=True)
+            (source, count or self.tokens // fixed.count(0))
+            for source, count in zip(self.sources, fixed, strict=True)
         ]
         if short := [source for source, tokens in shares if tokens < self.length]:
             raise RefusedError(
-                f"{short[0]} gives less than a block of {self.length} tokens; give more calibration tokens (--tokens; "
+                f"{short[0]} gives less than a block of {self.length} tokens; "
+                "give more calibration tokens (--tokens; "
                 "in gqa-ablate --calibration-tokens)"
             )
         return shares
 
 
 def read_blocks(
-    checkpoint: Checkpoint, source: Source, tokens: int, length: int, seed: int, repeats: bool,
-    trust_remote_code: bool = False, heldout: int = 0,
-) -> tuple[Ints, Ints]:  # fmt: skip
-    """(N, length) pieces of many documents, which are better than a few whole ones; with `repeats` some repeat
-    themselves, in the same shares as in self-generated text. And (M, length) other pieces, at most `heldout`, of short
-    text an eighth. If a decoder's tokenizer adds no BOS, one of START_EVERY pieces begins with it in place of its own
-    first token. Raises RefusedError and CorpusError.
+    checkpoint: Checkpoint,
+    source: Source,
+    tokens: int,
+    length: int,
+    seed: int,
+    repeats: bool,
+    trust_remote_code: bool = False,
+    heldout: int = 0,
+) -> tuple[Ints, Ints]:
+    """(N, length) pieces of many documents, which are better than a few whole ones; with `repeats`
+    some repeat themselves, in the same shares as in self-generated text. And (M, length) other
+    pieces, at most `heldout`, of short text an eighth. If a decoder's tokenizer adds no BOS, one of
+    START_EVERY pieces begins with it in place of its own first token. Raises RefusedError and
+    CorpusError.
 
-    Only documents with _CHARACTERS per token are tokenised, in an order by the hashes of their texts and the seed.
+    Only documents with _CHARACTERS per token are tokenised, in an order by the hashes of their
+    texts and the seed.
     """
     import numpy as np
 
@@ -224,14 +285,20 @@ def read_blocks(
     from gqa.corpus.tokens import START_EVERY, Encoder, check_ids, permutation, with_repeats
 
     encoder = Encoder(load_tokenizer(checkpoint, trust_remote_code, instead="use self"))
-    digests, characters = zip(*((row_digest(text), len(text)) for text in source.texts()), strict=True)
+    digests, characters = zip(
+        *((row_digest(text), len(text)) for text in source.texts()), strict=True
+    )
     order = permutation(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32), seed)
     read, needed = np.cumsum(np.array(characters)[order]), _CHARACTERS * tokens
     stream = _encoded(source, order[: int(np.searchsorted(read, needed)) + 1], encoder)
     if len(stream) < tokens:  # long words
         stream = _encoded(source, order, encoder)
     if len(stream) < length:
-        raise RefusedError(f"{source.spec} has {len(stream)} tokens, fewer than one block of {length}; give more text")
+        raise RefusedError(
+            f"{source.spec} has {len(stream)} tokens, fewer than one block of {length}; "
+            "give more "
+            "text"
+        )
     pieces = stream[: len(stream) // length * length].reshape(-1, length)
     picks = np.linspace(0, len(pieces) - 1, min(tokens // length, len(pieces))).astype(int)
     rest = np.setdiff1d(np.arange(len(pieces)), picks)
@@ -245,13 +312,16 @@ def read_blocks(
     for part in (blocks, spare) if encoder.bos is None and not config.is_encoder_decoder else ():
         part[START_EVERY - 1 :: START_EVERY, 0] = encoder.start
     if repeats:
-        blocks = np.stack([with_repeats(blocks.__getitem__, i, seed, encoder.start) for i in range(len(blocks))])
+        blocks = np.stack(
+            [with_repeats(blocks.__getitem__, i, seed, encoder.start) for i in range(len(blocks))]
+        )
     return blocks, spare
 
 
 def without_copies(heldout: Ints, blocks: Ints, name: str, watcher: Watcher) -> Ints:
-    """The held-out blocks (M, T) of which less than half is in calibration blocks (N, T), by COPIED tokens in a row; a
-    warning says how many are left out. Text that repeats itself, or is read twice, would make the result look better.
+    """The held-out blocks (M, T) of which less than half is in calibration blocks (N, T), by COPIED
+    tokens in a row; a warning says how many are left out. Text that repeats itself, or is read
+    twice, would make the result look better.
     """
     import numpy as np
 
@@ -261,12 +331,18 @@ def without_copies(heldout: Ints, blocks: Ints, name: str, watcher: Watcher) -> 
     # Only the windows of held-out blocks, which are few, are in memory.
     heldout_windows = [[window.tobytes() for window in block] for block in windows(heldout)]
     wanted = set(chain.from_iterable(heldout_windows))
-    found = {window for block in windows(blocks) for part in block if (window := part.tobytes()) in wanted}
+    found = {
+        window
+        for block in windows(blocks)
+        for part in block
+        if (window := part.tobytes()) in wanted
+    }
     shares = [np.mean([window in found for window in block]) for block in heldout_windows]
     copies = np.array(shares) >= _COPY_SHARE
     if copies.any():
         watcher.warn(
-            f"{copies.sum():,} of {len(heldout):,} blocks of {name} that would measure the quality are in the "
+            f"{copies.sum():,} of {len(heldout):,} blocks of {name} that would measure the "
+            "quality are in the "
             "calibration text too: they are left out"
         )
     return heldout[~copies]
@@ -277,21 +353,24 @@ def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
     import numpy as np
 
     numbers = set(chosen.tolist())
-    tokens = encoder.tokens([text for number, text in enumerate(source.texts()) if number in numbers])
+    tokens = encoder.tokens(
+        [text for number, text in enumerate(source.texts()) if number in numbers]
+    )
     parts = dict(zip(sorted(numbers), tokens, strict=True))
     return np.concatenate([np.array(parts[number], np.int64) for number in chosen.tolist()])
 
 
 @dataclass(frozen=True)
 class Refinement:
-    """Training of `refined`: steps of `batch` blocks; `learning_rate`, relative to the size of each tensor, falls
-    linearly to zero.
+    """Training of `refined`: steps of `batch` blocks; `learning_rate`, relative to the size of each
+    tensor, falls linearly to zero.
     """
 
     steps: int = 200
     batch: int = 8
     learning_rate: float = 0.01
-    heldout: float = 1 / 16  # share of the blocks: not trained on; their error selects the best step
+    # Share of the blocks: not trained on; their error selects the best step
+    heldout: float = 1 / 16
     autocast: bool | None = None  # multiply in bfloat16; None: if the device does natively
     seed: int = 0
 
@@ -300,10 +379,10 @@ class Refinement:
 class MapsOptions:
     """How maps are computed; methods that read weights alone use `grouping` and `device` only.
 
-    ridge: Strength of the refit of W_O, relative to the mean energy of a head's outputs.
-    batch: Blocks that go through a layer at a time, at most; fewer if they have more than AT_ONCE tokens.
-    check: Whether to compare both models on held-out text.
-    grouping: `contiguous`; `auto` searches for the groups with the least loss if there are few heads.
+    ridge: Strength of the refit of W_O, relative to the mean energy of a head's outputs. batch:
+    Blocks that go through a layer at a time, at most; fewer if they have more than AT_ONCE tokens.
+    check: Whether to compare both models on held-out text. grouping: `contiguous`; `auto` searches
+    for the groups with the least loss if there are few heads.
     """
 
     text: CalibrationText = field(default_factory=CalibrationText)

@@ -61,10 +61,14 @@ class ModelPair:
             "device": options.device,
         }
         path = self._modules[0].path
-        self.base = LayerRunner(plan.checkpoint, base_config, path, plan.checkpoint.tensors, **common)
+        self.base = LayerRunner(
+            plan.checkpoint, base_config, path, plan.checkpoint.tensors, **common
+        )
         converted_names = [tensor.name for tensor in plan.tensors]
         converted_config = transformers_config(plan.new_config)
-        self.converted = LayerRunner(plan.checkpoint, converted_config, path, converted_names, **common)
+        self.converted = LayerRunner(
+            plan.checkpoint, converted_config, path, converted_names, **common
+        )
 
     @property
     def layers(self) -> int:
@@ -75,9 +79,15 @@ class ModelPair:
 
     def modules_of(self, layer: int) -> list[AttentionModule]:
         """The layer's attention modules whose heads are merged, in the order of execution."""
-        modules = [module for module in self._modules if module.layer == layer and self.plan.changes_of(module)]
+        modules = [
+            module
+            for module in self._modules
+            if module.layer == layer and self.plan.changes_of(module)
+        ]
         if len({module.kind for module in modules}) < len(modules):
-            raise LayerwiseError(f"layer {layer} has several attention modules of one kind, which is not supported")
+            raise LayerwiseError(
+                f"layer {layer} has several attention modules of one kind, which is not supported"
+            )
         return modules
 
     def heads(self, module: AttentionModule) -> tuple[LayerHeads, int]:
@@ -94,10 +104,14 @@ class ModelPair:
     # ------------------------------------------------------------------------------- weights
 
     def load_converted(self, index: int, modules: list[AttentionModule]) -> Layer:
-        """The converted model's layer. The first of its `modules` has no weights of heads yet;
-        the others have the mean of their heads.
+        """The converted model's layer.
+
+        The first of its `modules` has no weights of heads yet; the others have the mean of their
+        heads.
         """
-        changed = {change.source.name for module in modules for change in self.plan.changes_of(module)}
+        changed = {
+            change.source.name for module in modules for change in self.plan.changes_of(module)
+        }
         layer = self.converted.load(index, missing=changed)
         for module in modules[1:]:
             layer.set_tensors(self.merged_tensors(module, self.mean(module)))
@@ -111,7 +125,9 @@ class ModelPair:
             for change in self.plan.changes_of(module)
         }
 
-    def repeated_tensors(self, module: AttentionModule, converted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def repeated_tensors(
+        self, module: AttentionModule, converted: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Converted tensors of a module in the base model's shapes, with repeated KV heads."""
         return {
             change.source.name: change.repeated(converted[change.source.name])
@@ -173,7 +189,9 @@ class ModelPair:
 
         arguments = _LayerArguments(runner, decoder_inputs, has_encoder)
         parts = [runner.layer_inputs(_select(decoder_inputs, rows))[0].cpu() for rows in batches]
-        return Stream(torch.cat(parts), batch, arguments, None if is_text is None else is_text.bool())
+        return Stream(
+            torch.cat(parts), batch, arguments, None if is_text is None else is_text.bool()
+        )
 
     def _check_arguments_ignore_text(self, inputs: Mapping[str, Any]) -> None:
         """Raise LayerwiseError if layers are called with more that depends on the text."""
@@ -207,11 +225,13 @@ class ModelPair:
 class _LayerArguments:
     """The arguments of each layer for blocks of a text.
 
-    With an encoder they depend on the blocks. Otherwise they depend on the number of blocks alone, and
-    are computed once for each number.
+    With an encoder they depend on the blocks. Otherwise they depend on the number of blocks alone,
+    and are computed once for each number.
     """
 
-    def __init__(self, runner: LayerRunner, decoder_inputs: Mapping[str, Any], has_encoder: bool) -> None:
+    def __init__(
+        self, runner: LayerRunner, decoder_inputs: Mapping[str, Any], has_encoder: bool
+    ) -> None:
         self._runner = runner
         self._inputs = decoder_inputs
         self._has_encoder = has_encoder
@@ -239,7 +259,9 @@ def _decoder_modules(plan: Plan, is_encoder_decoder: bool) -> list[AttentionModu
     return chosen
 
 
-def _decoder_inputs(runner: LayerRunner, inputs: Inputs, batches: tuple[Tensor, ...]) -> dict[str, Any]:
+def _decoder_inputs(
+    runner: LayerRunner, inputs: Inputs, batches: tuple[Tensor, ...]
+) -> dict[str, Any]:
     """Arguments of the decoder's forward, with the encoder's outputs."""
     encoder_inputs = {}
     decoder_inputs: dict[str, Any] = {"use_cache": False}
@@ -249,7 +271,9 @@ def _decoder_inputs(runner: LayerRunner, inputs: Inputs, batches: tuple[Tensor, 
         else:
             encoder_inputs[name] = value
 
-    decoder_inputs["encoder_hidden_states"] = runner.encode([_select(encoder_inputs, rows) for rows in batches])
+    decoder_inputs["encoder_hidden_states"] = runner.encode(
+        [_select(encoder_inputs, rows) for rows in batches]
+    )
     if "attention_mask" in inputs:
         decoder_inputs["encoder_attention_mask"] = inputs["attention_mask"]
     return decoder_inputs
@@ -257,4 +281,6 @@ def _decoder_inputs(runner: LayerRunner, inputs: Inputs, batches: tuple[Tensor, 
 
 def _select(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
     """The inputs of the blocks `rows`."""
-    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    return {
+        name: value[rows] if isinstance(value, Tensor) else value for name, value in inputs.items()
+    }

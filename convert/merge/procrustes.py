@@ -19,7 +19,8 @@ _TURNS = 50  # sweeps over the heads, at most
 def rotations(moments: Tensor) -> Tensor:
     """Rotations A (m, d, d) that align heads, from their moments S (m, d, m, d).
 
-    Maximizes sum_ab tr(A_a S_ab A_b^T): one head after another is rotated onto the sum of the others.
+    Maximizes sum_ab tr(A_a S_ab A_b^T): one head after another is rotated onto the sum of the
+    others.
     """
     heads, dim = moments.shape[:2]
     rotation = torch.eye(dim, dtype=moments.dtype).repeat(heads, 1, 1)
@@ -59,7 +60,9 @@ def phases(moments: Tensor) -> Tensor:
 
 
 def procrustes_key(keys: Tensor, rotary: Rotary, heads: int) -> GroupMaps:
-    """The aligned mean of a group's keys, from moments (m * d, m * d), and rotations of its queries."""
+    """The aligned mean of a group's keys, from moments (m * d, m * d), and rotations of its
+    queries.
+    """
     dim = len(keys) // heads
     merge = keys.new_zeros(dim, heads * dim)
     back = keys.new_zeros(heads, dim, dim)
@@ -96,7 +99,8 @@ def procrustes_value(values: Tensor, heads: int, repeat: int) -> GroupMaps:
 
 
 def _scaled_rotations(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Maps (m, d, d) that sum heads to their aligned mean at their mean energy, and their rotations.
+    """Maps (m, d, d) that sum heads to their aligned mean at their mean energy, and their
+    rotations.
 
     moments: (m, d, m, d).
     """

@@ -1,7 +1,7 @@
 """Train one converted attention module towards the output of the base model's module (`refined`).
 
-Only the module's projections are trained. Its inputs and targets are fixed, and no other layer is in
-memory. The module is transformers' own, so this works for every architecture and from any start
+Only the module's projections are trained. Its inputs and targets are fixed, and no other layer is
+in memory. The module is transformers' own, so this works for every architecture and from any start
 (docs/methods.md).
 """
 
@@ -63,7 +63,8 @@ def refine(
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
     optimizers = _optimizers(list(weights.values()), settings.learning_rate)
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / settings.steps) for optimizer in optimizers
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / settings.steps)
+        for optimizer in optimizers
     ]
     energy = (mean_squares(targets) * position_weights).mean().clamp_min(1e-30).to(device)
 
@@ -82,7 +83,9 @@ def refine(
 
     def heldout_error() -> float:
         with torch.no_grad():
-            parts = [loss * len(rows) for rows in heldout.split(settings.batch) for loss in losses(rows)]
+            parts = [
+                loss * len(rows) for rows in heldout.split(settings.batch) for loss in losses(rows)
+            ]
         return float(torch.stack(parts).sum()) / len(heldout)
 
     def copy_weights() -> dict[str, Tensor]:
@@ -123,7 +126,9 @@ def without_heldout(position_weights: Tensor, settings: Refinement) -> Tensor:
     return position_weights * used.unsqueeze(1)
 
 
-def split_blocks(blocks: int, settings: Refinement, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def split_blocks(
+    blocks: int, settings: Refinement, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Indices of the held-out blocks and of the training blocks; a single block is both."""
     order = torch.randperm(blocks, generator=generator)
     if blocks == 1:

@@ -1,4 +1,6 @@
-"""What an error at a position, a query or a key costs the layer: the weights of all least squares."""
+"""What an error at a position, a query or a key costs the layer:
+the weights of all least squares.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ _CAUSAL_PARTS = 4  # parts of a block's queries: each is multiplied only with th
 def position_weights(hidden: Tensor, is_text: Tensor | None = None) -> Tensor:
     """Weight of an error at each position: 1 / mean square of its hidden state.
 
-    The next norm divides by the root of that. Some positions, such as the first of a text, have hidden
-    states that are hundreds of times as large as the others': they get the small weight that belongs to
-    them. The opposite does not hold. Where the hidden state is zero or tiny (untrained or reserved tokens
-    before the first layer), attention adds as much as elsewhere, and the next norm divides by the sum. So
-    a mean square below LEAST_ENERGY times the typical one counts as that: no position weighs more than
-    1 / LEAST_ENERGY typical ones, in any units.
+    The next norm divides by the root of that. Some positions, such as the first of a text, have
+    hidden states that are hundreds of times as large as the others': they get the small weight that
+    belongs to them. The opposite does not hold. Where the hidden state is zero or tiny (untrained
+    or reserved tokens before the first layer), attention adds as much as elsewhere, and the next
+    norm divides by the sum. So a mean square below LEAST_ENERGY times the typical one counts as
+    that: no position weighs more than 1 / LEAST_ENERGY typical ones, in any units.
 
     Args:
         hidden: (N, T, D).
@@ -63,8 +65,8 @@ def query_sensitivity(
         (a_s / (1 - a_s))^2 |W_O (v_s - o)|^2,
 
     the squared change of the output W_O o if key s is dropped (a: attention, v: values). To first
-    order the change is a W_O (v - o). That vanishes where one key takes all attention, although there
-    the look-up itself can be lost. Caps of scores and sinks are ignored.
+    order the change is a W_O (v - o). That vanishes where one key takes all attention, although
+    there the look-up itself can be lost. Caps of scores and sinks are ignored.
 
     Args:
         q, k, v: Queries (B, H, T, d), keys (B, Hk, S, d) and values (B, Hk, S, e).
@@ -75,8 +77,8 @@ def query_sensitivity(
         weights: (B, T), from `position_weights`.
 
     Returns:
-        The sensitivity (B, H, T) of each query, times the weight of its position; and the sums (H, T)
-        of these terms by the distance of the key: 0, 1, ... positions before the query.
+        The sensitivity (B, H, T) of each query, times the weight of its position; and the sums (H,
+        T) of these terms by the distance of the key: 0, 1, ... positions before the query.
     """
     repeat = q.shape[1] // k.shape[1]
     length = q.shape[2]
@@ -113,7 +115,9 @@ def query_sensitivity(
             # |v_s - o|^2 = |v_s|^2 - 2 v_s o + |o|^2, in place: these are the largest tensors.
             outputs = attention @ values[:, :visible]
             squared_odds = attention.div_((1 - attention).clamp_min_(_MIN_REMAINDER)).square_()
-            moved = torch.baddbmm(squares[:, None, :visible], outputs, values[:, :visible].mT, alpha=-2, out=scores)
+            moved = torch.baddbmm(
+                squares[:, None, :visible], outputs, values[:, :visible].mT, alpha=-2, out=scores
+            )
             moved = moved.add_(outputs.square().sum(-1, keepdim=True)).clamp_min_(0)
             moved = moved.mul_(squared_odds).mul_(weights[:, part, None])
             sensitivity[:, head, part] = moved.sum(-1)

@@ -22,12 +22,15 @@ from gqa.convert.merge.rope import complex_basis, complex_moments, pairs, put_co
 
 # Sweeps of alternating least squares; twice as many change the third digit of the error.
 _SWEEPS = 8
-# Share of the distances between query and key that is measured; the rest reaches the longest context.
+# Share of the distances between query and key that is measured; the rest reaches the longest
+# context.
 _MEASURED = 0.5
 _DISTANCES = 4096  # samples of the rest
 
 
-def shared_key(keys: Tensor, queries: Tensor, means: Tensor, distances: Tensor, rotary: Rotary) -> GroupMaps:
+def shared_key(
+    keys: Tensor, queries: Tensor, means: Tensor, distances: Tensor, rotary: Rotary
+) -> GroupMaps:
     """Merge the m keys of a group.
 
     Without frequencies in `rotary`, each rotated pair of dimensions is merged alone.
@@ -37,7 +40,8 @@ def shared_key(keys: Tensor, queries: Tensor, means: Tensor, distances: Tensor, 
         queries: (m, d, d), for each head the sum over its query heads of E[q q^T], from `unrotate`.
         means: (m * d,) E[k]. Unless it is rotated, a constant key adds the same to all scores of a
             query, which changes nothing: it is dropped.
-        distances: (m, n) weights of scores of each head's queries with the key 0, 1, ... tokens before.
+        distances: (m, n) weights of scores of each head's queries with the key 0, 1, ... tokens
+            before.
         rotary: The dimensions that are rotated, and their frequencies.
     """
     heads, dim = queries.shape[:2]
@@ -53,15 +57,17 @@ def shared_key(keys: Tensor, queries: Tensor, means: Tensor, distances: Tensor, 
     return _merge_across_frequencies(keys, queries, means, distances, rotary, merge)
 
 
-# ------------------------------------------------------------------------------ one frequency at a time
+# -------------------------------------------------------------------------- one frequency at a time
 
 
-def _merge_rotated(keys: Tensor, queries: Tensor, rotary: Rotary, merge: Tensor, back: Tensor) -> None:
+def _merge_rotated(
+    keys: Tensor, queries: Tensor, rotary: Rotary, merge: Tensor, back: Tensor
+) -> None:
     """Fill the rotated dimensions of the maps `merge` and `back`, each frequency alone.
 
     The shared key is the complex combination of keys that keeps most of the scores' energy: the top
-    eigenvector of w S w with S_ab = E[k_a conj(k_b)] and w_a^2 the energy of head a's queries. Complex
-    factors commute with the rotation.
+    eigenvector of w S w with S_ab = E[k_a conj(k_b)] and w_a^2 the energy of head a's queries.
+    Complex factors commute with the rotation.
     """
     heads, dim = queries.shape[:2]
     real, imaginary = pairs(rotary)
@@ -93,8 +99,8 @@ def key_weights(queries: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
 def _merge_plain(keys: Tensor, queries: Tensor, dims: Tensor, merge: Tensor, back: Tensor) -> None:
     """Fill the dimensions `dims` of the maps `merge` and `back`, which are not rotated.
 
-    The shared key is the subspace of the stacked keys that keeps most of the scores' energy: the top
-    eigenvectors of S^1/2 B S^1/2 with S = `keys` and B = blockdiag(E[q q^T]).
+    The shared key is the subspace of the stacked keys that keeps most of the scores' energy: the
+    top eigenvectors of S^1/2 B S^1/2 with S = `keys` and B = blockdiag(E[q q^T]).
     """
     heads, dim = queries.shape[:2]
     count = len(dims)
@@ -124,7 +130,7 @@ def without_means(keys: Tensor, means: Tensor) -> Tensor:
     return centered * varies[:, None] * varies
 
 
-# ------------------------------------------------------------------------------------ across frequencies
+# ------------------------------------------------------------------------------- across frequencies
 
 
 def _merge_across_frequencies(
@@ -137,18 +143,18 @@ def _merge_across_frequencies(
 ) -> GroupMaps:
     """The shared key whose scores have the least error at all distances.
 
-    A pair of its dimensions may hold what pairs of other frequencies held; in `start` (d, m d) it does
-    not.
+    A pair of its dimensions may hold what pairs of other frequencies held; in `start` (d, m d) it
+    does not.
 
-    In the basis of `complex_basis` RoPE is diagonal: a query q and a key k at distance t have the score
-    q^H D_t k, D_t = diag(exp(-i v t)), v the frequency of a pair and its negative (0: not rotated). With
-    the stacked keys k, the shared key B k and queries X_a^H q, head a has q^H X_a D_t B k in place of
-    q^H D_t k_a. Minimized is the mean square of the difference, summed over a, over the distances t of
-    `_coherence`.
+    In the basis of `complex_basis` RoPE is diagonal: a query q and a key k at distance t have the
+    score q^H D_t k, D_t = diag(exp(-i v t)), v the frequency of a pair and its negative (0: not
+    rotated). With the stacked keys k, the shared key B k and queries X_a^H q, head a has q^H X_a
+    D_t B k in place of q^H D_t k_a. Minimized is the mean square of the difference, summed over a,
+    over the distances t of `_coherence`.
 
-    The mean over t multiplies D_t M D_t^H elementwise (*) by C_ij = E[exp(-i (v_i - v_j) t)], C_a for
-    head a. So with K = E[k k^H], K_a = E[k_a k^H] and Q_a = E[q q^H], each of B = [B_1 ... B_m] and X_a
-    is least squares given the other:
+    The mean over t multiplies D_t M D_t^H elementwise (*) by C_ij = E[exp(-i (v_i - v_j) t)], C_a
+    for head a. So with K = E[k k^H], K_a = E[k_a k^H] and Q_a = E[q q^H], each of B = [B_1 ... B_m]
+    and X_a is least squares given the other:
 
         X_a = (K_a B^H * C_a) (B K B^H * C_a)^-1
         B_a = (sum_b X_b^H Q_b X_b * C_b^T)^-1 (X_a^H Q_a * C_a^T)
@@ -215,12 +221,15 @@ def _times_each(rows: Tensor, matrix: Tensor) -> Tensor:
 def _coherence(frequencies: Tensor, distances: Tensor, longest: int) -> tuple[Tensor, Tensor]:
     """E[D_t 1 1^H D_t^H] (m, d, d) and the diagonals of E[D_t] (m, d), for each head.
 
-    Half of the distances t have the weights `distances` (m, n), as measured on text. log t of the others
-    is uniform from 1 to `longest`, so that near keys count more and every distance has some weight.
+    Half of the distances t have the weights `distances` (m, n), as measured on text. log t of the
+    others is uniform from 1 to `longest`, so that near keys count more and every distance has some
+    weight.
     """
     device = frequencies.device
     near_distances = torch.arange(distances.shape[1], dtype=torch.float64, device=device)
-    far_distances = torch.logspace(0, math.log10(longest), _DISTANCES, dtype=torch.float64, device=device)
+    far_distances = torch.logspace(
+        0, math.log10(longest), _DISTANCES, dtype=torch.float64, device=device
+    )
     near = torch.exp(-1j * frequencies[:, None] * near_distances)  # D_t (d, n)
     far = torch.exp(-1j * frequencies[:, None] * far_distances)
 

@@ -17,18 +17,19 @@ _LEAST_GAIN = 1e-6  # share of the energy: a sweep that gains less is the last
 
 
 def shared_value(attended: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -> GroupMaps:
-    """Merge the m values of a group, so that W_O's outputs are recovered with the least squared error.
+    """Merge the m values of a group, so that W_O's outputs are recovered with the least squared
+    error.
 
-    Alternating least squares, from the optimum for equal attention in all query heads: the map to the
-    shared value takes a line search along the preconditioned gradient, then each query head's map back
-    is solved for.
+    Alternating least squares, from the optimum for equal attention in all query heads: the map to
+    the shared value takes a line search along the preconditioned gradient, then each query head's
+    map back is solved for.
 
     Args:
         attended: (R, m * d, m * d) E[z z^T] for each of the group's R = m r query heads, z the
-            attention-weighted average of the stacked values. (1, m * d, m * d) if all attend alike: then
-            the start is the optimum.
-        values: (m * d, m * d) second moments of the stacked values. The shared value gets their mean
-            energy.
+            attention-weighted average of the stacked values. (1, m * d, m * d) if all attend alike:
+            then the start is the optimum.
+        values: (m * d, m * d) second moments of the stacked values. The shared value gets their
+            mean energy.
         outputs: (R, d, d) W_O,i W_O,i^T of each query head, W_O,i (d, D).
         owner: (R,), which of the m heads each query head reads.
     """

@@ -1,10 +1,11 @@
-"""View a checkpoint as one of another transformers class that computes the same and can have fewer key/value heads.
+"""View a checkpoint as one of another transformers class that computes the same and can have fewer
+key/value heads.
 
-Its tensors are renamed, rearranged and folded when they are read. Nothing is stored in between: code that plans,
-merges, calibrates, writes or verifies a checkpoint takes a view just the same.
+Its tensors are renamed, rearranged and folded when they are read. Nothing is stored in between:
+code that plans, merges, calibrates, writes or verifies a checkpoint takes a view just the same.
 
-Each entry is exact: with as many heads as before the target gives the source's logits (to rounding, where LayerNorms
-are folded). `tests/test_native.py` compares every entry with both classes.
+Each entry is exact: with as many heads as before the target gives the source's logits (to rounding,
+where LayerNorms are folded). `tests/test_native.py` compares every entry with both classes.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ class Recipe:
     """How to compute one tensor of a view from stored ones.
 
     sources: Stored tensors, possibly of several files; the first determines dtype and order.
-    compute: Sources -> tensor, in float32 (float64 for F64), rounded only when written, so that merging does not round
-        twice; None for the first source unchanged.
+        compute: Sources -> tensor, in float32 (float64 for F64), rounded only when written, so that
+        merging does not round twice; None for the first source unchanged.
     """
 
     sources: tuple[TensorSpec, ...]
     compute: Callable[[Sequence[Tensor]], Tensor] | None = None
 
     def spec(self, name: str) -> TensorSpec:
-        """The view's entry of the tensor `name`. Raises CorruptError if the shapes of the sources do not match."""
+        """The view's entry of the tensor `name`.
+
+        Raises CorruptError if the shapes of the sources do not match.
+        """
         import torch
 
         first = self.sources[0]
@@ -46,15 +50,20 @@ class Recipe:
             return replace(first, name=name)
         if first.dtype not in TORCH_DTYPES:
             raise RefusedError(
-                f"{first.name} is stored as {first.dtype}: quantised or packed weights cannot be laid out anew; "
+                f"{first.name} is stored as {first.dtype}: quantised or packed weights cannot be "
+                "laid out anew; "
                 "convert the original and quantise the result"
             )
         try:
-            shape = tuple(self.compute([torch.empty(s.shape, device="meta") for s in self.sources]).shape)
+            shape = tuple(
+                self.compute([torch.empty(s.shape, device="meta") for s in self.sources]).shape
+            )
         except (CorruptError, RuntimeError, IndexError, ValueError) as error:
             shapes = " and ".join(f"{s.name} {list(s.shape)}" for s in self.sources)
             why = f": {error}" if isinstance(error, CorruptError) else ""
-            raise CorruptError(f"{shapes} cannot become {name}{why}; is it of another model?") from error
+            raise CorruptError(
+                f"{shapes} cannot become {name}{why}; is it of another model?"
+            ) from error
         return TensorSpec(name, first.dtype, shape, first.file, 0, byte_size(first.dtype, shape))
 
 
@@ -66,7 +75,9 @@ class View(Checkpoint):
     recipes: Mapping[str, Recipe] = field(kw_only=True)
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
-        """One tensor; a computed one is float32 (float64 for F64) and rounded when it is written."""
+        """One tensor; a computed one is float32 (float64 for F64) and rounded when it is
+        written.
+        """
         import torch
 
         recipe = self.recipes[spec.name]
@@ -81,8 +92,12 @@ class View(Checkpoint):
 
     @property
     def parameters(self) -> int:
-        """Number of source parameters in use, without stored masks and zeros that the target adds."""
-        return sum({spec.name: spec.numel for r in self.recipes.values() for spec in r.sources}.values())
+        """Number of source parameters in use, without stored masks and zeros that the target
+        adds.
+        """
+        return sum(
+            {spec.name: spec.numel for r in self.recipes.values() for spec in r.sources}.values()
+        )
 
 
 Stored = Mapping[str, TensorSpec]  # the source's tensors by name without the base model's prefix
@@ -94,14 +109,14 @@ Rows = Callable[["Tensor"], "Tensor"]
 class Recasting:
     """From the model type `source` to the model type `target`.
 
-    architecture: The target's class; None for custom modelling code: then our counterpart of the source's class,
-        config.json gets the new keys only, and tensors are unchanged.
-    config: transformers' config of the source -> config.json of the target with `kv = query` heads, without
-        `architectures`, `model_type`, token ids, `tie_word_embeddings` and dtype, which are set for all. Raises
-        RefusedError with the reason for a config that cannot be expressed.
-    tensors: (stored tensors, config of the source) -> every tensor of the target.
-    prefix: The base model's prefix of tensor names in the source; a checkpoint may lack it.
-    note: What a user should know, in words.
+    architecture: The target's class; None for custom modelling code: then our counterpart of the
+        source's class, config.json gets the new keys only, and tensors are unchanged.
+    config: transformers' config of the source -> config.json of the target with `kv = query` heads,
+        without `architectures`, `model_type`, token ids, `tie_word_embeddings` and dtype, which are
+        set for all. Raises RefusedError with the reason for a config that cannot be expressed.
+    tensors: (stored tensors, config of the source) -> every tensor of the target. prefix: The base
+    model's prefix of tensor names in the source; a checkpoint may lack it. note: What a user should
+    know, in words.
     """
 
     source: str
@@ -136,10 +151,16 @@ def _linear(
         weight = _need(stored, f"{source}.weight")
         plain = (lambda t: order(t[0])) if rows else None
         gain = (_need(stored, f"{norm}.weight"),) if norm else ()
-        yield f"{target}.weight", Recipe((weight, *gain), (lambda t: order(t[0]) * t[1]) if norm else plain)
+        yield (
+            f"{target}.weight",
+            Recipe((weight, *gain), (lambda t: order(t[0]) * t[1]) if norm else plain),
+        )
     if shift := stored.get(f"{norm}.bias"):  # b + W c, of (W, c) or (W, c, b)
         sources = (weight, shift, bias) if bias else (weight, shift)
-        yield f"{target}.bias", Recipe(sources, lambda t: sum(map(order, t[2:]), order(t[0]) @ t[1]))
+        yield (
+            f"{target}.bias",
+            Recipe(sources, lambda t: sum(map(order, t[2:]), order(t[0]) @ t[1])),
+        )
     elif bias:
         yield f"{target}.bias", Recipe((bias,), (lambda t: order(t[0])) if rows else None)
     elif always_bias:
@@ -158,7 +179,9 @@ def _heads(config: Any) -> LayerHeads:
 
 
 def _phi_tensors(stored: Stored, config: Any) -> Recipes:
-    """GPT-NeoX as Phi, which has one LayerNorm per layer: both are folded into the linear layers, Phi's is neutral."""
+    """GPT-NeoX as Phi, which has one LayerNorm per layer: both are folded into the linear layers,
+    Phi's is neutral.
+    """
     heads = _heads(config)
 
     def rows(role: Role) -> Rows:
@@ -169,22 +192,40 @@ def _phi_tensors(stored: Stored, config: Any) -> Recipes:
     for layer in range(config.num_hidden_layers):
         old, new = f"layers.{layer}", f"model.layers.{layer}"
         norm, qkv = f"{old}.input_layernorm", f"{old}.attention.query_key_value"
-        yield from _linear(f"{new}.self_attn.q_proj", stored, qkv, rows("query"), norm, always_bias=True)
-        yield from _linear(f"{new}.self_attn.k_proj", stored, qkv, rows("key"), norm, always_bias=True)
-        yield from _linear(f"{new}.self_attn.v_proj", stored, qkv, rows("value"), norm, always_bias=True)
-        yield from _linear(f"{new}.self_attn.dense", stored, f"{old}.attention.dense", always_bias=True)
-        yield from _linear(f"{new}.mlp.fc1", stored, f"{old}.mlp.dense_h_to_4h", norm=f"{old}.post_attention_layernorm")
+        yield from _linear(
+            f"{new}.self_attn.q_proj", stored, qkv, rows("query"), norm, always_bias=True
+        )
+        yield from _linear(
+            f"{new}.self_attn.k_proj", stored, qkv, rows("key"), norm, always_bias=True
+        )
+        yield from _linear(
+            f"{new}.self_attn.v_proj", stored, qkv, rows("value"), norm, always_bias=True
+        )
+        yield from _linear(
+            f"{new}.self_attn.dense", stored, f"{old}.attention.dense", always_bias=True
+        )
+        yield from _linear(
+            f"{new}.mlp.fc1",
+            stored,
+            f"{old}.mlp.dense_h_to_4h",
+            norm=f"{old}.post_attention_layernorm",
+        )
         yield from _linear(f"{new}.mlp.fc2", stored, f"{old}.mlp.dense_4h_to_h")
         gain = (stored[f"{norm}.weight"],)
         yield f"{new}.input_layernorm.weight", Recipe(gain, lambda t: t[0].new_ones(len(t[0])))
         yield f"{new}.input_layernorm.bias", Recipe(gain, lambda t: t[0].new_zeros(len(t[0])))
     yield from _linear("model.final_layernorm", stored, "final_layer_norm")
-    head, tied = "lm_head" if "lm_head.weight" in stored else "embed_out", config.tie_word_embeddings
+    head, tied = (
+        "lm_head" if "lm_head.weight" in stored else "embed_out",
+        config.tie_word_embeddings,
+    )
     yield from _linear("lm_head", stored, head, always_bias=True, tied="embed_in" if tied else None)
 
 
 def _bigcode_tensors(stored: Stored, config: Any) -> Recipes:
-    """GPT-2 as GPTBigCode, which stores [q, k, v] per head; a score scale of 1 / (layer + 1) is folded into Q."""
+    """GPT-2 as GPTBigCode, which stores [q, k, v] per head; a score scale of 1 / (layer + 1) is
+    folded into Q.
+    """
     heads = _heads(config)
 
     def transpose(tensor: Tensor) -> Tensor:
@@ -204,7 +245,9 @@ def _bigcode_tensors(stored: Stored, config: Any) -> Recipes:
             yield from _linear(f"transformer.{name}", stored, name)
     for name in ("wte", "wpe", "ln_f"):
         yield from _linear(f"transformer.{name}", stored, name)
-    yield from _linear("lm_head", stored, "lm_head", tied="wte" if config.tie_word_embeddings else None)
+    yield from _linear(
+        "lm_head", stored, "lm_head", tied="wte" if config.tie_word_embeddings else None
+    )
 
 
 def _copied(config: Any, *names: str) -> dict[str, Any]:
@@ -212,38 +255,68 @@ def _copied(config: Any, *names: str) -> dict[str, Any]:
 
 
 def _phi_config(config: Any) -> dict[str, Any]:
-    """Writes `rope_theta` and the like where transformers 4 and 5 and serving engines all read them."""
+    """Writes `rope_theta` and the like where transformers 4 and 5 and serving engines all read
+    them.
+    """
     if not config.use_parallel_residual:
-        raise RefusedError("no class with a number of KV heads has its layers (use_parallel_residual: false)")
+        raise RefusedError(
+            "no class with a number of KV heads has its layers (use_parallel_residual: false)"
+        )
     rope = dict(config.rope_parameters)
     part = rope.pop("partial_rotary_factor")
     fields = _copied(
-        config, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "hidden_act", "max_position_embeddings", "initializer_range", "attention_dropout", "use_cache",
+        config,
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "hidden_act",
+        "max_position_embeddings",
+        "initializer_range",
+        "attention_dropout",
+        "use_cache",
         "layer_norm_eps",
-    )  # fmt: skip
-    return fields | {
-        "num_key_value_heads": config.num_attention_heads,
-        "rope_theta": rope.pop("rope_theta"),
-        "partial_rotary_factor": part,
-        "resid_pdrop": config.hidden_dropout,
-        "embd_pdrop": config.hidden_dropout,
-    } | ({"rope_scaling": rope} if rope.get("rope_type") != "default" else {})  # fmt: skip
+    )
+    return (
+        fields
+        | {
+            "num_key_value_heads": config.num_attention_heads,
+            "rope_theta": rope.pop("rope_theta"),
+            "partial_rotary_factor": part,
+            "resid_pdrop": config.hidden_dropout,
+            "embd_pdrop": config.hidden_dropout,
+        }
+        | ({"rope_scaling": rope} if rope.get("rope_type") != "default" else {})
+    )
 
 
 def _bigcode_config(config: Any) -> dict[str, Any]:
     return _copied(
-        config, "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function",
-        "resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon", "initializer_range", "scale_attn_weights",
+        config,
+        "vocab_size",
+        "n_positions",
+        "n_embd",
+        "n_layer",
+        "n_head",
+        "n_inner",
+        "activation_function",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "layer_norm_epsilon",
+        "initializer_range",
+        "scale_attn_weights",
         "use_cache",
-    ) | {"multi_query": False}  # fmt: skip
+    ) | {"multi_query": False}
 
 
 NATIVE: tuple[Recasting, ...] = (
     Recasting(
         "gpt_neox",
         "phi",
-        "Pythia, GPT-NeoX-20B, Dolly; both LayerNorms are folded into the linear layers that read them",
+        "Pythia, GPT-NeoX-20B, Dolly; both LayerNorms are folded into the linear layers that read "
+        "them",
         "PhiForCausalLM",
         _phi_config,
         _phi_tensors,

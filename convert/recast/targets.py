@@ -1,25 +1,41 @@
 """Recast models whose class cannot have fewer key/value heads as models of a class that can.
 
-A class without a number of KV heads would not load a checkpoint with fewer (or load it and compute something else), so
-the whole checkpoint is written for another class that computes the same. `recast` finds that class and returns a view
-of the checkpoint in it, with as many KV heads as before, which is then converted like any other model.
+A class without a number of KV heads would not load a checkpoint with fewer (or load it and compute
+something else), so the whole checkpoint is written for another class that computes the same.
+`recast` finds that class and returns a view of the checkpoint in it, with as many KV heads as
+before, which is then converted like any other model.
 """
 
 import json
 import re
 from typing import Any
 
-from gqa.checkpoint.custom_code import BY_LAYER, PREFIX, auto_map, file_of, loads_as_decilm, stand_in
+from gqa.checkpoint.custom_code import (
+    BY_LAYER,
+    PREFIX,
+    auto_map,
+    file_of,
+    loads_as_decilm,
+    stand_in,
+)
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
 from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import Checkpoint, read_json
-from gqa.convert.heads.config import KVCache, kv_cache, read_config, read_top, transformers_config, valid_groups
+from gqa.convert.heads.config import (
+    KVCache,
+    kv_cache,
+    read_config,
+    read_top,
+    transformers_config,
+    valid_groups,
+)
 from gqa.convert.heads.families import custom
 from gqa.convert.heads.family import Groups, query_heads
 from gqa.convert.heads.modules import attention_modules, cached_layers
 from gqa.convert.recast.native import NATIVE, Recasting, Recipe, View
 
-# Our own classes allow any G; with all KV heads they reproduce the source's logits (tests/test_custom_code.py).
+# Our own classes allow any G; with all KV heads they reproduce the source's logits
+# (tests/test_custom_code.py).
 _CUSTOM = tuple(
     Recasting(target.removeprefix(PREFIX), target, family.note)
     for family in custom.FAMILIES
@@ -29,7 +45,8 @@ RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *_CUSTOM)
 RECAST_TYPES = tuple(entry.source for entry in RECASTINGS)
 # For numbers of heads that differ between layers, which no class of transformers supports.
 _BY_LAYER = tuple(Recasting(source, f"{PREFIX}{source}") for source in BY_LAYER)
-# llama.cpp's converter needs these keys in config.json, as it does not know the defaults of our class.
+# llama.cpp's converter needs these keys in config.json, as it does not know the defaults of our
+# class.
 _EXPLICIT_KEYS = ("max_position_embeddings", "rms_norm_eps")
 # Masks and frequencies in old checkpoints, which current classes do not load.
 _BUFFERS = re.compile(r".*\.(attn|attention)\.(masked_)?bias|.*\.rotary_emb\.inv_freq")
@@ -40,11 +57,18 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
 
     Raises RefusedError if no class can express the config.
     """
-    name, model_type, by_layer = checkpoint.name, checkpoint.config.get("model_type"), isinstance(groups, tuple)
-    entries = [entry for entry in (_BY_LAYER if by_layer else RECASTINGS) if entry.source == model_type]
+    name, model_type, by_layer = (
+        checkpoint.name,
+        checkpoint.config.get("model_type"),
+        isinstance(groups, tuple),
+    )
+    entries = [
+        entry for entry in (_BY_LAYER if by_layer else RECASTINGS) if entry.source == model_type
+    ]
     if by_layer and not entries and model_type not in [entry.target for entry in _BY_LAYER]:
         raise RefusedError(
-            f"{name} ({model_type}) must have the same number of key/value heads in all layers; it can differ in "
+            f"{name} ({model_type}) must have the same number of key/value heads in all layers; "
+            "it can differ in "
             f"models of type {listing(BY_LAYER, 40)}: give one number"
         )
     config = read_top(checkpoint.config, name) if entries else None
@@ -61,7 +85,10 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
 
 
 def as_it_is(checkpoint: Checkpoint) -> Checkpoint:
-    """`recast` with the model's own number of KV heads, to read the heads of any model. Raises RefusedError."""
+    """`recast` with the model's own number of KV heads, to read the heads of any model.
+
+    Raises RefusedError.
+    """
     if checkpoint.config.get("model_type") not in RECAST_TYPES:
         return checkpoint
     return recast(checkpoint, query_heads(read_top(checkpoint.config, checkpoint.name)))
@@ -86,10 +113,18 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
     raw, target = checkpoint.config, recasting.target
     try:
         if recasting.architecture:  # keys that every class has are taken from the source's config
-            new = {"architectures": [recasting.architecture], "model_type": target} | recasting.config(config)
-            new |= {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            new = {
+                "architectures": [recasting.architecture],
+                "model_type": target,
+            } | recasting.config(config)
+            new |= {
+                key: getattr(config, key, None)
+                for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+            }
             new["tie_word_embeddings"] = bool(config.tie_word_embeddings)
-            new |= {key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)}
+            new |= {
+                key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)
+            }
         else:
             new = {**raw, "model_type": target, "auto_map": auto_map(target)}
             new |= {} if recasting in _BY_LAYER else {"num_key_value_heads": query_heads(config)}
@@ -98,10 +133,13 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
                 new |= {key: getattr(config, key) for key in _EXPLICIT_KEYS if key not in raw}
         transformers_config(new)
     except RefusedError as error:
-        raise RefusedError(f"{checkpoint.name} ({recasting.source}) cannot be converted: {error}") from error
+        raise RefusedError(
+            f"{checkpoint.name} ({recasting.source}) cannot be converted: {error}"
+        ) from error
     except Exception as error:  # any error of a config class means that the config is wrong
         raise CorruptError(
-            f"{checkpoint.name}: the {recasting.source} config.json makes no sense as {target}: {explain(error)}; "
+            f"{checkpoint.name}: the {recasting.source} config.json makes no sense as {target}: "
+            f"{explain(error)}; "
             "correct it"
         ) from error
     return new
@@ -109,24 +147,34 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
 
 def _recipes(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[str, Recipe]:
     """How to make every tensor of the target, by name. Raises RefusedError and CorruptError."""
-    parameters = {name: spec for name, spec in checkpoint.tensors.items() if not _BUFFERS.fullmatch(name)}
+    parameters = {
+        name: spec for name, spec in checkpoint.tensors.items() if not _BUFFERS.fullmatch(name)
+    }
     if not recasting.architecture:
         return {name: Recipe((spec,)) for name, spec in parameters.items()}
     stored = {name.removeprefix(recasting.prefix): spec for name, spec in parameters.items()}
     if len(stored) < len(parameters):
-        raise CorruptError(f"{checkpoint.name} has tensors with and without {recasting.prefix!r} before their names")
+        raise CorruptError(
+            f"{checkpoint.name} has tensors with and without {recasting.prefix!r} before their "
+            "names"
+        )
     recipes = dict(recasting.tensors(stored, config))
     used = {spec.name for recipe in recipes.values() for spec in recipe.sources}
     if unknown := [name for name, spec in stored.items() if spec.name not in used]:
         raise RefusedError(
-            f"{listing(unknown)} {'is' if len(unknown) == 1 else 'are'} not part of a language model of type "
+            f"{listing(unknown)} {'is' if len(unknown) == 1 else 'are'} not part of a language "
+            "model of type "
             f"{recasting.source}; only such a model can become {recasting.target}"
         )
     return recipes
 
 
-def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:
-    """The checkpoint as one of the target class; its tensors have the order of their source tensors."""
+def _view(
+    checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]
+) -> Checkpoint:
+    """The checkpoint as one of the target class; its tensors have the order of their source
+    tensors.
+    """
     recipes = _recipes(checkpoint, recasting, config)
     edits, files = _tokenizer_edits(checkpoint, recasting.source, recasting.target)
     files |= {} if recasting.architecture else [file_of(recasting.target)]
@@ -134,21 +182,32 @@ def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[s
     ordered = sorted(recipes, key=lambda name: position[recipes[name].sources[0].name])
     tensors = {name: recipes[name].spec(name) for name in ordered}
     way = "native" if recasting.architecture else "custom modelling code"
-    fields = {"config": raw | edits, "tensors": tensors, "source": checkpoint, "way": way, "added": files}
+    fields = {
+        "config": raw | edits,
+        "tensors": tensors,
+        "source": checkpoint,
+        "way": way,
+        "added": files,
+    }
     return View(**vars(checkpoint) | fields, recipes=recipes)
 
 
-# Transformers chooses the tokenizer class by model type, but the tokenizer must stay the same: its files are copied. If
-# only the old model type determined the class, the new config.json names it. If transformers has a generic class for
-# the new type, without special tokens and unable to read vocab and merges files, both are written explicitly.
+# Transformers chooses the tokenizer class by model type, but the tokenizer must stay the same: its
+# files are copied. If only the old model type determined the class, the new config.json names it.
+# If transformers has a generic class for the new type, without special tokens and unable to read
+# vocab and merges files, both are written explicitly.
 _FILES = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend")
 
 
-def _tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Keys of config.json and additional files that keep the tokenizer the same under the new model type.
+def _tokenizer_edits(
+    checkpoint: Checkpoint, source: str, target: str
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Keys of config.json and additional files that keep the tokenizer the same under the new model
+    type.
 
-    Raises CorruptError if transformers cannot load the tokenizer, RefusedError if the target cannot have it.
+    Raises CorruptError if transformers cannot load the tokenizer, RefusedError if the target cannot
+    have it.
     """
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -166,9 +225,16 @@ def _tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> tuple[
         tokenizer = load_tokenizer(checkpoint)
     except RefusedError as error:  # no other target could load it, either
         raise CorruptError(str(error)) from error
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    special = {
+        name: str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+        if isinstance(token, str)
+    }
     settings = {"tokenizer_class": type(tokenizer).__name__} | special | settings
-    if not (whole or hasattr(tokenizer, "backend_tokenizer")):  # custom modelling code keeps the class
-        raise RefusedError(f"{type(tokenizer).__name__} has no tokenizer.json, which {target} needs")
+    # Custom modelling code keeps the class
+    if not (whole or hasattr(tokenizer, "backend_tokenizer")):
+        raise RefusedError(
+            f"{type(tokenizer).__name__} has no tokenizer.json, which {target} needs"
+        )
     files = {} if whole else {"tokenizer.json": tokenizer.backend_tokenizer.to_str(pretty=True)}
     return {}, files | {file: json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}

@@ -19,7 +19,8 @@ Examples:
 
 @command_of(AblateOptions, _EPILOG)
 def command(options: AblateOptions) -> None:
-    """Compare methods, numbers of heads and amounts of training for MODEL: convert, train, measure each combination.
+    """Compare methods, numbers of heads and amounts of training for MODEL: convert, train, measure
+    each combination.
 
     Each combination is saved at once; a report follows. Without MODEL, rewrite the report of DIR.
     """
@@ -37,9 +38,18 @@ def command(options: AblateOptions) -> None:
     if not options.quiet:
         print_lines(["", f"written to {options.output}: {', '.join(names)}"])
     print_lines(recommendation.split("\n"))
-    if options.model and (failed := sum(bool(row["error"]) for row in rows if Cell.of(row) in study.cells)):
-        combinations = f"{failed} of {len(study.cells) - 1} combinations failed (see {options.output}/report.html)"
-        fail("gqa-ablate", f"{combinations}; repeat the command without --overwrite to try them again", 1)
+    if options.model and (
+        failed := sum(bool(row["error"]) for row in rows if Cell.of(row) in study.cells)
+    ):
+        combinations = (
+            f"{failed} of {len(study.cells) - 1} combinations failed (see "
+            f"{options.output}/report.html)"
+        )
+        fail(
+            "gqa-ablate",
+            f"{combinations}; repeat the command without --overwrite to try them again",
+            1,
+        )
 
 
 def main() -> None:

@@ -17,17 +17,27 @@ from gqa.convert.methods import METHODS
 from gqa.eval.study.options import BASE, UNMERGED
 from gqa.eval.study.rows import Row
 
-# Okabe and Ito's palette, which colour-blind readers can distinguish; markers repeat the information.
+# Okabe and Ito's palette, which colour-blind readers can distinguish; markers repeat the
+# information.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#F0E442", "#CC79A7", "#E69F00", "#000000")
 _MARKERS = ("s", "^", "D", "*", "v", "P", "X", "o")
 _STYLE: dict[Any, Any] = {
-    "font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
-    "lines.linewidth": 2, "lines.markersize": 7, "legend.frameon": False, "svg.hashsalt": "gqa",
-}  # fmt: skip
+    "font.size": 13,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "lines.linewidth": 2,
+    "lines.markersize": 7,
+    "legend.frameon": False,
+    "svg.hashsalt": "gqa",
+}
 
 
 def draw_study(rows: Sequence[Row], directory: Path) -> list[tuple[str, str]]:
-    """Draw all pictures that measured rows, the base model's first, have numbers for; (name, caption) of each."""
+    """Draw all pictures that measured rows, the base model's first, have numbers for; (name,
+    caption) of each.
+    """
     frame = pd.DataFrame(rows)
     frame["KiB"] = frame["kv_bytes_per_token"] / 1024
     frame["loss"] = frame["loss_increase"]
@@ -35,7 +45,11 @@ def draw_study(rows: Sequence[Row], directory: Path) -> list[tuple[str, str]]:
     with mpl.rc_context(_STYLE):
         if len(merged):
             _save(_draw_tradeoff(frame.iloc[0], merged), directory / "tradeoff.svg")
-            caption = "Loss against KV cache size, each method with its best training (as figure 3 of the GQA paper)"
+            caption = (
+                "Loss against KV cache size, each method with its best training (as figure 3 of "
+                "the GQA "
+                "paper)"
+            )
             pictures.append(("tradeoff", caption))
         if merged["alpha"].nunique() > 1:
             _save(_draw_alphas(frame, merged), directory / "alphas.svg")
@@ -63,33 +77,47 @@ def _draw_alphas(frame: Any, merged: Any) -> Figure:
     alphas, panels = sorted({*frame["alpha"]}), merged.groupby("groups")
     control = frame[frame["method"] == UNMERGED]
     figure = Figure(figsize=(max(6, 3.6 * len(panels) + 1), 5), layout="constrained")
-    for axis, (count, cells) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    for axis, (count, cells) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
         _plot_losses(axis, cells, "alpha")
         if len(control) > 1:
             axis.plot(control["alpha"], control["loss"], "k:", label="base model, trained further")
         # Alphas are chosen in ratios, and 0 is one of them.
-        axis.set_xscale("function", functions=(lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: x * abs(x)))
+        axis.set_xscale(
+            "function", functions=(lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: x * abs(x))
+        )
         axis.set_xticks(alphas, [f"{100 * alpha:g}%" for alpha in alphas])
         axis.set_xlim(-alphas[-1] / 300, alphas[-1] * 1.2)
-        axis.set(title=f"{count} KV heads" if count > 1 else "1 KV head", xlabel="share of the text trained on (alpha)")
+        axis.set(
+            title=f"{count} KV heads" if count > 1 else "1 KV head",
+            xlabel="share of the text trained on (alpha)",
+        )
         _scale_losses(axis, frame["loss"])
     return figure
 
 
 def _plot_losses(axis: Axes, cells: Any, column: str) -> None:
-    """The least loss of each method by a column. A method has the same colour and marker in every study."""
+    """The least loss of each method by a column.
+
+    A method has the same colour and marker in every study.
+    """
     lines = cells.groupby(["method", column])["loss"].min()
     for number, method in enumerate(METHODS):
         if method in lines:
             axis.plot(
-                lines[method].index, lines[method], label=method, color=_COLOURS[number % len(_COLOURS)],
-                marker=_MARKERS[number % len(_MARKERS)], markeredgecolor="#333333",
-            )  # fmt: skip
+                lines[method].index,
+                lines[method],
+                label=method,
+                color=_COLOURS[number % len(_COLOURS)],
+                marker=_MARKERS[number % len(_MARKERS)],
+                markeredgecolor="#333333",
+            )
 
 
 def _scale_losses(axis: Axes, losses: Any) -> None:
-    """Set the y axis to nats above the base model, logarithmic from the smallest of the `losses`, so that failed
-    conversions do not flatten the rest.
+    """Set the y axis to nats above the base model, logarithmic from the smallest of the `losses`,
+    so that failed conversions do not flatten the rest.
     """
     smallest = min(losses[losses > 0], default=0.0)
     ticks = [tick for tick in (0.01, 0.03, 0.1, 0.3, 1, 3, 10) if 3.4 * tick > smallest] or [10.0]

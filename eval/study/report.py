@@ -1,5 +1,5 @@
-"""The report of a study from its rows: the recommendation (the smallest KV cache within a bound of the loss), tables
-and pictures.
+"""The report of a study from its rows: the recommendation (the smallest KV cache within a bound of
+the loss), tables and pictures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _COLUMNS: list[Column] = [
     ("train tokens", lambda r: f"{r['train_tokens']:,}"),
     ("nats/token", lambda r: f"{r['loss']:.4f}"),
     ("above base", lambda r: f"{r['loss_increase']:+.4f}"),
-    ("95% of the ratio", lambda r: f"{r['perplexity_ratio_low']:.4g} - {r['perplexity_ratio_high']:.4g}"),
+    (
+        "95% of the ratio",
+        lambda r: f"{r['perplexity_ratio_low']:.4g} - {r['perplexity_ratio_high']:.4g}",
+    ),
     ("perplexity", lambda r: format_number(r["perplexity"])),
     ("bits/byte", lambda r: f"{r['bits_per_byte']:.4f}"),
     ("KL", lambda r: f"{r['kl']:.4f}"),
@@ -78,20 +81,26 @@ class Line:
 
 
 def recommend(rows: Sequence[Row], max_loss_increase: float) -> tuple[Row | None, list[Line]]:
-    """The row with the smallest KV cache within so many nats per token above the base model; then with the fewest
-    training tokens, then with the least loss. None if there is none smaller than the base model. And why.
+    """The row with the smallest KV cache within so many nats per token above the base model; then
+    with the fewest training tokens, then with the least loss. None if there is none smaller than
+    the base model. And why.
     """
     base = rows[0]
     smaller = [row for row in measured(rows) if cache_bytes(row) < cache_bytes(base)]
     within = [row for row in smaller if row["loss_increase"] <= max_loss_increase]
     limit = f"within {max_loss_increase:g} nats per token of the base model"
     if not smaller:
-        return None, [Line("recommended", "nothing: no KV cache smaller than the base model's was measured")]
+        return None, [
+            Line("recommended", "nothing: no KV cache smaller than the base model's was measured")
+        ]
     if not within:
         return None, [
             Line("recommended", f"nothing: none of {len(smaller)} combinations is {limit}"),
             _describe("closest", min(smaller, key=loss), base),
-            Line("advice", "raise --max-loss-increase, or add longer training or other methods to the study"),
+            Line(
+                "advice",
+                "raise --max-loss-increase, or add longer training or other methods to the study",
+            ),
         ]
 
     row = min(within, key=lambda row: (cache_bytes(row), row["train_tokens"], loss(row)))
@@ -108,7 +117,9 @@ def recommend(rows: Sequence[Row], max_loss_increase: float) -> tuple[Row | None
 
 def loss_of_row(row: Row, base: Row) -> Loss:
     """The quality that a row's model has lost against the base model, as far as it was measured."""
-    recall = {name.removeprefix("recall_") for name in row if name in ("recall_text", "recall_samples")}
+    recall = {
+        name.removeprefix("recall_") for name in row if name in ("recall_text", "recall_samples")
+    }
     column = f"recall_{main_kind(recall)}"
     recall_loss = base[column] - row[column] if column in row and column in base else None
     return Loss(row.get("perplexity_ratio"), row.get("perplexity_ratio_high"), recall_loss)
@@ -117,10 +128,18 @@ def loss_of_row(row: Row, base: Row) -> Loss:
 def _describe(title: str, row: Row, base: Row) -> Line:
     """A row, its quality and its cache, in words."""
     trained = f"alpha {row['alpha']:g}" if row["alpha"] else "untrained"
-    loses = f"{row['loss_increase']:+.4f} nats per token (perplexity x{row['perplexity_ratio']:.3g})"
+    loses = (
+        f"{row['loss_increase']:+.4f} nats per token (perplexity x{row['perplexity_ratio']:.3g})"
+    )
     recall = f", recall {row['recall_text']:.1%}" if "recall_text" in row else ""
-    cache = f"KV cache {size(cache_bytes(row))} per token ({cache_bytes(row) / cache_bytes(base):.0%})"
-    text = f"{row['method']}, {row['groups']} of {base['groups']} KV heads, {trained}: {loses}{recall}, {cache}"
+    cache = (
+        f"KV cache {size(cache_bytes(row))} per token ({cache_bytes(row) / cache_bytes(base):.0%})"
+    )
+    text = (
+        f"{row['method']}, {row['groups']} of {base['groups']} KV heads, {trained}: "
+        f"{loses}{recall}, "
+        f"{cache}"
+    )
     return Line(title, text, loss_of_row(row, base).level)
 
 
@@ -131,7 +150,9 @@ def short_table(rows: Sequence[Row]) -> Table:
         note += f"; {failed} of {len(rows) - 1} combinations failed (see the report)"
     records: dict[Any, Row] = {}
     for row in measured(rows):
-        records.setdefault((row["groups"], row["method"]), row | {"at": {}})["at"][row["alpha"]] = loss(row)
+        records.setdefault((row["groups"], row["method"]), row | {"at": {}})["at"][row["alpha"]] = (
+            loss(row)
+        )
     columns: list[Column] = [*_CELL[:2], _CACHE]
     for alpha in sorted({row["alpha"] for row in rows}):
         columns.append((f"alpha {alpha:g}", lambda r, alpha=alpha: f"{r['at'][alpha]:.4f}"))  # type: ignore[misc]
@@ -140,19 +161,31 @@ def short_table(rows: Sequence[Row]) -> Table:
 
 def _cells(rows: Sequence[Row]) -> Table:
     """A line for each cell."""
-    note = f"base model: {loss(rows[0]):.4f} nats per token; {describe_text(rows[0]['text'])}, held out"
+    note = (
+        f"base model: {loss(rows[0]):.4f} nats per token; {describe_text(rows[0]['text'])}, "
+        "held "
+        "out"
+    )
     if any(row.get("kl") is not None for row in rows):
-        note += "; KL from the base model in nats; accepted: share of drafted tokens that the base model accepts"
+        note += (
+            "; KL from the base model in nats; accepted: share of drafted tokens that the base "
+            "model accepts"
+        )
     if refused := rows[0].get("recall_refused"):
         note += f"; recall was not measured: {refused}"
-    levels = [{"level": None if row is rows[0] or row["error"] else loss_of_row(row, rows[0]).level} for row in rows]
+    levels = [
+        {"level": None if row is rows[0] or row["error"] else loss_of_row(row, rows[0]).level}
+        for row in rows
+    ]
     records = [row | level for row, level in zip(rows, levels, strict=True)]
     return table("All combinations", _COLUMNS, records, note)
 
 
-def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[Row], str, list[str]]:
-    """Write report.html and, with matplotlib, pictures beside the rows; return the rows, the recommendation with the
-    commands that follow it, and the names of all files.
+def write_study_report(
+    directory: Path, max_loss_increase: float
+) -> tuple[list[Row], str, list[str]]:
+    """Write report.html and, with matplotlib, pictures beside the rows; return the rows, the
+    recommendation with the commands that follow it, and the names of all files.
 
     Raises RefusedError where there are no rows, OutputError.
     """
@@ -170,12 +203,16 @@ def write_study_report(directory: Path, max_loss_increase: float) -> tuple[list[
 
             remark = ""
             pictures = draw_study(measured(rows), aside)
-        environments = sorted((row["environment"] for row in rows), key=lambda one: str(one["created"]))
+        environments = sorted(
+            (row["environment"] for row in rows), key=lambda one: str(one["created"])
+        )
         runs = [shell_line(["gqa-ablate", *one["argv"]]) for one in environments if one["argv"]]
         write_page(
             aside,
             title=f"{rows[0]['options']['model']}: methods, KV heads and training",
-            verdicts=[Verdict(f"{line.title.capitalize()}: {line.text}", line.level) for line in lines],
+            verdicts=[
+                Verdict(f"{line.title.capitalize()}: {line.text}", line.level) for line in lines
+            ],
             lead=f"{len(rows) - 1} combinations and the base model.",
             pictures=pictures,
             tables=[short_table(rows), _cells(rows)],

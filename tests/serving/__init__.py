@@ -1,1 +1,3 @@
-"""Serving engines as clients of converted checkpoints: `make test-serving`. pytest collects nothing here."""
+"""Serving engines as clients of converted checkpoints: `make test-serving`. pytest collects nothing
+here.
+"""

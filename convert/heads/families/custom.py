@@ -1,5 +1,5 @@
-"""Families with custom modelling code: of `checkpoint/modelling`, named after the class of transformers that they
-extend.
+"""Families with custom modelling code: of `checkpoint/modelling`, named after the class of
+transformers that they extend.
 """
 
 from dataclasses import replace
@@ -9,14 +9,20 @@ from gqa.convert.heads.family import Conv1D, Family, Fused, Rule, Separate, Symm
 _BART = Symmetry(rotates=False, output="out_proj", norms=())
 _NORMS = ("self_attn_layer_norm",)
 _UNNORMED = "with do_layer_norm_before=false, no known norm precedes attention"
-_OPT = replace(_BART, norms=_NORMS, unless=(_UNNORMED, lambda config: not config.do_layer_norm_before))
+_OPT = replace(
+    _BART, norms=_NORMS, unless=(_UNNORMED, lambda config: not config.do_layer_norm_before)
+)
 _T5 = Symmetry(rotates=False, query="q", output="o", norms=("layer.0.layer_norm",), places=False)
 
 
 FAMILIES: tuple[Family, ...] = (
     Family(
         "Conv1D [Q | K | V], custom modelling code",
-        {"gqa_gpt2": Symmetry(rotates=False, query=None, output="c_proj", transposed=True, norms=("ln_1",))},
+        {
+            "gqa_gpt2": Symmetry(
+                rotates=False, query=None, output="c_proj", transposed=True, norms=("ln_1",)
+            )
+        },
         attention=("attn",),
         rules=(Rule("c_attn", Conv1D(Fused("stacked"))),),
     ),
@@ -25,7 +31,9 @@ FAMILIES: tuple[Family, ...] = (
         "encoder-decoder, custom modelling code",
         {
             **dict.fromkeys(("gqa_bart", "gqa_marian"), _BART),
-            **dict.fromkeys(("gqa_m2m_100", "gqa_mbart", "gqa_pegasus"), replace(_BART, norms=_NORMS)),
+            **dict.fromkeys(
+                ("gqa_m2m_100", "gqa_mbart", "gqa_pegasus"), replace(_BART, norms=_NORMS)
+            ),
         },
         note="self- and cross-attention of the decoder",
         cross_attention=("encoder_attn",),

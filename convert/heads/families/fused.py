@@ -2,13 +2,27 @@
 
 from typing import Any
 
-from gqa.convert.heads.family import Edits, Family, Fused, LayerHeads, Rule, Separate, Symmetry, uniform_heads
+from gqa.convert.heads.family import (
+    Edits,
+    Family,
+    Fused,
+    LayerHeads,
+    Rule,
+    Separate,
+    Symmetry,
+    uniform_heads,
+)
 
 _FALCON = Symmetry(
-    lambda config, layer: not config.alibi, query=None, output="dense", norms=("ln_attn", "input_layernorm"),
+    lambda config, layer: not config.alibi,
+    query=None,
+    output="dense",
+    norms=("ln_attn", "input_layernorm"),
     places="alibi",
-)  # fmt: skip
-_CUSTOM_ATTENTION = {"falcon": "its class computes attention itself, on keys and values repeated for all query heads"}
+)
+_CUSTOM_ATTENTION = {
+    "falcon": "its class computes attention itself, on keys and values repeated for all query heads"
+}
 
 
 def _multi_query_heads(config: Any, layer: int) -> LayerHeads:
@@ -37,7 +51,11 @@ FAMILIES: tuple[Family, ...] = (
                 output="attn_out",
                 norms=("attn_norm",),
                 keys=False,
-                per_query=(Rule("q_norm", Separate("query"), projection=False, when=("qk_norm_type", "olmo")),),
+                per_query=(
+                    Rule(
+                        "q_norm", Separate("query"), projection=False, when=("qk_norm_type", "olmo")
+                    ),
+                ),
             )
         },
         note="the k norm is over all heads or per head, as qk_norm_type says",
@@ -68,7 +86,9 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Falcon, old architecture",
         {"falcon": _FALCON},
-        note="G = 1 or H; with parallel attention also 1 < G < H, in the new architecture (its cache holds H heads)",
+        note="G = 1 or H; with parallel attention also 1 < G < H, in the new architecture (its "
+        "cache holds H "
+        "heads)",
         when={"new_decoder_architecture": False},
         attention=("self_attention",),
         rules=(Rule("query_key_value", Fused("grouped")),),
@@ -83,6 +103,8 @@ FAMILIES: tuple[Family, ...] = (
         attention=("attn",),
         rules=(Rule("c_attn", Fused("grouped")),),
         heads=_multi_query_heads,
-        edits=lambda groups, heads, config: {"multi_query": groups == 1} if groups in (1, heads.query) else None,
+        edits=lambda groups, heads, config: (
+            {"multi_query": groups == 1} if groups in (1, heads.query) else None
+        ),
     ),
 )

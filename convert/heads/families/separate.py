@@ -21,21 +21,31 @@ QWEN3 = Symmetry(keys=False)  # query and key norms: only values can be transfor
 ONE_PLUS = Symmetry(one_plus=True)
 GEMMA = replace(ONE_PLUS, embedded=lambda config: math.sqrt(config.hidden_size))
 GLM = Symmetry(pairing="interleaved")
-OLMO2 = Symmetry(norms=(), keys=False, per_query=(Rule("q_norm", Separate("query"), projection=False),))
+OLMO2 = Symmetry(
+    norms=(), keys=False, per_query=(Rule("q_norm", Separate("query"), projection=False),)
+)
 LFM2 = Symmetry(norms=("operator_norm",), keys=False, output="out_proj")
 CLIPPED = "with clip_qkv, values are clipped elementwise", lambda config: bool(config.clip_qkv)
 GATED = "a gate scales each dimension of the heads' output"
-GATED_IF = f"unless gating is per head, {GATED}", lambda config: config.gating not in (True, "per-head")
+GATED_IF = (
+    f"unless gating is per head, {GATED}",
+    lambda config: config.gating not in (True, "per-head"),
+)
 LAYER_EMBEDDINGS = "each layer adds its own token embeddings"
 VALUE_NORM = "its value norm commutes with rotations only"
 
 _AUDIO = "its encoder takes audio and contains convolutions"
-_SHARED = "several layers share one block, which reads their hidden states concatenated with the embeddings"
+_SHARED = (
+    "several layers share one block, which reads their hidden states concatenated with the "
+    "embeddings"
+)
 
 
 def per_head(*tensors: str) -> tuple[Rule, ...]:
     """Rules for tensors of these names with one row per query head."""
-    return tuple(Rule(tensor, Separate("query", width="one"), projection=False) for tensor in tensors)
+    return tuple(
+        Rule(tensor, Separate("query", width="one"), projection=False) for tensor in tensors
+    )
 
 
 def _rotates_by_list(config: Any, layer: int) -> bool:
@@ -50,11 +60,19 @@ def _slides(config: Any, layer: int) -> bool:
 
 def _mimo_heads(config: Any, layer: int) -> LayerHeads:
     heads = uniform_heads(config)
-    return LayerHeads(heads.query, heads.kv * (2 if _slides(config, layer) else 1), heads.key_dim, config.v_head_dim)
+    return LayerHeads(
+        heads.query,
+        heads.kv * (2 if _slides(config, layer) else 1),
+        heads.key_dim,
+        config.v_head_dim,
+    )
 
 
 def _gemma4_heads(config: Any, layer: int) -> LayerHeads:
-    shared = getattr(config, "attention_k_eq_v", True) and config.layer_types[layer] != "sliding_attention"
+    shared = (
+        getattr(config, "attention_k_eq_v", True)
+        and config.layer_types[layer] != "sliding_attention"
+    )
     return replace(layer_heads(config, layer), keys_only=shared)
 
 
@@ -63,33 +81,103 @@ FAMILIES: tuple[Family, ...] = (
         "separate k_proj and v_proj",
         {
             **dict.fromkeys(
-                ("arcee", "aria_text", "bamba", "cohere_compass_text", "cosmos3_edge_text", "csm", "cwm",
-                 "deepseek_ocr2_text", "emu3_text_model", "eurobert", "evolla", "falcon_h1", "glm4v_moe_text",
-                 "glm_image_text", "granite", "granite4_vision_text", "granite_docling_text", "granitemoe",
-                 "granitemoeshared", "higgs_audio_v2", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama",
-                 "minimax", "ministral", "ministral3", "mistral", "mixtral", "paddleocr_vl_text", "phimoe", "qwen2",
-                 "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "seed_oss", "solar_open",
-                 "starcoder2", "ultrabert", "unlimited_ocr_text", "voxtral_realtime_text"),
+                (
+                    "arcee",
+                    "aria_text",
+                    "bamba",
+                    "cohere_compass_text",
+                    "cosmos3_edge_text",
+                    "csm",
+                    "cwm",
+                    "deepseek_ocr2_text",
+                    "emu3_text_model",
+                    "eurobert",
+                    "evolla",
+                    "falcon_h1",
+                    "glm4v_moe_text",
+                    "glm_image_text",
+                    "granite",
+                    "granite4_vision_text",
+                    "granite_docling_text",
+                    "granitemoe",
+                    "granitemoeshared",
+                    "higgs_audio_v2",
+                    "hyperclovax",
+                    "internlm3",
+                    "iquestcoder",
+                    "jais2",
+                    "llama",
+                    "minimax",
+                    "ministral",
+                    "ministral3",
+                    "mistral",
+                    "mixtral",
+                    "paddleocr_vl_text",
+                    "phimoe",
+                    "qwen2",
+                    "qwen2_5_omni_text",
+                    "qwen2_5_vl_text",
+                    "qwen2_moe",
+                    "qwen2_vl_text",
+                    "seed_oss",
+                    "solar_open",
+                    "starcoder2",
+                    "ultrabert",
+                    "unlimited_ocr_text",
+                    "voxtral_realtime_text",
+                ),
                 LLAMA,
             ),
             **dict.fromkeys(
-                ("dots1", "exaone_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "hy_v3", "kolibri1",
-                 "mellum", "nanochat", "qwen3", "qwen3_moe", "qwen3_omni_moe_text", "qwen3_vl_moe_text",
-                 "qwen3_vl_text"),
+                (
+                    "dots1",
+                    "exaone_moe",
+                    "hunyuan_v1_dense",
+                    "hunyuan_v1_moe",
+                    "hunyuan_vl_text",
+                    "hy_v3",
+                    "kolibri1",
+                    "mellum",
+                    "nanochat",
+                    "qwen3",
+                    "qwen3_moe",
+                    "qwen3_omni_moe_text",
+                    "qwen3_vl_moe_text",
+                    "qwen3_vl_text",
+                ),
                 QWEN3,
             ),
             **dict.fromkeys(
-                ("blt_global_transformer", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text", "glm", "glm4",
-                 "glm4v_text", "glm_ocr_text", "helium"),
+                (
+                    "blt_global_transformer",
+                    "ernie4_5",
+                    "ernie4_5_moe",
+                    "ernie4_5_vl_moe_text",
+                    "glm",
+                    "glm4",
+                    "glm4v_text",
+                    "glm_ocr_text",
+                    "helium",
+                ),
                 GLM,
             ),
             **dict.fromkeys(("gemma", "gemma2", "vaultgemma"), GEMMA),
             "nemotron": ONE_PLUS,
-            **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa"), Symmetry(per_query=per_head("sinks"))),
+            **dict.fromkeys(
+                ("gpt_oss", "granite_swa", "granitemoe_swa"), Symmetry(per_query=per_head("sinks"))
+            ),
             **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
             **dict.fromkeys(
-                ("afmoe", "beam", "muse_glimmer_text", "muse_spark_text", "qwen3_5_moe_text", "qwen3_5_text",
-                 "qwen3_next", "qwen4_exp_text"),
+                (
+                    "afmoe",
+                    "beam",
+                    "muse_glimmer_text",
+                    "muse_spark_text",
+                    "qwen3_5_moe_text",
+                    "qwen3_5_text",
+                    "qwen3_next",
+                    "qwen4_exp_text",
+                ),
                 GATED,
             ),
             "apertus": Symmetry(norms=("attention_layernorm",), keys=False),
@@ -99,10 +187,14 @@ FAMILIES: tuple[Family, ...] = (
             "gemma3_text": replace(GEMMA, keys=False),
             "gemma3n_text": VALUE_NORM,
             "glm4_moe": Symmetry(keys="use_qk_norm"),
-            "granitemoehybrid": Symmetry(lambda config, layer: config.position_embedding_type == "rope"),
+            "granitemoehybrid": Symmetry(
+                lambda config, layer: config.position_embedding_type == "rope"
+            ),
             "jamba": Symmetry(rotates=False),
             "laguna": replace(QWEN3, per_query=per_head("g_proj"), unless=GATED_IF),
-            "lfm3": Symmetry(norms=("operator_norm",), keys=False, per_query=per_head("gate_proj", "g_proj")),
+            "lfm3": Symmetry(
+                norms=("operator_norm",), keys=False, per_query=per_head("gate_proj", "g_proj")
+            ),
             "llama4_text": replace(GLM, rotates=_rotates_by_list, keys="use_qk_norm"),
             "minimax_m3_vl_text": replace(ONE_PLUS, keys=False),
             "olmo": Symmetry(unless=CLIPPED),
@@ -118,8 +210,11 @@ FAMILIES: tuple[Family, ...] = (
             "blt_global_transformer": "its inputs are byte patches computed by other models",
             "csm": "its backbone takes the embeddings of several codebooks",
             "gemma3n_text": LAYER_EMBEDDINGS,
-            "qwen4_exp_text": "its layers carry several residual streams, mixed after the last layer",
-            "voxtral_realtime_text": "transformers has no class for it alone, and the whole model takes audio",
+            "qwen4_exp_text": "its layers carry several residual streams, "
+            "mixed after the last "
+            "layer",
+            "voxtral_realtime_text": "transformers has no class for it alone, the whole takes "
+            "audio",
         },
     ),
     Family(
@@ -144,10 +239,16 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "differential heads",
-        {"diffllama": "its value heads are twice as wide, shared by two key heads each, and normed"},
+        {
+            "diffllama": "its value heads are twice as wide, shared by two key heads each, "
+            "and "
+            "normed"
+        },
         note="G must be even: value head i is paired with head i + G / 2",
         unchanged=("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "groupnorm"),
-        edits=lambda groups, heads, config: {"num_key_value_heads": groups} if groups % 2 == 0 else None,
+        edits=lambda groups, heads, config: (
+            {"num_key_value_heads": groups} if groups % 2 == 0 else None
+        ),
     ),
     Family(
         "sliding layers with twice the KV heads",
@@ -158,7 +259,8 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "KV heads and head dimension per layer",
         dict.fromkeys(
-            ("gemma4_text", "gemma4_unified_text", "embedding_gemma2_text", "diffusion_gemma_text"), VALUE_NORM
+            ("gemma4_text", "gemma4_unified_text", "embedding_gemma2_text", "diffusion_gemma_text"),
+            VALUE_NORM,
         ),
         note="G is that of the sliding layers; K = V layers have keys only",
         kv_fields=("num_key_value_heads", "num_global_key_value_heads"),
@@ -175,7 +277,11 @@ FAMILIES: tuple[Family, ...] = (
         },
         note="cross-attention of dia_decoder has its own head count and is left unchanged",
         attention=(
-            "mixer", "self_attention", "shared_transf.self_attn", "shared_transformer.self_attn", "temporal_block",
+            "mixer",
+            "self_attention",
+            "shared_transf.self_attn",
+            "shared_transformer.self_attn",
+            "temporal_block",
         ),
         not_layerwise=dict.fromkeys(("zamba", "zamba2"), _SHARED),
     ),
@@ -190,7 +296,11 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "key_net and value_net",
-        {"cohere_asr": Symmetry(rotates=False, query="query_net", output="out_projection", norms=("layer_norm_1",))},
+        {
+            "cohere_asr": Symmetry(
+                rotates=False, query="query_net", output="out_projection", norms=("layer_norm_1",)
+            )
+        },
         note="self- and cross-attention of the decoder",
         attention=("first_sub_layer",),
         cross_attention=("second_sub_layer",),
@@ -204,7 +314,9 @@ FAMILIES: tuple[Family, ...] = (
                 lambda config, layer: layer not in config.cross_attention_layers, keys=False
             ),
             "t5_gemma_module": Symmetry(norms=("pre_self_attn_layernorm",), one_plus=True),
-            "t5gemma2_decoder": Symmetry(norms=("pre_self_attn_layernorm",), one_plus=True, keys=False),
+            "t5gemma2_decoder": Symmetry(
+                norms=("pre_self_attn_layernorm",), one_plus=True, keys=False
+            ),
             "canary_decoder": Symmetry(rotates=False),
         },
         note="of the decoder; encoders are left unchanged",
@@ -214,4 +326,4 @@ FAMILIES: tuple[Family, ...] = (
             "canary_decoder": _AUDIO,
         },
     ),
-)  # fmt: skip
+)
