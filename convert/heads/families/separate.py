@@ -213,7 +213,8 @@ FAMILIES: tuple[Family, ...] = (
             "qwen4_exp_text": "its layers carry several residual streams, "
             "mixed after the last "
             "layer",
-            "voxtral_realtime_text": "transformers has no class for it alone, the whole takes "
+            "voxtral_realtime_text": "transformers has no class for it alone, and the whole model "
+            "takes "
             "audio",
         },
     ),
