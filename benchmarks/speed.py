@@ -123,9 +123,7 @@ def report(runs: Mapping[str, Sequence[Run]], baseline: str, tokens: int | None 
         speed = f"{tokens / statistics.median(seconds):10,.0f} tokens/s" if tokens else ""
         print(
             f"{name:24}{statistics.median(seconds):8.2f} s{min(seconds):8.2f} - "
-            f"{max(seconds):5.2f} "
-            f"s{ratio:24.3f}"
-            f"{memory / MIB:8,.0f} MiB{speed}"
+            f"{max(seconds):5.2f} s{ratio:24.3f}{memory / MIB:8,.0f} MiB{speed}"
         )
 
 

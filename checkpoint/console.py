@@ -200,8 +200,7 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
             )
         fail(
             program,
-            f"unexpected {type(error).__name__}: {explain(error)}; -v shows where, "
-            "please report "
+            f"unexpected {type(error).__name__}: {explain(error)}; -v shows where, please report "
             "it",
             1,
         )

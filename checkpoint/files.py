@@ -177,9 +177,8 @@ def weight_files(
     """
     if (chosen := config.get("transformers_weights")) is not None:
         raise CorruptError(
-            f"config.json names another file of weights, {chosen!r} (transformers_weights); "
-            f"rename it to {SINGLE}, its "
-            f"index to {INDEX}, and remove the entry"
+            f"config.json names another file of weights, {chosen!r} (transformers_weights); rename "
+            f"it to {SINGLE}, its index to {INDEX}, and remove the entry"
         )
     for single, index, suffix in (
         (SINGLE, INDEX, ".safetensors"),
@@ -205,9 +204,8 @@ def _shards(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
             rf"[\w][\w.\- ]*{re.escape(suffix)}", file
         ):
             raise CorruptError(
-                f"{name} says that {tensor} is in {file!r}; allowed are names of {suffix} files "
-                "in the same "
-                "directory; download the checkpoint again"
+                f"{name} says that {tensor} is in {file!r}; allowed are names of {suffix} files in "
+                "the same directory; download the checkpoint again"
             )
     return sorted(set(weight_map.values()))
 

@@ -67,8 +67,7 @@ def _check_hub_id(model: str) -> None:
     """Raise RefusedError for a name that can only be a path."""
     if model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1:
         raise RefusedError(
-            f"there is no directory {model}; give a directory with config.json, "
-            "or a hub id "
+            f"there is no directory {model}; give a directory with config.json, or a hub id "
             "(owner/name)"
         )
 

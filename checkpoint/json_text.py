@@ -65,8 +65,7 @@ def _integer(digits: str) -> int:
 def _too_deep(name: str) -> CorruptError:
     return CorruptError(
         f"{name} is not JSON in UTF-8 that can be read (nested deeper than {MAX_DEPTH} levels); "
-        "download it "
-        "again"
+        "download it again"
     )
 
 

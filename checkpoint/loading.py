@@ -75,10 +75,9 @@ def load_model(
     # Transformers would apply it to weights that may have it already
     if (Path(name) / "adapter_config.json").exists():
         raise RefusedError(
-            f"{name} has an adapter beside its weights (adapter_config.json), "
-            "which would be applied to them: remove "
-            "the adapter's files if it is merged already, else merge it first (peft: "
-            "merge_and_unload)"
+            f"{name} has an adapter beside its weights (adapter_config.json), which would be "
+            "applied to them: remove the adapter's files if it is merged already, else merge it "
+            "first (peft: merge_and_unload)"
         )
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
@@ -419,8 +418,7 @@ def load_tokenizer(
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise RefusedError(
                 f"the tokenizer of {checkpoint.name} is Python code in the checkpoint; review it, "
-                "then give "
-                f"--trust-remote-code to run it{advice}"
+                f"then give --trust-remote-code to run it{advice}"
             ) from error
         raise RefusedError(
             f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}; "

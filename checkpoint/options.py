@@ -276,8 +276,7 @@ class Options:
                 ]
                 give = "both" if len(names) == 1 else "one of them"
                 raise RefusedError(
-                    f"{flag(one.name)} has no effect without {' or '.join(names)}: "
-                    f"give {give} or "
+                    f"{flag(one.name)} has no effect without {' or '.join(names)}: give {give} or "
                     "none"
                 )
 

@@ -49,8 +49,7 @@ STORED_DTYPES = {name: stored for stored, name in TORCH_DTYPES.items()} | {
 }
 ADVICE = (
     "give a checkpoint with config.json and safetensors or .bin weights (GGUF and ONNX are made "
-    "from one, "
-    "an adapter is merged into one)"
+    "from one, an adapter is merged into one)"
 )
 # Name suffixes of packed weights and scales in GPTQ, AWQ, bitsandbytes and compressed-tensors.
 _PACKED = (
@@ -202,16 +201,14 @@ def member_path(directory: Path, name: str) -> Path:
     ) as error:  # missing, a link to itself, or an impossible name
         if os.path.islink(path):
             raise MissingError(
-                f"{name} in {directory} is a broken link: it points to {os.readlink(path)}, "
-                "which does not exist; put "
-                "the file itself in its place"
+                f"{name} in {directory} is a broken link: it points to {os.readlink(path)}, which "
+                "does not exist; put the file itself in its place"
             ) from error
         raise MissingError(f"{directory} has no file {name}; download it again") from error
     if not _is_allowed_target(directory, real):
         raise CorruptError(
-            f"{name} is a link that leaves {directory}: it points to {real}; "
-            "put the file itself in its "
-            "place"
+            f"{name} is a link that leaves {directory}: it points to {real}; put the file itself "
+            "in its place"
         )
     if not real.is_file():
         raise CorruptError(f"{name} in {directory} is not a regular file; download it again")
@@ -328,9 +325,8 @@ def merge_tables(
         for spec in table:
             if spec.name in tensors:
                 raise CorruptError(
-                    f"duplicate tensor: {spec.name} is in two files, {tensors[spec.name].file} "
-                    f"and {spec.file}; "
-                    "remove the stale one or download the checkpoint again"
+                    f"duplicate tensor: {spec.name} is in two files, {tensors[spec.name].file} and "
+                    f"{spec.file}; remove the stale one or download the checkpoint again"
                 )
             tensors[spec.name] = spec
     if not tensors:
@@ -344,9 +340,8 @@ def merge_tables(
         file = tensors[name].file if name in tensors else "no file"
         if listed.get(name, "no file") != file:
             raise CorruptError(
-                f"the index says that {name} is in {listed.get(name, 'no file')}, "
-                f"but it is in {file}; download the "
-                "checkpoint again"
+                f"the index says that {name} is in {listed.get(name, 'no file')}, but it is in "
+                f"{file}; download the checkpoint again"
             )
     return tensors
 

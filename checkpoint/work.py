@@ -101,10 +101,8 @@ def claim(
         }
         if foreign and (content is None or content["purpose"] != purpose):
             raise RefusedError(
-                f"{directory} contains {listing(foreign, 3)}, which no run of {_TOOL} has "
-                "written; "
-                "move it "
-                "away"
+                f"{directory} contains {listing(foreign, 3)}, which no run of {_TOOL} has written; "
+                "move it away"
             )
 
     directory.mkdir(parents=True, exist_ok=True)

@@ -126,9 +126,8 @@ class OutputDirectory:
             and self._is_near(value)
         ):
             raise OutputError(
-                f"no space left for {self.out}: no partial result was kept; "
-                "free some space or give another directory "
-                "with -o"
+                f"no space left for {self.out}: no partial result was kept; free some space or "
+                "give another directory with -o"
             ) from value
 
     def _is_near(self, error: OSError) -> bool:
@@ -183,8 +182,7 @@ class OutputDirectory:
             ):
                 raise RefusedError(
                     f"{path} was not left by a run of gqa; move it away or give another directory "
-                    "with "
-                    "-o"
+                    "with -o"
                 )
         if self._is_result(self.work) and not unfinished.is_ours(self.work, _PARTIAL):
             # A run was killed between the last two changes of `commit`
@@ -225,8 +223,7 @@ class OutputDirectory:
             )
         if any(self.out.iterdir()) and not self._overwrite:
             raise RefusedError(
-                f"{self.out} exists; choose another directory with -o, "
-                "or replace it with "
+                f"{self.out} exists; choose another directory with -o, or replace it with "
                 "--overwrite"
             )
         if others := _unlisted_files(self.out, self._records):
@@ -281,9 +278,8 @@ def require_space(needed: int, out: Path) -> None:
     place = next(path for path in out.absolute().parents if path.is_dir())
     if (free := shutil.disk_usage(place).free) < needed:
         raise OutputError(
-            f"no space left: the result takes {needed:,} bytes, {free:,} are free at {place}; "
-            "free some space or give "
-            "another directory with -o"
+            f"no space left: the result takes {needed:,} bytes, {free:,} are free at {place}; free "
+            "some space or give another directory with -o"
         )
 
 

@@ -106,15 +106,13 @@ def _summary(plan: Plan) -> str:
         change = f"with its original {main.kv} key/value heads: no heads are merged"
     elif plan.method == "repeat":
         change = (
-            f"with {kv_heads} instead of {main.kv} key/value heads, by repeating each: "
-            "the same "
+            f"with {kv_heads} instead of {main.kv} key/value heads, by repeating each: the same "
             "logits"
         )
     else:
         result = plan.merging.traits.result
         change = (
-            f"with {kv_heads} instead of {main.kv} key/value heads, "
-            f"{result} (`--method "
+            f"with {kv_heads} instead of {main.kv} key/value heads, {result} (`--method "
             f"{plan.method}`)"
         )
     checkpoint = plan.checkpoint
@@ -147,9 +145,8 @@ def _notes(plan: Plan) -> list[str]:
         )
         which = "fewer" if isinstance(plan.groups, int) else "layers with different numbers of"
         notes.append(
-            f"The class is {target}, {code}; that of the base model, {source}, "
-            f"cannot have {which} KV "
-            "heads."
+            f"The class is {target}, {code}; that of the base model, {source}, cannot have {which} "
+            "KV heads."
         )
     if isinstance(plan.groups, tuple):
         notes.append(BY_LAYER)
@@ -161,8 +158,7 @@ def _quality(plan: Plan) -> str:
     if level is None:
         return (
             "Quality was not measured. Merging heads costs quality: evaluate and train the model "
-            "before "
-            "use."
+            "before use."
         )
     return quality_paragraph(level, quality_text(plan))
 

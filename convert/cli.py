@@ -129,8 +129,7 @@ def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: i
     samples = plan.merging.traits.reads_text and not options.is_set("data")
     advice = "; --data takes less, because nothing is sampled" if samples else ""
     return [
-        f"--method {plan.method} takes about {size(memory)} of memory; "
-        f"{device} has "
+        f"--method {plan.method} takes about {size(memory)} of memory; {device} has "
         f"{size(total)}{advice}"
     ]
 
@@ -179,8 +178,7 @@ def _warn(warnings: Sequence[str]) -> None:
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
     kept = (
-        "stored layers and finished batches of generated text are kept, "
-        "the same command continues after "
-        "them"
+        "stored layers and finished batches of generated text are kept, the same command continues "
+        "after them"
     )
     console.run(command, "gqa-convert", f"no partial result is left; {kept}")

@@ -34,8 +34,7 @@ class ConvertOptions(Options):
     kv_heads: int | tuple[int, ...] | None = option(
         None,
         "Key/value heads of the result: a divisor of the model's number, or a multiple to expand; "
-        "or one number "
-        "per layer: 3,1,1,3.",
+        "or one number per layer: 3,1,1,3.",
         KVHeads(),
         short="-g",
         metavar="G",
@@ -50,8 +49,7 @@ class ConvertOptions(Options):
     )
     output: Path | None = option(
         None,
-        "Output directory.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, "
-        "MODEL-mqa-<METHOD> for "
+        "Output directory.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for "
         "1]",
         short="-o",
         metavar="DIR",
@@ -104,9 +102,8 @@ class ConvertOptions(Options):
     )
     grouping: str = option(
         "auto",
-        "Which heads to merge. auto: the groups with the least loss, if there are few heads (8, "
-        "or 12 in "
-        "pairs); else contiguous ones.",
+        "Which heads to merge. auto: the groups with the least loss, if there are few heads (8, or "
+        "12 in pairs); else contiguous ones.",
         click.Choice(GROUPINGS),
         methods="aligns",
     )

@@ -286,24 +286,20 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
     if isinstance(groups, tuple):
         if len(groups) != config.layers:
             raise RefusedError(
-                f"--groups names {len(groups)} layers, {name} has {config.layers}; "
-                "give one number for each, "
-                "or "
-                "one"
+                f"--groups names {len(groups)} layers, {name} has {config.layers}; give one number "
+                "for each, or one"
             )
         if len({config.heads(layer).kv for layer in range(config.layers)}) > 1:
             raise RefusedError(
                 f"--groups by layer is not possible for {name}, whose layers already have "
-                "different numbers of "
-                "key/value heads; convert the base model"
+                "different numbers of key/value heads; convert the base model"
             )
         allowed = [count for count in allowed if count <= main.kv]
     for count in sorted(set(requested) - set(allowed)):
         note = f" ({config.family.note})" if config.family.note else ""
         raise RefusedError(
             f"--groups {count} is not possible for the {main.kv} key/value heads and {main.query} "
-            "query heads of "
-            f"{name}{note}; choose {alternatives(allowed)}"
+            f"query heads of {name}{note}; choose {alternatives(allowed)}"
         )
 
 
@@ -341,9 +337,8 @@ def _warnings(checkpoint: Checkpoint) -> Iterable[str]:
         )
     elif "auto_map" in checkpoint.config:
         yield (
-            "config.json names remote code (auto_map): it is copied, not run; "
-            "check that it reads the KV-head "
-            "count"
+            "config.json names remote code (auto_map): it is copied, not run; check that it reads "
+            "the KV-head count"
         )
     if checkpoint.left_out:
         yield (
@@ -370,8 +365,7 @@ def check_loads(
     if not issubclass(cls, transformers.PreTrainedModel):
         yield (
             "could not check that the result loads: transformers has no class of "
-            f"{raw['model_type']} with a "
-            "head"
+            f"{raw['model_type']} with a head"
         )
         return
     packed = {name.rpartition(".")[0] for name in checkpoint.packed}
@@ -403,8 +397,7 @@ def check_loads(
     except Exception as error:  # any error of a class means that the config is wrong
         raise CorruptError(
             f"{checkpoint.name}: transformers cannot build {cls.__name__} from config.json: "
-            f"{explain(error)}; "
-            "correct it"
+            f"{explain(error)}; correct it"
         ) from error
     missing, unexpected = (
         set() if packed else set(info["missing_keys"]),
@@ -416,8 +409,7 @@ def check_loads(
             raise CorruptError(f"{checkpoint.name}: {problem}")
         yield (
             f"transformers' {cls.__name__} does not load the result (other classes were not "
-            "tried): "
-            f"{problem}"
+            f"tried): {problem}"
         )
     elif unexpected:
         yield (
@@ -435,16 +427,13 @@ def _problem(
         more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
         return (
             f"{key} is stored as {list(stored)}, config.json implies {list(expected)}{more}; "
-            "correct config.json, or "
-            "give the checkpoint that it belongs to"
+            "correct config.json, or give the checkpoint that it belongs to"
         )
     if missing:
         rest = f" (but {listing(unexpected, _LISTED)})" if unexpected else ""
         return (
-            f"{listing(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} not "
-            f"stored{rest}, and {class_name} "
-            "would initialise them at random; correct config.json, or give a checkpoint of the "
-            "whole model "
-            "with the names of transformers"
+            f"{listing(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} not stored{rest}, "
+            f"and {class_name} would initialise them at random; correct config.json, or give a "
+            "checkpoint of the whole model with the names of transformers"
         )
     return None

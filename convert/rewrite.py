@@ -216,8 +216,7 @@ def verify_shard(plan: Plan, path: Path, shard: Shard) -> None:
             spec = tensors[tensor.name]
             if tensor.change and not all_finite(written.read(spec)):
                 raise OutputError(
-                    f"the result does not verify: {spec.name} has NaN or Inf though its source "
-                    "has "
+                    f"the result does not verify: {spec.name} has NaN or Inf though its source has "
                     "none"
                 )
             if tensor.copied and not _is_copy(plan.checkpoint, tensor.source, copy, spec):

@@ -180,8 +180,7 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
         f"model       {record['model']} ({record['model_type']}: {record['family']})",
         *([f"class       {classes}, {plan.checkpoint.way}"] if record["recast"] else []),
         f"heads       {heads['query']} query, {heads['kv_before']} -> {groups_text(plan.groups)} "
-        "key/value "
-        f"(method {plan.method})",
+        f"key/value (method {plan.method})",
         f"KV cache    {kv_line(plan)}",
         "parameters  {before:,} -> {after:,}".format(**record["parameters"])
         + (f" ({saved:,} saved)" if saved >= 0 else f" ({-saved:,} more)"),

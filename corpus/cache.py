@@ -40,11 +40,9 @@ def datasets_cache() -> Path:
         REMOVED_AT_EXIT.add(Path(temporary))
         datasets.config.HF_DATASETS_CACHE = Path(temporary)
         SILENT.warn(
-            f"the cache {directory} cannot be written ({error.strerror or error}): "
-            "tokens and generated text are in "
-            f"{temporary} until this run ends; set HF_HOME to a directory that can be written to "
-            "keep "
-            "them"
+            f"the cache {directory} cannot be written ({error.strerror or error}): tokens and "
+            f"generated text are in {temporary} until this run ends; set HF_HOME to a directory "
+            "that can be written to keep them"
         )
         return Path(temporary)
     return directory

@@ -136,8 +136,7 @@ def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         if not isinstance(value, dict):
             kind = type(value).__name__
             raise CorpusError(
-                f"{path} cannot be read: row {number} is a JSON {kind}; "
-                "give an object in every "
+                f"{path} cannot be read: row {number} is a JSON {kind}; give an object in every "
                 "line"
             )
         rows += 1

@@ -282,14 +282,12 @@ def check_text_options(specs: Iterable[str], field: str, separator: str | None) 
     names = listing(source.spec for source in sources) or "self-generated text"
     if field != "text" and all(source.columns == ("text",) for source in sources):
         raise CorpusError(
-            f"--field {field} is a column of tables and data sets; {names} has no columns: "
-            "leave it "
-            "out"
+            f"--field {field} is a column of tables and data sets; {names} has no columns: leave "
+            "it out"
         )
     if separator is not None and not any(source.separator is not None for source in sources):
         raise CorpusError(
-            f"--separator splits text files into documents; {names} is not a text file: "
-            "leave it "
+            f"--separator splits text files into documents; {names} is not a text file: leave it "
             "out"
         )
 
@@ -360,18 +358,15 @@ def find_files(spec: str) -> tuple[Path, ...]:
     if len(splits) > 1:
         pattern = shlex.quote(f"{glob.escape(spec.rstrip('/'))}/**/*train*")
         raise CorpusError(
-            f"the directory {spec} holds several splits ({listing(splits)}); "
-            "give the files of one, "
-            "like "
-            f"{pattern}"
+            f"the directory {spec} holds several splits ({listing(splits)}); give the files of "
+            f"one, like {pattern}"
         )
     formats = {file_format(file): str(file) for file in files}
     if len(formats) > 1:
         examples = listing(formats.values())
         raise CorpusError(
             f"{spec} names files of several formats ({examples}); give a pattern that names those "
-            "of "
-            "one"
+            "of one"
         )
     if not (files := [file for file in files if file.stat().st_size]):
         raise CorpusError(f"{spec} holds no text: it is empty or blank, or held out")

@@ -250,9 +250,8 @@ def check_ids(largest: int, vocabulary: int, name: str) -> None:
     """Raise RefusedError if token ids exceed the embedding of the model `name`."""
     if largest >= vocabulary:
         raise RefusedError(
-            f"the tokenizer of {name} gives token {largest}, its embedding has {vocabulary}; "
-            "they do not belong "
-            "together"
+            f"the tokenizer of {name} gives token {largest}, its embedding has {vocabulary}; they "
+            "do not belong together"
         )
 
 

@@ -38,8 +38,7 @@ class EvaluateOptions(Options):
     context: int | None = option(
         None,
         "Tokens per window, and per sequence in the memory table.  [default: the model's context, "
-        "at most "
-        "2048]",
+        "at most 2048]",
         tokens_type(4),
         metavar="COUNT",
         needs=("data", "recall", "memory"),
@@ -69,9 +68,8 @@ class EvaluateOptions(Options):
     )
     decode_contexts: tuple[int, ...] | None = option(
         None,
-        "Prompt lengths of --decode, in tokens.  [default: half and all of the model's context, "
-        "at most "
-        "4096]",
+        "Prompt lengths of --decode, in tokens.  [default: half and all of the model's context, at "
+        "most 4096]",
         tokens_type(),
         metavar="N[,...]",
         needs=("decode",),

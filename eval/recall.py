@@ -65,9 +65,8 @@ def check_recall(subject: Subject, context: int) -> None:
         raise RefusedError(f"--recall is for decoders, and {subject.name} is an encoder-decoder")
     if context < (least := 2 * DISTANCES[0]):
         raise RefusedError(
-            f"recall needs a context of at least {least} tokens, and --context is {context}: "
-            "leave recall "
-            "out"
+            f"recall needs a context of at least {least} tokens, and --context is {context}: leave "
+            "recall out"
         )
 
 

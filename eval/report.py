@@ -181,13 +181,11 @@ def _recall(models: list[Record], settings: Record) -> Table:
     columns.append(("greedy", lambda m: f"{m['greedy']['tokens']:.1f}"))
     baseline, longest = models[0]["name"], models[0]["greedy"]["longest"]
     note = (
-        "share of tokens predicted right where the context determines them, "
-        f"in windows of {settings['context']:,}. "
-        f"text, samples, random: second copies of passages of the text, of samples of {baseline}, "
-        "of random tokens; "
-        "values: looked up by key in a list; passkeys: words hidden in text. greedy: tokens, "
-        f"of {longest:.0f}, before "
-        f"greedy decoding differs from that of {baseline} (rounding alone can cause a difference)"
+        "share of tokens predicted right where the context determines them, in windows of "
+        f"{settings['context']:,}. text, samples, random: second copies of passages of the text, "
+        f"of samples of {baseline}, of random tokens; values: looked up by key in a list; "
+        f"passkeys: words hidden in text. greedy: tokens, of {longest:.0f}, before greedy decoding "
+        f"differs from that of {baseline} (rounding alone can cause a difference)"
     )
     records = [model | recall_by_kind(model) for model in models if "recall" in model]
     return table("Recall from the context", columns, records, note)

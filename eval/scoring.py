@@ -108,9 +108,8 @@ def score(
         for model, name in ((head.model, "nats"), (baseline and baseline.model, "baseline_nats")):
             if model and not np.isfinite(values[name]).all():
                 raise RefusedError(
-                    f"{model.name_or_path}: logits are not finite; look for NaN in the weights, "
-                    "or give --precision "
-                    "float32"
+                    f"{model.name_or_path}: logits are not finite; look for NaN in the weights, or "
+                    "give --precision float32"
                 )
         parts.append((rows, values))
         progress(len(rows))

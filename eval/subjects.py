@@ -154,9 +154,7 @@ def open_subjects(
         if not subject.cache or subject.cache.cross:
             raise RefusedError(
                 f"--cache-bits is for decoders with key/value heads, and {subject.name} is not "
-                "one; "
-                "leave it "
-                "out"
+                "one; leave it out"
             )
     return subjects + [
         replace(subject, name=f"{subject.name} (int{bits})", cache_bits=bits)
@@ -174,9 +172,8 @@ def input_device(name: str | None) -> str:
     state = ranks()
     if name == "auto" and state.num_processes > 1:
         raise RefusedError(
-            f"--device auto is for one process, and there are {state.num_processes}; "
-            "start it without a "
-            "launcher"
+            f"--device auto is for one process, and there are {state.num_processes}; start it "
+            "without a launcher"
         )
     return str(state.device) if name in (None, "auto", state.device.type) else find_device(name)
 
@@ -239,6 +236,5 @@ def quantise_cache(model: PreTrainedModel, bits: int, layers: int, name: str) ->
     if calls < layers:
         raise RefusedError(
             f"--cache-bits: {calls} of {layers} layers of {name} call transformers' attention "
-            "functions; leave it out "
-            "for this model"
+            "functions; leave it out for this model"
         )

@@ -76,10 +76,9 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
     for (name, trait), subject in product(traits.items(), subjects[1:]):
         if trait(subject) != trait(first):
             raise RefusedError(
-                f"{first.name} and {subject.name} have different {name}, "
-                "so their losses per token are not comparable; "
-                "give conversions of one checkpoint, or evaluate each alone and compare bits per "
-                "byte"
+                f"{first.name} and {subject.name} have different {name}, so their losses per token "
+                "are not comparable; give conversions of one checkpoint, or evaluate each alone "
+                "and compare bits per byte"
             )
     # Rows beyond the tokenizer's are padding, of which checkpoints may have different numbers.
     needed = max(first.tokenizer.get_vocab().values()) + 1
@@ -87,10 +86,8 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
     if smallest.vocabulary < min(needed, max(one.vocabulary for one in subjects)):
         raise RefusedError(
             f"{smallest.name} knows {smallest.vocabulary:,} of the {needed:,} tokens of its "
-            "tokenizer, another model "
-            "knows more, so their losses per token are not comparable; "
-            "give conversions of one "
-            "checkpoint"
+            "tokenizer, another model knows more, so their losses per token are not comparable; "
+            "give conversions of one checkpoint"
         )
 
 
@@ -102,8 +99,7 @@ def choose_context(subjects: Sequence[Subject], context: int | None) -> int:
     limit = min((subject.positions for subject in subjects if subject.positions), default=None)
     if context and limit and context > limit:
         raise RefusedError(
-            f"--context {context} is more than the {limit} positions of the model; "
-            "give at most "
+            f"--context {context} is more than the {limit} positions of the model; give at most "
             f"{limit}"
         )
     return context or min(limit or MAX_CONTEXT, MAX_CONTEXT)
@@ -185,8 +181,7 @@ def make_text(
     if result.tokens < least:
         raise RefusedError(
             f"the text has {plural(result.tokens, 'token')}, less than one window of {context:,}; "
-            "give more text or a "
-            "smaller --context"
+            "give more text or a smaller --context"
         )
     return result
 

@@ -406,8 +406,7 @@ def main() -> None:
     characters = sum(map(len, texts))
     print(
         f"{len(train_stream):,} training tokens ({characters / len(train_stream):.2f} characters "
-        "each), "
-        f"{len(heldout):,} held out; uniform loss {math.log(CONFIG['vocab_size']):.2f}"
+        f"each), {len(heldout):,} held out; uniform loss {math.log(CONFIG['vocab_size']):.2f}"
     )
     train(args, train_stream, heldout)
 

@@ -41,8 +41,7 @@ from gqa.convert.api import convert_checkpoint, plan_conversion
 
 KEPT = (
     "stored layers and finished batches of generated text are kept, the same command continues "
-    "after "
-    "them"
+    "after them"
 )
 STOPPED = {
     signal.SIGINT: f"gqa-convert: interrupted; no partial result is left; {KEPT}",

@@ -294,8 +294,7 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     nats = told["allotment"]["nats"]
     assert max(nats[0]["1"], nats[2]["1"]) < 1e-6 < 1e-4 < min(nats[1]["1"], nats[3]["1"])
     assert (
-        "note        `config.num_key_value_heads` raises an error in transformers, "
-        "since layers "
+        "note        `config.num_key_value_heads` raises an error in transformers, since layers "
         "differ" in made.err
     )
     cache = told["kv_cache"]

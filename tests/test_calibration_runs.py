@@ -356,8 +356,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
                 directory, f"model.layers.{name}.weight", value
             ),
             counting(200),
-            f"layer {name[0]} computes NaN or Inf on the calibration text; "
-            "the model is broken "
+            f"layer {name[0]} computes NaN or Inf on the calibration text; the model is broken "
             "there",
         )
         for name, value in (
@@ -432,9 +431,8 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
             done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", *method)
         assert (done.code, [path.name for path in tmp_path.iterdir()]) == (130, names)
         assert (
-            "stored layers and finished batches of generated text are kept, "
-            "the same command continues after "
-            "them" in done.err
+            "stored layers and finished batches of generated text are kept, the same command "
+            "continues after them" in done.err
         )
     with monkeypatch.context() as patch:  # a refusal leaves what an earlier run stored
         patch.setattr(

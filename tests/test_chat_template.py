@@ -22,9 +22,7 @@ LONG_STRING = "{{ 'x' * 10 ** 11 }}"
 LONG_CHAT = "{{ 'x' * 200000 }}"
 ORDINARY = (
     "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message['content'] | "
-    "trim "
-    "}}"
-    "{% generation %}{{ eos_token }}{% endgeneration %}{% endfor %}{{ messages | tojson }}"
+    "trim }}{% generation %}{{ eos_token }}{% endgeneration %}{% endfor %}{{ messages | tojson }}"
 )
 
 

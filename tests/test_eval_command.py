@@ -67,8 +67,7 @@ def test_one_model_and_the_options_of_its_text() -> None:
     """Nothing is compared with it; quiet shows the same. A separator cuts the document."""
     line = (
         "SRC --data PLACE/text.txt --context 64 --tokens 100 --decode --decode-contexts 4 "
-        "--decode-steps "
-        "1"
+        "--decode-steps 1"
     )
     shown = evaluate_models(line).out
     assert "100 tokens of 1 document (" in shown
@@ -114,8 +113,7 @@ def test_one_model_is_in_memory_at_a_time(loads: list[tuple[int, set[Any]]]) -> 
     """But to be timed all are loaded at once, and with --kl one beside the baseline."""
     results(
         "SRC G4 G2 --data TEXT --context 64 --tokens 100 --decode --decode-contexts 8 "
-        "--decode-steps "
-        "1"
+        "--decode-steps 1"
     )
     results("SRC G4 G2 --data TEXT --context 64 --tokens 100 --kl")
     assert [alive for alive, _ in loads] == [0, 1, 2, 0, 0, 0, 0, 1, 1]

@@ -108,8 +108,7 @@ KEYS = {
 }
 FULL = (
     "SRC G2 --data TEXT --context 128 --kl --decode --decode-batches 1 --decode-contexts 4,8 "
-    "--decode-steps 2 "
-    "--memory 1GB"
+    "--decode-steps 2 --memory 1GB"
 )
 
 

@@ -130,8 +130,7 @@ REFUSED_TYPES = {
     "longt5": "related model",
     "umt5": "no number of key",
     "bert": "it is an encoder, which reads a whole text at once: it has no KV cache to shrink; "
-    "docs/models.md "
-    "lists",
+    "docs/models.md lists",
     "deberta-v2": "it is an encoder",
 }
 

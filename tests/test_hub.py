@@ -171,8 +171,7 @@ ACCESS: list[tuple[dict[str, Any] | None, tuple[object, ...], dict[str, str], st
         None,
         (),
         {},
-        f"there is no directory {NAME}, and huggingface_hub says: 401 Client Error. "
-        "Repository Not "
+        f"there is no directory {NAME}, and huggingface_hub says: 401 Client Error. Repository Not "
         "Found",
     ),
     (

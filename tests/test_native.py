@@ -276,9 +276,8 @@ def source(
         (
             "gpt_neox",
             lambda t: t.update({"gpt_neox.layers.0.input_layernorm.weight": torch.zeros(7)}),
-            "input_layernorm.weight .7. cannot become model.layers.0.self_attn.q_proj.weight; "
-            "is it of another "
-            "model",
+            "input_layernorm.weight .7. cannot become model.layers.0.self_attn.q_proj.weight; is "
+            "it of another model",
         ),
     ],
 )

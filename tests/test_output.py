@@ -345,8 +345,7 @@ def test_a_card_is_rendered_and_loads_the_model(
         data = write_corpus(Path("text.jsonl"), 4)
         training = (
             f"out --data {data} --teacher {sources / name} --steps 1 --batch-size 1 --context 16 "
-            "-o trained "
-            "-q"
+            "-o trained -q"
         )
         with fresh_accelerator():
             assert checkpoints.run(*training.split(), program="gqa-uptrain").code == 0

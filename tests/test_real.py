@@ -43,9 +43,8 @@ def source() -> Iterator[Path]:
     """
     if os.environ.get("GQA_SKIP_REAL") == "1":
         pytest.skip(
-            "GQA_SKIP_REAL=1 asks for it: there is no network to fetch published weights from, "
-            "and no "
-            "copy"
+            "GQA_SKIP_REAL=1 asks for it: there is no network to fetch published weights from, and "
+            "no copy"
         )
     directory = real_checkpoint()
     before = snapshot(directory)

@@ -60,8 +60,7 @@ def test_with_a_teacher_the_divergence_chooses_and_both_losses_are_said(
     said, record, card = uptrain(tmp_path / "out")
     assert "the weights with the lowest KL divergence from the teacher on them are written" in said
     assert (
-        "held out    KL divergence from the teacher 0.5000 -> 0.1000 nats per token (lowest: "
-        "step "
+        "held out    KL divergence from the teacher 0.5000 -> 0.1000 nats per token (lowest: step "
         "4)" in said
     )
     assert "cross-entropy 8.3000 -> 8.7000 nats per token (not what the step is chosen by)" in said

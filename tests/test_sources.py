@@ -122,12 +122,10 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     refused = {
-        "*.*": "*.* names files of several formats (b.jsonl, b.parquet, b[1].txt); "
-        "give a pattern that names those of "
-        "one",
+        "*.*": "*.* names files of several formats (b.jsonl, b.parquet, b[1].txt); give a pattern "
+        "that names those of one",
         "data": "the directory data holds several splits (test, train); give the files of one, "
-        "like "
-        "'data/**/*train*'",
+        "like 'data/**/*train*'",
         "stdlib:test": "there is no stdlib:test; allowed are stdlib:train and stdlib:heldout",
         "a b": "there is no file or directory a b, and it is not a data set name "
         "(org/name[:config[:split]])",

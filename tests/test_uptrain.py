@@ -61,9 +61,8 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     trained = 2 * 2 * 16 * 32  # layers, K and V, rows, width
     assert re.search(rf": {trained:,} of [\d,]+ parameters train \(kv\)$", lines[0])
     assert (
-        lines[3] == "steps       4, each of 8 blocks (512 tokens); 2,048 tokens in all, "
-        "with repeated "
-        "passages"
+        lines[3] == "steps       4, each of 8 blocks (512 tokens); 2,048 tokens in all, with "
+        "repeated passages"
     )
     starts = ["model", "teacher", "data", "steps", "optimizer", "held out", "held out", "written"]
     assert [line[:10].rstrip() for line in lines] == starts
@@ -241,9 +240,8 @@ CPU = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: 9 bytes"
 )
 TRAINING = (
-    "out of memory while training on cpu; lower --micro-batch (now 2) or --context (now 64), "
-    "or give "
-    "--check"
+    "out of memory while training on cpu; lower --micro-batch (now 2) or --context (now 64), or "
+    "give --check"
 )
 MEMORY = {  # where memory ends: the error, the message and the exit code
     "gqa.uptrain.setup.Accelerator": (GPU, "out of memory: ", 1),

@@ -190,8 +190,7 @@ def test_a_damaged_file_of_a_stream_loses_no_step(runs: Runs, tmp_path: Path) ->
     assert (done.code, done.err.count("\n")) == (1, 1), done.err
     assert "b.jsonl cannot be read: " in done.err
     assert (
-        f"steps before it are not lost: they are saved in {out}-state, "
-        "and the same command "
+        f"steps before it are not lost: they are saved in {out}-state, and the same command "
         "continues" in done.err
     )
     (state,) = Path(f"{out}-state").glob("step-*")

@@ -281,9 +281,8 @@ def test_records_and_cards_of_a_chain(place: Path, tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(record)
     text, losses = (first / "README.md").read_text(), record["losses"]
     summary = (
-        "`source` with 2 instead of 4 key/value heads (`gqa-convert`, method `mean`), "
-        "then distilled from the "
-        "base"
+        "`source` with 2 instead of 4 key/value heads (`gqa-convert`, method `mean`), then "
+        "distilled from the base"
     )
     assert (
         f"{summary} model (`gqa-uptrain`): {record['tokens']:,} tokens of `data.jsonl` in " in text

@@ -196,9 +196,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "marian",
         {},
-        "has neither sentinels nor a mask token, so plain text makes no pairs: "
-        "give pairs with --field "
-        "and",
+        "has neither sentinels nor a mask token, so plain text makes no pairs: give pairs with "
+        "--field and",
     ),
     (
         "t5",

@@ -280,8 +280,7 @@ def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, sav
     end = f"); continue it with {command}, or begin anew with --overwrite\n"
     different = saving(runs, out, learning_rate=2e-3, clip=0.5, alpha=0.5, steps=None)
     says = (
-        "(--alpha: None -> 0.5; --clip: 1.0 -> 0.5; --learning-rate: 0.001 -> 0.002; --steps: "
-        "6 -> "
+        "(--alpha: None -> 0.5; --clip: 1.0 -> 0.5; --learning-rate: 0.001 -> 0.002; --steps: 6 -> "
         "None"
     )
     assert (
@@ -366,9 +365,8 @@ def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_pa
     """
     out = tmp_path / "out"
     full = (
-        "import gqa.checkpoint.files as m; m.write_bytes = lambda *_: "
-        "(_ for _ in ()).throw(OSError(28, "
-        "'full'))"
+        "import gqa.checkpoint.files as m; m.write_bytes = lambda *_: (_ for _ in "
+        "()).throw(OSError(28, 'full'))"
     )
     message = refused(runs, *saving(runs, out), code=1, before=full)
     assert f"the result could not be written: no space left for {out}" in message
@@ -404,8 +402,7 @@ FileSystemWriter.write_data = full
     assert "the state of step 4 could not be saved in" in message
     assert "(PytorchStreamWriter failed" in message
     assert (
-        f"step 2 is saved in {tmp_path}/stopped-state; free some space, "
-        "and the same command "
+        f"step 2 is saved in {tmp_path}/stopped-state; free some space, and the same command "
         "continues" in message
     )
 

@@ -220,9 +220,8 @@ def _quality(conversion: Conversion, record: Record) -> list[str]:
             f"{markdown(measured)}."
         )
     parts.append(
-        "The perplexity of this model was not compared with that of the base model; "
-        "`gqa-eval` of both does "
-        "that."
+        "The perplexity of this model was not compared with that of the base model; `gqa-eval` of "
+        "both does that."
     )
     return parts
 

@@ -300,10 +300,8 @@ def open_sampled(
     )
     if n_blocks * options.block > data_tokens:
         raise RefusedError(
-            f"training takes {n_blocks * options.block:,} tokens, "
-            f"more than --data {options.data[0]}; "
-            "raise that "
-            "number"
+            f"training takes {n_blocks * options.block:,} tokens, more than --data "
+            f"{options.data[0]}; raise that number"
         )
     steps, (_, heldout) = count_steps(n_blocks, options), open_heldout(options, tokenizer)
     count, first = steps * options.blocks_per_step, 0 if heldout else count_heldout(options)
@@ -405,9 +403,8 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
     trained, available = steps * counted.blocks_per_step, int(lengths.sum())
     distinct = min(trained, available)
     summary = (
-        f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), "
-        f"of {mean:,.1f} tokens on "
-        "average"
+        f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), of {mean:,.1f} "
+        "tokens on average"
     )
     if trained > available:
         summary += f", read {trained / available:.2f} times, each time in another order"
@@ -433,8 +430,7 @@ def count_blocks(options: TrainOptions, data_tokens: int) -> int:
     alpha, tokens, size = options.alpha, options.tokens, options.block
     if not data_tokens:
         raise CorpusError(
-            "all documents are held out and none is left to train on; "
-            "hold out other or fewer "
+            "all documents are held out and none is left to train on; hold out other or fewer "
             "documents"
         )
     if data_tokens < size:
@@ -472,8 +468,7 @@ def count_steps(n_blocks: int, options: TrainOptions) -> int:
     unit = "pairs" if options.target_field else f"blocks of {options.block} tokens"
     raise RefusedError(
         f"there are {n_blocks} {unit} to train on, less than one batch of {options.batch_size}; "
-        "give more, or a "
-        "smaller --batch-size"
+        "give more, or a smaller --batch-size"
     )
 
 

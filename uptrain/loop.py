@@ -43,8 +43,7 @@ STATE_SECONDS = 600  # between two states, at least
 STATE_SHARE = 50  # times as long as saving one takes is between two, at least
 EVALUATIONS = 4  # held-out evaluations of a run, unless `eval_every` is given
 _NOT_FINITE = (
-    "{} or its teacher has weights that are NaN or infinite: its loss is not finite; "
-    "give intact "
+    "{} or its teacher has weights that are NaN or infinite: its loss is not finite; give intact "
     "checkpoints"
 )
 Weights = dict[str, Tensor]
@@ -180,9 +179,8 @@ def _unreadable(error: Exception | None, step: int, saved: Path) -> UnfinishedEr
     """The error of a run whose text cannot be read on this rank, or on another one."""
     reason = explain(error, 600) if error else "another process could not read its text"
     return UnfinishedError(
-        f"{reason}. The {step:,} steps before it are not lost: they are saved in {saved}, "
-        "and the same command "
-        "continues from there once the text can be read"
+        f"{reason}. The {step:,} steps before it are not lost: they are saved in {saved}, and the "
+        "same command continues from there once the text can be read"
     )
 
 

@@ -59,8 +59,7 @@ def settle(
     if not options.data and teacher is None:
         raise RefusedError(
             f"no --data is given, and there is no teacher that could write it ({teacher_text}); "
-            "give text, or the "
-            "model before conversion with --teacher"
+            "give text, or the model before conversion with --teacher"
         )
     data = options.data or ("self",)
     sampled = is_self(data[0])
@@ -217,9 +216,8 @@ def attention_parameters(
     parameters, trainable = parameter_names(model), {name for name, _ in model.named_parameters()}
     if missing := [name for name in projections if name not in parameters]:
         raise RefusedError(
-            f"{type(model).__name__} stores {listing(missing)} inside a larger parameter, "
-            "so keys and values cannot "
-            "train alone; use --train all"
+            f"{type(model).__name__} stores {listing(missing)} inside a larger parameter, so keys "
+            "and values cannot train alone; use --train all"
         )
     attention = {parameters[name] for name in inside if parameters.get(name) in trainable}
     return attention, {parameters[name] for name in projections} & trainable
@@ -300,8 +298,7 @@ def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
     if wrong or not known.keys() & stored.keys():
         raise RefusedError(
             f"{type(model).__name__} would store {listing(wrong or stored)} differently from "
-            f"{source.name}; load it "
-            "with transformers, save it again and train that"
+            f"{source.name}; load it with transformers, save it again and train that"
         )
 
 
@@ -320,9 +317,8 @@ def check_teacher(
     same = teacher_tokenizer.get_vocab() == vocabulary
     if same and theirs != ours and theirs < needed:
         raise RefusedError(
-            f"the teacher {name} knows {theirs:,} tokens, fewer than the {needed:,} of the "
-            "model's tokenizer; give the "
-            "checkpoint from which the model was converted"
+            f"the teacher {name} knows {theirs:,} tokens, fewer than the {needed:,} of the model's "
+            "tokenizer; give the checkpoint from which the model was converted"
         )
     if not same:
         raise RefusedError(

@@ -42,9 +42,8 @@ class TrainOptions(Options):
     model: str = option(MISSING, argument="MODEL")
     output: Path | None = option(
         None,
-        "Output directory; DIR-state stores the run until it ends.  [default: "
-        "MODEL-uptrained beside "
-        "MODEL]",
+        "Output directory; DIR-state stores the run until it ends.  [default: MODEL-uptrained "
+        "beside MODEL]",
         short="-o",
         metavar="DIR",
         free=True,
@@ -60,9 +59,8 @@ class TrainOptions(Options):
     separator: str | None = same_as(ConvertOptions, "separator", methods="")
     target_field: str | None = option(
         None,
-        "Encoder-decoders: the column of targets; --field names that of sources.  [default: "
-        "mask spans of "
-        "plain text]",
+        "Encoder-decoders: the column of targets; --field names that of sources.  [default: mask "
+        "spans of plain text]",
         metavar="NAME",
     )
     streaming: bool = option(False, "Stream a hub data set; store nothing.")
@@ -80,24 +78,21 @@ class TrainOptions(Options):
     alpha: float | None = option(
         None,
         "Train on this fraction of the tokens of --data, each once. The GQA paper's alpha is a "
-        "fraction of the "
-        "pre-training steps: use --tokens for that.",
+        "fraction of the pre-training steps: use --tokens for that.",
         Number(float, "above 0 to 1"),
     )
     tokens: int | None = option(
         None,
         "Number of tokens to train on in all, like 1B: with repeats, and shorter data is read "
-        "again.  "
-        "[default: 512K]",
+        "again.  [default: 512K]",
         tokens_type(),
         metavar="COUNT",
     )
     steps: int | None = option(None, "Number of training steps.", COUNT)
     context: int | None = option(
         None,
-        "Tokens per block.  [default: the model's context, at most 2048; "
-        "less if there are fewer than 250 "
-        "blocks]",
+        "Tokens per block.  [default: the model's context, at most 2048; less if there are fewer "
+        "than 250 blocks]",
         tokens_type(),
         metavar="COUNT",
     )
@@ -115,11 +110,9 @@ class TrainOptions(Options):
     )
     train: Scope | None = option(
         None,
-        "Which weights train. kv: key and value projections (and queries if fused); lora: kv, "
-        "plus adapters on "
-        "the other layers, merged at the end.  [default: attention after procrustes, aligned, "
-        "calibrated and refined, "
-        "else all]",
+        "Which weights train. kv: key and value projections (and queries if fused); lora: kv, plus "
+        "adapters on the other layers, merged at the end.  [default: attention after procrustes, "
+        "aligned, calibrated and refined, else all]",
     )
     optimizer: Literal["adamw", "adafactor"] = option("adamw", "Optimizer.")
     learning_rate: float = option(3e-4, "Peak learning rate.", POSITIVE)
@@ -131,8 +124,7 @@ class TrainOptions(Options):
     )
     precision: Literal["float32", "bfloat16"] | None = option(
         None,
-        "Dtype of the computation; weights stay in float32.  [default: that of the launcher, "
-        "else "
+        "Dtype of the computation; weights stay in float32.  [default: that of the launcher, else "
         "float32]",
     )
     device: str | None = same_as(ConvertOptions, "device", methods="", free=True)
@@ -148,17 +140,15 @@ class TrainOptions(Options):
     )
     teacher: str = option(
         "auto",
-        "Model to distill from. auto: the base model recorded in gqa_conversion.json, "
-        "if it is still there; "
-        "none: train on text alone.",
+        "Model to distill from. auto: the base model recorded in gqa_conversion.json, if it is "
+        "still there; none: train on text alone.",
         metavar="MODEL",
     )
     seed: int = option(0, "Random seed of data order and sampling.", SEED)
     save_every: int | None = option(
         None,
-        "Save a state every STEPS steps.  [default: every ten minutes, "
-        "or less often if saving takes "
-        "long]",
+        "Save a state every STEPS steps.  [default: every ten minutes, or less often if saving "
+        "takes long]",
         COUNT,
         metavar="STEPS",
         free=True,
@@ -268,9 +258,8 @@ class TrainOptions(Options):
         if self.batch_size is not None:  # else `settle_steps` decides it
             share, rest = divmod(self.batch_size, ranks)
             multiple = (
-                f"--batch-size {self.batch_size} is not a multiple of the {ranks} processes; "
-                "give one that "
-                "is"
+                f"--batch-size {self.batch_size} is not a multiple of the {ranks} processes; give "
+                "one that is"
             )
             yield rest > 0, multiple
             divisor = (

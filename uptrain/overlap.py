@@ -38,9 +38,8 @@ class Overlap:
     def __str__(self) -> str:
         documents = plural(self.documents, "other document")
         text = (
-            f"{self.share:.0%} of the held-out text is also in {documents} of the data, "
-            "which train without "
-            "it"
+            f"{self.share:.0%} of the held-out text is also in {documents} of the data, which "
+            "train without it"
         )
         return (
             text

@@ -113,9 +113,8 @@ def _train_and_write(setup: Setup, watcher: Watcher) -> tuple[TrainingProgress, 
             ) from error
         advice = (
             f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
-            f"{setup.micro_batch}) or --context (now {setup.options.block:,}), "
-            "or give --checkpointing, "
-            "--train lora or --optimizer adafactor"
+            f"{setup.micro_batch}) or --context (now {setup.options.block:,}), or give "
+            "--checkpointing, --train lora or --optimizer adafactor"
         )
         if states.complete():
             raise UnfinishedError(
@@ -365,8 +364,7 @@ def plan_lines(run: Run) -> list[str]:
         f"data        {', '.join(options.data)}: {data.summary}",
         f"steps       {data.steps:,}, each of {plural(options.blocks_per_step, 'block')} "
         f"({data.tokens_per_step:,} tokens{on_average}); {data.tokens_until(data.steps):,} tokens "
-        "in "
-        f"all{repeats}",
+        f"in all{repeats}",
         f"optimizer   {options.optimizer}, learning rate {options.learning_rate:g}, "
         f"{options.schedule}, "
         f"{warmup_steps(options.warmup, options.schedule, data.steps)} warm-up steps",
@@ -379,8 +377,7 @@ def plan_lines(run: Run) -> list[str]:
         lines.append(f"dropout     off; the model asks for {rates}")
     if setup.start:
         lines.append(
-            f"continues   after step {setup.start.record['step']:,}, "
-            "saved in "
+            f"continues   after step {setup.start.record['step']:,}, saved in "
             f"{setup.states.directory}"
         )
     return lines
@@ -399,8 +396,7 @@ def heldout_text(setup: Setup) -> str:
     tokens = setup.dataloader.heldout_tokens
     return (
         f"held out    {tokens:,} tokens; the weights with the lowest {measure_of(setup.options)} "
-        "on them are "
-        "written"
+        "on them are written"
     )
 
 
@@ -418,22 +414,18 @@ def result_lines(setup: Run, progress: TrainingProgress) -> list[str]:
         chosen = "distillation" if setup.options.distills else "nats"
         lines.append(
             f"held out    {measure_of(setup.options)} {before[chosen]:.4f} -> {after[chosen]:.4f} "
-            "nats per token "
-            f"(lowest: step {progress.best_step:,})"
+            f"nats per token (lowest: step {progress.best_step:,})"
         )
         if setup.options.distills:
             lines.append(
-                f"            {CROSS_ENTROPY} {before['nats']:.4f} -> {after['nats']:.4f} nats "
-                "per token (not what "
-                "the step is chosen by)"
+                f"            {CROSS_ENTROPY} {before['nats']:.4f} -> {after['nats']:.4f} nats per "
+                "token (not what the step is chosen by)"
             )
         if not progress.best_step:
             lines.append(
-                f"unchanged   no step lowered the {measure_of(setup.options)}: "
-                "the weights are those of "
-                f"{setup.checkpoint.name}. Try a lower --learning-rate (now "
-                f"{setup.options.learning_rate:g}), or more "
-                "tokens"
+                f"unchanged   no step lowered the {measure_of(setup.options)}: the weights are "
+                f"those of {setup.checkpoint.name}. Try a lower --learning-rate (now "
+                f"{setup.options.learning_rate:g}), or more tokens"
             )
     code = " with trust_remote_code=True" if "auto_map" in setup.checkpoint.config else ""
     return [*lines, f"written     {setup.options.output}: verified, loads in transformers{code}"]

@@ -282,9 +282,8 @@ class States:
         if changed:
             command = _command(before) if before["argv"] and run["argv"] else "the same options"
             raise RefusedError(
-                f"{self.directory} holds another run ({'; '.join(changed)}); "
-                f"continue it with {command}, or begin anew "
-                "with --overwrite"
+                f"{self.directory} holds another run ({'; '.join(changed)}); continue it with "
+                f"{command}, or begin anew with --overwrite"
             )
         return state
 
@@ -326,8 +325,7 @@ class States:
             shutil.rmtree(work, ignore_errors=True)
             raise OutputError(
                 f"the state of step {record['step']} could not be saved in {self.directory} "
-                f"({_reason(error)}); "
-                f"{self.remains()}"
+                f"({_reason(error)}); {self.remains()}"
             ) from error
 
     def save_trained(
@@ -391,9 +389,8 @@ class States:
         room = ", ".join(f"{free[device]:,} are free at {place}" for device, place in disks.items())
         raise OutputError(
             f"no space left: the result takes {result_size:,} bytes, and the trained weights, "
-            "which are saved before "
-            f"it, {size:,}; {room}. Free some space, give another directory with -o, "
-            "or another cache with HF_HOME"
+            f"which are saved before it, {size:,}; {room}. Free some space, give another directory "
+            "with -o, or another cache with HF_HOME"
         )
 
     def _register(self) -> Path | None:
@@ -427,9 +424,8 @@ class States:
             )
         step = state.record["step"]
         return (
-            f"step {step:,} is saved in {state.path.parent}; free some space, "
-            "and the same command continues from "
-            "it"
+            f"step {step:,} is saved in {state.path.parent}; free some space, and the same command "
+            "continues from it"
         )
 
     # ------------------------------------------------------------------------------------- removing
@@ -577,8 +573,7 @@ def _readable(path: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # of json, pickle, zip files, torch
         raise RefusedError(
             f"the state {path} cannot be read ({_reason(error)}); delete it to continue from the "
-            "one before, or delete "
-            f"{path.parent} to begin anew"
+            f"one before, or delete {path.parent} to begin anew"
         ) from error
 
 

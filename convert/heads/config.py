@@ -132,8 +132,7 @@ def find_text(raw: dict[str, Any], name: str) -> ModelConfig:
     if family is None:
         known = listing((t for f in FAMILIES for t in f.symmetries), 8)
         raise RefusedError(
-            f"{name} is of model type {model_type}, which is not supported ({known}; "
-            "see "
+            f"{name} is of model type {model_type}, which is not supported ({known}; see "
             "docs/models.md)"
         )
     owner = path if _descend(raw, path) is not None else ()
@@ -165,9 +164,7 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
         cause = f" because of {entry}" if entry else ""
         raise EntryError(
             f"{name}: transformers cannot read config.json as {model_type}{cause}: "
-            f"{explain(error)}; "
-            "correct "
-            "it"
+            f"{explain(error)}; correct it"
         ) from error
 
 
@@ -203,8 +200,7 @@ def _check(config: ModelConfig, name: str) -> None:
         cause = f" because of {entry}" if entry else ""
         raise EntryError(
             f"{name}: the head counts in config.json make no sense{cause}: {explain(error)}; "
-            "correct "
-            "them"
+            "correct them"
         ) from error
     _check_heads(heads, name)
 
@@ -300,8 +296,7 @@ def _check_heads(heads: Iterable[LayerHeads], name: str) -> None:
         if max(h.key_dim, h.value_dim) > MAX_DIM:  # a list of each dimension's frequency is made
             raise CorruptError(
                 f"{name}: config.json asks for heads of dimension {max(h.key_dim, h.value_dim)}, "
-                f"at most {MAX_DIM} is "
-                "allowed; correct it"
+                f"at most {MAX_DIM} is allowed; correct it"
             )
 
 
@@ -396,9 +391,8 @@ def edit_config(
         actual, expected = again.heads(layer), target_heads(config, layer, groups)
         if actual != expected:
             raise RefusedError(
-                f"{name}: transformers reads {actual.kv} KV heads in layer {layer} from the "
-                "edited config, "
-                f"{expected.kv} were expected; please report this config"
+                f"{name}: transformers reads {actual.kv} KV heads in layer {layer} from the edited "
+                f"config, {expected.kv} were expected; please report this config"
             )
     return again, list(_difference("", config.raw, raw))
 

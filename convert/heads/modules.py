@@ -165,8 +165,7 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
         elif (match := elsewhere.fullmatch(name)) and rule_of(match["tail"], config):
             raise RefusedError(
                 f"{name} {list(spec.shape)} looks like keys or values of {config.text.model_type} "
-                "but is not in one of "
-                "its layers; nothing was written"
+                "but is not in one of its layers; nothing was written"
             )
     modules = []
     stacks = set()
@@ -250,9 +249,8 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
     if name in _SHARED_KEY_SIDE and spec.shape in ((heads.key_dim,), (heads.value_dim,)):
         return
     raise RefusedError(
-        f"{spec.name} {list(spec.shape)} {spec.dtype} is not a known tensor of an attention "
-        "module of "
-        f"{config.text.model_type}; nothing was written"
+        f"{spec.name} {list(spec.shape)} {spec.dtype} is not a known tensor of an attention module "
+        f"of {config.text.model_type}; nothing was written"
     )
 
 
@@ -263,9 +261,8 @@ def _check_unpacked(tensors: Mapping[str, TensorSpec]) -> None:
     for tail, spec in tensors.items():
         if tail not in _BUFFERS and (is_packed(spec) or spec.dtype not in TORCH_DTYPES):
             raise RefusedError(
-                f"{spec.name} is stored as {spec.dtype}: heads that are quantised or packed "
-                "cannot be averaged; "
-                "convert the original and quantise the result, or dequantise first"
+                f"{spec.name} is stored as {spec.dtype}: heads that are quantised or packed cannot "
+                "be averaged; convert the original and quantise the result, or dequantise first"
             )
 
 

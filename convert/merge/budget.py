@@ -69,8 +69,7 @@ def uneven(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
     if min(counts) > share * heads + 1e-9:
         raise RefusedError(
             f"--kv-budget {share:g} is not possible for the {heads} key/value heads of "
-            f"{checkpoint.name}; the least "
-            f"is {min(counts) / heads:.3g}"
+            f"{checkpoint.name}; the least is {min(counts) / heads:.3g}"
         )
     groups = (heads, *[min(counts)] * (config.layers - 1))
     make_plan(checkpoint, groups, DEFAULT)

@@ -115,8 +115,7 @@ def _calibrate(
     unchecked_before = layers.count > 0 and len(state) == len(pair.state())
     if options.check and unchecked_before:
         watcher.warn(
-            "the quality is not measured, because the run that is continued had --no-check; "
-            "use "
+            "the quality is not measured, because the run that is continued had --no-check; use "
             "gqa-eval"
         )
     elif options.check and blocks is not None and len(blocks) and has_head:
@@ -124,8 +123,7 @@ def _calibrate(
     if layers.count:
         pair.restore(state)
         watcher.note(
-            f"continues   after layer {layers.count} of {calibrator.layers}, "
-            "where a run was "
+            f"continues   after layer {layers.count} of {calibrator.layers}, where a run was "
             "stopped"
         )
 

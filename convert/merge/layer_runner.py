@@ -75,9 +75,8 @@ def _empty_model(config: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, Atte
             model = build_model(cls, config, attn_implementation=name, dtype=dtype)
     except (KeyError, ValueError) as error:  # a class with its own table of attention classes
         raise LayerwiseError(
-            f"{cls.__name__} does not call transformers' attention functions; "
-            "it cannot be run layer by "
-            "layer"
+            f"{cls.__name__} does not call transformers' attention functions; it cannot be run "
+            "layer by layer"
         ) from error
 
     model.tie_weights()  # empty weights are not tied
@@ -147,9 +146,8 @@ class LayerRunner:
         match = re.match(r"(.+?)\.\d+\.", next(inside, ""))
         if match is None:
             raise LayerwiseError(
-                f"{type(self.model).__name__} has no layer with {attention_path}; "
-                "it cannot be run layer by "
-                "layer"
+                f"{type(self.model).__name__} has no layer with {attention_path}; it cannot be run "
+                "layer by layer"
             )
         return match[1]
 

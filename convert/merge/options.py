@@ -75,9 +75,8 @@ class CalibrationText:
             # Decoder classes raise this themselves, or accept it
             if longest and self.length > longest:
                 raise RefusedError(
-                    f"{checkpoint.name} has {longest} positions, --context is {self.length}; "
-                    "give at most "
-                    f"{longest}"
+                    f"{checkpoint.name} has {longest} positions, --context is {self.length}; give "
+                    f"at most {longest}"
                 )
             inputs, heldout_blocks = self._pairs(checkpoint, device, watcher), None
         else:
@@ -96,8 +95,7 @@ class CalibrationText:
 
         if self.target_field and all(map(is_self, self.sources)):
             raise RefusedError(
-                "--target-field is a column of --data; self has no columns: name data, "
-                "or leave it "
+                "--target-field is a column of --data; self has no columns: name data, or leave it "
                 "out"
             )
         trusted = self.trust_remote_code
@@ -133,8 +131,7 @@ class CalibrationText:
 
         if self.target_field:
             raise RefusedError(
-                f"--target-field is for encoder-decoders, {checkpoint.name} is not one; "
-                "leave it "
+                f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it "
                 "out"
             )
         shares, trusted, length = self.shares(), self.trust_remote_code, self.length
@@ -295,8 +292,7 @@ def read_blocks(
         stream = _encoded(source, order, encoder)
     if len(stream) < length:
         raise RefusedError(
-            f"{source.spec} has {len(stream)} tokens, fewer than one block of {length}; "
-            "give more "
+            f"{source.spec} has {len(stream)} tokens, fewer than one block of {length}; give more "
             "text"
         )
     pieces = stream[: len(stream) // length * length].reshape(-1, length)
@@ -341,9 +337,8 @@ def without_copies(heldout: Ints, blocks: Ints, name: str, watcher: Watcher) -> 
     copies = np.array(shares) >= _COPY_SHARE
     if copies.any():
         watcher.warn(
-            f"{copies.sum():,} of {len(heldout):,} blocks of {name} that would measure the "
-            "quality are in the "
-            "calibration text too: they are left out"
+            f"{copies.sum():,} of {len(heldout):,} blocks of {name} that would measure the quality "
+            "are in the calibration text too: they are left out"
         )
     return heldout[~copies]
 

@@ -159,8 +159,7 @@ def sampled_blocks(
     known = samples_identity(checkpoint, trust_remote_code)
     identity = (
         f"{known} {start} {'' if chat is None else chat} {lead * START_EVERY} {seed} {size} "
-        f"{batch} "
-        f"{dtype}"
+        f"{batch} {dtype}"
     )
     identity += "" if vocabulary is None else f" below {vocabulary}"
     path = store_batches(identity, size, batch, n_blocks, sample)
@@ -306,9 +305,8 @@ def samples(
     """
     if not hasattr(model, "generate"):
         raise RefusedError(
-            f"{model.name_or_path} cannot be sampled from: {type(model).__name__} has no head "
-            "that predicts tokens; "
-            "give text instead of self"
+            f"{model.name_or_path} cannot be sampled from: {type(model).__name__} has no head that "
+            "predicts tokens; give text instead of self"
         )
     start = first_token(model.config, model.name_or_path)
     if vocabulary is not None:
@@ -339,11 +337,9 @@ def samples(
             )
     except Exception as error:  # whatever a class raises that generates something else, or not so
         raise RefusedError(
-            f"{model.name_or_path} cannot be sampled from, {batch} sequences of {length} tokens "
-            "at a time: "
-            f"{explain(error)}; give text instead of self, or, if memory is short, "
-            "fewer tokens of "
-            "context"
+            f"{model.name_or_path} cannot be sampled from, {batch} sequences of {length} tokens at "
+            f"a time: {explain(error)}; give text instead of self, or, if memory is short, fewer "
+            "tokens of context"
         ) from error
     return ids.cpu()
 

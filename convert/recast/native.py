@@ -51,8 +51,7 @@ class Recipe:
         if first.dtype not in TORCH_DTYPES:
             raise RefusedError(
                 f"{first.name} is stored as {first.dtype}: quantised or packed weights cannot be "
-                "laid out anew; "
-                "convert the original and quantise the result"
+                "laid out anew; convert the original and quantise the result"
             )
         try:
             shape = tuple(

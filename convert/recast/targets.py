@@ -67,9 +67,8 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
     ]
     if by_layer and not entries and model_type not in [entry.target for entry in _BY_LAYER]:
         raise RefusedError(
-            f"{name} ({model_type}) must have the same number of key/value heads in all layers; "
-            "it can differ in "
-            f"models of type {listing(BY_LAYER, 40)}: give one number"
+            f"{name} ({model_type}) must have the same number of key/value heads in all layers; it "
+            f"can differ in models of type {listing(BY_LAYER, 40)}: give one number"
         )
     config = read_top(checkpoint.config, name) if entries else None
     for entry in entries:
@@ -139,8 +138,7 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
     except Exception as error:  # any error of a config class means that the config is wrong
         raise CorruptError(
             f"{checkpoint.name}: the {recasting.source} config.json makes no sense as {target}: "
-            f"{explain(error)}; "
-            "correct it"
+            f"{explain(error)}; correct it"
         ) from error
     return new
 
@@ -163,8 +161,7 @@ def _recipes(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[
     if unknown := [name for name, spec in stored.items() if spec.name not in used]:
         raise RefusedError(
             f"{listing(unknown)} {'is' if len(unknown) == 1 else 'are'} not part of a language "
-            "model of type "
-            f"{recasting.source}; only such a model can become {recasting.target}"
+            f"model of type {recasting.source}; only such a model can become {recasting.target}"
         )
     return recipes
 

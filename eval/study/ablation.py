@@ -106,8 +106,7 @@ class Ablation:
         if not (sources := heldout_sources(training)):
             raise RefusedError(
                 "there is no held-out text: give --heldout SOURCE, or --heldout-fraction to hold "
-                "out documents of "
-                "the data"
+                "out documents of the data"
             )
         context, limit = choose_context([subject], options.context), options.eval_tokens
         documents = sorted(

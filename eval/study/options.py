@@ -93,9 +93,8 @@ class AblateOptions(Options):
     )
     kv_heads: tuple[int, ...] | None = option(
         None,
-        "Numbers of key/value heads.  [default: the two largest divisors of MODEL's, and 1; "
-        "also all, as the "
-        "control, with --teacher none]",
+        "Numbers of key/value heads.  [default: the two largest divisors of MODEL's, and 1; also "
+        "all, as the control, with --teacher none]",
         COUNT,
         short="-g",
         metavar="G[,...]",
@@ -128,9 +127,8 @@ class AblateOptions(Options):
     heldout_fraction: float = same_as(TrainOptions, "heldout_fraction")
     context: int | None = option(
         None,
-        "Tokens per training block and per evaluation window.  [default: the model's context, "
-        "at most "
-        "2048]",
+        "Tokens per training block and per evaluation window.  [default: the model's context, at "
+        "most 2048]",
         tokens_type(4),
         metavar="COUNT",
     )
@@ -197,8 +195,7 @@ class AblateOptions(Options):
                 raise RefusedError(f"{flag(name)} has no effect without MODEL: give both or none")
         if self.model and not self.data:
             raise RefusedError(
-                "no data is named: give text to train and calibrate on with --data, "
-                "like "
+                "no data is named: give text to train and calibrate on with --data, like "
                 "stdlib:train"
             )
         if any(map(is_self, self.data)):

@@ -47,8 +47,7 @@ def draw_study(rows: Sequence[Row], directory: Path) -> list[tuple[str, str]]:
             _save(_draw_tradeoff(frame.iloc[0], merged), directory / "tradeoff.svg")
             caption = (
                 "Loss against KV cache size, each method with its best training (as figure 3 of "
-                "the GQA "
-                "paper)"
+                "the GQA paper)"
             )
             pictures.append(("tradeoff", caption))
         if merged["alpha"].nunique() > 1:

@@ -137,8 +137,7 @@ def _describe(title: str, row: Row, base: Row) -> Line:
     )
     text = (
         f"{row['method']}, {row['groups']} of {base['groups']} KV heads, {trained}: "
-        f"{loses}{recall}, "
-        f"{cache}"
+        f"{loses}{recall}, {cache}"
     )
     return Line(title, text, loss_of_row(row, base).level)
 
@@ -162,8 +161,7 @@ def short_table(rows: Sequence[Row]) -> Table:
 def _cells(rows: Sequence[Row]) -> Table:
     """A line for each cell."""
     note = (
-        f"base model: {loss(rows[0]):.4f} nats per token; {describe_text(rows[0]['text'])}, "
-        "held "
+        f"base model: {loss(rows[0]):.4f} nats per token; {describe_text(rows[0]['text'])}, held "
         "out"
     )
     if any(row.get("kl") is not None for row in rows):

@@ -112,8 +112,7 @@ def check_directory(directory: Path, identity: Row, overwrite: bool) -> None:
     if not overwrite and (changed := differences(identity, before)):
         raise RefusedError(
             f"{directory} holds another study: {'; '.join(changed)}; give another directory with "
-            "-o, the same "
-            "options, or start over with --overwrite"
+            "-o, the same options, or start over with --overwrite"
         )
 
 

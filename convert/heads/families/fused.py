@@ -87,8 +87,7 @@ FAMILIES: tuple[Family, ...] = (
         "Falcon, old architecture",
         {"falcon": _FALCON},
         note="G = 1 or H; with parallel attention also 1 < G < H, in the new architecture (its "
-        "cache holds H "
-        "heads)",
+        "cache holds H heads)",
         when={"new_decoder_architecture": False},
         attention=("self_attention",),
         rules=(Rule("query_key_value", Fused("grouped")),),

@@ -210,12 +210,10 @@ FAMILIES: tuple[Family, ...] = (
             "blt_global_transformer": "its inputs are byte patches computed by other models",
             "csm": "its backbone takes the embeddings of several codebooks",
             "gemma3n_text": LAYER_EMBEDDINGS,
-            "qwen4_exp_text": "its layers carry several residual streams, "
-            "mixed after the last "
+            "qwen4_exp_text": "its layers carry several residual streams, mixed after the last "
             "layer",
             "voxtral_realtime_text": "transformers has no class for it alone, and the whole model "
-            "takes "
-            "audio",
+            "takes audio",
         },
     ),
     Family(
@@ -241,8 +239,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "differential heads",
         {
-            "diffllama": "its value heads are twice as wide, shared by two key heads each, "
-            "and "
+            "diffllama": "its value heads are twice as wide, shared by two key heads each, and "
             "normed"
         },
         note="G must be even: value head i is paired with head i + G / 2",
