@@ -29,7 +29,7 @@ format: install
 # Type checkers do not follow an editable install's import hook: links show them the packages as they are imported.
 types: install
 	@mkdir -p typings/gqa
-	@for package in checkpoint corpus convert uptrain eval package; do ln -sfn ../../$$package typings/gqa/$$package; done
+	@for package in core checkpoint models corpus convert uptrain eval study package; do ln -sfn ../../$$package typings/gqa/$$package; done
 	$(BIN)/mypy
 
 # No dead link, no page outside the navigation.

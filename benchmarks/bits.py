@@ -64,8 +64,8 @@ def text_pairs(vocabulary: int, padding: int) -> dict[str, Any]:
 
 def convert_tiny_families(figures: Figures, scratch: Path) -> None:
     """Every method on one random model of each family, with 2 of 4 KV heads."""
-    from scrambled import on_ids
-    from tiny_models import TINY, build
+    from support.scrambled import on_ids
+    from support.tiny_models import TINY, build
 
     from gqa.convert.api import convert_checkpoint, plan_conversion
     from gqa.convert.merge.calibrate import Calibrator

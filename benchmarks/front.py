@@ -13,10 +13,10 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-# Grey text on no background: readable on white and on black.
-GREY = "#808080"
+# Gray text on no background: readable on white and on black.
+GRAY = "#808080"
 METHODS = {"mean": "#c44e52", "aligned": "#dd8452", "calibrated": "#4c72b0", "refined": "#55a868"}
-COLOURS = METHODS | {"distilled": "#8172b3"}
+COLORS = METHODS | {"distilled": "#8172b3"}
 
 
 def ratios(path: Path) -> dict[str, float]:
@@ -37,13 +37,13 @@ def embedded(axes: Any, ratio_of: dict[str, float]) -> None:
     heads.
     """
     heads = (4, 2, 1)
-    for method, colour in METHODS.items():
+    for method, color in METHODS.items():
         heights = [ratio_of[f"{method}-{g}"] for g in heads]
-        axes.plot(range(len(heads)), heights, "o-", color=colour, linewidth=2)
+        axes.plot(range(len(heads)), heights, "o-", color=color, linewidth=2)
         label, end = f"{method}  {text(heights[-1])}", (len(heads) - 1, heights[-1])
         above = {"calibrated": 7, "refined": -4}.get(method, -1)  # they end close to each other
         axes.annotate(
-            label, end, xytext=(9, above), textcoords="offset points", color=colour, va="center"
+            label, end, xytext=(9, above), textcoords="offset points", color=color, va="center"
         )
     axes.set(ylabel="perplexity ratio", yscale="log", xlim=(-0.2, len(heads) + 0.1), ylim=(0.9, 24))
     axes.set_title("example model, 5.8M parameters, 8 KV heads", fontsize=11)
@@ -55,22 +55,22 @@ def embedded(axes: Any, ratio_of: dict[str, float]) -> None:
 
 
 def published(axes: Any, ratio_of: dict[str, float]) -> None:
-    for number, (method, colour) in enumerate(COLOURS.items()):
-        axes.plot([number, number], [1, ratio_of[method]], color=colour, linewidth=2)
-        axes.plot([number], [ratio_of[method]], "o", color=colour)
+    for number, (method, color) in enumerate(COLORS.items()):
+        axes.plot([number, number], [1, ratio_of[method]], color=color, linewidth=2)
+        axes.plot([number], [ratio_of[method]], "o", color=color)
         axes.annotate(
             text(ratio_of[method]),
             (number, ratio_of[method]),
             xytext=(0, 8),
             textcoords="offset points",
-            color=colour,
+            color=color,
             ha="center",
         )
     axes.set(
         yscale="log", xlim=(-0.6, len(ratio_of) - 0.4), ylim=(0.85, 3 * max(ratio_of.values()))
     )
     axes.set_title("SmolLM2-135M-Instruct, 3 KV heads to 1", fontsize=11)
-    axes.set_xticks(range(len(COLOURS)), COLOURS)
+    axes.set_xticks(range(len(COLORS)), COLORS)
     axes.set_yticks([1, 10, 100, 1000], ["x1", "x10", "x100", "x1,000"])
 
 
@@ -82,14 +82,14 @@ def main() -> None:
     args = parser.parse_args()
     plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "gqa", "font.size": 11}
     plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
-    colours = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
-    plt.rcParams |= dict.fromkeys(colours, GREY)
+    colors = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+    plt.rcParams |= dict.fromkeys(colors, GRAY)
     figure, panels = plt.subplots(1, 2, figsize=(11, 3.7), width_ratios=(1.15, 1))
     embedded(panels[0], ratios(args.embedded))
     published(panels[1], ratios(args.published))
     for axes in panels:
         axes.minorticks_off()
-        axes.axhline(1, color=GREY, linewidth=1, linestyle=":")
+        axes.axhline(1, color=GRAY, linewidth=1, linestyle=":")
     figure.tight_layout()
     figure.savefig(args.output, transparent=True, metadata={"Date": None})
 

@@ -196,7 +196,7 @@ def command(module: str, *words: str) -> dict[str, Any]:
 
     Returns seconds and peak bytes of each stage whose progress it shows, and its JSON as `record`.
     """
-    from gqa.checkpoint.console import Watcher
+    from gqa.core.console import Watcher
 
     seconds, peaks, show = dict[str, float](), dict[str, int](), Watcher.stage
     stage, since = "start", time.monotonic()
@@ -301,7 +301,7 @@ class Decoder:
         self.bytes += sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
     def step(self) -> None:
-        from gqa.checkpoint.loading import cache_name
+        from gqa.models.loading import cache_name
 
         inputs = {
             "input_ids": self.ids,

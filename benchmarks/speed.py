@@ -227,8 +227,8 @@ def bare_forward(name: str, count: int) -> Iterator[Any]:
 
 
 def score_windows(name: str, count: int) -> Iterator[Any]:
-    from gqa.corpus.likelihood import ChunkedHead
     from gqa.eval.scoring import score
+    from gqa.models.chunked_head import ChunkedHead
 
     model, _, _, windows = load_text(name, count)
     head = ChunkedHead(model)

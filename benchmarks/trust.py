@@ -1,4 +1,4 @@
-"""Methods, quantised caches and what others do, at the same bytes of KV cache: one table for each
+"""Methods, quantized caches and what others do, at the same bytes of KV cache: one table for each
 model.
 
     python benchmarks/trust.py --out trust                                   # the embedded model
@@ -36,7 +36,6 @@ import torch
 from harness import EMBEDDED, Measurements
 
 import gqa
-from gqa.checkpoint.loading import load_model
 from gqa.convert.merge.self_samples import samples
 from gqa.eval.decode import time_decoding
 from gqa.eval.evaluate import Comparison
@@ -44,6 +43,7 @@ from gqa.eval.options import EvaluateOptions
 from gqa.eval.recall import greedy_texts
 from gqa.eval.subjects import open_subjects
 from gqa.eval.text import prefix_token, read_text
+from gqa.models.loading import load_model
 
 BITS = 8, 4, 2
 COUNT, LONGEST = 24, 24  # questions of a kind; tokens of an answer
@@ -166,7 +166,7 @@ def exact_answers(model: Any, tokenizer: Any) -> dict[str, float]:
 
 @torch.no_grad()
 def keep_strongest(model: Any, groups: int, ids: torch.Tensor) -> None:
-    """Keep the head of each group of neighbours whose part of the attention output is largest on
+    """Keep the head of each group of neighbors whose part of the attention output is largest on
     `ids`.
     """
     heads, sizes = model.config.num_key_value_heads, list[torch.Tensor]()

@@ -1,3 +1,1 @@
-"""What lies on a disk or a hub: headers, shards, names, weights, tokenizers, and the classes that
-read them.
-"""
+"""Checkpoints on a disk or a hub: headers, shards, config.json, side files, records."""

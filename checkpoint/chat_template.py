@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint import render_template
-from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.read import Checkpoint
+from gqa.core.errors import RefusedError, explain
 
 SECONDS = 5  # of computing; published templates take milliseconds
 MEMORY = 1 << 30  # bytes beside those of the process itself

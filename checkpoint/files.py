@@ -18,8 +18,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gqa.checkpoint.errors import CorruptError, explain
 from gqa.checkpoint.write import write_bytes, write_text
+from gqa.core.errors import CorruptError, explain
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

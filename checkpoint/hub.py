@@ -20,9 +20,9 @@ from typing import Any
 
 import click
 
-from gqa.checkpoint.errors import CacheError, CorruptError, MissingError, RefusedError, explain
 from gqa.checkpoint.files import MAX_HEADER_BYTES, TensorSpec, read_header, side_files, weight_files
 from gqa.checkpoint.read import ADVICE, Checkpoint, cached_revision, read_checkpoint, read_json
+from gqa.core.errors import CacheError, CorruptError, MissingError, RefusedError, explain
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _UNWRITABLE = frozenset(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from gqa.checkpoint.errors import EntryError
+from gqa.core.errors import EntryError
 
 MAX_COUNT = 20_000  # layers, heads, blocks, experts
 MAX_POSITIONS = 10**8  # of positions and tokens; ten times those of the longest published models

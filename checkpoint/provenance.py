@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.errors import CorruptError
-from gqa.checkpoint.json_text import read_json_file
 from gqa.checkpoint.write import DEFAULT_JOBS
+from gqa.core.errors import CorruptError
+from gqa.core.json_text import read_json_file
 
 if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.errors import CorruptError, MissingError, RefusedError, explain, listing
 from gqa.checkpoint.files import (
     BITS,
     FURTHER_MODULE,
@@ -30,8 +29,9 @@ from gqa.checkpoint.files import (
     side_files,
     weight_files,
 )
-from gqa.checkpoint.json_text import read_json_file
 from gqa.checkpoint.model_config import check_against_headers, check_numbers
+from gqa.core.errors import CorruptError, MissingError, RefusedError, explain, listing
+from gqa.core.json_text import read_json_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,7 +84,7 @@ class Checkpoint:
     """A checkpoint on disk (in a dry run from the hub, without its weights).
 
     source: The stored checkpoint, if this is a view of it in another class; `way`: `native` or
-    `custom modelling code`. added: Additional text files of the result: contents by name. warnings:
+    `custom modeling code`. added: Additional text files of the result: contents by name. warnings:
     About files that a result would lack.
     """
 
@@ -152,7 +152,7 @@ class Checkpoint:
 
     @property
     def packed(self) -> list[str]:
-        """Names of tensors with quantised weights or their scales."""
+        """Names of tensors with quantized weights or their scales."""
         return [name for name, spec in self.tensors.items() if is_packed(spec)]
 
     @property
@@ -167,7 +167,7 @@ class Checkpoint:
 
 
 def is_packed(spec: TensorSpec) -> bool:
-    """Whether a tensor holds quantised weights, or their scales."""
+    """Whether a tensor holds quantized weights, or their scales."""
     return spec.name.endswith(_PACKED) or (spec.dtype in _PACKED_DTYPES and len(spec.shape) > 1)
 
 

@@ -2,7 +2,7 @@
 
 Work happens in a hidden sibling of the output; a rename at the very end makes it visible. A run
 that is killed leaves only the hidden directory, which the next run removes: a lock beside it tells
-a dead run from a live one, and a mark in it (checkpoint/work.py) our directory from that of
+a dead run from a live one, and a mark in it (core/work.py) our directory from that of
 somebody else.
 """
 
@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from gqa.checkpoint import work as unfinished
-from gqa.checkpoint.errors import OutputError, RefusedError, listing
+from gqa.core import work as unfinished
+from gqa.core.errors import OutputError, RefusedError, listing
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.console import operand
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.escape import shell_line
-from gqa.checkpoint.loading import load_tokenizer, positions, predicts_tokens
-from gqa.checkpoint.options import flag
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.methods import METHODS, Method
 from gqa.convert.options import ConvertOptions
 from gqa.convert.output import default_directory
 from gqa.convert.plan import Plan
 from gqa.convert.summary import quality_loss, quality_text
+from gqa.core.console import operand
+from gqa.core.errors import RefusedError
+from gqa.core.escape import shell_line
+from gqa.core.options import flag
+from gqa.models.loading import load_tokenizer, positions, predicts_tokens
 
 _LEAST_RECALL_CONTEXT = 128  # `gqa-eval --recall` refuses a shorter context
 _EVALUATED_TOKENS = 20_000  # seconds for a small model, minutes for one of 7B on a GPU

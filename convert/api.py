@@ -9,10 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import LayerwiseError, RefusedError, alternatives
 from gqa.checkpoint.hub import fetch_weights, open_model
-from gqa.checkpoint.options import parameters_in_errors
 from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import OutputDirectory, require_space, write_text
@@ -24,6 +21,9 @@ from gqa.convert.output import output_of
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.rewrite import write
 from gqa.convert.summary import provenance
+from gqa.core.console import SILENT, Watcher
+from gqa.core.errors import LayerwiseError, RefusedError, alternatives
+from gqa.core.options import parameters_in_errors
 
 __all__ = ["Conversion", "Plan", "convert", "convert_checkpoint", "plan_conversion", "prepare"]
 

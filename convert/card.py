@@ -1,11 +1,19 @@
-"""The model card of a converted model (`gqa.checkpoint.card` says what all cards have)."""
+"""The model card of a converted model (`gqa.models.card` says what all cards have)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from gqa.checkpoint.card import (
+from gqa.checkpoint.provenance import PROVENANCE
+from gqa.convert.heads.config import KVCache, transformers_config
+from gqa.convert.heads.family import groups_text
+from gqa.convert.options import ConvertOptions
+from gqa.convert.plan import Plan
+from gqa.convert.summary import BY_LAYER, cache_change, quality_loss, quality_text, size
+from gqa.convert.verdict import MEANINGS, Level
+from gqa.core.escape import code_span, markdown
+from gqa.models.card import (
     format_card,
     hub_metadata,
     loading_code,
@@ -14,15 +22,7 @@ from gqa.checkpoint.card import (
     source_card,
     table,
 )
-from gqa.checkpoint.escape import code_span, markdown
-from gqa.checkpoint.loading import model_class
-from gqa.checkpoint.provenance import PROVENANCE
-from gqa.convert.heads.config import KVCache, transformers_config
-from gqa.convert.heads.family import groups_text
-from gqa.convert.options import ConvertOptions
-from gqa.convert.plan import Plan
-from gqa.convert.summary import BY_LAYER, cache_change, quality_loss, quality_text, size
-from gqa.convert.verdict import MEANINGS, Level
+from gqa.models.loading import model_class
 
 _ATTENTION_TAGS = {
     "multi-head-attention",

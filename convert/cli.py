@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint import console
-from gqa.checkpoint.console import Watcher, print_json, print_lines
-from gqa.checkpoint.errors import OutputError, RefusedError
-from gqa.checkpoint.options import command as command_of
 from gqa.checkpoint.write import finite
 from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions
+from gqa.core import console
+from gqa.core.console import Watcher, print_json, print_lines
+from gqa.core.errors import OutputError, RefusedError
+from gqa.core.options import command as command_of
 
 if TYPE_CHECKING:
     from gqa.convert.api import Plan
@@ -51,9 +51,9 @@ def command(options: ConvertOptions) -> None:
     cache shrinks with the number of heads. No data is needed: the default method calibrates on text
     that the model generates. The GQA paper's mean pooling is --method mean.
     """
-    from gqa.checkpoint.loading import quiet_transformers
     from gqa.convert.api import prepare
     from gqa.convert.summary import plan_record
+    from gqa.models.loading import quiet_transformers
 
     with quiet_transformers():  # what matters of its hints is in our errors
         with Watcher(options.quiet) as bar:
@@ -120,8 +120,8 @@ def _say_cost(plan: Plan, options: ConvertOptions) -> None:
 
 def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: int) -> list[str]:
     """A warning if the plan's method takes more memory than there is."""
-    from gqa.checkpoint.loading import total_memory
     from gqa.convert.summary import size
+    from gqa.core.devices import total_memory
 
     total = total_memory(device)
     if total is None or memory <= total:
@@ -176,7 +176,7 @@ def _warn(warnings: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
+    """Entry point; exit codes as `gqa.core.console.run` says."""
     kept = (
         "stored layers and finished batches of generated text are kept, the same command continues "
         "after them"

@@ -6,13 +6,13 @@ import math
 import time
 from functools import cache
 
-from gqa.checkpoint.loading import peak_memory
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
 from gqa.convert.methods import Method
 from gqa.convert.plan import Plan
+from gqa.core.devices import peak_memory
 from gqa.corpus.sources import is_self
 
 _BENCHMARK_SECONDS = 0.2

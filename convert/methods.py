@@ -35,7 +35,7 @@ class HeadMaps:
     blocks key[j, a] * I. value: (G, e, m * e) or (G, m), the same for values. Both hold for biases
     too. query: (H, d, d), `W_Q'[i] = query[i] @ W_Q[i]`; None for the identity. output: (H * e, H *
     e), `W_O' = W_O @ output` with W_O (D, H * e); None for the identity. order: (Hk,) source heads
-    in the order in which neighbours are merged; query heads move with them.
+    in the order in which neighbors are merged; query heads move with them.
     """
 
     key: Tensor

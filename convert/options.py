@@ -9,20 +9,10 @@ from typing import Literal
 
 import click
 
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.options import (
-    COUNT,
-    SEED,
-    KVHeads,
-    Number,
-    Options,
-    Text,
-    flag,
-    option,
-    tokens_type,
-)
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import DEFAULT, GROUPINGS, METHODS
+from gqa.core.errors import RefusedError
+from gqa.core.options import COUNT, SEED, KVHeads, Number, Options, Text, flag, option, tokens_type
 from gqa.corpus.sources import is_self, parse_self
 
 
@@ -125,7 +115,7 @@ class ConvertOptions(Options):
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub id.", metavar="NAME")
     trust_remote_code: bool = option(
-        False, "Run the checkpoint's modelling code (dangerous).", methods="reads_text"
+        False, "Run the checkpoint's modeling code (dangerous).", methods="reads_text"
     )
     check: bool = option(True, "Measure perplexity and recall against MODEL on other text.")
     dry_run: bool = option(
@@ -141,7 +131,7 @@ class ConvertOptions(Options):
 
     def maps(self) -> MapsOptions:
         """How maps are computed. Raises RefusedError for a device that cannot be used."""
-        from gqa.checkpoint.loading import find_device
+        from gqa.core.devices import find_device
 
         text = CalibrationText(
             self.data,

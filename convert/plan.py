@@ -9,17 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gqa.checkpoint.custom_code import MODEL_TYPES
-from gqa.checkpoint.errors import (
-    CorruptError,
-    EntryError,
-    RefusedError,
-    alternatives,
-    explain,
-    listing,
-)
 from gqa.checkpoint.files import TensorSpec, byte_size, shard_names
-from gqa.checkpoint.loading import model_class, quiet_transformers
 from gqa.checkpoint.model_config import culprit
 from gqa.checkpoint.read import STORED_DTYPES, TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.config import (
@@ -30,7 +20,7 @@ from gqa.convert.heads.config import (
     read_config,
     transformers_config,
     valid_groups,
-    without_quantisation,
+    without_quantization,
 )
 from gqa.convert.heads.family import Groups, Layout, Rule, Symmetry
 from gqa.convert.heads.modules import (
@@ -43,6 +33,9 @@ from gqa.convert.heads.modules import (
 )
 from gqa.convert.methods import METHODS, Merging, Method
 from gqa.convert.recast.targets import RECAST_TYPES, recast
+from gqa.core.errors import CorruptError, EntryError, RefusedError, alternatives, explain, listing
+from gqa.models.custom_code import MODEL_TYPES
+from gqa.models.loading import model_class, quiet_transformers
 
 _LISTED = 3  # names in a message
 # Possible groups of one size: all partitions into them are tried (135,135 of 14 heads in pairs)
@@ -205,7 +198,7 @@ def _plan(
     )
     if dtype and checkpoint.packed:
         raise RefusedError(
-            f"--dtype does not go with quantised weights, which {checkpoint.name} has; leave it out"
+            f"--dtype does not go with quantized weights, which {checkpoint.name} has; leave it out"
         )
     stored = STORED_DTYPES[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
@@ -240,7 +233,7 @@ def obstacle(
     """Why a method cannot merge the heads of a model; empty if it can."""
     symmetry, name = config.symmetry, f"{checkpoint.name} ({config.text.model_type})"
     not_layerwise = config.not_layerwise or (
-        "its other weights are quantised" if checkpoint.packed else ""
+        "its other weights are quantized" if checkpoint.packed else ""
     )
     if method.reads_text and not_layerwise:
         return f"{name} cannot be run layer by layer: {not_layerwise}"
@@ -332,7 +325,7 @@ def _shards(outputs: Sequence[OutputTensor], files: Sequence[str]) -> tuple[Shar
 def _warnings(checkpoint: Checkpoint) -> Iterable[str]:
     if checkpoint.config.get("model_type") in MODEL_TYPES:
         yield (
-            "the result brings custom modelling code: other programs load it with "
+            "the result brings custom modeling code: other programs load it with "
             "trust_remote_code=True"
         )
     elif "auto_map" in checkpoint.config:
@@ -354,13 +347,13 @@ def check_loads(
     weights or packed tensors. Yield warnings: tensors that transformers does not read, or why this
     could not be checked.
 
-    Raises CorruptError if a parameter is missing, which transformers would initialise at random, or
+    Raises CorruptError if a parameter is missing, which transformers would initialize at random, or
     has another shape.
     """
     import torch
     import transformers
 
-    config = transformers_config(without_quantisation(raw))
+    config = transformers_config(without_quantization(raw))
     cls = model_class(config)
     if not issubclass(cls, transformers.PreTrainedModel):
         yield (
@@ -433,7 +426,7 @@ def _problem(
         rest = f" (but {listing(unexpected, _LISTED)})" if unexpected else ""
         return (
             f"{listing(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} not stored{rest}, "
-            f"and {class_name} would initialise them at random; correct config.json, or give a "
+            f"and {class_name} would initialize them at random; correct config.json, or give a "
             "checkpoint of the whole model with the names of transformers"
         )
     return None

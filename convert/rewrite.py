@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from gqa.checkpoint.errors import CorruptError, OutputError, RefusedError, listing
 from gqa.checkpoint.files import TensorSpec, new_shard, read_header, write_index
 from gqa.checkpoint.provenance import METRICS, PROVENANCE, UPTRAINING
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
@@ -29,6 +28,7 @@ from gqa.checkpoint.write import (
 from gqa.convert.heads.config import read_config, target_heads
 from gqa.convert.heads.modules import Change, attention_modules, module_changes
 from gqa.convert.plan import OutputTensor, Plan, Shard
+from gqa.core.errors import CorruptError, OutputError, RefusedError, listing
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.provenance import relative_path, stamp, versions
 from gqa.convert.heads.family import groups_text
 from gqa.convert.plan import Plan
 from gqa.convert.verdict import Loss
+from gqa.core.errors import one_line
 from gqa.corpus.sources import is_self
 
 BY_LAYER = (

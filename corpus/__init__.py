@@ -1,1 +1,1 @@
-"""Text for training, calibration and evaluation; imports nothing else of this project."""
+"""Text for training, calibration and evaluation."""

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gqa.checkpoint.console import SILENT
-from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.hub import cache_error, local_cause
-from gqa.checkpoint.work import REMOVED_AT_EXIT
+from gqa.core.console import SILENT
+from gqa.core.errors import OutputError, RefusedError
+from gqa.core.work import REMOVED_AT_EXIT
 
 
 def datasets_cache() -> Path:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from gqa.checkpoint.errors import RefusedError
+from gqa.core.errors import RefusedError
 from gqa.corpus.sources import Source
-from gqa.corpus.tokens import Block, Documents, Encoder, Ints, first_token, tokenise_columns
+from gqa.corpus.tokens import Block, Documents, Encoder, Ints, first_token, tokenize_columns
 
 TokenPair = tuple[list[int], list[int]]  # tokens of a source, and of the target to predict
 
@@ -90,8 +90,8 @@ class PairEncoder:
         )
 
 
-def tokenise_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents:
-    """The pairs of data sets, without special tokens, stored as by `tokenise`.
+def tokenize_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents:
+    """The pairs of data sets, without special tokens, stored as by `tokenize`.
 
     Raises CorpusError.
     """
@@ -99,7 +99,7 @@ def tokenise_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents
         Encoder(encoder.tokenizer).identify(),
         partial(encoder.encode, target=True),
     )
-    return tokenise_columns(sources, identity, {"source": encoder.encode, "target": encode_target})
+    return tokenize_columns(sources, identity, {"source": encoder.encode, "target": encode_target})
 
 
 def pair_block(pair: tuple[Sequence[int] | Ints, Sequence[int] | Ints]) -> Block:

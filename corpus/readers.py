@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.errors import CorpusError, RefusedError, explain, listing
+from gqa.core.errors import CorpusError, RefusedError, explain, listing
 from gqa.corpus.cache import cache_errors, datasets_cache
 
 FORMATS = {

@@ -25,10 +25,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.errors import CacheError, CorpusError, explain, listing
 from gqa.checkpoint.hub import cache_error, error_chain, hub_reason, local_cause, quiet
-from gqa.checkpoint.options import read_amount
 from gqa.checkpoint.provenance import file_digests
+from gqa.core.errors import CacheError, CorpusError, explain, listing
+from gqa.core.options import read_amount
 from gqa.corpus.cache import datasets_cache
 from gqa.corpus.readers import FORMATS, check_text, file_format, load_files
 from gqa.corpus.stdlib import stdlib_texts
@@ -121,7 +121,7 @@ class Source:
 
         Raises CorpusError.
         """
-        from gqa.checkpoint.compat import fingerprint
+        from gqa.core.compat import fingerprint
 
         content = (
             [file_format(self.files[0]), *file_digests(self.files)]

@@ -1,4 +1,4 @@
-"""Blocks of a source that is too large to store: `datasets` streams it, and it is tokenised on the
+"""Blocks of a source that is too large to store: `datasets` streams it, and it is tokenized on the
 way.
 
 A stream is read in n lanes side by side; lane i has every nth shard (file) of the source from shard
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gqa.checkpoint.errors import CorpusError
+from gqa.core.errors import CorpusError
 from gqa.corpus.sources import Source, row_digest
 from gqa.corpus.tokens import Block, Encoder, Heldout, pack
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LANES = 64  # at most: each has a shard open
-_BATCH = 64  # documents tokenised at a time
+_BATCH = 64  # documents tokenized at a time
 
 # Position of a lane: the state of its data set, and the rest of the last document.
 State = dict[str, Any]
@@ -128,7 +128,7 @@ class StreamedBlocks:
             yield block, {"data": position, "rest": rest}
 
     def _tokens(self, texts: list[str]) -> dict[str, list[list[int]]]:
-        """Tokenise a batch of documents, without what is held out."""
+        """Tokenize a batch of documents, without what is held out."""
         pairs = zip(texts, self.encoder.tokens(texts), strict=True)
         rows = [
             tokens[: self._heldout.limit(row_digest(text), len(tokens))] for text, tokens in pairs

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gqa.checkpoint.errors import CorpusError, RefusedError, explain
 from gqa.checkpoint.hub import local_cause, quiet
+from gqa.core.errors import CorpusError, RefusedError, explain
 from gqa.corpus.cache import cache_errors, datasets_cache
 from gqa.corpus.sources import Source, row_digest
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Block = dict[str, Ints]
 
-_BATCH = 64  # documents tokenised at a time
+_BATCH = 64  # documents tokenized at a time
 SHORTEST = 16  # tokens of a repeated passage: shorter ones are predicted without the first copy
 # Shares of the kinds of blocks; docs/results.md compares others.
 MIX = {"plain": 0.5, "tiled": 0.25, "random": 0.25}
@@ -55,7 +55,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Documents:
-    """D tokenised documents, or pairs, of one or several sources.
+    """D tokenized documents, or pairs, of one or several sources.
 
     `data`: a memory-mapped `datasets.Dataset` of token ids ("tokens", or "source" and "target") and
     the "digest" of each text. `fingerprint`: a hash of texts and tokenizer.
@@ -100,21 +100,21 @@ class Documents:
         return tokens
 
 
-def tokenise(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> Documents:
-    """Tokenise and cache the documents of sources. Raises CorpusError."""
+def tokenize(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> Documents:
+    """Tokenize and cache the documents of sources. Raises CorpusError."""
     encoder = Encoder(tokenizer)
-    return tokenise_columns(sources, encoder.identify(), {"tokens": encoder.tokens})
+    return tokenize_columns(sources, encoder.identify(), {"tokens": encoder.tokens})
 
 
-def tokenise_columns(
+def tokenize_columns(
     sources: Sequence[Source],
     identity: str,
     encoders: Mapping[str, Callable[[list[str]], list[list[int]]]],
 ) -> Documents:
-    """Tokenise each column of the sources' rows by its encoder; `identity`: a hash of all that
+    """Tokenize each column of the sources' rows by its encoder; `identity`: a hash of all that
     encoders depend on.
 
-    The cache of `datasets` keeps the tokens of each source. One process tokenises; others that need
+    The cache of `datasets` keeps the tokens of each source. One process tokenizes; others that need
     the same tokens wait. Raises CorpusError.
     """
     import datasets
@@ -188,7 +188,7 @@ class Encoder:
         self.bos = bos if tokenizer("a")["input_ids"][:1] == [bos] else None
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
-        """Tokenise documents, all at once, including BOS and EOS."""
+        """Tokenize documents, all at once, including BOS and EOS."""
         before = [] if self.bos is None else [self.bos]
         encoded = self.tokenizer(
             texts,

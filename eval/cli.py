@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from gqa.checkpoint.console import print_json, print_lines, run
-from gqa.checkpoint.options import command as command_of
 from gqa.checkpoint.write import finite
+from gqa.core.console import print_json, print_lines, run
+from gqa.core.options import command as command_of
 from gqa.eval.options import EvaluateOptions
 
 _EPILOG = """\b
@@ -46,5 +46,5 @@ def command(options: EvaluateOptions) -> None:
 
 
 def main() -> None:
-    """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
+    """Entry point; exit codes as `gqa.core.console.run` says."""
     run(command, "gqa-eval", "no report was written")

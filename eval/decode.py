@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.console import Watcher
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import cache_name
+from gqa.core.console import Watcher
+from gqa.core.errors import RefusedError
 from gqa.corpus.tokens import first_token
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import Subject, numerics
+from gqa.models.loading import cache_name
 
 MAX_DECODE = 4096
 WARM_UP_STEPS, REPEATS = 2, 5

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import transformers
 
-from gqa.checkpoint.console import Watcher
-from gqa.checkpoint.loading import check_predicts_tokens, on_main, ranks
 from gqa.checkpoint.provenance import request, versions
-from gqa.corpus.likelihood import ChunkedHead, Floats, kl_statistics, paired_ratio
+from gqa.core.console import Watcher
+from gqa.core.devices import on_main, ranks
+from gqa.corpus.likelihood import Floats, kl_statistics, paired_ratio
 from gqa.eval import recall
 from gqa.eval.decode import decode_contexts, time_decoding
 from gqa.eval.options import EvaluateOptions
@@ -31,6 +31,8 @@ from gqa.eval.text import (
     prefix_token,
     read_text,
 )
+from gqa.models.chunked_head import ChunkedHead
+from gqa.models.loading import check_predicts_tokens
 
 SCHEMA = 4
 SHOWN = 4  # greedy texts of each model in a report
@@ -188,7 +190,7 @@ class Comparison:
         ]
         scores = self._score(subject, head, windows)
         return {
-            "recall": recall.summarise(self.questions, scores),
+            "recall": recall.summarize(self.questions, scores),
             "greedy": recall.agreement(
                 scores["hits"][-sum(window.scored for window in self._texts) :], self._texts
             ),

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.options import BYTES, COUNT, Number, Options, option, same_as, tokens_type
 from gqa.convert.options import ConvertOptions
+from gqa.core.errors import RefusedError
+from gqa.core.options import BYTES, COUNT, Number, Options, option, same_as, tokens_type
 
 CACHE_BITS = Number(int, "from 2 to 8")
 
@@ -60,7 +60,7 @@ class EvaluateOptions(Options):
         "lookup, passkeys.  [default: with -o and --data, for decoders]",
     )
     cache_bits: tuple[int, ...] | None = option(
-        None, "Also evaluate with a KV cache quantised to N bits, like 8,4,2.", CACHE_BITS
+        None, "Also evaluate with a KV cache quantized to N bits, like 8,4,2.", CACHE_BITS
     )
     decode: bool = option(False, "Time prefill and decoding.")
     decode_batches: tuple[int, ...] = option(

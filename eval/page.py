@@ -16,10 +16,10 @@ from typing import Any, TextIO
 
 import jinja2
 
-from gqa.checkpoint.errors import one_line
-from gqa.checkpoint.escape import visible
 from gqa.checkpoint.write import write_text
 from gqa.convert.verdict import Level
+from gqa.core.errors import one_line
+from gqa.core.escape import visible
 
 PAGE = "report.html"
 _LONGEST_NOTE = 4000

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
-from gqa.checkpoint.errors import RefusedError, explain
 from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
+from gqa.core.errors import RefusedError, explain
 from gqa.eval.scoring import Scores, Window
 from gqa.eval.subjects import Subject, input_device
 
@@ -206,7 +206,7 @@ def _words(tokenizer: Any, plain: Ints) -> Ints:
     return np.array(words) if len(words) >= 256 else plain
 
 
-def summarise(questions: Sequence[Questions], scores: Scores) -> list[dict[str, Any]]:
+def summarize(questions: Sequence[Questions], scores: Scores) -> list[dict[str, Any]]:
     """A JSON-ready record for each kind and distance.
 
     `scores` begin with the windows of all questions, in their order.

@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TextIO
 
-from gqa.checkpoint.errors import plural
-from gqa.checkpoint.escape import shell_line
-from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.write import OutputDirectory, finite
 from gqa.convert.summary import ratio_text, size
 from gqa.convert.verdict import Loss
+from gqa.core.devices import ranks
+from gqa.core.errors import plural
+from gqa.core.escape import shell_line
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.page import Column, Table, Verdict, format_number, line_width, table, wrap, write_page
 

@@ -24,10 +24,11 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 from torch.nn.utils.rnn import pad_sequence
 
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.write import Progress, no_progress
-from gqa.corpus.likelihood import ChunkedHead, chunks, common_log_probabilities, kl_divergence, nats
+from gqa.core.devices import ranks
+from gqa.core.errors import RefusedError
+from gqa.corpus.likelihood import common_log_probabilities, kl_divergence, nats
+from gqa.models.chunked_head import ChunkedHead, chunks
 
 Scores = dict[str, NDArray[Any]]
 

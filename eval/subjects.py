@@ -1,6 +1,6 @@
 """The checkpoints to evaluate: their records from config and headers, and the loaded models.
 
-At the end, a KV cache quantised to few bits is simulated. Each key and each value of a head is
+At the end, a KV cache quantized to few bits is simulated. Each key and each value of a head is
 split into equal groups of at most 64 numbers. A group stores its minimum and step in 16 bits
 (float16, or bfloat16 beyond its range), and every number as a multiple of the step (asymmetric
 rounding to nearest, per token; KIVI, arXiv 2402.02750, section 3.1). Engines round slightly
@@ -19,23 +19,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.compat import attention_name
-from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.hub import open_model
-from gqa.checkpoint.loading import (
-    find_device,
-    load_model,
-    load_tokenizer,
-    positions,
-    ranks,
-    read_auto_config,
-)
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import KVCache, check_config, groups_per_head, read_config
-from gqa.convert.merge.attention_functions import PLAIN, register
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
+from gqa.core.compat import attention_name
+from gqa.core.devices import find_device, ranks
+from gqa.core.errors import RefusedError, one_line
 from gqa.corpus.pairs import PairEncoder
+from gqa.models.attention_functions import PLAIN, register
+from gqa.models.loading import load_model, load_tokenizer, positions, read_auto_config
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ class Subject:
         return record
 
     def load(self, precision: str = "auto", device: str | None = None) -> PreTrainedModel:
-        """The model, with a quantised cache if the subject has one. Raises RefusedError."""
+        """The model, with a quantized cache if the subject has one. Raises RefusedError."""
         model = load_model(
             self.path,
             dtype=precision,
@@ -122,7 +116,7 @@ class Subject:
             trust_remote_code=self.trust_remote_code,
         )
         if self.cache_bits and self.cache:
-            quantise_cache(model, self.cache_bits, len(self.cache.layers), self.name)
+            quantize_cache(model, self.cache_bits, len(self.cache.layers), self.name)
         return model
 
 
@@ -183,8 +177,8 @@ def numerics(model: PreTrainedModel) -> dict[str, str]:
     return {"dtype": str(model.dtype).removeprefix("torch."), "attention": attention_name(model)}
 
 
-def fake_quantise(heads: Tensor, bits: int) -> Tensor:
-    """Quantise keys or values (..., d) to `bits` per number and dequantise them."""
+def fake_quantize(heads: Tensor, bits: int) -> Tensor:
+    """Quantize keys or values (..., d) to `bits` per number and dequantize them."""
     grouped = heads.float().unflatten(-1, (groups_per_head(heads.shape[-1]), -1))
     least = stored_in_16_bits(grouped.amin(-1, keepdim=True))
     most = stored_in_16_bits(grouped.amax(-1, keepdim=True))
@@ -210,8 +204,8 @@ def stored_in_16_bits(numbers: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def quantise_cache(model: PreTrainedModel, bits: int, layers: int, name: str) -> None:
-    """Replace the model's attention with one whose keys and values are quantised to `bits`.
+def quantize_cache(model: PreTrainedModel, bits: int, layers: int, name: str) -> None:
+    """Replace the model's attention with one whose keys and values are quantized to `bits`.
 
     Raises RefusedError for other attention implementations, or if fewer than `layers` layers call
     it.
@@ -223,14 +217,14 @@ def quantise_cache(model: PreTrainedModel, bits: int, layers: int, name: str) ->
         )
     attend, mask = PLAIN[plain]
 
-    def attend_quantised(
+    def attend_quantized(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
     ) -> Tensor:
         nonlocal calls
         calls += 1
-        return attend(module, q, fake_quantise(k, bits), fake_quantise(v, bits), *rest, **options)
+        return attend(module, q, fake_quantize(k, bits), fake_quantize(v, bits), *rest, **options)
 
-    register(f"gqa_cache{bits}_{plain}", attend_quantised, mask)
+    register(f"gqa_cache{bits}_{plain}", attend_quantized, mask)
     model.set_attn_implementation(f"gqa_cache{bits}_{plain}")
     model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     if calls < layers:

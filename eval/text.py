@@ -1,4 +1,4 @@
-"""Cut the text to score into windows, check that all checkpoints tokenise it alike, and compute
+"""Cut the text to score into windows, check that all checkpoints tokenize it alike, and compute
 perplexity.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gqa.checkpoint.errors import RefusedError, plural
+from gqa.core.errors import RefusedError, plural
 from gqa.corpus.likelihood import Floats
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import check_text_options, parse_sources
@@ -29,7 +29,7 @@ MAX_CONTEXT = 2048
 
 
 def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: int) -> Text:
-    """The text of `options`, tokenised for the first checkpoint.
+    """The text of `options`, tokenized for the first checkpoint.
 
     Raises RefusedError and CorpusError.
     """
@@ -189,7 +189,7 @@ def make_text(
 def text_windows(
     texts: Iterable[str], tokenizer: Any, context: int, max_tokens: int | None = None
 ) -> Iterator[tuple[str, list[Window], bool]]:
-    """Tokenise, cut after `max_tokens`, and cut into windows as lm-evaluation-harness does: every
+    """Tokenize, cut after `max_tokens`, and cut into windows as lm-evaluation-harness does: every
     token of every document is scored once.
 
     BOS (or else EOS) precedes the first token; a BOS that the tokenizer itself adds is then scored,

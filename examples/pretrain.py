@@ -291,7 +291,7 @@ def descend(
     optimizers: list[torch.optim.Optimizer],
     scale: float,
 ) -> None:
-    """One step of all optimisers, at `scale` of their rates."""
+    """One step of all optimizers, at `scale` of their rates."""
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:

@@ -16,7 +16,9 @@ leaving nothing at `output`. Training raises DivergedError after a loss or gradi
 finite, and StoppedError after a signal: the same call continues the training or the study.
 """
 
-from gqa.checkpoint.errors import (
+from gqa.checkpoint.provenance import version
+from gqa.convert.options import ConvertOptions
+from gqa.core.errors import (
     CorpusError,
     CorruptError,
     DivergedError,
@@ -24,10 +26,8 @@ from gqa.checkpoint.errors import (
     RefusedError,
     StoppedError,
 )
-from gqa.checkpoint.provenance import version
-from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.study.options import AblateOptions
+from gqa.study.options import AblateOptions
 from gqa.uptrain.options import TrainOptions
 
 from .functions import Evaluation, Result, Study, ablate, convert_model, evaluate, uptrain_model

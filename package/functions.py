@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.study.options import AblateOptions
+from gqa.study.options import AblateOptions
 from gqa.uptrain.options import TrainOptions
 
 from .models import Model, options_of_call
@@ -39,7 +39,8 @@ class Result:
 
         Raises RefusedError if transformers cannot load it, or the device cannot be used.
         """
-        from gqa.checkpoint.loading import find_device, load_model
+        from gqa.core.devices import find_device
+        from gqa.models.loading import load_model
 
         return load_model(
             str(self.path), dtype=dtype, device=device if device == "auto" else find_device(device)
@@ -72,7 +73,7 @@ class Study:
     recommendation: str
 
     def __str__(self) -> str:
-        from gqa.eval.study.report import short_table
+        from gqa.study.report import short_table
 
         return short_table(self.rows).text()
 
@@ -90,8 +91,8 @@ def convert_model(
             ...). Without `output` the result of a loaded model is in a temporary directory that
             exists as long as the result object.
     """
-    from gqa.checkpoint.console import Watcher
     from gqa.convert.api import convert, prepare
+    from gqa.core.console import Watcher
 
     call = options_of_call(ConvertOptions, options, tokenizer, model=model)
     with call as (settings, directories), Watcher(settings.quiet) as bar:
@@ -115,8 +116,8 @@ def uptrain_model(
             `learning_rate=1e-4` ...). Without `output` a loaded model is written to a temporary
             directory that exists as long as the result.
     """
-    from gqa.checkpoint.compat import fresh_accelerator
-    from gqa.checkpoint.console import Watcher
+    from gqa.core.compat import fresh_accelerator
+    from gqa.core.console import Watcher
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
 
@@ -160,8 +161,8 @@ def ablate(model: Model | AblateOptions, *, tokenizer: Any = None, **options: An
         options: The fields of `AblateOptions` (`data="corpus.jsonl"`, `output="study"`,
             `methods=["mean", "aligned"]`, `kv_heads=[1, 2]`, `alphas=[0, 0.05]` ...).
     """
-    from gqa.eval.study.ablation import Ablation
-    from gqa.eval.study.report import write_study_report
+    from gqa.study.ablation import Ablation
+    from gqa.study.report import write_study_report
 
     with options_of_call(AblateOptions, options, tokenizer, model=model) as (settings, _):
         Ablation(settings).run()

@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.hub import without_bars
-from gqa.checkpoint.options import parameters_in_errors
+from gqa.core.errors import RefusedError
+from gqa.core.options import parameters_in_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +46,7 @@ def options_of_call(
     """
     from transformers.utils import logging
 
-    from gqa.checkpoint.loading import quiet_transformers
+    from gqa.models.loading import quiet_transformers
 
     directory, copies = TemporaryDirectory(prefix="gqa-", ignore_cleanup_errors=True), list[Path]()
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gqa.checkpoint.work import read_mark
+from gqa.core.work import read_mark
 
 if TYPE_CHECKING:
-    from documents import Counted
-    from hub_server import Hub, Machine
-    from training import Runs
+    from support.documents import Counted
+    from support.hub_server import Hub, Machine
+    from support.training import Runs
 
 
 # Threads that transformers reads tiny tensors in take longer
@@ -38,7 +38,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     """A stand-in for the Hugging Face hub, in this process."""
-    from hub_server import Hub, http
+    from support.hub_server import Hub, http
 
     hub = Hub()
     monkeypatch.setattr(
@@ -50,15 +50,15 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     """A fresh machine that knows the hub."""
-    from hub_server import Machine
+    from support.hub_server import Machine
 
     return Machine(tmp_path)
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    """Counts the documents that are tokenised."""
-    from documents import Counted
+    """Counts the documents that are tokenized."""
+    from support.documents import Counted
 
     return Counted(monkeypatch)
 
@@ -99,7 +99,7 @@ def _runs_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     yield
     if "torch" not in sys.modules:
         return
-    from gqa.checkpoint.work import shelves
+    from gqa.core.work import shelves
 
     # The last: of `alone`
     caches = [*shelves(), tmp_path_factory.getbasetemp() / "cache" / "gqa-runs"]
@@ -126,7 +126,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture
 def runs() -> Runs:
     """Runs of gqa-uptrain as processes, and what they train on."""
-    from training import shared_runs
+    from support.training import shared_runs
 
     return shared_runs()
 
@@ -134,7 +134,7 @@ def runs() -> Runs:
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with biases and 4 KV heads, which no test may change."""
-    from tiny_models import TINY, build
+    from support.tiny_models import TINY, build
 
     directory = tmp_path_factory.mktemp("source") / "model"
     build(TINY["llama+bias"], 4).save_pretrained(directory, max_shard_size=20_000)
@@ -146,8 +146,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with the embedded tokenizer, which no test may change."""
     from dataclasses import replace
 
-    from evaluations import with_tokenizer
-    from tiny_models import TINY, build
+    from support.evaluations import with_tokenizer
+    from support.tiny_models import TINY, build
 
     tiny = replace(TINY["llama"], options={"vocab_size": 4096})
     return with_tokenizer(build(tiny, 4), tmp_path_factory.mktemp("small") / "model")
@@ -156,7 +156,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def place() -> Path:
     """Tiny models (`model`, `teacher` ...) and `data.jsonl` to train on."""
-    from training import material
+    from support.training import material
 
     return material()
 
@@ -166,7 +166,7 @@ def pair_models() -> Path:
     """Encoder-decoders with 2 KV heads (`t5`, `bart`, `marian`), their base models, and pairs of
     text.
     """
-    from training import pair_material
+    from support.training import pair_material
 
     return pair_material()
 
@@ -177,7 +177,7 @@ def alone(
 ) -> Iterator[None]:
     """A cache of its own, and no memory of the accelerator of the test before."""
     import datasets
-    from training import fresh_accelerator
+    from support.training import fresh_accelerator
 
     monkeypatch.setattr(
         datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache"

@@ -22,7 +22,7 @@ import gqa.convert, gqa.corpus, gqa.uptrain, gqa.eval, importlib.resources, sys
 assert 'site-packages' in gqa.convert.__file__, gqa.convert.__file__
 for package in ('convert', 'corpus', 'uptrain', 'eval'):
     assert importlib.resources.files(f'gqa.{package}').joinpath('py.typed').is_file(), package
-files = {path.name for path in importlib.resources.files('gqa.checkpoint.modelling').iterdir()}
+files = {path.name for path in importlib.resources.files('gqa.models.modeling').iterdir()}
 assert {'modeling_gqa.py', 'modeling_gqa_by_layer.py'} <= files, files
 from gqa.convert.api import convert_checkpoint, plan_conversion
 import gqa, importlib.metadata

@@ -18,23 +18,31 @@ from typing import Any
 from unittest.mock import Mock
 from xml.etree import ElementTree
 
-import checkpoints
 import pandas
 import pytest
 import torch
-from checkpoints import Result, edit_json, run, snapshot
-from documents import lines
-from embedded import SOURCE
-from evaluations import few_questions
-from training import BLOCK, Runs, expert_options, scratch, tiny_checkpoint, words_for, write_corpus
+from support import checkpoints
+from support.checkpoints import Result, edit_json, run, snapshot
+from support.documents import lines
+from support.embedded import SOURCE
+from support.evaluations import few_questions
+from support.training import (
+    BLOCK,
+    Runs,
+    expert_options,
+    scratch,
+    tiny_checkpoint,
+    words_for,
+    write_corpus,
+)
 
-from gqa.checkpoint.errors import NoMemoryError, RefusedError
-from gqa.checkpoint.work import claim, mark
+from gqa.core.errors import NoMemoryError, RefusedError
+from gqa.core.work import claim, mark
 from gqa.corpus.sources import row_digest
-from gqa.eval.study import ablation
-from gqa.eval.study import rows as study_rows
-from gqa.eval.study.options import ADVICE, AblateOptions, Cell
-from gqa.eval.study.report import write_study_report
+from gqa.study import ablation
+from gqa.study import rows as study_rows
+from gqa.study.options import ADVICE, AblateOptions, Cell
+from gqa.study.report import write_study_report
 
 check_refused = partial(checkpoints.check_refused, program="gqa-ablate", advice="")
 BROWSER = next(
@@ -92,7 +100,7 @@ def ablate(out: Path, **options: Any) -> Result:
 def gqa_ablate(*words: object) -> Result:
     """`gqa-ablate WORDS` without pictures, which take longer than the measurements."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gqa.eval.study.report.find_spec", lambda name: None)
+        patch.setattr("gqa.study.report.find_spec", lambda name: None)
         return run(*words, program="gqa-ablate")
 
 
@@ -304,7 +312,7 @@ def test_measured_cells_are_not_measured_again(
 
 
 _TORN = """
-from gqa.eval.study import rows
+from gqa.study import rows
 torn = '{"method": "first", "gro'
 results = "results.jsonl"
 after(rows, "append_row", lambda directory, row: (directory / results).open("a").write(torn))
@@ -569,7 +577,7 @@ def test_overwrite_starts_over(tmp_path: Path) -> None:
 
 
 def test_every_part_uses_the_device_of_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa.checkpoint.loading.default_device", lambda: "the default")
+    monkeypatch.setattr("gqa.core.devices.default_device", lambda: "the default")
     study = AblateOptions(Path("study"), "model", device="cpu")
     parts = study.training(0.1, Path("model"), Path("place")), study.maps, study.evaluation
     assert {part.device for part in parts} == {"cpu"}

@@ -15,20 +15,20 @@ from typing import Any
 
 import click
 import pytest
-from checkpoints import Result, llama, run
-from embedded import copy_source
-from evaluations import few_questions
-from training import fresh_accelerator, tiny_checkpoint
+from support.checkpoints import Result, llama, run
+from support.embedded import copy_source
+from support.evaluations import few_questions
+from support.training import fresh_accelerator, tiny_checkpoint
 
 import gqa
-from gqa.checkpoint.options import default_text
 from gqa.convert.methods import METHODS
+from gqa.core.options import default_text
 
 PROGRAMS = {
     "gqa-convert": "gqa.convert.cli",
     "gqa-uptrain": "gqa.uptrain.cli",
     "gqa-eval": "gqa.eval.cli",
-    "gqa-ablate": "gqa.eval.study.cli",
+    "gqa-ablate": "gqa.study.cli",
 }
 KINDS: dict[str, Any] = {
     "gqa-convert": gqa.ConvertOptions,

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from documents import documents_of, lines, texts_of, tokenised, write
-from embedded import SOURCE
+from support.documents import documents_of, lines, texts_of, tokenized, write
+from support.embedded import SOURCE
 
-from gqa.checkpoint.console import SILENT
-from gqa.checkpoint.errors import CorpusError
 from gqa.checkpoint.read import read_checkpoint
+from gqa.core.console import SILENT
+from gqa.core.errors import CorpusError
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import (
@@ -30,9 +30,9 @@ from gqa.corpus.tokens import (
     pack,
     permutation,
     reading_order,
-    tokenise,
+    tokenize,
 )
-from gqa.eval.study.options import AblateOptions
+from gqa.study.options import AblateOptions
 from gqa.uptrain.dataloader import (
     Dataloader,
     count_blocks,
@@ -48,7 +48,7 @@ SIZE = 64
 
 @pytest.fixture(scope="module")
 def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Documents:
-    return tokenised(tmp_path_factory.mktemp("text") / "a.jsonl", texts_of(1000), tokenizer)
+    return tokenized(tmp_path_factory.mktemp("text") / "a.jsonl", texts_of(1000), tokenizer)
 
 
 def selected(
@@ -114,7 +114,7 @@ def test_neither_the_order_nor_the_kind_of_files_matters(
     files = {"a.parquet": shuffled, "b.jsonl": shuffled[:300], "c.arrow": shuffled[300:]}
     a, b, c = (parse_source(str(write(tmp_path / name, texts))) for name, texts in files.items())
     for sources in ([a], [b, c]):
-        assert selected(tokenise(sources, tokenizer), alpha=1.0)[0] == selected(text, alpha=1.0)[0]
+        assert selected(tokenize(sources, tokenizer), alpha=1.0)[0] == selected(text, alpha=1.0)[0]
 
 
 def test_more_tokens_than_there_are(text: Documents) -> None:

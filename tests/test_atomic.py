@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import (
+from safetensors.torch import save_file
+from support.checkpoints import (
     MERGED,
     Tensors,
     check_refused,
@@ -27,17 +28,16 @@ from checkpoints import (
     snapshot,
     weights,
 )
-from processes import small_disk
-from safetensors.torch import save_file
+from support.processes import small_disk
+from support.training import Runs
 from test_edges import save_bin
 from torch import Tensor
-from training import Runs
 
 from gqa.checkpoint import write as writer
-from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.write import write_tensor
 from gqa.convert import rewrite
 from gqa.convert.api import convert_checkpoint, plan_conversion
+from gqa.core.errors import OutputError, RefusedError
 
 KEPT = (
     "stored layers and finished batches of generated text are kept, the same command continues "
@@ -376,14 +376,14 @@ UNLOADABLE: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] 
     "an untied head": (
         drop("lm_head"),
         {},
-        "lm_head.weight is not stored, and LlamaForCausalLM would initialise",
+        "lm_head.weight is not stored, and LlamaForCausalLM would initialize",
     ),
     "a model type of another model": (dict, QWEN3, "q_norm"),
 }
 
 
 @pytest.mark.parametrize("case", UNLOADABLE)
-def test_what_transformers_would_initialise_at_random_is_refused(case: str, tmp_path: Path) -> None:
+def test_what_transformers_would_initialize_at_random_is_refused(case: str, tmp_path: Path) -> None:
     """It only warns of that. Refused with the plan, so in a dry run too."""
     change, settings, says = UNLOADABLE[case]
     with pytest.raises(RefusedError, match=says):

@@ -16,22 +16,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import check_refused, contents, edit_json, llama, load, refusal, run
 from safetensors.torch import save_file
+from support.checkpoints import check_refused, contents, edit_json, llama, load, refusal, run
+from support.tiny_models import QUERY_HEADS, TINY, build
+from support.training import options_for, tiny_checkpoint, trained
 from test_families import error, write_checkpoint
-from tiny_models import QUERY_HEADS, TINY, build
 from torch import Tensor
-from training import options_for, tiny_checkpoint, trained
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from gqa.checkpoint import modelling
-from gqa.checkpoint.custom_code import BY_LAYER
-from gqa.checkpoint.loading import cache_name, load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.merge.budget import allotted
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.eval.subjects import Subject
+from gqa.models import modeling as modeling
+from gqa.models.custom_code import BY_LAYER
+from gqa.models.loading import cache_name, load_model
 
 TOLERANCE = 1e-5
 HEADS = (1, QUERY_HEADS)  # of the two layers
@@ -212,7 +212,7 @@ def test_it_is_trained_and_measured_as_any_other(tmp_path: Path) -> None:
     assert any(not tensor.equal(after[name]) for name, tensor in before.items())
     files = [
         place / "modeling_gqa_by_layer.py"
-        for place in (tmp_path / "trained", out, Path(modelling.__path__[0]))
+        for place in (tmp_path / "trained", out, Path(modeling.__path__[0]))
     ]
     assert len({file.read_bytes() for file in files}) == 1
     assert as_engines_read_it(tmp_path / "trained") == list(HEADS)
@@ -231,7 +231,7 @@ def test_it_is_trained_and_measured_as_any_other(tmp_path: Path) -> None:
 def test_a_layer_that_keeps_its_heads_stays(source: Path, method: str, tmp_path: Path) -> None:
     """Byte for byte; the first layer is aligned as if all were converted: nothing came before it.
 
-    The same number everywhere is one number, without custom modelling code.
+    The same number everywhere is one number, without custom modeling code.
     """
     text = CalibrationText(tokens=512, length=16)
     how = MapsOptions(

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import MERGED, SINGLE, check_refused, llama, run
-from embedded import counting
-from hub_server import Hub, Machine
+from support.checkpoints import MERGED, SINGLE, check_refused, llama, run
+from support.embedded import counting
+from support.hub_server import Hub, Machine
 
-from gqa.checkpoint.errors import CacheError
-from gqa.checkpoint.work import shelves
 from gqa.convert.merge import self_samples
+from gqa.core.errors import CacheError
+from gqa.core.work import shelves
 from gqa.corpus.cache import datasets_cache
 
 NAME = "lab/tiny-llama"

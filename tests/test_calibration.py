@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from scrambled import Ids, find_maps, on_ids, relative
+from support.scrambled import Ids, find_maps, on_ids, relative
+from support.tiny_models import TINY, build, inputs, logits
 from test_families import attention_of, write_checkpoint
 from test_families import load as load_tiny
-from tiny_models import TINY, build, inputs, logits
 from torch import Tensor
 
 from gqa.convert.api import Plan, convert_checkpoint, plan_conversion

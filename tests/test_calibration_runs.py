@@ -13,25 +13,25 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import checkpoints
 import pytest
 import torch
 import transformers
-from embedded import counting
-from evaluations import with_tokenizer
-from scrambled import find_maps, on_ids
+from support import checkpoints
+from support.embedded import counting
+from support.evaluations import with_tokenizer
+from support.scrambled import find_maps, on_ids
+from support.tiny_models import TINY, build
+from support.training import Runs, difference
 from test_calibration import SHORT, plan_of
 from test_families import write_checkpoint
-from tiny_models import TINY, build
-from training import Runs, difference
 
-from gqa.checkpoint.console import SILENT
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
-from gqa.checkpoint.work import claim
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.merge.quality import CHECKED
+from gqa.core.console import SILENT
+from gqa.core.errors import RefusedError
+from gqa.core.work import claim
+from gqa.models.loading import load_model
 
 
 @pytest.mark.parametrize("method", ["calibrated", "refined"])

@@ -1,4 +1,4 @@
-"""The text that heads are calibrated on: spread over a source, of which no more is tokenised than
+"""The text that heads are calibrated on: spread over a source, of which no more is tokenized than
 is needed.
 """
 
@@ -12,19 +12,23 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from checkpoints import Recorder, check_refused, edit_json, run
-from documents import Counted
-from embedded import SOURCE, bring_class, bring_tokenizer, copy_source, tokenizer, without_bos
 from sentencepiece import SentencePieceTrainer
+from support.checkpoints import Recorder, check_refused, edit_json, run
+from support.documents import Counted
+from support.embedded import (
+    SOURCE,
+    bring_class,
+    bring_tokenizer,
+    copy_source,
+    tokenizer,
+    without_bos,
+)
+from support.training import PAIRS
 from test_calibration import pairs
 from torch import Tensor
-from training import PAIRS
 from transformers import M2M100Tokenizer
 
 import gqa.convert.merge.options as module
-from gqa.checkpoint.console import SILENT
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import plan_conversion
 from gqa.convert.heads.config import transformers_config
@@ -32,9 +36,12 @@ from gqa.convert.merge import budget, text_pairs
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.options import CalibrationText, MapsOptions
 from gqa.convert.merge.quality import CHECKED
+from gqa.core.console import SILENT
+from gqa.core.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder, corrupt_spans
 from gqa.corpus.sources import parse_source
-from gqa.corpus.tokens import Blocks, permutation, tokenise
+from gqa.corpus.tokens import Blocks, permutation, tokenize
+from gqa.models.loading import load_tokenizer
 
 LENGTH = 16
 
@@ -57,7 +64,7 @@ def blocks(
     return text.split(read_checkpoint(SOURCE), "cpu", lambda tokens: None)[0]
 
 
-def test_no_more_is_tokenised_than_is_needed(tmp_path: Path, counted: Counted) -> None:
+def test_no_more_is_tokenized_than_is_needed(tmp_path: Path, counted: Counted) -> None:
     """4 blocks of 5,000 documents: the same for a seed, others for another.
 
     With repeats half of a text is changed.
@@ -100,7 +107,7 @@ def test_a_small_source_is_used_from_end_to_end(
     """
     monkeypatch.setattr(module, "_CHARACTERS", characters)
     source = written(tmp_path, documents)
-    text = tokenise([parse_source(source)], tokenizer())
+    text = tokenize([parse_source(source)], tokenizer())
     whole = Blocks(text, permutation(text.digests, 3), LENGTH)
     count = min(8, len(whole))
     expected = np.stack([whole[int(i)]["input_ids"] for i in np.linspace(0, len(whole) - 1, count)])

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
-from checkpoints import edit_json, run
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from training import fresh_accelerator, options_for, tiny_checkpoint, trained, write_corpus
+from support.checkpoints import edit_json, run
+from support.training import fresh_accelerator, options_for, tiny_checkpoint, trained, write_corpus
 
-from gqa.checkpoint.card import BASE_CARD, demote_headings
+from gqa.models.card import BASE_CARD, demote_headings
 
 pytestmark = pytest.mark.usefixtures("alone")
 

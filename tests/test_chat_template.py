@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from checkpoints import check_refused, edit_json, run
-from embedded import copy_source
+from support.checkpoints import check_refused, edit_json, run
+from support.embedded import copy_source
 from transformers import AutoTokenizer
 
 from gqa.checkpoint import chat_template
 from gqa.checkpoint.chat_template import render_chat
-from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import read_checkpoint
+from gqa.core.errors import RefusedError
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
 # One call into C each, which nothing inside the process interrupts.

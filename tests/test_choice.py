@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import check_refused, edit_tensors, llama, run, weights
+from support.checkpoints import check_refused, edit_tensors, llama, run, weights
+from support.tiny_models import TINY, build
 from test_families import write_checkpoint
-from tiny_models import TINY, build
 
-from gqa.checkpoint import loading
-from gqa.checkpoint.errors import RefusedError
 from gqa.convert import api, estimate
 from gqa.convert.api import plan_conversion
 from gqa.convert.options import ConvertOptions
 from gqa.convert.summary import size
+from gqa.core.errors import RefusedError
+from gqa.models import loading
 
 # Of tiny models: what the default says of those that it cannot convert, and which methods they
 # allow.

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import edit_tensors
-from embedded import SOURCE, copy_source, load, texts, tokenizer
+from support.checkpoints import edit_tensors
+from support.embedded import SOURCE, copy_source, load, texts, tokenizer
+from support.tiny_models import TINY, build
 from test_families import write_checkpoint
-from tiny_models import TINY, build
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from transformers.activations import ACT2FN
 
-from gqa.checkpoint.loading import as_float64
 from gqa.convert.api import plan_conversion
 from gqa.convert.heads.family import Rotary
 from gqa.convert.merge import from_weights, sensitivity, shared_values
@@ -30,6 +29,7 @@ from gqa.convert.merge.sensitivity import (
 )
 from gqa.convert.merge.shared_keys import shared_key
 from gqa.convert.merge.shared_values import shared_value
+from gqa.core.devices import as_float64
 
 HEADS, REPEAT, DIM = 3, 2, 6
 OWNER = torch.arange(HEADS).repeat_interleave(REPEAT)

@@ -18,19 +18,20 @@ from typing import Any
 
 import click
 import pytest
-from checkpoints import Recorder, leftovers, llama, run
-from training import tiny_checkpoint
+from support.checkpoints import Recorder, leftovers, llama, run
+from support.repository import PACKAGES
+from support.training import tiny_checkpoint
 
-from gqa.checkpoint import console
-from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.hub import quiet
-from gqa.checkpoint.options import Amount, Number, Several, Text, _types, read
 from gqa.convert import cli as convert_cli
 from gqa.convert.methods import METHODS
 from gqa.convert.options import ConvertOptions
+from gqa.core import console
+from gqa.core.errors import OutputError, RefusedError
+from gqa.core.options import Amount, Number, Several, Text, _types, read
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.study.options import AblateOptions
 from gqa.models import options_of_call
+from gqa.study.options import AblateOptions
 from gqa.uptrain.options import TrainOptions
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +40,7 @@ PROGRAMS: dict[str, tuple[Any, str, list[str]]] = {
     "gqa-convert": (ConvertOptions, "gqa.convert.cli", ["m", "-g", "2"]),
     "gqa-uptrain": (TrainOptions, "gqa.uptrain.cli", ["m", "--data", "text", "-o", "out"]),
     "gqa-eval": (EvaluateOptions, "gqa.eval.cli", ["m"]),
-    "gqa-ablate": (AblateOptions, "gqa.eval.study.cli", ["m", "-o", "study"]),
+    "gqa-ablate": (AblateOptions, "gqa.study.cli", ["m", "-o", "study"]),
 }
 COMMANDS: dict[str, click.Command] = {
     name: import_module(room).command for name, (_, room, _) in PROGRAMS.items()
@@ -63,7 +64,7 @@ def test_messages_name_options_that_are_there() -> None:
     known |= {"--help", "--version", "--no-", "--option", "--nproc", "--kl-divergence"}
     words = {
         (file.name, word)
-        for folder in ("checkpoint", "corpus", "convert", "uptrain", "eval", "package")
+        for folder in PACKAGES
         for file in (ROOT / folder).rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)

@@ -18,10 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import check_refused, edit_json, llama, run
-from tiny_models import TINY, build
+from support.checkpoints import check_refused, edit_json, llama, run
+from support.tiny_models import TINY, build
 
-from gqa.checkpoint.errors import CorruptError, RefusedError, one_line
 from gqa.checkpoint.model_config import MAX_COUNT, check_numbers
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.heads.config import check_config
@@ -29,6 +28,7 @@ from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.from_weights import from_weights
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.plan import Plan, make_plan
+from gqa.core.errors import CorruptError, RefusedError, one_line
 
 SCALE = int(os.environ.get("GQA_FUZZ", "1"))
 SAMPLES = 10  # of a model

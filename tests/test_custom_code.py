@@ -1,4 +1,4 @@
-"""Custom modelling code against the classes of transformers that it extends; its files, and what is
+"""Custom modeling code against the classes of transformers that it extends; its files, and what is
 done with them.
 
 A tiny random model of each source is converted by the rewriter at every G, and read by the class
@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import run
-from embedded import counting
+from support.checkpoints import run
+from support.embedded import counting
+from support.tiny_configs import COPIES, CUSTOM, SOURCES
+from support.tiny_models import QUERY_HEADS, Tiny, build, inputs, logits
 from test_families import (
     CONTROL,
     all_tensors,
@@ -30,17 +32,16 @@ from test_families import (
     tiled_heads,
     write_checkpoint,
 )
-from tiny_configs import COPIES, CUSTOM, SOURCES
-from tiny_models import QUERY_HEADS, Tiny, build, inputs, logits
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gqa.checkpoint import custom_code, modelling
-from gqa.checkpoint.custom_code import BY_LAYER, MODEL_TYPES, config_class
-from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.recast import targets
+from gqa.models import custom_code
+from gqa.models import modeling as modeling
+from gqa.models.custom_code import BY_LAYER, MODEL_TYPES, config_class
+from gqa.models.loading import load_tokenizer
 
 TOLERANCE = 1e-5
 OURS = {tiny.name.removeprefix("gqa_"): tiny for tiny in CUSTOM}
@@ -202,7 +203,7 @@ def test_heads_that_do_not_divide(name: str) -> None:
 # --------------------------------------- files, and what transformers and our commands do with them
 
 
-FILES = sorted(Path(modelling.__path__[0]).glob("modeling_*.py"))
+FILES = sorted(Path(modeling.__path__[0]).glob("modeling_*.py"))
 
 
 def file_of(name: str) -> str:
@@ -288,7 +289,7 @@ def test_every_auto_class_in_a_fresh_process(
         found = [torch.load(path) for path in out.parent.glob("Auto*.pt")]
         assert found
         assert all(error(one, expected) < TOLERANCE for one in found), name
-        installed = Path(modelling.__path__[0]) / file_of(name)
+        installed = Path(modeling.__path__[0]) / file_of(name)
         written, saved = (place / file_of(name) for place in (out, out.parent / "saved"))
         assert written.read_bytes() == saved.read_bytes() == installed.read_bytes()
         ours, again = (

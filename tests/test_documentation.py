@@ -22,20 +22,20 @@ from typing import Any
 
 import pytest
 import yaml
-from checkpoints import run
-from embedded import SOURCE
-from evaluations import few_questions
 from markdown_it import MarkdownIt
+from support.checkpoints import run
+from support.embedded import SOURCE
+from support.evaluations import few_questions
+from support.tiny_models import TINY
+from support.training import fresh_accelerator, tiny_checkpoint, write_corpus
 from test_custom_code import THEIRS
 from test_native import CASES
-from tiny_models import TINY
-from training import fresh_accelerator, tiny_checkpoint, write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gqa
-from gqa.checkpoint.options import _types
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.methods import HeadMaps, Method
+from gqa.core.options import _types
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/quickstart.md")]

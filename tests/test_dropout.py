@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import load, run
-from tiny_models import TINY, build, inputs
-from torch import nn
-from training import (
+from support.checkpoints import load, run
+from support.tiny_models import TINY, build, inputs
+from support.training import (
     BLOCK,
     difference,
     pair_material,
@@ -23,6 +22,7 @@ from training import (
     words_for,
     write_corpus,
 )
+from torch import nn
 
 from gqa.uptrain.dropout import turn_off_dropout
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import (
+from support.checkpoints import (
     DTYPES,
     INDEX,
     K0,
@@ -37,7 +37,7 @@ from gqa.convert import rewrite
 
 
 def merged(tensors: Tensors, kv: int, groups: int) -> Tensors:
-    """What mean pooling must give, written down independently: the mean of neighbouring heads,
+    """What mean pooling must give, written down independently: the mean of neighboring heads,
     rounded once.
     """
     made = dict(tensors)
@@ -134,8 +134,8 @@ PACKINGS: dict[str, dict[str, Tensor]] = {
 
 
 @pytest.mark.parametrize("method", PACKINGS)
-def test_attention_that_is_not_quantised_is_converted(method: str, tmp_path: Path) -> None:
-    """What is quantised beside it is copied, and config.json goes on saying how it is."""
+def test_attention_that_is_not_quantized_is_converted(method: str, tmp_path: Path) -> None:
+    """What is quantized beside it is copied, and config.json goes on saying how it is."""
     made, key = weights(), {"quant_method": method, "modules_to_not_convert": ["self_attn"]}
     for name in [name for name in made if ".mlp." in name]:
         del made[name]
@@ -143,11 +143,11 @@ def test_attention_that_is_not_quantised_is_converted(method: str, tmp_path: Pat
     model = llama(tmp_path / "m", shards=1, tensors=made, quantization_config=key)
     check_result(out := convert(model), merged(made, 4, 2))
     assert json.loads((out / "config.json").read_text())["quantization_config"] == key
-    assert "cannot be run layer by layer: its other weights are quantised" in refusal(
+    assert "cannot be run layer by layer: its other weights are quantized" in refusal(
         model, "--groups", 2, "--method", "calibrated", "-o", tmp_path / "no"
     )
     words = ("--groups", 2, "--method", "mean")
-    assert "--dtype does not go with quantised weights" in refusal(
+    assert "--dtype does not go with quantized weights" in refusal(
         model, *words, "--dtype", "float16"
     )
     assert run(*words, "--dry-run", model).code == 0

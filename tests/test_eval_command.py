@@ -19,17 +19,17 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from checkpoints import edit_json, edit_tensors, run
-from documents import lines
-from embedded import SOURCE, copy_source
-from evaluations import evaluate_models, model_directory, refused, results, words
-from hub_server import Hub, Machine
-from training import Runs
+from support.checkpoints import edit_json, edit_tensors, run
+from support.documents import lines
+from support.embedded import SOURCE, copy_source
+from support.evaluations import evaluate_models, model_directory, refused, results, words
+from support.hub_server import Hub, Machine
+from support.training import Runs
 
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import load_model
+from gqa.core.errors import RefusedError
 from gqa.eval import decode, evaluate, subjects
 from gqa.eval.subjects import Subject
+from gqa.models.loading import load_model
 
 ROOT = Path(__file__).parents[1]
 LOAD = Subject.load

@@ -16,18 +16,25 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from checkpoints import Result, run
-from evaluations import evaluate_models, few_questions, model_directory, refused, results, words
 from matplotlib.figure import Figure
+from support.checkpoints import Result, run
+from support.evaluations import (
+    evaluate_models,
+    few_questions,
+    model_directory,
+    refused,
+    results,
+    words,
+)
 
 from gqa.checkpoint.write import finite
 from gqa.convert.verdict import Level
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.page import Table, Verdict, format_number, write_page
 from gqa.eval.report import open_report, verdicts
-from gqa.eval.study.options import Cell
-from gqa.eval.study.plots import draw_study
-from gqa.eval.study.report import recommend
+from gqa.study.options import Cell
+from gqa.study.plots import draw_study
+from gqa.study.report import recommend
 
 MODEL_KEYS = {
     "name",

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded import SOURCE
-from evaluations import evaluate_models, results, with_tokenizer
-from tiny_models import TINY, build
+from support.embedded import SOURCE
+from support.evaluations import evaluate_models, results, with_tokenizer
+from support.tiny_models import TINY, build
 from transformers import AutoTokenizer
 
-from gqa.checkpoint.loading import load_model
 from gqa.convert.api import convert_checkpoint
 from gqa.eval.decode import greedy_decode
+from gqa.models.loading import load_model
 
 ROWS = [
     {"said": f"def f{n}(x):" + " pass" * (5 * n % 7), "meant": f"return x + {n}" + " + 1" * (n % 5)}

@@ -19,11 +19,11 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from evaluations import cache_bytes
 from safetensors.torch import load_file
-from scrambled import on_ids, relative, scramble
-from tiny_configs import COPIES
-from tiny_models import (
+from support.evaluations import cache_bytes
+from support.scrambled import on_ids, relative, scramble
+from support.tiny_configs import COPIES
+from support.tiny_models import (
     LEFT_OUT,
     QUERY_HEADS,
     TINY,
@@ -43,8 +43,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import cache_name
 from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.heads import config as heads_config
 from gqa.convert.heads.config import read_config, valid_groups
@@ -53,6 +51,8 @@ from gqa.convert.heads.family import QUERY_ROLES, Family, Role, Rule, Separate, 
 from gqa.convert.heads.modules import Change
 from gqa.convert.methods import Merging
 from gqa.convert.recast.targets import RECASTINGS
+from gqa.core.errors import RefusedError
+from gqa.models.loading import cache_name
 
 TOLERANCE = 2e-5
 CONTROL = 100  # a wrong head order must be this many times worse than the tolerance

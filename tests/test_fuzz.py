@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import safetensors
-from checkpoints import config, llama, weights
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.checkpoints import config, llama, weights
 
-from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.plan import make_plan
+from gqa.core.errors import RefusedError, one_line
 
 SCALE = int(os.environ.get("GQA_FUZZ", "1"))
 

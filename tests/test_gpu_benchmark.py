@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded import SOURCE, texts
+from support.embedded import SOURCE, texts
 
 ROOT = Path(__file__).parents[1]
 

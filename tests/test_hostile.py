@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import (
+from support.checkpoints import (
     INDEX,
     K0,
     MERGED,
@@ -205,12 +205,12 @@ CASES: Cases = {
     ),
     "packed names": (
         tensors(lambda t: t | {K0.replace("weight", "qweight"): torch.ones(4, 4)}),
-        ("k_proj.q", "quantised", "dequantise"),
+        ("k_proj.q", "quantized", "dequantize"),
     ),
-    "MLX": (tensors(lambda t: t | MLX), (K0, "U32", "quantised or packed", "dequantise")),
+    "MLX": (tensors(lambda t: t | MLX), (K0, "U32", "quantized or packed", "dequantize")),
     "K in 8 bits": (
         tensors(lambda t: t | {K0: t[K0].to(torch.float8_e4m3fn)}),
-        (K0, "quantised or packed"),
+        (K0, "quantized or packed"),
     ),
     # links and pipes
     "a side file's link leaves the directory": (

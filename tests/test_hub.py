@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import (
+from support.checkpoints import (
     INDEX,
     MERGED,
     SINGLE,
@@ -23,7 +23,7 @@ from checkpoints import (
     weights,
     write_raw,
 )
-from hub_server import Hub, Machine
+from support.hub_server import Hub, Machine
 
 from gqa.checkpoint.hub import default_output, open_model
 

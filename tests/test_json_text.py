@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints import INDEX, check_refused, llama, run
+from support.checkpoints import INDEX, check_refused, llama, run
 
-from gqa.checkpoint.errors import CorruptError, one_line
-from gqa.checkpoint.json_text import MAX_BYTES, MAX_DEPTH, parse_json, read_json_file
 from gqa.checkpoint.provenance import PROVENANCE, read_record
 from gqa.checkpoint.read import read_checkpoint
+from gqa.core.errors import CorruptError, one_line
+from gqa.core.json_text import MAX_BYTES, MAX_DEPTH, parse_json, read_json_file
 
 HOSTILE = {
     "just deeper than allowed": "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1),

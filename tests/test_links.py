@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import MERGED, SINGLE, Result, check_refused, llama, run
+from support.checkpoints import MERGED, SINGLE, Result, check_refused, llama, run
 
 from gqa.checkpoint.read import read_checkpoint
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import TINY, build
+from support.tiny_models import TINY, build
+from support.training import training_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import training_model
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import gqa.corpus.likelihood
-from gqa.corpus.likelihood import ChunkedHead, nats
+from gqa.corpus.likelihood import nats
+from gqa.models.chunked_head import ChunkedHead
 from gqa.uptrain.training_model import chunked_sum
 
 VOCABULARY = 96

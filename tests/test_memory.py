@@ -12,21 +12,21 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from embedded import SOURCE, load
-from evaluations import model_directory, results
+from support.embedded import SOURCE, load
+from support.evaluations import model_directory, results
+from support.tiny_models import QUERY_HEADS, TINY, build
 from test_families import write_checkpoint
-from tiny_models import QUERY_HEADS, TINY, build
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import cache_name, load_model
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.heads.config import CachedLayer, groups_per_head
+from gqa.core.errors import RefusedError
 from gqa.eval import decode
 from gqa.eval.decode import greedy_decode, time_decoding
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.subjects import fake_quantise, quantise_cache
+from gqa.eval.subjects import fake_quantize, quantize_cache
+from gqa.models.loading import cache_name, load_model
 
 # ------------------------------------------------------------------------------- caches of few bits
 
@@ -41,14 +41,14 @@ def test_numbers_on_the_grid_stay_and_others_move_by_half_a_step(bits: int, dim:
     codes = torch.randint(0, 2**bits, (3, 5, parts, dim // parts), generator=generator).float()
     codes[..., 0], codes[..., 1] = 0, 2**bits - 1
     heads = (codes * 0.25 - 3).flatten(-2)
-    assert fake_quantise(heads, bits).equal(heads)
+    assert fake_quantize(heads, bits).equal(heads)
     drawn = torch.randn(3, 5, dim, generator=generator)
     cut = drawn.unflatten(-1, (parts, -1))
     step = (cut.amax(-1) - cut.amin(-1)) / (2**bits - 1)
-    away = (fake_quantise(drawn, bits) - drawn).unflatten(-1, (parts, -1)).abs().amax(-1)
+    away = (fake_quantize(drawn, bits) - drawn).unflatten(-1, (parts, -1)).abs().amax(-1)
     assert (away <= 0.5 * step + 4e-3 * cut.abs().amax(-1)).all()  # edges are kept in 16 bits
     assert (away > 0.2 * step).all()
-    assert fake_quantise(torch.full((2, dim), 0.5), bits).equal(torch.full((2, dim), 0.5))
+    assert fake_quantize(torch.full((2, dim), 0.5), bits).equal(torch.full((2, dim), 0.5))
     assert CachedLayer(3, dim, dim, None).bytes_per_token(2, bits) == 6 * (
         math.ceil(dim * bits / 8) + 4 * parts
     )
@@ -56,11 +56,11 @@ def test_numbers_on_the_grid_stay_and_others_move_by_half_a_step(bits: int, dim:
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_beyond_float16_are_quantised_as_others(bits: int, dtype: torch.dtype) -> None:
+def test_values_beyond_float16_are_quantized_as_others(bits: int, dtype: torch.dtype) -> None:
     """Massive values of a few models exceed 65,504, the largest float16."""
     heads = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(bits)).to(dtype)
     for size in (1.0, 2.0**40):
-        rounded = fake_quantise(heads * size, bits).float() / size
+        rounded = fake_quantize(heads * size, bits).float() / size
         step = (heads.float().amax(-1) - heads.float().amin(-1)) / (2**bits - 1)
         away = (rounded - heads.float()).abs().amax(-1)
         # Edges are stored in 16 bits, of which bfloat16 has eight for the digits.
@@ -69,7 +69,7 @@ def test_values_beyond_float16_are_quantised_as_others(bits: int, dtype: torch.d
 
 def test_values_near_the_largest_float16_stay_finite_in_float16() -> None:
     heads = torch.linspace(-65504, 65504, 64).half()[None]
-    assert fake_quantise(heads, 3).isfinite().all()
+    assert fake_quantize(heads, 3).isfinite().all()
 
 
 class RoundedCache(DynamicCache):
@@ -78,7 +78,7 @@ class RoundedCache(DynamicCache):
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return super().update(fake_quantise(keys, 3), fake_quantise(values, 3), *args, **kwargs)
+        return super().update(fake_quantize(keys, 3), fake_quantize(values, 3), *args, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "gqa_gpt2", "by layer"])
@@ -97,7 +97,7 @@ def test_attention_reads_what_a_cache_of_these_bits_gives_back(name: str, tmp_pa
         expected = torch.cat(
             [model(input_ids=ids, **cache).logits for ids in IDS.split(1, dim=1)], 1
         )
-        quantise_cache(model, 3, 2, "m")
+        quantize_cache(model, 3, 2, "m")
         logits = model(input_ids=IDS, use_cache=False).logits
     # A product's rounding may move it by a step
     assert (logits - expected).abs().max() < 2e-3 * expected.abs().max()
@@ -107,7 +107,7 @@ def test_attention_reads_what_a_cache_of_these_bits_gives_back(name: str, tmp_pa
 def test_a_class_with_attention_code_of_its_own() -> None:
     model = build(TINY["falcon"], QUERY_HEADS)
     with pytest.raises(RefusedError, match="0 of 2 layers of m call"):
-        quantise_cache(model, 4, 2, "m")
+        quantize_cache(model, 4, 2, "m")
 
 
 def test_every_checkpoint_is_measured_with_it() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from scrambled import on_ids, rearrange, relative
+from support.scrambled import on_ids, rearrange, relative
+from support.tiny_models import TINY, build, inputs, logits
 from test_families import all_tensors, load, write_checkpoint
-from tiny_models import TINY, build, inputs, logits
 from torch import Tensor
 
 from gqa.convert import methods
@@ -155,7 +155,7 @@ def test_an_aligned_mean_has_the_mean_energy(rotated: int) -> None:
 
 @pytest.mark.parametrize("method", ["procrustes", "calibrated"])
 def test_from_the_option_to_the_checkpoint(tmp_path: Path, method: str) -> None:
-    """KV heads 0 and 2 are equal, 1 and 3 are; neighbours lose a lot.
+    """KV heads 0 and 2 are equal, 1 and 3 are; neighbors lose a lot.
 
     Each is read by two query heads.
     """

@@ -16,22 +16,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from checkpoints import Result, edit_json, load, run
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from safetensors.torch import save_file
-from training import fresh_accelerator, tiny_checkpoint, write_corpus
+from support.checkpoints import Result, edit_json, load, run
+from support.repository import PACKAGES
+from support.training import fresh_accelerator, tiny_checkpoint, write_corpus
 
-from gqa.checkpoint.card import BASE_CARD, model_name
-from gqa.checkpoint.errors import one_line
-from gqa.checkpoint.escape import (
-    code_block,
-    code_span,
-    markdown,
-    python_string,
-    shell_line,
-    visible,
-)
+from gqa.core.errors import one_line
+from gqa.core.escape import code_block, code_span, markdown, python_string, shell_line, visible
+from gqa.models.card import BASE_CARD, model_name
 
 ROOT = Path(__file__).parents[1]
 # An escape sequence, a bell, text from right to left, a line break, HTML, a cell of a table, code,
@@ -305,7 +299,7 @@ def test_what_is_no_hub_id_is_no_link(name: str) -> None:
 def test_nothing_prints_but_the_console() -> None:
     """It escapes what it prints; `click.echo` and `print` do not."""
     calls = set[tuple[str, str]]()
-    for folder in ("checkpoint", "corpus", "convert", "uptrain", "eval", "package"):
+    for folder in PACKAGES:
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 calls |= {(file.name, name) for name in printing(node)}

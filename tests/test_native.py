@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json, edit_tensors, refusal, run
-from evaluations import cache_bytes
-from scrambled import equal, on_ids, relative
+from support.checkpoints import edit_json, edit_tensors, refusal, run
+from support.evaluations import cache_bytes
+from support.scrambled import equal, on_ids, relative
+from support.tiny_configs import Tiny, tiny_model
+from support.tiny_models import build, inputs, logits
 from test_families import all_tensors, decode, error, left_padded, write_checkpoint
-from tiny_configs import Tiny, tiny_model
-from tiny_models import build, inputs, logits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -271,7 +271,7 @@ def source(
             lambda t: t.update(
                 {"transformer.h.0.mlp.c_fc.weight": torch.zeros(32, 128, dtype=torch.int8)}
             ),
-            "is stored as I8: quantised or packed weights cannot be laid out anew",
+            "is stored as I8: quantized or packed weights cannot be laid out anew",
         ),
         (
             "gpt_neox",
@@ -284,7 +284,7 @@ def source(
 def test_what_no_target_expresses(
     name: str, change: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(targets, "RECASTINGS", NATIVE)  # GPT-2 would get custom modelling code
+    monkeypatch.setattr(targets, "RECASTINGS", NATIVE)  # GPT-2 would get custom modeling code
     groups, options = (
         change if isinstance(change, int) else 1,
         change if isinstance(change, dict) else {},
@@ -395,7 +395,7 @@ def test_refused(tmp_path: Path) -> None:
     )
     said = refusal(directory, "--groups", 2, "--method", "mean")
     assert (
-        "custom modelling code has no class with the head of GPT2ForSequenceClassification" in said
+        "custom modeling code has no class with the head of GPT2ForSequenceClassification" in said
     )
     (directory / "tokenizer.json").write_text("{}")
     assert "transformers cannot load the tokenizer of source" in refusal(directory, "--groups", 1)

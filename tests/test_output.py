@@ -12,22 +12,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
-from checkpoints import MERGED, check_refused, leftovers, llama, run, snapshot
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from support import checkpoints
+from support.checkpoints import MERGED, check_refused, leftovers, llama, run, snapshot
+from support.tiny_models import TINY, build
+from support.training import fresh_accelerator, tiny_checkpoint, write_corpus
 from test_custom_code import THEIRS
 from test_families import all_tensors, write_checkpoint
 from test_native import CASES
-from tiny_models import TINY, build
 from torch import Tensor
-from training import fresh_accelerator, tiny_checkpoint, write_corpus
 
-from gqa.checkpoint.card import BASE_CARD
-from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.write import OutputDirectory
 from gqa.convert.api import convert_checkpoint
+from gqa.core.errors import OutputError, RefusedError
+from gqa.models.card import BASE_CARD
 
 
 @pytest.fixture

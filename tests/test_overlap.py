@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from documents import lines, write
-from embedded import SOURCE
+from support.documents import lines, write
+from support.embedded import SOURCE
 
-from gqa.checkpoint.console import SILENT, Watcher
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.options import COPIED, without_copies
+from gqa.core.console import SILENT, Watcher
 from gqa.corpus.passages import LENGTH, Passages, letters_of
 from gqa.corpus.sources import Exclusion, parse_source
-from gqa.eval.study.options import AblateOptions
+from gqa.study.options import AblateOptions
 from gqa.uptrain.dataloader import Dataloader, open_dataloader
 from gqa.uptrain.options import TrainOptions
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import NEEDS_TRAINING, contents, load, run
-from training import fresh_accelerator, words_for, write_corpus
+from support.checkpoints import NEEDS_TRAINING, contents, load, run
+from support.training import fresh_accelerator, words_for, write_corpus
 
 import gqa
 
@@ -347,7 +347,7 @@ def test_the_callers_logging_stays(place: Path, tmp_path: Path) -> None:
 
 
 def test_a_notebook_shows_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gqa.checkpoint.console import is_interactive
+    from gqa.core.console import is_interactive
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     for config, shown in (({"IPKernelApp": {}}, True), ({"TerminalIPythonApp": {}}, False)):

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import edit_json, edit_tensors
-from embedded import SOURCE, copy_source, load, tokenizer
 from filelock import FileLock
-from training import scratch
+from support.checkpoints import edit_json, edit_tensors
+from support.embedded import SOURCE, copy_source, load, tokenizer
+from support.training import scratch
 
 import gqa
 from gqa.convert.methods import METHODS

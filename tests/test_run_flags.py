@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import contents, edit_json, run
-from embedded import bring_class
-from evaluations import few_questions, with_tokenizer
-from tiny_models import TINY, build
-from training import losses, options_for, trained, write_corpus
+from support.checkpoints import contents, edit_json, run
+from support.embedded import bring_class
+from support.evaluations import few_questions, with_tokenizer
+from support.tiny_models import TINY, build
+from support.training import losses, options_for, trained, write_corpus
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gqa.checkpoint.compat import attention_name
-from gqa.checkpoint.loading import load_model, load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.heads.config import transformers_config
+from gqa.core.compat import attention_name
+from gqa.models.loading import load_model, load_tokenizer
 
 KERNEL = "evil/kernel:fn"
 FLAGS: dict[str, Any] = {

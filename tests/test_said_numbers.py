@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import run
-from documents import write
-from embedded import texts
-from evaluations import results
-from training import material, options_for, tiny_checkpoint, trained, words_for
+from support.checkpoints import run
+from support.documents import write
+from support.embedded import texts
+from support.evaluations import results
+from support.training import material, options_for, tiny_checkpoint, trained, words_for
 
 from gqa.convert.api import convert_checkpoint
 from gqa.corpus.tokens import is_plain

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from training import Runs, tiny_checkpoint
+from support.training import Runs, tiny_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.scale

@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from embedded import SOURCE, UNIFORM_VOCABULARY, load, texts, tokenizer
-from evaluations import model_directory, results
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.embedded import SOURCE, UNIFORM_VOCABULARY, load, texts, tokenizer
+from support.evaluations import model_directory, results
 
 import gqa.corpus.likelihood
-from gqa.corpus.likelihood import ChunkedHead, kl_divergence, kl_statistics, paired_ratio
+from gqa.corpus.likelihood import kl_divergence, kl_statistics, paired_ratio
 from gqa.eval.scoring import rolling_windows, score
 from gqa.eval.text import make_text, perplexity, text_windows
+from gqa.models.chunked_head import ChunkedHead
 
 TEXTS = texts(4, 1500)
 

@@ -11,15 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import Recorder, edit_json, edit_tensors, header_only
-from embedded import SOURCE, bring_tokenizer, copy_source, load, without_bos
-from processes import small_disk
+from support.checkpoints import Recorder, edit_json, edit_tensors, header_only
+from support.embedded import SOURCE, bring_tokenizer, copy_source, load, without_bos
+from support.processes import small_disk
 from transformers import LlamaConfig
 
 import gqa.convert.merge.self_samples as module
-from gqa.checkpoint.console import SILENT
-from gqa.checkpoint.errors import CorpusError, OutputError, RefusedError
-from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.options import CalibrationText
 from gqa.convert.merge.self_samples import (
@@ -30,9 +27,12 @@ from gqa.convert.merge.self_samples import (
     samples,
     store_batches,
 )
+from gqa.core.console import SILENT
+from gqa.core.errors import CorpusError, OutputError, RefusedError
 from gqa.corpus.sources import is_self, parse_self
 from gqa.eval.recall import SAMPLES, self_samples
 from gqa.eval.subjects import Subject
+from gqa.models.loading import load_tokenizer
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import build_data
 

@@ -12,11 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from documents import lines, write
-from hub_server import Hub, Machine
+from support.documents import lines, write
+from support.hub_server import Hub, Machine
 
-from gqa.checkpoint.errors import CorpusError
 from gqa.convert.merge.options import CalibrationText
+from gqa.core.errors import CorpusError
 from gqa.corpus.sources import ALLOWED, check_text_options, parse_source, parse_sources
 from gqa.uptrain.dataloader import data_sources, heldout_sources
 from gqa.uptrain.options import TrainOptions

@@ -12,22 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json, edit_tensors, write_hollow
 from safetensors.torch import save_file
-from scrambled import Ids, equal, find_maps, on_ids
+from support.checkpoints import edit_json, edit_tensors, write_hollow
+from support.scrambled import Ids, equal, find_maps, on_ids
+from support.tiny_configs import Tiny
+from support.tiny_models import TINY, build, config, model_class
+from support.tiny_nested import LARGER, larger
+from support.training import options_for, tiny_checkpoint, trained
 from test_families import all_tensors, write_checkpoint
-from tiny_configs import Tiny
-from tiny_models import TINY, build, config, model_class
-from tiny_nested import LARGER, larger
 from torch import Tensor, nn
-from training import options_for, tiny_checkpoint, trained
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.timm_wrapper import modeling_timm_wrapper
 
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.names import saved_tensors
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.heads.config import read_config
@@ -35,6 +32,9 @@ from gqa.convert.heads.families.table import FAMILIES, NESTED
 from gqa.convert.merge.budget import heads_within
 from gqa.convert.merge.options import CalibrationText, Refinement
 from gqa.convert.merge.pair import ModelPair
+from gqa.core.errors import RefusedError
+from gqa.models.loading import load_model
+from gqa.models.names import saved_tensors
 
 K, V = "self_attn.k_proj.weight", "self_attn.v_proj.weight"
 TYPES = sorted(

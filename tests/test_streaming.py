@@ -13,14 +13,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from checkpoints import MERGED, contents, header_only, llama
-from training import Runs
+from support.checkpoints import MERGED, contents, header_only, llama
+from support.training import Runs
 
 from gqa.checkpoint import write as writer
-from gqa.checkpoint.console import Watcher
 from gqa.convert import rewrite
 from gqa.convert.api import convert, convert_checkpoint, prepare
 from gqa.convert.options import ConvertOptions
+from gqa.core.console import Watcher
 
 MIB = 1 << 20
 

@@ -10,14 +10,12 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from support.repository import PACKAGES, ROOT
 
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
 from gqa.convert.recast.targets import RECASTINGS
 
-ROOT = Path(__file__).parent.parent
 MODELS = ROOT / "docs/models.md"
-# Each may import those before it
-PACKAGES = ("checkpoint", "corpus", "convert", "uptrain", "eval", "package")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
@@ -87,7 +85,7 @@ def private_names(path: Path) -> set[str]:
     return {name for name in names if re.match("_[a-zA-Z]", name)} - {"_asdict", "_fields"}
 
 
-COMPAT = ROOT / "checkpoint/compat.py"
+COMPAT = ROOT / "core/compat.py"
 PRIVATE = private_names(COMPAT)
 
 
@@ -97,7 +95,7 @@ def test_one_file_touches_private_names_of_libraries(path: Path) -> None:
 
     Files beside weights need no package, and read one themselves.
     """
-    beside_weights = {"_attn_implementation"} if path.parent.name == "modelling" else set()
+    beside_weights = {"_attn_implementation"} if path.parent.name == "modeling" else set()
     assert 0 < len(PRIVATE) <= 15
     assert path == COMPAT or private_names(path) <= beside_weights
 
@@ -124,7 +122,7 @@ def family_rows() -> Iterator[tuple[str, str, str]]:
         yield family.name, ", ".join(sorted(family.symmetries)), "; ".join(notes)
     yield "text part of a larger model", ", ".join(sorted(NESTED)), "only the text part changes"
     for recasting in RECASTINGS:
-        way = "native" if recasting.architecture else "custom modelling code"
+        way = "native" if recasting.architecture else "custom modeling code"
         yield f"written as {recasting.target}, {way}", recasting.source, recasting.note
     for reason in dict.fromkeys(REFUSED.values()):
         yield (

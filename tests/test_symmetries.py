@@ -16,14 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from scrambled import Ids, on_ids, rearrange, relative, scramble
+from support.scrambled import Ids, on_ids, rearrange, relative, scramble
+from support.tiny_models import QUERY_HEADS, TINY, Tiny, build, inputs, logits
 from test_families import attention_of, load, louder, planned, write_checkpoint
-from tiny_models import QUERY_HEADS, TINY, Tiny, build, inputs, logits
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.names import parameter_names
 from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.heads.families.table import FAMILIES
 from gqa.convert.heads.family import Rotary, Symmetry
@@ -34,6 +32,8 @@ from gqa.convert.merge.input_moments import norm_gain
 from gqa.convert.merge.pair import ModelPair
 from gqa.convert.merge.rope import unrotate
 from gqa.convert.methods import HeadMaps
+from gqa.core.errors import RefusedError
+from gqa.models.names import parameter_names
 
 SAME = 1e-5  # of the logits' range: the symmetry holds
 RECOVERED = 1e-4
@@ -283,7 +283,7 @@ def check_frequencies(pair: ModelPair, name: str, length: int) -> None:
 
 def check_places(tiny: Tiny, directory: Path, expected: Tensor, example: bool) -> None:
     """Heads can change places; and are found again: which belong together is searched for,
-    neighbours no longer do.
+    neighbors no longer do.
     """
     rearrange(directory)
     moved = load(tiny, directory, attention(tiny))
@@ -335,7 +335,7 @@ def test_another_pairing_is_no_symmetry(name: str, pairing: str, tmp_path: Path)
 
 @torch.no_grad()
 def check_gains(tiny: Tiny, model: PreTrainedModel, plan: Plan) -> None:
-    """Attention reads the stream, normalised and multiplied with the gain that `aligned` takes for
+    """Attention reads the stream, normalized and multiplied with the gain that `aligned` takes for
     it.
     """
     symmetry = plan.config.symmetry
@@ -376,9 +376,9 @@ def check_gains(tiny: Tiny, model: PreTrainedModel, plan: Plan) -> None:
             torch.zeros(stream.shape[-1]),
         )
         normal = (read - bias) / norm_gain(plan.checkpoint, module, symmetry, stream.shape[-1])
-        centred = stream - stream.mean(-1, keepdim=True)
+        centered = stream - stream.mean(-1, keepdim=True)
         likeness = [
-            float(torch.cosine_similarity(normal, one, dim=-1).min()) for one in (stream, centred)
+            float(torch.cosine_similarity(normal, one, dim=-1).min()) for one in (stream, centered)
         ]
         assert max(likeness) > 1 - 1e-6, (module.path, likeness)
 

@@ -13,10 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from checkpoints import run
-from documents import lines
+from support.checkpoints import run
+from support.documents import lines
 
-from gqa.checkpoint.errors import CorpusError
+from gqa.core.errors import CorpusError
 from gqa.corpus.sources import find_files, parse_source
 from gqa.uptrain.dataloader import Dataloader, open_dataloader
 from gqa.uptrain.options import TrainOptions

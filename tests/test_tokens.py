@@ -1,4 +1,4 @@
-"""Tokens and blocks: nothing is lost, added or moved, nothing is tokenised twice; what repeats
+"""Tokens and blocks: nothing is lost, added or moved, nothing is tokenized twice; what repeats
 itself stands where it should; of streams, which processes share and runs continue, the same blocks.
 """
 
@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from documents import Counted, documents_of, lines, texts_of, tokenised, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.documents import Counted, documents_of, lines, texts_of, tokenized, write
 from transformers import AutoTokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 
-from gqa.checkpoint.errors import CorpusError, RefusedError
-from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import Checkpoint
+from gqa.core.errors import CorpusError, RefusedError
 from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Blocks, Documents, Encoder, Heldout, pack, tokenise, with_repeats
+from gqa.corpus.tokens import Blocks, Documents, Encoder, Heldout, pack, tokenize, with_repeats
+from gqa.models.loading import load_tokenizer
 from gqa.uptrain.dataloader import Dataloader, open_dataloader
 from gqa.uptrain.options import TrainOptions
 
@@ -43,7 +43,7 @@ def read(path: Path, **options: str) -> Source:
 @pytest.fixture(scope="module")
 def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Documents:
     """2200 documents, so that they are in several record batches."""
-    return tokenised(tmp_path_factory.mktemp("text") / "a.jsonl", texts_of(2000), tokenizer)
+    return tokenized(tmp_path_factory.mktemp("text") / "a.jsonl", texts_of(2000), tokenizer)
 
 
 def test_documents_are_what_the_tokenizer_makes_of_them(text: Documents, tokenizer: Any) -> None:
@@ -102,11 +102,11 @@ def test_blocks_are_the_documents_one_after_the_other(
     assert all(block["input_ids"].dtype == np.int64 for block in blocks)
 
 
-def test_nothing_is_tokenised_twice(tokenizer: Any, tmp_path: Path, counted: Counted) -> None:
+def test_nothing_is_tokenized_twice(tokenizer: Any, tmp_path: Path, counted: Counted) -> None:
     path = write(tmp_path / "a.jsonl", texts_of(30))
 
     def again(source: Source, tokenizer: Any = tokenizer) -> tuple[str, int]:
-        return tokenise([source], tokenizer).fingerprint, counted.taken()
+        return tokenize([source], tokenizer).fingerprint, counted.taken()
 
     first, fresh = again(read(path))
     assert fresh == 33
@@ -159,7 +159,7 @@ def test_a_tokenizer_in_python_is_known_by_its_content(tmp_path: Path) -> None:
 def test_the_network_is_not_asked(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Local files are found, read, tokenised and kept without a single connection, though nothing
+    """Local files are found, read, tokenized and kept without a single connection, though nothing
     says offline.
     """
     asked: list[Any] = []
@@ -167,7 +167,7 @@ def test_the_network_is_not_asked(
     monkeypatch.setattr("socket.getaddrinfo", lambda *address, **how: asked.append(address))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     write(tmp_path / "a.jsonl", ["a"])
-    assert len(tokenise([read(tmp_path)], tokenizer)) == 1
+    assert len(tokenize([read(tmp_path)], tokenizer)) == 1
     assert asked == []
     with pytest.raises(CorpusError):
         next(parse_source("lab/none").texts())
@@ -187,9 +187,9 @@ def test_what_fails_is_not_kept(
         with pytest.raises(
             CorpusError, match=r"a\.jsonl: field 'text' has type int; name a column of text"
         ):
-            tokenise([read(path)], tokenizer)
+            tokenize([read(path)], tokenizer)
     assert not list((tmp_path / "cache").rglob("*.arrow"))
-    assert len(tokenised(path, ["a", "b"], tokenizer)) == 2
+    assert len(tokenized(path, ["a", "b"], tokenizer)) == 2
     (stored,) = (tmp_path / "cache").rglob("*.arrow")
     for rest in (b"", stored.read_bytes()[:-300]):
         stored.unlink()  # it is mapped
@@ -197,9 +197,9 @@ def test_what_fails_is_not_kept(
         with pytest.raises(
             CorpusError, match=r"stored tokens cannot be read: .*; delete "
         ) as damaged:
-            tokenise([read(path)], tokenizer)
+            tokenize([read(path)], tokenizer)
     shutil.rmtree(str(damaged.value).partition("; delete ")[2])
-    assert len(tokenise([read(path)], tokenizer)) == 2
+    assert len(tokenize([read(path)], tokenizer)) == 2
     assert capfd.readouterr() == ("", "")
 
 
@@ -335,7 +335,7 @@ STREAMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_state_is_read_on_from(stream: Open, counted: Counted, name: str) -> None:
-    """By any number of processes: the same blocks, and little is tokenised again."""
+    """By any number of processes: the same blocks, and little is tokenized again."""
     write_files(Path("one"), 1, 1)
     Path("long").mkdir()
     for file in range(4):
@@ -381,9 +381,9 @@ def test_what_a_stream_depends_on(stream: Open) -> None:
 def test_the_stream_is_packed_as_blocks_are(
     tokenizer: Any, tmp_path: Path, counted: Counted
 ) -> None:
-    """Document after document, and then again from the first; no more is tokenised than is read."""
+    """Document after document, and then again from the first; no more is tokenized than is read."""
     texts, path = texts_of(300), tmp_path / "a.jsonl"
-    text = tokenised(path, texts, tokenizer)
+    text = tokenized(path, texts, tokenizer)
     stored = Blocks(text, np.tile(np.arange(len(texts)), 3), 64)
     counted.taken()
     blocks = StreamedBlocks(parse_source(str(path)), tokenizer, block_size=64, heldout=Heldout())

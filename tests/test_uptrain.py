@@ -12,12 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import checkpoints
 import pytest
 import torch
-from checkpoints import SINGLE, Result, edit_tensors, load, run, snapshot
 from safetensors.torch import save_file
-from training import (
+from support import checkpoints
+from support.checkpoints import SINGLE, Result, edit_tensors, load, run, snapshot
+from support.training import (
     difference,
     expert_options,
     fresh_accelerator,
@@ -29,8 +29,8 @@ from training import (
     write_corpus,
 )
 
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import ranks
+from gqa.core.devices import ranks
+from gqa.core.errors import RefusedError
 from gqa.uptrain import setup
 from gqa.uptrain.options import TrainOptions
 
@@ -50,7 +50,7 @@ def command(out: Path, **options: Any) -> Result:
 
 
 def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa.checkpoint.console._LOG_SECONDS", 0.0)
+    monkeypatch.setattr("gqa.core.console._LOG_SECONDS", 0.0)
     out = tmp_path / "out"
     done = command(
         out, tokens="2.5K", train="kv", teacher=place / "teacher", heldout_fraction=0.2, quiet=False
@@ -154,7 +154,7 @@ def refusals(place: Path, root: Path) -> Refusals:
         ({"heldout_fraction": 1e-6}, "--heldout-fraction 1e-06 holds out no document; give more"),
         (
             {"model": packed},
-            "packed has quantised weights, which are not trained; uptrain the original",
+            "packed has quantized weights, which are not trained; uptrain the original",
         ),
         (
             {"model": narrow},

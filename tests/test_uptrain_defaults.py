@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from checkpoints import Result, edit_json, run
-from tiny_models import TINY, build
-from training import load, material, options_for, training_model
+from support.checkpoints import Result, edit_json, run
+from support.tiny_models import TINY, build
+from support.training import load, material, options_for, training_model
 
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.api import convert_checkpoint
+from gqa.core.errors import RefusedError
+from gqa.models.loading import load_tokenizer
 from gqa.uptrain.dataloader import open_dataloader, settle_steps
 from gqa.uptrain.loop import rate_factor, warmup_steps
 from gqa.uptrain.models import TOKENS, make_optimizer, settle
@@ -54,7 +54,7 @@ def test_no_options(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """
     # Nothing is written yet
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path.with_name("cache")))
-    monkeypatch.setattr("gqa.checkpoint.console._LOG_SECONDS", 0.0)
+    monkeypatch.setattr("gqa.core.console._LOG_SECONDS", 0.0)
     refused = uptrain(converted, "--alpha", 0.1)
     assert "--alpha needs data of known length; give --data self:1M" in refused.err
     done = uptrain(converted, "--steps", 2, "--batch-size", 2, "--heldout-tokens", 128)

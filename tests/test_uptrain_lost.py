@@ -12,12 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import edit_json, load, snapshot
-from processes import small_disk
-from training import Runs, after, difference, fresh_accelerator, metrics, options_for, trained
+from support.checkpoints import edit_json, load, snapshot
+from support.processes import small_disk
+from support.training import (
+    Runs,
+    after,
+    difference,
+    fresh_accelerator,
+    metrics,
+    options_for,
+    trained,
+)
 
-from gqa.checkpoint.errors import OutputError, StoppedError, UnfinishedError
 from gqa.convert.api import convert_checkpoint
+from gqa.core.errors import OutputError, StoppedError, UnfinishedError
 from gqa.uptrain.loop import Log
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import prepare
@@ -37,7 +45,7 @@ def weight_bytes(out: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The result of a run that nothing disturbed."""
-    from training import shared_runs
+    from support.training import shared_runs
 
     out = tmp_path_factory.mktemp("straight") / "out"
     runs = shared_runs()
@@ -48,7 +56,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """OUT of a run that was stopped before its last step."""
-    from training import shared_runs
+    from support.training import shared_runs
 
     out = tmp_path_factory.mktemp("stopped") / "out"
     runs = shared_runs()
@@ -166,7 +174,7 @@ def test_space_for_the_trained_weights_is_needed_before_the_first_step(
 
 
 def model_of(tmp_path: Path) -> Path:
-    from training import material
+    from support.training import material
 
     return Path(shutil.copytree(material() / "model", tmp_path / "model"))
 
@@ -231,7 +239,7 @@ RECORDS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from training import material
+    from support.training import material
 
     return convert_checkpoint(
         material() / "teacher", 2, tmp_path_factory.mktemp("c") / "converted", method="mean"

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import load, tensor_bytes
 from safetensors.torch import load_file, save_file
+from support.checkpoints import load, tensor_bytes
+from support.tiny_models import TINY, build
+from support.training import difference, losses, options_for, tiny_checkpoint, trained
 from test_families import write_checkpoint
-from tiny_models import TINY, build
 from torch import Tensor
-from training import difference, losses, options_for, tiny_checkpoint, trained
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from gqa.checkpoint.errors import OutputError, RefusedError
-from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint
+from gqa.core.errors import OutputError, RefusedError
+from gqa.models.loading import load_model
 from gqa.uptrain.models import attention_parameters
 from gqa.uptrain.run import _write_weights, result_tensors, uptrain
 from gqa.uptrain.setup import check_exportable, prepare

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import check_refused, run
-from test_losses import assert_equals
-from tiny_models import TINY, build
-from torch import Tensor
-from training import (
+from support.checkpoints import check_refused, run
+from support.tiny_models import TINY, build
+from support.training import (
     Runs,
     difference,
     expert_options,
@@ -27,10 +25,12 @@ from training import (
     training_model,
     words_for,
 )
+from test_losses import assert_equals
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
+from gqa.models.loading import load_model
 from gqa.uptrain.models import freeze_parameters, trained_names
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import prepare

@@ -16,9 +16,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
-from checkpoints import load
-from hub_server import Hub, Machine
-from training import Runs, difference, losses, metrics, tiny_checkpoint, write_corpus
+from support.checkpoints import load
+from support.hub_server import Hub, Machine
+from support.training import Runs, difference, losses, metrics, tiny_checkpoint, write_corpus
 
 from gqa.uptrain.state import States
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.training import Runs, difference, losses, metrics, shared_runs, state_files
 from torch.distributed.checkpoint.api import CheckpointException
-from training import Runs, difference, losses, metrics, shared_runs, state_files
 
-from gqa.checkpoint.errors import RefusedError
+from gqa.core.errors import RefusedError
 from gqa.uptrain.state import States, _readable
 
 STEPS = 4
@@ -270,7 +270,7 @@ def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
     assert f"\ncontinues   after step 2, saved in {out}-state\n" in done.out
 
 
-# Nothing is loaded, tokenised or sampled
+# Nothing is loaded, tokenized or sampled
 _LIGHT = "import gqa.uptrain.setup as module; module.load_tokenizer = None; "
 
 

@@ -9,15 +9,15 @@ import re
 from pathlib import Path
 
 import pytest
-from checkpoints import run
-from evaluations import words
+from support.checkpoints import run
+from support.evaluations import words
 
 from gqa.convert import verdict
 from gqa.convert.card import quality_paragraph
 from gqa.convert.verdict import MEANINGS, Level, Loss
 from gqa.eval.page import Verdict, write_page
 from gqa.eval.report import loss_of_model
-from gqa.eval.study.report import loss_of_row
+from gqa.study.report import loss_of_row
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json, edit_tensors, run
-from embedded import SOURCE, copy_source
-from evaluations import few_questions, results
-from training import tiny_checkpoint, words_for, write_corpus
+from support.checkpoints import edit_json, edit_tensors, run
+from support.embedded import SOURCE, copy_source
+from support.evaluations import few_questions, results
+from support.training import tiny_checkpoint, words_for, write_corpus
 
 from gqa.convert.merge.self_samples import samples
 from gqa.uptrain.training_model import next_token_loss
@@ -83,7 +83,7 @@ def test_a_teacher_with_other_padding_teaches(tmp_path: Path, wider: str) -> Non
 
 
 def test_samples_have_no_ids_of_padding(tmp_path: Path) -> None:
-    from gqa.checkpoint.loading import load_model
+    from gqa.models.loading import load_model
 
     model = load_model(str(padded(tiny_checkpoint(tmp_path / "model"), MORE)))
     for vocabulary, expected in ((None, True), (ROWS, False)):

@@ -1,11 +1,18 @@
-"""The model card of a trained model (`gqa.checkpoint.card` says what all cards have)."""
+"""The model card of a trained model (`gqa.models.card` says what all cards have)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from gqa.checkpoint.card import (
+from gqa.checkpoint.provenance import UPTRAINING
+from gqa.checkpoint.read import Checkpoint
+from gqa.convert.card import limits
+from gqa.convert.heads.family import groups_text
+from gqa.convert.summary import describe_quality, loss_of, measured_text, size
+from gqa.core.errors import plural
+from gqa.core.escape import code_span, markdown
+from gqa.models.card import (
     CARD,
     SourceCard,
     format_card,
@@ -16,13 +23,6 @@ from gqa.checkpoint.card import (
     source_card,
     table,
 )
-from gqa.checkpoint.errors import plural
-from gqa.checkpoint.escape import code_span, markdown
-from gqa.checkpoint.provenance import UPTRAINING
-from gqa.checkpoint.read import Checkpoint
-from gqa.convert.card import limits
-from gqa.convert.heads.family import groups_text
-from gqa.convert.summary import describe_quality, loss_of, measured_text, size
 from gqa.uptrain.options import TrainOptions
 
 __all__ = ["CARD", "trained_card"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from gqa.checkpoint.console import Watcher, print_json, print_lines, run
-from gqa.checkpoint.options import command as command_of
+from gqa.core.console import Watcher, print_json, print_lines, run
+from gqa.core.options import command as command_of
 from gqa.uptrain.options import TrainOptions
 
 _EPILOG = """\b
@@ -31,7 +31,7 @@ def command(options: TrainOptions) -> None:
     """
     import transformers
 
-    from gqa.checkpoint.loading import ranks
+    from gqa.core.devices import ranks
     from gqa.uptrain.run import plan_lines, result_lines, uptrain
     from gqa.uptrain.setup import prepare
 
@@ -53,7 +53,7 @@ def command(options: TrainOptions) -> None:
 
 
 def main() -> None:
-    """Entry point; `gqa.checkpoint.console.run` documents the exit codes."""
+    """Entry point; `gqa.core.console.run` documents the exit codes."""
     run(
         command,
         "gqa-uptrain",

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gqa.checkpoint.console import Watcher
-from gqa.checkpoint.errors import CorpusError, RefusedError, plural
-from gqa.checkpoint.loading import load_model, positions, ranks
 from gqa.checkpoint.provenance import file_digests
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_blocks
 from gqa.convert.merge.text_pairs import PairMaker
-from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenise_pairs
+from gqa.core.console import Watcher
+from gqa.core.devices import ranks
+from gqa.core.errors import CorpusError, RefusedError, plural
+from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenize_pairs
 from gqa.corpus.passages import Passages
 from gqa.corpus.sources import Exclusion, Source, is_self, parse_self, parse_source, parse_sources
 from gqa.corpus.streamed import StreamedBlocks
@@ -43,9 +43,10 @@ from gqa.corpus.tokens import (
     is_plain,
     pack,
     reading_order,
-    tokenise,
+    tokenize,
     with_repeats,
 )
+from gqa.models.loading import load_model, positions
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.overlap import Overlap, find_overlap, heldout_texts
 
@@ -171,7 +172,7 @@ def open_dataloader(
     sources = data_sources(options)
     if options.streaming:
         return _open_stream(options, sources[0], tokenizer, longest, ranks)
-    text = tokenise(sources, tokenizer)
+    text = tokenize(sources, tokenizer)
     options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
     if options.block < 2 * SHORTEST:
         options = replace(options, repeats=False)  # no passage fits twice
@@ -186,7 +187,7 @@ def open_dataloader(
         exclusion = exclusion_of(passages, heldout)
         overlap = find_overlap(sources, exclusion, heldout, tokenizer)
         if overlap.documents:
-            text = tokenise([source.excluding(exclusion) for source in sources], tokenizer)
+            text = tokenize([source.excluding(exclusion) for source in sources], tokenizer)
 
     lengths, size = heldout.lengths(text), options.block
     data_tokens = int(lengths.sum())
@@ -364,7 +365,7 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
     Lengths count pairs, not tokens, so alpha is a share of the pairs.
     """
     sources = data_sources(options)
-    table = tokenise_pairs(sources, encoder)
+    table = tokenize_pairs(sources, encoder)
     tokens = np.stack([table.count("source"), table.count("target")])
     count, mean = len(table), float(np.minimum(tokens, size).sum(0).mean())
 
@@ -376,7 +377,7 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
         replace(options, context=1, tokens=length, heldout_tokens=heldout_count), count, 1, ranks
     )
     if texts := heldout_sources(options):
-        heldout_table = tokenise_pairs(texts, encoder)
+        heldout_table = tokenize_pairs(texts, encoder)
         heldout = Heldout({bytes(digest): 0 for digest in heldout_table.digests})
         numbers = np.arange(len(heldout_table))
     else:
@@ -393,7 +394,7 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
         exclusion = exclusion_of(passages, heldout)
         overlap = find_overlap(sources, exclusion, heldout, encoder.tokenizer)
         if overlap.documents:
-            table = tokenise_pairs([source.excluding(exclusion) for source in sources], encoder)
+            table = tokenize_pairs([source.excluding(exclusion) for source in sources], encoder)
             tokens = np.stack([table.count("source"), table.count("target")])
 
     lengths = heldout.lengths(table)
@@ -478,7 +479,7 @@ def open_heldout(options: TrainOptions, tokenizer: Any) -> tuple[Heldout, list[B
     """
     if not (sources := heldout_sources(options)):
         return Heldout(), []
-    text = tokenise(sources, tokenizer)
+    text = tokenize(sources, tokenizer)
     heldout = Heldout({bytes(digest): 0 for digest in text.digests})
     whole = Blocks(text, np.arange(len(text)), options.block)
     count = min(count_heldout(options), len(whole))
@@ -607,7 +608,7 @@ def build_data(
             vocabulary=vocabulary,
         )
 
-    # The main process tokenises, or samples from the teacher; then the others read its cache, also
+    # The main process tokenizes, or samples from the teacher; then the others read its cache, also
     # if it fails.
     if not processes.is_main_process:
         processes.wait_for_everyone()

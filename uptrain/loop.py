@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import (
+from gqa.checkpoint.write import finite, replacing
+from gqa.core.console import SILENT, Watcher
+from gqa.core.devices import peak_memory
+from gqa.core.errors import (
     DivergedError,
     OutputError,
     RefusedError,
@@ -27,8 +29,6 @@ from gqa.checkpoint.errors import (
     UnfinishedError,
     explain,
 )
-from gqa.checkpoint.loading import peak_memory
-from gqa.checkpoint.write import finite, replacing
 from gqa.corpus.streamed import Bookmark, StreamedBlocks, positions_of
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.models import make_optimizer, trained_names
@@ -286,7 +286,7 @@ def train_step(
     rate: float,
     clip: float,
 ) -> tuple[Tensor, float]:
-    """Take one optimiser step over the micro-batches of all ranks; return (predictions, nats,
+    """Take one optimizer step over the micro-batches of all ranks; return (predictions, nats,
     distillation) summed over ranks, and the norm of the gradient before clipping.
 
     The gradient is that of the mean over all predictions of the step.
@@ -404,7 +404,7 @@ def _copy_trained(setup: Setup, model: Any) -> Weights:
 @torch.no_grad()
 def heldout_losses(setup: Setup, model: Any) -> dict[str, float]:
     """Means per token over the held-out blocks, which the ranks share: `loss`, which training
-    minimises, and its parts `nats` and, with a teacher, `distillation`.
+    minimizes, and its parts `nats` and, with a teacher, `distillation`.
     """
     model.eval()
     accelerator, blocks, micro = setup.accelerator, setup.dataloader.heldout, setup.micro_batch
@@ -437,7 +437,7 @@ def state_dict(accelerator: Accelerator, wrapped: Any) -> Weights:
 
 
 def _restore(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress, Weights]:
-    """The progress and the best weights of the state to continue from, whose weights and optimiser
+    """The progress and the best weights of the state to continue from, whose weights and optimizer
     are loaded.
     """
     assert setup.start

@@ -1,5 +1,5 @@
 """The models of a run: the teacher, the parameters that train, low-rank adapters, and the
-optimiser.
+optimizer.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from accelerate.utils import set_seed
 from torch import nn
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.compat import unsaved_names
-from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import open_model
-from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.names import follow_prefix, parameter_names, shared_names, sources
 from gqa.checkpoint.provenance import PROVENANCE, path_of_record, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.modules import attention_modules, rule_of
 from gqa.convert.methods import METHODS
+from gqa.core.compat import unsaved_names
+from gqa.core.errors import RefusedError, explain, listing
 from gqa.corpus.sources import is_self, parse_self
+from gqa.models.loading import load_model
+from gqa.models.names import follow_prefix, parameter_names, shared_names, sources
 from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, Scope, TrainOptions
 from gqa.uptrain.weights import LORA_ALPHA, shard_teacher
 
@@ -137,7 +137,7 @@ def build_model(
         raise RefusedError(
             f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it out"
         )
-    set_seed(options.seed)  # initialises adapters
+    set_seed(options.seed)  # initializes adapters
     freeze_parameters(model, checkpoint, options.train or "all", options.lora_rank)
     if options.checkpointing:
         enable = getattr(

@@ -7,8 +7,9 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.options import (
+from gqa.convert.options import ConvertOptions
+from gqa.core.errors import RefusedError
+from gqa.core.options import (
     COUNT,
     FROM_ZERO,
     LARGEST,
@@ -21,7 +22,6 @@ from gqa.checkpoint.options import (
     same_as,
     tokens_type,
 )
-from gqa.convert.options import ConvertOptions
 from gqa.corpus.sources import check_text_options, is_self, parse_self
 
 Schedule = Literal["constant", "linear", "cosine"]

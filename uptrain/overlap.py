@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from gqa.checkpoint.errors import plural
 from gqa.checkpoint.write import replacing
+from gqa.core.errors import plural
 from gqa.corpus.sources import Exclusion, Source, row_digest
 from gqa.corpus.tokens import Encoder, Heldout, text_of_first_tokens
 

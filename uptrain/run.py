@@ -16,19 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import (
-    NoMemoryError,
-    OutputError,
-    RefusedError,
-    UnfinishedError,
-    explain,
-    listing,
-    plural,
-)
 from gqa.checkpoint.files import TensorSpec, new_shard, shard_names, write_index
-from gqa.checkpoint.loading import from_main, model_class, on_main, out_of_memory
-from gqa.checkpoint.names import saved_tensors
 from gqa.checkpoint.provenance import (
     METRICS,
     PROVENANCE,
@@ -42,7 +30,20 @@ from gqa.checkpoint.provenance import (
 )
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import copy_file, finite, require_space, write_tensor, write_text
+from gqa.core.console import SILENT, Watcher
+from gqa.core.devices import from_main, on_main, out_of_memory
+from gqa.core.errors import (
+    NoMemoryError,
+    OutputError,
+    RefusedError,
+    UnfinishedError,
+    explain,
+    listing,
+    plural,
+)
 from gqa.corpus.sources import parse_self
+from gqa.models.loading import model_class
+from gqa.models.names import saved_tensors
 from gqa.uptrain.card import CARD, trained_card
 from gqa.uptrain.loop import evaluation_interval, train, warmup_steps
 from gqa.uptrain.models import is_base_model

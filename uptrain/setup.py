@@ -20,20 +20,14 @@ from accelerate.utils import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.hub import default_output, open_model
-from gqa.checkpoint.loading import (
-    check_predicts_tokens,
-    find_device,
-    from_main,
-    load_tokenizer,
-    ranks,
-    read_auto_config,
-)
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import OutputDirectory, require_space
 from gqa.convert.heads.config import check_config
+from gqa.core.console import SILENT, Watcher
+from gqa.core.devices import find_device, from_main, ranks
+from gqa.core.errors import RefusedError, explain
+from gqa.models.loading import check_predicts_tokens, load_tokenizer, read_auto_config
 from gqa.uptrain.dataloader import Dataloader, build_data
 from gqa.uptrain.models import build_model, build_teacher, check_exportable, check_teacher, settle
 from gqa.uptrain.options import TrainOptions
@@ -130,7 +124,7 @@ def open_run(
         watcher.warn(warning)
     if checkpoint.packed:
         raise RefusedError(
-            f"{checkpoint.name} has quantised weights, which are not trained; uptrain the original"
+            f"{checkpoint.name} has quantized weights, which are not trained; uptrain the original"
         )
     check_config(checkpoint.config, checkpoint.name)
     config = read_auto_config(str(checkpoint.directory), options.trust_remote_code)

@@ -1,6 +1,6 @@
 """States of a run: saved while it trains, loaded by the same command to continue it.
 
-A state is a directory `step-N`: weights, optimiser and the best weights so far as torch's
+A state is a directory `step-N`: weights, optimizer and the best weights so far as torch's
 distributed checkpoint, accelerate's own files (random states of every rank) and
 `trainer_state.json` with the progress and the run. It gets this name only when it is complete. All
 ranks write into one directory, which several machines must share. accelerate reads random states
@@ -11,7 +11,7 @@ stored, and its record. It is written before the result, so that whatever goes w
 command only writes the result again.
 
 States are in `OUT-state`. A run with another OUT finds them by what the run is, the hash of its
-identity: an entry on a shelf (checkpoint/work.py) says where they are. The entry also keeps
+identity: an entry on a shelf (core/work.py) says where they are. The entry also keeps
 `trained` if the disk of OUT-state is full.
 """
 
@@ -39,13 +39,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from gqa.checkpoint.errors import OutputError, RefusedError, differences, explain, listing
-from gqa.checkpoint.escape import shell_line
-from gqa.checkpoint.loading import from_main, native_bfloat16, on_main, out_of_memory, ranks
-from gqa.checkpoint.options import flag
 from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.work import (
+from gqa.checkpoint.write import fsync_directory, locked, write_text
+from gqa.core.devices import from_main, native_bfloat16, on_main, out_of_memory, ranks
+from gqa.core.errors import OutputError, RefusedError, differences, explain, listing
+from gqa.core.escape import shell_line
+from gqa.core.options import flag
+from gqa.core.work import (
     LOCK,
     MARK,
     claim,
@@ -57,7 +58,6 @@ from gqa.checkpoint.work import (
     remove,
     shelves,
 )
-from gqa.checkpoint.write import fsync_directory, locked, write_text
 from gqa.corpus.sources import is_self
 from gqa.uptrain.dataloader import data_sources, heldout_sources
 from gqa.uptrain.options import TrainOptions
@@ -86,7 +86,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single p
 
 @dataclass
 class TrainingProgress:
-    """The part of a state besides weights and optimiser. Losses are nats per token.
+    """The part of a state besides weights and optimizer. Losses are nats per token.
 
     heldout_before, heldout_after: results of `heldout_losses` at the start and after `best_step`,
     the step with the lowest loss so far; step 0 is the model before training.
@@ -544,7 +544,7 @@ def _command(record: dict[str, Any]) -> str:
 def load(
     state: State, accelerator: Accelerator, model: Any, optimizer: Any, best: dict[str, Tensor]
 ) -> None:
-    """Read weights, optimiser and random states, and the best weights into the tensors of `best`.
+    """Read weights, optimizer and random states, and the best weights into the tensors of `best`.
 
     Ranks and shards may be others than when it was saved. Raises RefusedError if the state cannot
     be read.

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.compat import layer_classes, set_layer_classes
-from gqa.corpus.likelihood import ChunkedHead, chunks, common_log_probabilities, nats
+from gqa.core.compat import layer_classes, set_layer_classes
+from gqa.corpus.likelihood import common_log_probabilities, nats
+from gqa.models.chunked_head import ChunkedHead, chunks
 from gqa.uptrain.dropout import has_jitter, turn_off_dropout
 
 Batch = dict[str, Tensor]
-# (rows (n, D) with gradient, their slice) -> (loss to minimise, numbers to report), both summed
+# (rows (n, D) with gradient, their slice) -> (loss to minimize, numbers to report), both summed
 # over the rows.
 SliceLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 

@@ -17,11 +17,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.compat import add_model, layer_classes
-from gqa.checkpoint.errors import OutputError
-from gqa.checkpoint.loading import ranks, read_shards
-from gqa.checkpoint.names import sources
 from gqa.checkpoint.read import Checkpoint, stored_as
+from gqa.core.compat import add_model, layer_classes
+from gqa.core.devices import ranks
+from gqa.core.errors import OutputError
+from gqa.models.loading import read_shards
+from gqa.models.names import sources
 from gqa.uptrain.training_model import TrainingModel
 
 LORA_ALPHA = 32  # adapters (LoRA, arXiv 2106.09685) are scaled by LORA_ALPHA / rank
@@ -61,7 +62,7 @@ def _read(model: PreTrainedModel, checkpoint: Checkpoint, device: str) -> None:
 
 def prepare_model(accelerator: Accelerator, training: Any, optimizer: Any) -> tuple[Any, Any]:
     """`accelerator.prepare`, which with FSDP2 maps parameters to shards by address; a shard without
-    rows has none. Our optimiser already has the shards, so only the rest is done here.
+    rows has none. Our optimizer already has the shards, so only the rest is done here.
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare(training, optimizer)  # type: ignore[no-any-return]

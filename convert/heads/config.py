@@ -20,10 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from gqa.checkpoint.custom_code import config_class, listed_as, loads_as_decilm
-from gqa.checkpoint.errors import CorruptError, EntryError, RefusedError, explain, listing
 from gqa.checkpoint.files import BITS
-from gqa.checkpoint.loading import quiet_transformers
 from gqa.checkpoint.model_config import (
     MAX_COUNT,
     check_numbers,
@@ -35,10 +32,13 @@ from gqa.checkpoint.model_config import (
 )
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
 from gqa.convert.heads.family import Edits, Family, Groups, LayerHeads, Symmetry
+from gqa.core.errors import CorruptError, EntryError, RefusedError, explain, listing
+from gqa.models.custom_code import config_class, listed_as, loads_as_decilm
+from gqa.models.loading import quiet_transformers
 
 MAX_DIM = 65_536  # of a head, which published models have 32 to 1,024 of
-QUANTISATION = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
-QUANTISATION_GROUP = 64  # numbers that share a scale, at most
+QUANTIZATION = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
+QUANTIZATION_GROUP = 64  # numbers that share a scale, at most
 SCALE_BYTES = 4  # minimum and scale of a group, 16 bits each
 
 
@@ -351,13 +351,13 @@ def edit_config(
     groups: Groups,
     name: str,
     dtype: str | None = None,
-    quantised: bool = False,
+    quantized: bool = False,
 ) -> tuple[ModelConfig, list[dict[str, Any]]]:
     """The new config, read back through transformers and checked, and its changes: dictionaries of
     a `key`, dotted from the top of config.json, and its values `before` and `after`. Keys of
-    quantisation go unless tensors are `quantised`.
+    quantization go unless tensors are `quantized`.
     """
-    raw = copy.deepcopy(config.raw) if quantised else without_quantisation(config.raw)
+    raw = copy.deepcopy(config.raw) if quantized else without_quantization(config.raw)
     for part in parts(raw) if dtype else ():
         part |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(part.get(key), str)}
     owner: dict[str, Any] = _descend(raw, config.owner)
@@ -422,13 +422,13 @@ def _difference(prefix: str, before: Any, after: Any) -> Iterator[dict[str, Any]
         yield {"key": prefix, "before": before, "after": after}
 
 
-def without_quantisation(raw: dict[str, Any]) -> dict[str, Any]:
+def without_quantization(raw: dict[str, Any]) -> dict[str, Any]:
     """A copy of a config, and of every config inside it, without the keys that say how weights are
-    quantised.
+    quantized.
     """
     copied = copy.deepcopy(raw)
     for part in parts(copied):
-        for key in QUANTISATION & part.keys():
+        for key in QUANTIZATION & part.keys():
             del part[key]
     return copied
 
@@ -463,9 +463,9 @@ def _read(text: str) -> Any:
 
 
 def groups_per_head(dim: int) -> int:
-    """Number of equal quantisation groups in a head's key or value of `dim` numbers."""
+    """Number of equal quantization groups in a head's key or value of `dim` numbers."""
     return next(
-        count for count in range(-(-dim // QUANTISATION_GROUP), dim + 1) if dim % count == 0
+        count for count in range(-(-dim // QUANTIZATION_GROUP), dim + 1) if dim % count == 0
     )
 
 
@@ -481,7 +481,7 @@ class CachedLayer:
     window: int | None
 
     def bytes_per_token(self, number: int, bits: int | None) -> int:
-        """Bytes of all heads for one token, with `number` bytes per number or quantised to
+        """Bytes of all heads for one token, with `number` bytes per number or quantized to
         `bits`.
         """
         dims = self.key_dim, self.value_dim
@@ -501,7 +501,7 @@ class KVCache:
     layers: tuple[CachedLayer, ...]
     bytes_per_number: int
     context: int | None
-    bits: int | None = None  # per number in a quantised cache, without scales
+    bits: int | None = None  # per number in a quantized cache, without scales
     cross: bool = False
 
     @property

@@ -28,8 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from gqa.checkpoint.custom_code import listed_as
-from gqa.checkpoint.errors import CorruptError
+from gqa.core.errors import CorruptError
+from gqa.models.custom_code import listed_as
 
 if TYPE_CHECKING:
     from torch import Tensor

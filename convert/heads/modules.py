@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
-from gqa.checkpoint.custom_code import listed_as
-from gqa.checkpoint.errors import CorruptError, RefusedError, listing
 from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig, target_heads
 from gqa.convert.heads.family import Groups, LayerHeads, Layout, Part, Role, Rule, Symmetry
+from gqa.core.errors import CorruptError, RefusedError, listing
+from gqa.models.custom_code import listed_as
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -255,14 +255,14 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
 
 
 def _check_unpacked(tensors: Mapping[str, TensorSpec]) -> None:
-    """Raise RefusedError if a tensor of an attention module holds quantised weights, or their
+    """Raise RefusedError if a tensor of an attention module holds quantized weights, or their
     scales.
     """
     for tail, spec in tensors.items():
         if tail not in _BUFFERS and (is_packed(spec) or spec.dtype not in TORCH_DTYPES):
             raise RefusedError(
-                f"{spec.name} is stored as {spec.dtype}: heads that are quantised or packed cannot "
-                "be averaged; convert the original and quantise the result, or dequantise first"
+                f"{spec.name} is stored as {spec.dtype}: heads that are quantized or packed cannot "
+                "be averaged; convert the original and quantize the result, or dequantize first"
             )
 
 

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import ModelConfig, read_config, valid_groups
 from gqa.convert.merge.calibrate import Calibrator
@@ -26,6 +24,8 @@ from gqa.convert.merge.quality import CHECKED
 from gqa.convert.methods import DEFAULT
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.targets import as_it_is
+from gqa.core.console import SILENT, Watcher
+from gqa.core.errors import RefusedError
 from gqa.corpus.likelihood import kl_divergence
 
 # Of calibration text at most: layers are fitted to four fifths of them and measured on the rest

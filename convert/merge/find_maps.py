@@ -19,12 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import CorruptError, NoMemoryError, RefusedError, differences
-from gqa.checkpoint.json_text import parse_json
-from gqa.checkpoint.loading import out_of_memory, predicts_tokens
 from gqa.checkpoint.provenance import checkpoint_digest, portable, versions
-from gqa.checkpoint.work import claim, fingerprint, is_ours, remove
 from gqa.checkpoint.write import replacing
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.modules import attention_modules
@@ -34,6 +29,12 @@ from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.quality import CHECKED, QualityCheck
 from gqa.convert.methods import MAPS, HeadMaps, StoredMaps
 from gqa.convert.plan import Plan, searches
+from gqa.core.console import SILENT, Watcher
+from gqa.core.devices import out_of_memory
+from gqa.core.errors import CorruptError, NoMemoryError, RefusedError, differences
+from gqa.core.json_text import parse_json
+from gqa.core.work import claim, fingerprint, is_ours, remove
+from gqa.models.loading import predicts_tokens
 
 _INTERVAL = 20  # seconds between states, which may take gigabytes
 _PURPOSE = "finished layers"  # of the directory of `FinishedLayers`

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gqa.checkpoint.loading import as_float64, float64_device
 from gqa.convert.heads.family import Rotary
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.merge.grouping import find_order
@@ -21,6 +20,7 @@ from gqa.convert.merge.rope import unrotate
 from gqa.convert.merge.sensitivity import output_roots, query_sensitivity, visible_keys
 from gqa.convert.methods import HeadMaps, query_order
 from gqa.convert.plan import searches
+from gqa.core.devices import as_float64, float64_device
 
 # Tokens that key and value maps are fitted to: more hardly improve them, unlike W_O
 SAMPLED = 16_384

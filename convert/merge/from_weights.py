@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.family import LayerHeads, Rotary, Symmetry
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
@@ -23,6 +22,7 @@ from gqa.convert.merge.moments import Moments, head_maps, heads_of
 from gqa.convert.merge.procrustes import procrustes_key, procrustes_value
 from gqa.convert.methods import HeadMaps, query_order
 from gqa.convert.plan import Plan
+from gqa.core.errors import RefusedError
 
 # Heads by role, (n, w, K), projected so that R R^T are the second moments of what they compute.
 Projected = dict[str, Tensor]

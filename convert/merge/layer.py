@@ -14,10 +14,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from gqa.checkpoint.compat import tree_map_only
-from gqa.checkpoint.errors import LayerwiseError, RefusedError, explain
-from gqa.checkpoint.loading import out_of_memory
-from gqa.convert.merge.attention_functions import OBSERVER
+from gqa.core.compat import tree_map_only
+from gqa.core.devices import out_of_memory
+from gqa.core.errors import LayerwiseError, RefusedError, explain
+from gqa.models.attention_functions import OBSERVER
 
 # Arguments of a call besides the hidden states: positional, and by keyword.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from gqa.checkpoint.compat import build_model, initialize, supports_sdpa, unsaved_names
-from gqa.checkpoint.errors import LayerwiseError, RefusedError
-from gqa.checkpoint.loading import model_class
-from gqa.checkpoint.names import Loading
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
-from gqa.convert.merge.attention_functions import Attend, attend_eager, attend_sdpa
 from gqa.convert.merge.layer import Arguments, Layer, Stream, layerwise_errors, send
+from gqa.core.compat import build_model, initialize, supports_sdpa, unsaved_names
+from gqa.core.errors import LayerwiseError, RefusedError
+from gqa.models.attention_functions import Attend, attend_eager, attend_sdpa
+from gqa.models.loading import model_class
+from gqa.models.names import Loading
 
 
 class _FirstCall(Exception):  # noqa: N818 - a signal, not an error

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gqa.checkpoint.loading import as_float64
+from gqa.core.devices import as_float64
 
 # Eigenvalues below this share of the largest are rounding errors, which an inverse would blow up.
 CUT = 1e-6

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gqa.checkpoint.loading import as_float64
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.family import LayerHeads, Rotary
 from gqa.convert.heads.modules import Change
@@ -20,6 +19,7 @@ from gqa.convert.merge.linear_algebra import GroupMaps, add_products
 from gqa.convert.merge.shared_keys import shared_key
 from gqa.convert.merge.shared_values import shared_value
 from gqa.convert.methods import HeadMaps, first, mean
+from gqa.core.devices import as_float64
 
 
 def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from gqa.checkpoint.console import Watcher
-from gqa.checkpoint.errors import RefusedError
+from gqa.core.console import Watcher
+from gqa.core.errors import RefusedError
 from gqa.corpus.sources import (
     Exclusion,
     Source,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
     from gqa.corpus.tokens import Encoder, Ints
 
-_CHARACTERS = 256  # of text to tokenise for each token that is used (a token has about four)
+_CHARACTERS = 256  # of text to tokenize for each token that is used (a token has about four)
 COPIED = 13  # tokens in a row that show that text is the same
 _COPY_SHARE = 0.5  # of a block in calibration text, from which on it does not measure the quality
 AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
@@ -66,8 +66,8 @@ class CalibrationText:
         """Inputs of the model's forward by name, and held-out text (M, T) of at most `heldout`
         tokens, None for an encoder-decoder. Raises RefusedError and CorpusError.
         """
-        from gqa.checkpoint.loading import positions
         from gqa.convert.heads.config import transformers_config
+        from gqa.models.loading import positions
 
         config = transformers_config(checkpoint.config)
         if config.is_encoder_decoder:
@@ -126,8 +126,8 @@ class CalibrationText:
         import numpy as np
         import torch
 
-        from gqa.checkpoint.loading import load_model
         from gqa.convert.merge.self_samples import sampled_blocks
+        from gqa.models.loading import load_model
 
         if self.target_field:
             raise RefusedError(
@@ -177,7 +177,7 @@ class CalibrationText:
 
     def check_sources(self, checkpoint: Checkpoint) -> None:
         """Raise RefusedError or CorpusError for text that cannot be used; checks its beginning."""
-        from gqa.checkpoint.loading import load_tokenizer
+        from gqa.models.loading import load_tokenizer
 
         self.shares()
         data = [spec for spec in self.sources if not is_self(spec)]
@@ -272,14 +272,14 @@ def read_blocks(
     START_EVERY pieces begins with it in place of its own first token. Raises RefusedError and
     CorpusError.
 
-    Only documents with _CHARACTERS per token are tokenised, in an order by the hashes of their
+    Only documents with _CHARACTERS per token are tokenized, in an order by the hashes of their
     texts and the seed.
     """
     import numpy as np
 
-    from gqa.checkpoint.loading import load_tokenizer
     from gqa.convert.heads.config import read_config
     from gqa.corpus.tokens import START_EVERY, Encoder, check_ids, permutation, with_repeats
+    from gqa.models.loading import load_tokenizer
 
     encoder = Encoder(load_tokenizer(checkpoint, trust_remote_code, instead="use self"))
     digests, characters = zip(

@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gqa.checkpoint.compat import tree_leaves, tree_map
-from gqa.checkpoint.errors import LayerwiseError
-from gqa.checkpoint.names import stored_tensors
 from gqa.convert.heads.config import target_heads, transformers_config
 from gqa.convert.heads.family import LayerHeads, Symmetry
 from gqa.convert.heads.modules import AttentionModule, attention_modules
@@ -25,6 +22,9 @@ from gqa.convert.merge.layer_runner import LayerRunner
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods import HeadMaps, mean
 from gqa.convert.plan import Plan
+from gqa.core.compat import tree_leaves, tree_map
+from gqa.core.errors import LayerwiseError
+from gqa.models.names import stored_tensors
 
 # (N, T) token ids and masks, by argument name of the model's forward.
 Inputs = Mapping[str, Tensor]

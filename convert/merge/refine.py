@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gqa.checkpoint.loading import native_bfloat16
 from gqa.convert.merge.layer import Arguments, first_tensor
 from gqa.convert.merge.muon import Muon
 from gqa.convert.merge.options import AT_ONCE, Refinement
 from gqa.convert.merge.sensitivity import mean_squares
+from gqa.core.devices import native_bfloat16
 
 _CHECKS = 8  # measurements of the held-out error in a run
 

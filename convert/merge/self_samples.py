@@ -35,18 +35,19 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import sdpa_mask
 
 from gqa.checkpoint.chat_template import render_chat
-from gqa.checkpoint.compat import attention_name
-from gqa.checkpoint.console import SILENT, Watcher
-from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.loading import FILLED, cache_name, free_memory, load_tokenizer, native_bfloat16
 from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import write_bytes
 from gqa.convert.heads.config import read_config
-from gqa.convert.merge.attention_functions import attend_sdpa, register
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
+from gqa.core.compat import attention_name
+from gqa.core.console import SILENT, Watcher
+from gqa.core.devices import free_memory, native_bfloat16
+from gqa.core.errors import RefusedError, explain
 from gqa.corpus.cache import cache_errors, datasets_cache
 from gqa.corpus.tokens import MIX, START_EVERY, Block, Ints, first_token, with_repeats
+from gqa.models.attention_functions import attend_sdpa, register
+from gqa.models.loading import FILLED, cache_name, load_tokenizer
 
 SAMPLED = 64  # largest batch of sequences sampled with one seed
 SAMPLED_BYTES = 1 << 30  # largest KV cache of such a batch

@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gqa.checkpoint.console import Watcher
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import load_model, load_tokenizer, native_bfloat16
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.self_samples import (
@@ -25,9 +22,13 @@ from gqa.convert.merge.self_samples import (
     samples_identity,
     store_batches,
 )
+from gqa.core.console import Watcher
+from gqa.core.devices import native_bfloat16
+from gqa.core.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder, TokenPair
 from gqa.corpus.sources import Source, row_digest
 from gqa.corpus.tokens import Ints, check_ids
+from gqa.models.loading import load_model, load_tokenizer
 
 WRITTEN = 32  # pairs written per batch
 

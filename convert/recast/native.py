@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.errors import CorruptError, RefusedError
 from gqa.checkpoint.files import TensorSpec, byte_size
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.family import Fused, LayerHeads, Role
+from gqa.core.errors import CorruptError, RefusedError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,8 +50,8 @@ class Recipe:
             return replace(first, name=name)
         if first.dtype not in TORCH_DTYPES:
             raise RefusedError(
-                f"{first.name} is stored as {first.dtype}: quantised or packed weights cannot be "
-                "laid out anew; convert the original and quantise the result"
+                f"{first.name} is stored as {first.dtype}: quantized or packed weights cannot be "
+                "laid out anew; convert the original and quantize the result"
             )
         try:
             shape = tuple(
@@ -108,7 +108,7 @@ Rows = Callable[["Tensor"], "Tensor"]
 class Recasting:
     """From the model type `source` to the model type `target`.
 
-    architecture: The target's class; None for custom modelling code: then our counterpart of the
+    architecture: The target's class; None for custom modeling code: then our counterpart of the
         source's class, config.json gets the new keys only, and tensors are unchanged.
     config: transformers' config of the source -> config.json of the target with `kv = query` heads,
         without `architectures`, `model_type`, token ids, `tie_word_embeddings` and dtype, which are

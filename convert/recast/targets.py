@@ -10,16 +10,6 @@ import json
 import re
 from typing import Any
 
-from gqa.checkpoint.custom_code import (
-    BY_LAYER,
-    PREFIX,
-    auto_map,
-    file_of,
-    loads_as_decilm,
-    stand_in,
-)
-from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
-from gqa.checkpoint.loading import load_tokenizer
 from gqa.checkpoint.read import Checkpoint, read_json
 from gqa.convert.heads.config import (
     KVCache,
@@ -33,6 +23,9 @@ from gqa.convert.heads.families import custom
 from gqa.convert.heads.family import Groups, query_heads
 from gqa.convert.heads.modules import attention_modules, cached_layers
 from gqa.convert.recast.native import NATIVE, Recasting, Recipe, View
+from gqa.core.errors import CorruptError, RefusedError, explain, listing
+from gqa.models.custom_code import BY_LAYER, PREFIX, auto_map, file_of, loads_as_decilm, stand_in
+from gqa.models.loading import load_tokenizer
 
 # Our own classes allow any G; with all KV heads they reproduce the source's logits
 # (tests/test_custom_code.py).
@@ -178,7 +171,7 @@ def _view(
     position = {name: index for index, name in enumerate(checkpoint.tensors)}
     ordered = sorted(recipes, key=lambda name: position[recipes[name].sources[0].name])
     tensors = {name: recipes[name].spec(name) for name in ordered}
-    way = "native" if recasting.architecture else "custom modelling code"
+    way = "native" if recasting.architecture else "custom modeling code"
     fields = {
         "config": raw | edits,
         "tensors": tensors,
@@ -228,7 +221,7 @@ def _tokenizer_edits(
         if isinstance(token, str)
     }
     settings = {"tokenizer_class": type(tokenizer).__name__} | special | settings
-    # Custom modelling code keeps the class
+    # Custom modeling code keeps the class
     if not (whole or hasattr(tokenizer, "backend_tokenizer")):
         raise RefusedError(
             f"{type(tokenizer).__name__} has no tokenizer.json, which {target} needs"

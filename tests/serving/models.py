@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import load, write_safetensors
+from support.checkpoints import load, write_safetensors
 from transformers import AutoConfig, AutoModelForCausalLM
 
 EMBEDDED = Path(__file__).parents[2] / "examples" / "stdlib-mha"

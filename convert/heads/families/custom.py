@@ -1,4 +1,4 @@
-"""Families with custom modelling code: of `checkpoint/modelling`, named after the class of
+"""Families with custom modeling code: of `models/modeling`, named after the class of
 transformers that they extend.
 """
 
@@ -17,7 +17,7 @@ _T5 = Symmetry(rotates=False, query="q", output="o", norms=("layer.0.layer_norm"
 
 FAMILIES: tuple[Family, ...] = (
     Family(
-        "Conv1D [Q | K | V], custom modelling code",
+        "Conv1D [Q | K | V], custom modeling code",
         {
             "gqa_gpt2": Symmetry(
                 rotates=False, query=None, output="c_proj", transposed=True, norms=("ln_1",)
@@ -26,9 +26,9 @@ FAMILIES: tuple[Family, ...] = (
         attention=("attn",),
         rules=(Rule("c_attn", Conv1D(Fused("stacked"))),),
     ),
-    Family("separate k_proj and v_proj, custom modelling code", {"gqa_opt": _OPT}),
+    Family("separate k_proj and v_proj, custom modeling code", {"gqa_opt": _OPT}),
     Family(
-        "encoder-decoder, custom modelling code",
+        "encoder-decoder, custom modeling code",
         {
             **dict.fromkeys(("gqa_bart", "gqa_marian"), _BART),
             **dict.fromkeys(
@@ -40,7 +40,7 @@ FAMILIES: tuple[Family, ...] = (
         layers="decoder_layers",
     ),
     Family(
-        "encoder-decoder with relative positions, custom modelling code",
+        "encoder-decoder with relative positions, custom modeling code",
         dict.fromkeys(("gqa_mt5", "gqa_t5"), _T5),
         note="self- and cross-attention of the decoder; positions stay with the query heads",
         attention=("layer.0.SelfAttention",),

@@ -1,0 +1,1 @@
+"""What every command needs: options, errors, the terminal, devices; nothing about models."""

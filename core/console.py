@@ -1,0 +1,206 @@
+"""Shared by the commands: version, progress, one-line errors, exit codes. Imports no torch."""
+
+import io
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from importlib.metadata import version as installed
+from typing import Any, NoReturn, Self
+
+import click
+
+from gqa.core.errors import DivergedError, RefusedError, StoppedError, explain, one_line
+
+_LOG_SECONDS = 30.0  # between lines of progress in a log
+_LONGEST_LINE = 4000
+_LONGEST_STAGE = 60
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+def version_option(command: click.Command) -> click.Command:
+    """Add --version, which also prints the versions of torch and transformers."""
+    versions = "%(prog)s %(version)s (torch {}, transformers {})".format(
+        *map(installed, ("torch", "transformers"))
+    )
+    text = "Print the versions of gqa, torch and transformers, and exit."
+    return click.version_option(installed("gqa"), message=versions, help=text)(command)
+
+
+def print_lines(lines: Iterable[str], err: bool = False) -> None:
+    """Print lines for people. Together with `Watcher` and `print_json` this is the only way in
+    which anything is printed: names out of checkpoints and data files never reach the terminal with
+    line breaks or escape sequences.
+    """
+    for line in lines:
+        click.echo(one_line(line, _LONGEST_LINE), err=err)
+
+
+def print_json(record: Any) -> None:
+    """Print one JSON object for programs; all but ASCII is escaped.
+
+    Raises ValueError for NaN and infinity.
+    """
+    click.echo(json.dumps(record, allow_nan=False))
+
+
+# The remaining time comes first, so that a narrow terminal never cuts it off; the bar fills the
+# remaining columns.
+_BAR = "{desc} {percentage:3.0f}% eta {remaining} {n_fmt}/{total_fmt} {rate_fmt}{postfix} |{bar}|"
+_LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} elapsed, about {remaining} left{postfix}"
+
+
+class Watcher:
+    """Warnings on stderr and, unless `quiet`, progress: a tqdm bar, or in a log a line every
+    `_LOG_SECONDS`.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet, self._next_line = quiet, 0.0
+        self._bar: Any = None
+
+    def stage(self, name: str, total: int, unit: str = "token", done: int = 0) -> None:
+        """Begin a stage of `total` tokens, layers or other units (0 if unknown), of which so many
+        are `done`.
+        """
+        from tqdm.auto import tqdm
+
+        self.close()
+        interactive = is_interactive()
+        self._next_line = (
+            float("inf") if interactive or self._quiet else time.monotonic() + _LOG_SECONDS
+        )
+        file, style, seconds = (
+            (sys.stderr, _BAR, 0.1) if interactive else (io.StringIO(), _LINE, _LOG_SECONDS)
+        )
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            unit=unit,
+            unit_scale=total > 9999,
+            file=file,
+            leave=False,
+            dynamic_ncols=interactive,
+            bar_format=style if total else None,
+            disable=self._quiet,
+            mininterval=seconds,
+            miniters=1,
+            desc=one_line(name, _LONGEST_STAGE),
+        )
+
+    def update(self, count: int = 1, note: str = "") -> None:
+        """Count `count` more units as done; callable from any thread.
+
+        `note`: shown beside the progress.
+        """
+        if note:
+            self._bar.set_postfix_str(one_line(note), refresh=False)
+        self._bar.update(count)
+        if (now := time.monotonic()) >= self._next_line:
+            self._next_line = now + _LOG_SECONDS
+            self.say(str(self._bar))
+
+    def note(self, text: str) -> None:
+        """Print a line unless `quiet`."""
+        if not self._quiet:
+            self.say(text)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._bar is not None and is_interactive():
+            self._bar.clear()
+        print_lines([text], err=True)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+SILENT = Watcher(quiet=True)
+
+
+def is_interactive() -> bool:
+    """Whether a person watches the output: stderr is a terminal, or this runs in a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return sys.stderr.isatty() or "IPKernelApp" in getattr(shell, "config", ())
+
+
+def fail(program: str, message: str, code: int) -> NoReturn:
+    click.echo(one_line(f"{program}: {message}"), err=True)
+    sys.exit(code)
+
+
+def operand(name: str) -> str:
+    """A model as a word of a command to type: a path that begins with a dash would be an option."""
+    return f"./{name}" if name.startswith("-") else name
+
+
+class TerminatedError(SystemExit):
+    """SIGTERM ends the command: as an exit, so that no handler of errors takes it for one."""
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise TerminatedError(128 + number)
+
+
+def run(command: click.Command, program: str, interrupted: str) -> None:
+    """Run a command.
+
+    Exit codes: 0 done, 2 wrong usage or refused, 130 interrupted (143 terminated), 1 anything else.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    # Else torch prints a trace when another process ended
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        command.main(prog_name=program, standalone_mode=False)
+    except click.ClickException as error:
+        fail(
+            program, f"{error.format_message().rstrip('.')}; see {program} --help", error.exit_code
+        )
+    except (click.Abort, KeyboardInterrupt):
+        fail(program, f"interrupted; {interrupted}", 130)
+    except TerminatedError as error:
+        fail(program, f"terminated; {interrupted}", int(str(error)))
+    except Exception as error:  # always one line; -v adds the traceback
+        from gqa.core.devices import out_of_memory
+
+        if any(re.fullmatch("--verbose|-[a-z]*v[a-z]*", word) for word in sys.argv):  # also in -qv
+            print_lines(traceback.format_exc().rstrip("\n").split("\n"), err=True)
+        if isinstance(error, RefusedError):
+            fail(program, str(error), 2)
+        if isinstance(error, StoppedError):
+            fail(program, str(error), 128 + error.number)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            name = os.fsdecode(error.filename)
+            fail(
+                program,
+                f"{name}: {error.strerror}; check that it exists, its permissions and the disk",
+                1,
+            )
+        if isinstance(error, OSError | DivergedError):
+            fail(program, str(error), 1)
+        if out_of_memory(error):
+            fail(
+                program,
+                f"out of memory: {explain(error)}; use smaller batches or a shorter context",
+                1,
+            )
+        fail(
+            program,
+            f"unexpected {type(error).__name__}: {explain(error)}; -v shows where, please report "
+            "it",
+            1,
+        )

@@ -1,0 +1,155 @@
+"""Devices, their memory and precision; ranks, and who works while the others wait."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from gqa.core.errors import RefusedError, explain
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
+
+T = TypeVar("T")
+
+# Messages of torch's CPU allocators (Linux and macOS, Windows), memory-mapped files, MPS and
+# cuBLAS.
+_NO_MEMORY = (
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "not enough memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def ranks() -> PartialState:
+    """accelerate's state of the processes that a launcher started, or of this one.
+
+    Without cpu=True accelerate treats CPU processes as independent. The timeout is 6 hours: one
+    process tokenises, or writes the result, while the others wait.
+    """
+    from accelerate import PartialState
+
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(hours=6))
+
+
+def on_main(function: Callable[[], object]) -> None:
+    """Call a function in the main process while the others wait; all processes raise its error."""
+
+    def call() -> None:
+        function()
+
+    from_main(call)
+
+
+def from_main(function: Callable[[], T]) -> T:
+    """What a function returns in the main process, which the others wait for; all processes raise
+    its error.
+    """
+    from accelerate.utils import broadcast_object_list
+
+    outcome: list[Any] = [None, None]
+    if ranks().is_main_process:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = error
+    broadcast_object_list(outcome)
+    result, failure = outcome
+    if failure is not None:
+        raise failure
+    return cast("T", result)
+
+
+def default_device() -> str:
+    """The accelerator, or else the CPU."""
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    return accelerator.type if accelerator else "cpu"
+
+
+def find_device(name: str | None) -> str:
+    """The device of that name, or the default.
+
+    Raises RefusedError if it does not exist or cannot hold tensors.
+    """
+    if name is None:
+        return default_device()
+    try:
+        torch.zeros(1, device=name).item()
+    except Exception as error:  # each backend has its own
+        raise RefusedError(
+            f"device {name} cannot be used: {explain(error)}; use {default_device()}"
+        ) from error
+    return name
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the host, ran out of memory: torch has an error class for devices
+    only.
+    """
+    message = str(error) if isinstance(error, RuntimeError) else ""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        words in message for words in _NO_MEMORY
+    )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes free for tensors on an accelerator; None for a CPU, and if torch cannot report them.
+
+    Memory that torch's allocator has reserved but does not use is free, though the driver counts it
+    as used.
+    """
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def total_memory(device: str) -> int | None:
+    """Total bytes of memory of an accelerator, or of this host or its container;
+    None if unknown.
+    """
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = Path("/sys/fs/cgroup/memory.max")
+        words = limit.read_text().strip() if limit.exists() else "max"
+    except (AttributeError, ValueError, OSError):  # on other systems
+        return None
+    return min(host, int(words)) if words.isdecimal() else host
+
+
+def peak_memory() -> int:
+    """The most bytes of the host's memory that this process has had so far."""
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def as_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64; on the CPU if the device has no float64 (MPS)."""
+    return tensor.cpu().double() if tensor.device.type == "mps" else tensor.double()
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """The device to which `as_float64` moves tensors of `device`."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def native_bfloat16(device: str) -> bool:
+    """Whether the device multiplies bfloat16 natively, not through float32."""
+    if device.startswith("cpu"):  # one of several processes has `cpu:0`
+        able = torch.cpu.get_capabilities()
+        return bool(able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16"))
+    return device.startswith("cuda") and torch.cuda.is_bf16_supported()

@@ -1,0 +1,388 @@
+"""The options of a command: a frozen dataclass, from which the command line is built and which
+Python callers make too.
+
+    @dataclass(frozen=True)
+    class Windows(Options):
+        model: str = option(MISSING, argument="MODEL")
+        context: int | None = option(None, "Tokens.  [default: the model's]", tokens_type(4))
+        recall: bool | None = option(None, "Measure recall.", needs=("context",))
+
+    @command(Windows)
+    def windows(options: Windows) -> None:
+        "What --help says."
+
+A bool is a flag, a Literal a choice, a tuple takes several values; other types need a click type.
+Imports no torch.
+"""
+
+import math
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, Field, dataclass, field, fields
+from fractions import Fraction
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+
+import click
+
+from gqa.core.console import CONTEXT_SETTINGS, version_option
+from gqa.core.errors import DivergedError, OutputError, RefusedError
+
+T = TypeVar("T")
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_SIZES = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+_COMPARE = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": operator.lt}
+
+
+class Number(click.ParamType[Any]):
+    """A finite number within bounds in words, like `from 1 to 8` or `above 0 below 1`."""
+
+    name = "number"
+
+    def __init__(self, kind: type, bounds: str = "") -> None:
+        words = bounds.split()
+        self._bounds = [
+            (_COMPARE[word], float(bound))
+            for word, bound in zip(words[::2], words[1::2], strict=True)
+        ]
+        self._kind, self._allowed = (
+            kind,
+            " ".join(["whole number" if kind is int else "number", *words]),
+        )
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = value
+        if isinstance(value, str):
+            with suppress(ValueError):
+                number = self._kind(value)
+        is_number = isinstance(
+            number, int if self._kind is int else int | float
+        ) and not isinstance(number, bool)
+        if (
+            not is_number
+            or not abs(number) < math.inf
+            or not all(holds(number, b) for holds, b in self._bounds)
+        ):
+            self.fail(f"{value!r} is not a {self._allowed}", param, ctx)
+        return self._kind(number)
+
+
+LARGEST = 10**9  # of what is counted one by one
+COUNT = Number(int, f"from 1 to {LARGEST}")
+SEED = Number(int, f"from 0 to {2**31 - 1}")
+POSITIVE, FROM_ZERO = Number(float, f"above 0 to {LARGEST}"), Number(float, f"from 0 to {LARGEST}")
+SHARE = Number(float, "from 0 to 1")
+_FLAG = click.Choice((True, False))
+
+
+class Amount(click.ParamType[int]):
+    """`64k`, `1.5GB`: a whole number with one of the `units`, of `least` to 10^15; `allowed` says
+    so in words.
+    """
+
+    name = "amount"
+
+    def __init__(self, units: Mapping[str, int], allowed: str, least: int = 1) -> None:
+        self._units, self._allowed, self._least = units, allowed, least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        amount = None if isinstance(value, bool | float) else read_amount(str(value), self._units)
+        if amount is None or not self._least <= amount <= 10**15:
+            self.fail(f"{value!r} is not a {self._allowed}", param, ctx)
+        return amount
+
+
+def read_amount(text: str, units: Mapping[str, int] = _COUNTS) -> int | None:
+    """A number like 65536, 64k, 500M or 1B; None for what is no such number above zero."""
+    match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
+    return int(Fraction(match[1]) * units.get(match[2], 0)) or None if match else None
+
+
+def tokens_type(least: int = 1) -> Amount:
+    """A number of tokens."""
+    return Amount(
+        _COUNTS,
+        f"number of tokens from {least} to 1000T; give one like 65536, 64k, 500M or 1B",
+        least,
+    )
+
+
+BYTES = Amount(_SIZES, "size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB")
+
+
+class Text(click.ParamType[Any]):
+    """A name or a path, which need not exist; `blank`: or white space."""
+
+    name = "text"
+
+    def __init__(self, kind: type = str, *, blank: bool = False) -> None:
+        self._kind, self._blank = kind, blank
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(text, str) or not (text if self._blank else text.strip()) or "\0" in text:
+            self.fail(f"{value!r} is not a name", param, ctx)
+        return self._kind(text)
+
+
+class Several(click.ParamType[tuple[Any, ...]]):
+    """`1,8,32`: values of another type, one or more.
+
+    A file with a comma in its name is one value.
+    """
+
+    name = "list"
+
+    def __init__(self, kind: click.ParamType[Any]) -> None:
+        self.kind = kind
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
+        if isinstance(value, str) and not os.path.exists(value):
+            values: Sequence[Any] = [word.strip() for word in value.split(",") if word.strip()]
+        else:
+            values = value if isinstance(value, list | tuple) else [value]
+        if not values:
+            self.fail(
+                f"{value!r} is empty; give one or more values, separated by commas", param, ctx
+            )
+        return tuple(self.kind.convert(one, param, ctx) for one in values)
+
+
+class KVHeads(click.ParamType[int | tuple[int, ...]]):
+    """`8`, or one number for each layer: `1,3,3,1`."""
+
+    name = "kv heads"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        counts = Several(COUNT).convert(value, param, ctx)
+        return counts if len(counts) > 1 else counts[0]
+
+
+def option(
+    default: Any,
+    help: str = "",
+    kind: click.ParamType[Any] | None = None,
+    *,
+    metavar: str = "",
+    short: str = "",
+    argument: str = "",
+    free: bool = False,
+    needs: Sequence[str] = (),
+    methods: str = "",
+    expert: bool = False,
+) -> Any:
+    """A field that is an option too.
+
+    Args:
+        default: MISSING where it must be given.
+        short: `-o`.
+        argument: The metavar of an argument of the command, which is no option.
+        free: May differ between a run and its continuation.
+        needs: It means nothing unless one of these other options is given.
+        methods: The attribute of `gqa.convert.methods.Method` that says whether a method uses it.
+        expert: For Python callers only: no option of the command.
+    """
+    return field(
+        default=default,
+        metadata={
+            "help": help,
+            "kind": kind,
+            "metavar": metavar,
+            "short": short,
+            "argument": argument,
+            "free": free,
+            "needs": needs,
+            "methods": methods,
+            "expert": expert,
+        },
+    )
+
+
+def same_as(kind: type, name: str, **changes: Any) -> Any:
+    """The option of another command's dataclass, with some of its arguments changed."""
+    original = field_of(kind, name)
+    return option(**{"default": original.default, **original.metadata, **changes})
+
+
+def field_of(kind: type, name: str) -> Field[Any]:
+    """The field of this name of a dataclass."""
+    return cast("Field[Any]", kind.__dataclass_fields__[name])  # type: ignore[attr-defined]
+
+
+@cache
+def _types(kind: type) -> dict[str, tuple[click.ParamType[Any], bool]]:
+    """By field, the type of its values, and whether it has several."""
+    types = {}
+    for name, hint in get_type_hints(kind).items():
+        parts = [part for part in get_args(hint) if part is not NoneType]
+        # Of `X | None` the X
+        plain = hint if get_origin(hint) in (Literal, tuple) or not parts else parts[0]
+        several = get_origin(hint) is tuple or (get_origin(plain) is tuple and len(parts) == 1)
+        value = get_args(plain)[0] if several else plain
+        choices = click.Choice(get_args(value)) if get_origin(value) is Literal else None
+        usual = {bool: _FLAG, str: Text(), Path: Text(Path)}
+        one = field_of(kind, name).metadata["kind"] or choices or usual.get(value)
+        assert one is not None, f"{kind.__name__}.{name} needs a type"
+        types[name] = (Several(one) if several else one), several
+    return types
+
+
+@dataclass(frozen=True)
+class Options:
+    """The base of such dataclasses: values are checked and converted, whoever gives them."""
+
+    def __post_init__(self) -> None:
+        """Raises RefusedError that names the field."""
+        command: type = type(self)
+        for name, (kind, _) in _types(command).items():
+            value, default = getattr(self, name), field_of(command, name).default
+            if value is None or (value == default and type(value) is type(default)):
+                continue
+            try:
+                object.__setattr__(self, name, kind.convert(value, None, None))
+            except click.BadParameter as error:
+                raise RefusedError(f"{name}: {error.message.rstrip('.')}") from error
+
+    def is_set(self, name: str) -> bool:
+        """Whether an option has another value than its default."""
+        return bool(getattr(self, name) != field_of(type(self), name).default)
+
+    def check_needs(self) -> None:
+        """Raises RefusedError for an option that is given without any of those that it needs."""
+        for one in fields(self):
+            needs = one.metadata["needs"]
+            if needs and self.is_set(one.name) and not any(getattr(self, name) for name in needs):
+                names = [
+                    field_of(type(self), name).metadata["argument"].strip("[]") or flag(name)
+                    for name in needs
+                ]
+                give = "both" if len(names) == 1 else "one of them"
+                raise RefusedError(
+                    f"{flag(one.name)} has no effect without {' or '.join(names)}: give {give} or "
+                    "none"
+                )
+
+    def binding(self) -> dict[str, Any]:
+        """What a continued run must have in common with the one before, JSON-ready."""
+        bound = {
+            one.name: getattr(self, one.name) for one in fields(self) if not one.metadata["free"]
+        }
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in bound.items()
+        }
+
+
+def flag(name: str) -> str:
+    """The option of a field."""
+    return "--" + ("groups" if name == "kv_heads" else name).replace("_", "-")
+
+
+@contextmanager
+def parameters_in_errors(command: type) -> Iterator[None]:
+    """Errors of the block are for Python callers: `kv_heads=3` instead of `--groups 3`,
+    `overwrite=True` instead of `--overwrite`, `output` instead of `-o`.
+    """
+
+    def parameter_of(match: re.Match[str]) -> str:
+        no, word, rest = match.groups(default="")
+        name = "kv_heads" if word == "groups" else word.replace("-", "_")
+        if _types(command).get(name, (None,))[0] is _FLAG:
+            return f"{name}={not no}{rest}"
+        return name + rest.replace(" ", "=")
+
+    try:
+        yield
+    except (RefusedError, OutputError, DivergedError) as error:
+        message = re.sub(r"(?<![\w-])-o\b", "output", str(error))
+        error.args = (
+            re.sub(r"(?<![\w-])--(no-)?([a-z][a-z-]+)( [\dA-Z])?", parameter_of, message),
+        )
+        raise
+
+
+def default_text(default: Any) -> str:
+    """How --help shows a default: `  [default: 0]`; empty for what is off, or depends on other
+    things.
+    """
+    if default is True:
+        return "  [default: on]"
+    # By identity: 0 and 0.0 are equal to False, and are defaults like others.
+    if default in ((), None) or default is MISSING or default is False:
+        return ""
+    values = default if isinstance(default, tuple) else (default,)
+    shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+    return f"  [default: {','.join(shown)}]"
+
+
+def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
+    """The option or argument that a field is, of this name."""
+    kind, several = _types(owner)[one.name]
+    metadata, required = one.metadata, one.default is MISSING
+    if metadata["argument"]:
+        nargs = -1 if several else 1
+        return click.Argument(
+            [name], type=Text(), nargs=nargs, required=required, metavar=metadata["argument"]
+        )
+    names = [name, *filter(None, [metadata["short"]]), flag(name)]
+    text = metadata["help"] + default_text(one.default)
+    if kind is _FLAG:
+        if one.default is not False:
+            names[-1] += f"/--no-{flag(name)[2:]}"
+        return click.Option(names, is_flag=True, default=None, help=text)
+    numbers = "N[,...]" if several else "N" if isinstance(kind, Number) else None
+    metavar = metadata["metavar"] or numbers
+    return click.Option(
+        names, type=kind, required=required, help=text, metavar=metavar, multiple=several
+    )
+
+
+def read(kind: type[T], params: Mapping[str, Any]) -> T:
+    """The options that click has read; those that were not given have their defaults."""
+    values = {name: value for name, value in params.items() if value not in (None, ())}
+    for name, value in values.items():
+        # An option that was given several times
+        if isinstance(value, tuple) and isinstance(value[0], tuple):
+            values[name] = tuple(chain.from_iterable(value))
+    return kind(**values)
+
+
+def command(kind: type[T], epilog: str = "") -> Callable[[Callable[[T], Any]], click.Command]:
+    """A command whose options are the fields of `kind`, of which the function gets one."""
+
+    def decorate(function: Callable[[T], Any]) -> click.Command:
+        def call(**params: Any) -> Any:
+            return function(read(kind, params))
+
+        shown = [one for one in fields(kind) if not one.metadata["expert"]]  # type: ignore[arg-type]
+        params = [parameter(kind, one, one.name) for one in shown]
+        return version_option(
+            click.Command(
+                None,
+                callback=call,
+                params=params,
+                help=function.__doc__,
+                epilog=epilog,
+                context_settings=CONTEXT_SETTINGS,
+            )
+        )
+
+    return decorate

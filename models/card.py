@@ -1,0 +1,253 @@
+"""README.md of a result: a model card that can be published on the Hugging Face hub as it is.
+
+Nothing in a card comes from a checkpoint unescaped (`gqa.core.escape`), except the card of
+the base model, which stands at the end as the document that it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gqa.checkpoint.provenance import version
+from gqa.core.errors import one_line
+from gqa.core.escape import code_block, code_span, markdown, python_string, shell_line, visible
+from gqa.models.custom_code import MODEL_TYPES, auto_map
+
+if TYPE_CHECKING:
+    from gqa.checkpoint.read import Checkpoint
+
+CARD = "README.md"
+TAG = "gqa"  # tag of models on the Hugging Face hub
+BASE_CARD = "## The base model's card"
+# Ends our own part of a card, so that a card made from it does not contain it again.
+_END = "<!-- end of the card of gqa -->"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_FRONT_MATTER = re.compile(r"\A\ufeff?\s*---[ \t]*\r?\n.*?^---[ \t]*$", re.DOTALL | re.MULTILINE)
+_INHERITED = (
+    "license",
+    "license_name",
+    "license_link",
+    "language",
+    "datasets",
+    "pipeline_tag",
+    "tags",
+)
+# By the end of the class's name
+_PIPELINES = {"CausalLM": "text-generation", "MaskedLM": "fill-mask"}
+
+
+@dataclass(frozen=True)
+class SourceCard:
+    """The card of the checkpoint from which a result is made.
+
+    metadata: What a result inherits: license, language, data sets, pipeline, tags, each of them
+    words. base_models: Hub ids of the models from which the checkpoint itself was made. text: The
+    Markdown of its author. If gqa wrote the card, that of the model from which the checkpoint was
+    made.
+    """
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    base_models: tuple[str, ...] = ()
+    text: str = ""
+
+
+def source_card(checkpoint: Checkpoint) -> SourceCard:
+    """Read a checkpoint's README.md. Metadata that cannot be read are left out."""
+    from huggingface_hub import ModelCard
+
+    from gqa.checkpoint.hub import quiet
+
+    if CARD not in checkpoint.side_files:
+        return SourceCard()
+    text = checkpoint.path(CARD).read_text(encoding="utf-8", errors="replace")
+    fields: dict[str, Any] = {}
+    with suppress(Exception), quiet("huggingface_hub"):  # libraries of YAML raise many kinds
+        fields = dict(ModelCard(text, ignore_metadata_errors=True).data.to_dict())
+    text = _FRONT_MATTER.sub("", text)
+    metadata = {name: words for name in _INHERITED if (words := _words(fields.get(name)))}
+    base_models = _words(fields.get("base_model"))
+    names = [base_models] if isinstance(base_models, str) else base_models
+    _, _, after_ours = text.partition(_END)
+    original = after_ours.strip().removeprefix(BASE_CARD) if _END in text else text
+    return SourceCard(metadata, tuple(filter(is_hub_id, names)), original.strip())
+
+
+def _words(value: Any) -> str | list[str]:
+    """A value of metadata without anything but text: a string, or the strings of a list; empty for
+    other values.
+    """
+    if isinstance(value, str):
+        return one_line(value)
+    return (
+        [one_line(one) for one in value if isinstance(one, str)] if isinstance(value, list) else ""
+    )
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name can be that of a repository on the hub."""
+    return bool(_HUB_ID.fullmatch(name)) and len(name) <= 100
+
+
+def hub_metadata(
+    source: SourceCard,
+    base_models: Sequence[str],
+    model_class: Any,
+    tags: Iterable[str],
+    side_files: Iterable[str],
+) -> dict[str, Any]:
+    """Metadata of a result's card.
+
+    base_models: Hub ids of the models from which it is made, if they have any. tags: further ones.
+    side_files: Files that are copied from the source; a license among them is linked in the result
+    itself.
+    """
+    metadata = dict(source.metadata)
+    link = metadata.get("license_link")
+    if isinstance(link, str) and "://" not in link and link not in side_files and base_models:
+        metadata["license_link"] = f"https://huggingface.co/{base_models[0]}/blob/main/{link}"
+    pipeline = next(
+        (task for end, task in _PIPELINES.items() if model_class.__name__.endswith(end)), None
+    )
+    if pipeline:
+        metadata.setdefault("pipeline_tag", pipeline)
+    if base_models:
+        metadata["base_model"] = base_models[0] if len(base_models) == 1 else list(base_models)
+        metadata["base_model_relation"] = "finetune"
+    inherited = metadata.get("tags", [])
+    inherited = [inherited] if isinstance(inherited, str) else inherited
+    metadata["tags"] = list(dict.fromkeys([*inherited, *tags, TAG]))
+    return metadata | {"library_name": "transformers"}
+
+
+def format_card(metadata: Mapping[str, Any], name: str, parts: Sequence[str], original: str) -> str:
+    """Text of README.md: metadata, the title, `parts` of Markdown, and the base model's card below
+    them.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    base_card = [BASE_CARD, demote_headings(visible(original))] if original else []
+    text = "\n\n".join([f"# {markdown(name)}", *parts, _END, *base_card])
+    return str(ModelCard(f"---\n{ModelCardData(**metadata).to_yaml()}\n---\n\n{text}\n"))
+
+
+def demote_headings(text: str) -> str:
+    """Markdown whose highest heading is of level 3, so that it can stand under one of level 2."""
+    lines = _plain_headings(text.split("\n"))
+    levels = [
+        len(match[1]) for line, is_code in lines if not is_code and (match := _HEADING.match(line))
+    ]
+    levels += [
+        int(level)
+        for line, is_code in lines
+        if not is_code
+        for level in _HTML_HEADING.findall(line)
+    ]
+    shift = max(0, 3 - min(levels, default=3))
+
+    def deeper(match: re.Match[str]) -> str:
+        return match[0].replace(match[1], str(min(6, int(match[1]) + shift)))
+
+    demoted = []
+    for line, is_code in lines:
+        if not is_code:
+            if match := _HEADING.match(line):
+                level = min(6, len(match[1]) + shift)
+                line = "#" * level + line[match.end(1) :]
+            line = _HTML_HEADING.sub(deeper, line)
+        demoted.append(line)
+    return "\n".join(demoted)
+
+
+_HEADING = re.compile(r" {0,3}(#{1,6})(?=\s|$)")
+_HTML_HEADING = re.compile(r"(?i)</?h([1-6])(?=[\s>])")
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+_UNDERLINE = re.compile(r" {0,3}(=+|-+)\s*")
+
+
+def _plain_headings(lines: Sequence[str]) -> list[tuple[str, bool]]:
+    """Lines, and whether they are in a block of code; underlined headings are written with `#`."""
+    result: list[tuple[str, bool]] = []
+    fence = ""
+    for line in lines:
+        opening = _FENCE.match(line)
+        if fence:
+            result.append((line, True))
+            is_end = opening and opening[1].startswith(fence) and not line.strip().strip(fence[0])
+            fence = "" if is_end else fence
+            continue
+        if opening:
+            fence = opening[1]
+            result.append((line, True))
+            continue
+        before, is_code = result[-1] if result else ("", True)
+        underline = _UNDERLINE.fullmatch(line)
+        if underline and not is_code and re.match(r" {0,3}[^\s#>|*+<-]", before):
+            level = 1 if underline[1].startswith("=") else 2
+            result[-1] = (f"{'#' * level} {before.strip()}", False)
+        else:
+            result.append((line, False))
+    return result
+
+
+def model_name(name: str, is_on_hub: bool) -> str:
+    """Markdown for a model: its hub id as a link, or the name of its directory."""
+    if is_on_hub and is_hub_id(name):
+        return f"[{markdown(name)}](https://huggingface.co/{name})"
+    return code_span(name)
+
+
+def loading_code(model_class: Any, name: str, side_files: Iterable[str]) -> str:
+    """Markdown: how transformers loads the checkpoint `name`; with the code in it only where the
+    class is ours.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    classes, arguments = [model_class.__name__], python_string(name)
+    # None of an Auto class
+    model_type = getattr(getattr(model_class, "config_class", None), "model_type", None)
+    if model_type in MODEL_TYPES:
+        auto_of = {
+            reference.rpartition(".")[2]: auto for auto, reference in auto_map(model_type).items()
+        }
+        classes, arguments = [auto_of[model_class.__name__]], f"{arguments}, trust_remote_code=True"
+    elif classes[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        classes = ["AutoModelForCausalLM"]
+    lines = [f"model = {classes[0]}.from_pretrained({arguments})"]
+    if any(file.startswith("tokenizer") for file in side_files):
+        classes.append("AutoTokenizer")
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({arguments})")
+    return code_block(
+        [f"from transformers import {', '.join(sorted(classes))}", "", *lines], "python"
+    )
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Markdown: rows of cells that are numbers and words of ours; the first row is the header."""
+    header, *others = rows
+    line = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, line, *others))
+
+
+def making_of(tool: str, argv: Sequence[str], options: Mapping[str, Any], record: str) -> list[str]:
+    """Parts of Markdown: the command if there is any, the options that have a value, and the
+    versions.
+
+    record: Name of the file that has them all.
+    """
+    values = {
+        name: value
+        for name, value in options.items()
+        if value is not False and value not in (None, [], ())
+    }
+    named = ", ".join(code_span(f"{name}={value!r}") for name, value in values.items())
+    packages = ", ".join(f"{name} {version(name)}" for name in ("gqa", "torch", "transformers"))
+    command = [code_block([shell_line([tool, *argv])])] if argv else []
+    return [
+        *command,
+        f"Options: {named}. Made with {packages}; `{record}` has all options and versions.",
+    ]

@@ -1,0 +1,376 @@
+"""Load a checkpoint's model and tokenizer with transformers, strictly: what transformers only warns
+of is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from gqa.checkpoint.files import TOKENIZER_FILES
+from gqa.checkpoint.model_config import check_numbers, culprit, has_run_flags, without_run_flags
+from gqa.checkpoint.read import Checkpoint, read_json
+from gqa.core.compat import reset_run_flags
+from gqa.core.devices import out_of_memory
+from gqa.core.errors import RefusedError, explain, listing
+from gqa.models.custom_code import MODEL_TYPES, config_class, custom_class
+
+T = TypeVar("T")
+FILLED = 7 / 8  # of an accelerator's free memory, by weights alone
+_ADAPTED = ".base_layer.weight"  # of a layer that peft has put an adapter on
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+    weights: bool = True,
+) -> PreTrainedModel:
+    """The model in the directory `name` in the class that its config names, in evaluation mode.
+
+    Args:
+        dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
+        device: A device, or `auto`: accelerate's device_map, filling each accelerator to `FILLED`,
+            then memory, disk.
+        weights: Whether to load any; if not, parameters are on `meta` and nothing stored is
+            checked.
+        attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
+
+    Raises:
+        RefusedError: It cannot be loaded, loads with keys missing, unexpected or of another shape,
+            or an adapter lies beside its weights.
+        RuntimeError, MemoryError: There is no memory left for it (`out_of_memory`).
+    """
+    # Transformers would apply it to weights that may have it already
+    if (Path(name) / "adapter_config.json").exists():
+        raise RefusedError(
+            f"{name} has an adapter beside its weights (adapter_config.json), which would be "
+            "applied to them: remove the adapter's files if it is merged already, else merge it "
+            "first (peft: merge_and_unload)"
+        )
+    options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    try:
+        with quiet_transformers(), _plain_config(name) as plain:
+            config = read_auto_config(name, trust_remote_code)
+            cls = model_class(config, trust_remote_code)
+            if not weights:
+                return _empty(
+                    cls, config, dtype, options | {"trust_remote_code": trust_remote_code}
+                )
+            if device == "auto":
+                options |= _spread()
+            if plain != name:
+                # Code of a checkpoint is found by the path of its config, so that gets the object.
+                options["config"] = config if _is_auto(cls) else plain
+            model, info = cls.from_pretrained(
+                name,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
+            )
+    except RefusedError:
+        raise
+    except Exception as error:  # whatever a library raises about a checkpoint it cannot read
+        if out_of_memory(error):
+            raise
+        raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from error
+    _check_keys(name, info)
+    if device != "auto":
+        return model.to(device).eval()
+    weakref.finalize(model, shutil.rmtree, options["offload_folder"], ignore_errors=True)
+    if model.device.type == "meta":  # inputs go where the embedding is
+        raise RefusedError(f"the embedding of {name} does not fit into the memory of this machine")
+    return model.eval()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence the bars, tables and hints of transformers while it loads; our errors say what
+    matters.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    level, has_bars = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if has_bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _spread() -> dict[str, Any]:
+    """from_pretrained options for offloading."""
+    from accelerate.utils import get_max_memory
+
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of offloading
+    limits = {
+        place: int(size * FILLED) if isinstance(place, int) else size
+        for place, size in get_max_memory().items()
+    }
+    return {
+        "device_map": "auto",
+        "max_memory": limits,
+        "offload_folder": tempfile.mkdtemp(prefix="gqa-offload-"),
+    }
+
+
+def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device: str) -> None:
+    """Read weights from the `files` of the checkpoint `name` into an empty model whose parameters
+    are shards (DTensors on `meta`), with transformers' own loading; each process reads only its
+    rows. Parameters that are not empty, such as adapters, are not touched. Raises the errors of
+    `load_model`.
+    """
+    from safetensors import safe_open
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    from gqa.core.compat import load_weights, set_weight_conversions, weight_conversions
+    from gqa.models.names import follow_prefix
+
+    adapted = [
+        re.escape(key.removesuffix(_ADAPTED))
+        for key in model.state_dict()
+        if key.endswith(_ADAPTED)
+    ]
+    mapping = [*get_model_conversion_mapping(model)]
+    more = [
+        WeightRenaming(rf"^({'|'.join(adapted)})\.{tail}$", rf"\1.base_layer.{tail}")
+        for tail in ("weight", "bias")
+    ]
+    options = LoadStateDictConfig(
+        pretrained_model_name_or_path=name,
+        ignore_mismatched_sizes=True,
+        device_map={"": device},
+        dtype=model.dtype,
+        weight_mapping=[*mapping, *(more if adapted else ())],
+    )
+    try:
+        with ExitStack() as opened, quiet_transformers():
+            stored = [
+                opened.enter_context(safe_open(file, "pt", backend="pread")) for file in files
+            ]
+            slices = {key: file.get_slice(key) for file in stored for key in file.offset_keys()}
+            info = load_weights(model, slices, options)
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from error
+    loaded = weight_conversions(model) or []
+    set_weight_conversions(model, [conversion for conversion in loaded if conversion not in more])
+    follow_prefix(model, slices)
+    _check_keys(name, info.to_dict())
+
+
+def _check_keys(name: str, info: dict[str, Any]) -> None:
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if keys := info.get(kind):
+            what = f"{kind.replace('_', ' ')}: {listing(keys)}"
+            raise RefusedError(f"{name} loads with {what}; its weights do not belong to its config")
+
+
+def _empty(cls: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
+    from gqa.core.compat import build_model
+
+    options["dtype"] = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
+    with torch.device("meta"):
+        if _is_auto(cls):
+            return cls.from_config(config, **options).eval()
+        del options["trust_remote_code"]
+        return build_model(cls, config, **options).eval()
+
+
+def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
+    """transformers' config object of the model in the directory `name`, whose classes may be ours,
+    without the entries that say how a model is run (`RUN_FLAGS`). Raises RefusedError.
+    """
+    import transformers
+
+    raw = read_json(Path(name), "config.json")
+    check_numbers(raw, Path(name).name)
+    model_type, code = raw.get("model_type"), raw.get("auto_map")
+    known: Any = config_class(model_type) if isinstance(model_type, str) else None
+    try:
+        with quiet_transformers(), _plain_config(name) as plain:
+            if model_type in MODEL_TYPES:
+                config = known.from_pretrained(plain)
+            elif trust_remote_code and isinstance(code, dict) and "AutoConfig" in code:
+                # output_attentions is refused beside some implementations of attention.
+                options = {} if plain == name else {"output_attentions": False}
+                config = transformers.AutoConfig.from_pretrained(
+                    name, trust_remote_code=True, **options
+                )
+                if plain != name:
+                    reset_run_flags(config)
+            else:
+                config = transformers.AutoConfig.from_pretrained(plain if known else name)
+    except Exception as error:  # whatever a library, or code of a checkpoint, raises about a config
+        entry = (
+            culprit(raw, lambda other: known.from_dict(without_run_flags(other))) if known else ""
+        )
+        cause = f" because of {entry}" if entry else ""
+        raise RefusedError(
+            f"transformers cannot read config.json of {name}{cause}: {explain(error)}"
+        ) from error
+    config.name_or_path = name
+    return config
+
+
+@contextmanager
+def _plain_config(name: str) -> Iterator[str]:
+    """A directory with the config.json of the directory `name`, but without `RUN_FLAGS`: a
+    temporary one, or `name` itself if its config has none.
+    """
+    raw = read_json(Path(name), "config.json")
+    if not has_run_flags(raw):
+        yield name
+        return
+
+    with tempfile.TemporaryDirectory(prefix="gqa-config-") as directory:
+        Path(directory, "config.json").write_text(
+            json.dumps(without_run_flags(raw)), encoding="utf-8"
+        )
+        yield directory
+
+
+def _is_auto(cls: Any) -> bool:
+    """Whether a class is one of transformers' Auto classes, which choose the class of a
+    checkpoint.
+    """
+    return hasattr(cls, "from_config")
+
+
+def model_class(config: Any, trust_remote_code: bool = False) -> Any:
+    """The class that a config names, else the one of its model type that predicts tokens; an Auto
+    class if the class is code of the checkpoint, or transformers has none.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    if ours := custom_class(name, config.model_type):
+        return ours
+    if trust_remote_code and getattr(config, "auto_map", None):
+        autos = [auto for auto in config.auto_map if auto.startswith("AutoModelFor")]
+        return getattr(transformers, autos[0] if autos else "AutoModelForCausalLM")
+    auto, classes = transformers.AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.is_encoder_decoder:
+        auto, classes = (
+            transformers.AutoModelForSeq2SeqLM,
+            modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        )
+    named = getattr(transformers, name, None)
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    return named if is_model else classes.get(type(config), auto)
+
+
+_PREDICTING = re.compile("CausalLM|Seq2SeqLM|LMHead|PreTraining|ImageTextToText|MultimodalLM")
+
+
+def predicts_tokens(config: Any, trust_remote_code: bool = False) -> bool:
+    """Whether the class that a config names reads token ids and has a head that predicts them: no
+    classifier, reward model, base class or model of sound.
+    """
+    from transformers import GenerationMixin, PreTrainedModel
+
+    cls = model_class(config, trust_remote_code)
+    if not issubclass(cls, PreTrainedModel):  # an Auto class
+        return bool(_PREDICTING.search(cls.__name__))
+    return issubclass(cls, GenerationMixin) and cls.main_input_name == "input_ids"
+
+
+def check_predicts_tokens(config: Any, name: str, trust_remote_code: bool = False) -> None:
+    """Raise RefusedError for a model that can be neither evaluated nor decoded nor trained."""
+    if not predicts_tokens(config, trust_remote_code):
+        kind = model_class(config, trust_remote_code).__name__
+        raise RefusedError(
+            f"{name} is a {kind}, which does not predict the next token of a text; "
+            "give one with a language-model head "
+            "(like ...ForCausalLM)"
+        )
+
+
+def positions(config: Any) -> int | None:
+    """Maximum number of positions of the model of transformers' `config`;
+    None if it has no limit.
+    """
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or None
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """Name of the key/value cache among the arguments and outputs of `model`: transformers 5.24 has
+    renamed it.
+    """
+    return (
+        "cache"
+        if "cache" in inspect.signature(type(model).forward).parameters
+        else "past_key_values"
+    )
+
+
+def load_tokenizer(
+    checkpoint: Checkpoint, trust_remote_code: bool = False, instead: str = ""
+) -> Any:
+    """The checkpoint's tokenizer. `instead`: further advice in errors.
+
+    Raises RefusedError if there is none that transformers can load. Without files, or with those of
+    the special tokens alone, some classes make an empty one.
+    """
+    from transformers import AutoTokenizer
+
+    directory, advice = checkpoint.directory, f", or {instead}" if instead else ""
+    none = RefusedError(
+        f"{checkpoint.name} has no tokenizer; copy its base model's tokenizer files into "
+        f"{directory}{advice}"
+    )
+    if not any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise none
+    try:
+        raw = read_json(directory, "config.json")  # a view's is another
+        options: dict[str, Any] = {}
+        # Else transformers reads the file itself
+        if raw.get("model_type") in MODEL_TYPES or has_run_flags(raw):
+            options["config"] = read_auto_config(str(directory), trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory), trust_remote_code=trust_remote_code, **options
+        )
+        words = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)
+    except Exception as error:  # whatever a library raises about files that it cannot read
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise RefusedError(
+                f"the tokenizer of {checkpoint.name} is Python code in the checkpoint; review it, "
+                f"then give --trust-remote-code to run it{advice}"
+            ) from error
+        raise RefusedError(
+            f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}; "
+            f"repair its files{advice}"
+        ) from error
+    if len(words) < 2:
+        raise none
+    return tokenizer

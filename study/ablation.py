@@ -1,0 +1,293 @@
+"""`gqa-ablate`: convert, train and evaluate each cell of a study, a directory; running it again
+continues it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+from gqa.checkpoint.write import write_text
+from gqa.convert.api import convert_checkpoint
+from gqa.convert.plan import make_plan
+from gqa.core.console import SILENT, Watcher, is_interactive
+from gqa.core.errors import (
+    DivergedError,
+    NoMemoryError,
+    OutputError,
+    RefusedError,
+    StoppedError,
+    explain,
+    one_line,
+    plural,
+)
+from gqa.core.work import claim, remove
+from gqa.corpus.sources import parse_sources, row_digest
+from gqa.eval.evaluate import Comparison, environment
+from gqa.eval.subjects import open_subjects
+from gqa.eval.text import Text, check_target_field, choose_context, cut_text
+from gqa.models.loading import check_predicts_tokens
+from gqa.study import rows
+from gqa.study.options import UNMERGED, AblateOptions, Cell
+from gqa.uptrain.dataloader import build_data, heldout_sources
+from gqa.uptrain.run import uptrain
+from gqa.uptrain.setup import prepare
+
+
+class Ablation:
+    """A study: checks all options when constructed, measures its cells in `run`.
+
+    Nothing is written before `run`.
+    """
+
+    def __init__(self, options: AblateOptions) -> None:
+        """Raises RefusedError and CorpusError."""
+        options.refuse_conflicts()
+        if not options.model:
+            raise RefusedError("no model is named; give a directory or a hub id")
+        self.subject = open_subjects([options.model], options.trust_remote_code)[0]
+        # Conversions of cells that failed, and that the next run can continue
+        self._kept = set[str]()
+        self._commands = options.commands  # with the model as the caller named it
+        self.options = options = replace(options, model=self.subject.path)
+        check_predicts_tokens(self.subject.config, self.subject.name, options.trust_remote_code)
+        check_target_field(self.subject, options.target_field)
+        counts = options.kv_heads or (1,)
+        for method, groups in product(options.methods, counts):
+            # Raises if the model cannot be converted so
+            plan = make_plan(self.subject.checkpoint, groups, method)
+        if max(counts) > (heads := plan.config.main.kv):
+            name = self.subject.name
+            raise RefusedError(
+                f"--groups {max(counts)} is more than the {heads} key/value heads of {name}"
+            )
+        self.cells = options.cells(heads)
+        self._text = self._read_heldout()
+        for alpha in filter(None, options.alphas):  # raises if the data is less than one step needs
+            training, base = (
+                options.training(alpha, Path(self.subject.path), options.output),
+                self.subject,
+            )
+            build_data(training, base.checkpoint, None, base.config, base.tokenizer, "cpu", SILENT)
+        sources = parse_sources(
+            options.data,
+            field=options.field,
+            target_field=options.target_field,
+            separator=options.separator,
+        )
+        windows = [window.source + window.ids for window in self._text.windows]
+        self._identity: rows.Row = json.loads(
+            json.dumps(
+                {
+                    **options.identity(self.subject.checkpoint, self.subject.name),
+                    "content of the data": row_digest(
+                        " ".join(source.identify() for source in sources)
+                    ).hex(),
+                    "content of the held-out text": row_digest(repr(windows)).hex(),
+                }
+            )
+        )
+        rows.check_directory(options.output, self._identity, options.overwrite)
+
+    def _read_heldout(self) -> Text:
+        """Held-out documents or pairs, in the order of a hash of their text, so --eval-tokens takes
+        a random sample.
+        """
+        subject, options = self.subject, self.options
+        training = options.training(None, Path(subject.path), options.output)
+        training.check(1)
+        if not (sources := heldout_sources(training)):
+            raise RefusedError(
+                "there is no held-out text: give --heldout SOURCE, or --heldout-fraction to hold "
+                "out documents of the data"
+            )
+        context, limit = choose_context([subject], options.context), options.eval_tokens
+        documents = sorted(
+            (row for source in sources for row in source.rows()), key=lambda row: row_digest(*row)
+        )
+        return cut_text([subject], documents, context, limit)
+
+    def run(self, argv: Sequence[str] = ()) -> None:
+        """Measure every cell that has no row yet; `argv`: the command's arguments.
+
+        Raises OutputError if rows cannot be written, StoppedError after a signal: the same call
+        continues.
+        """
+        options, evaluation = self.options, self.options.evaluation
+        # Before anything of ours is in the directory: another study may have been made in it since
+        # it was checked.
+        rows.check_directory(options.output, self._identity, options.overwrite)
+        with rows.locked_work(options.output) as self._work:
+            rows.check_directory(options.output, self._identity, options.overwrite)
+            if options.overwrite or not rows.read_rows(options.output):
+                rows.remove_work(self._work)
+                for name in rows.FILES if rows.read_rows(options.output) else [rows.ROWS]:
+                    (options.output / name).unlink(missing_ok=True)
+            measured = [
+                cell for cell, row in rows.read_rows(options.output).items() if not row["error"]
+            ]
+            if cells := [cell for cell in self.cells if cell not in measured]:
+                self._comparison = Comparison(self.subject, self._text, evaluation)
+                self._environment = {"argv": argv, **environment(str(evaluation.device))}
+                # In a log there is a line of each cell
+                quiet = options.quiet or not is_interactive()
+                with Watcher(quiet) as self._watcher:
+                    self._watcher.stage(self.subject.name, len(cells), "cell")
+                    self._measure_base_model(cells[0])
+                    converted = (cell for cell in cells if not cell.is_base_model)
+                    for _, group in groupby(converted, lambda cell: cell.conversion):
+                        self._measure_conversion([*group])
+            rows.remove_work(self._work, self._kept)
+
+    def _add_row(self, cell: Cell, error: str | None = None, **columns: Any) -> None:
+        options = self.options
+        commands = [] if cell.method == UNMERGED else self._commands(cell)
+        shared = {
+            "seed": options.seed,
+            "train": None,
+            "teacher": options.teacher,
+            "commands": commands,
+        }
+        constant = {"options": self._identity, "environment": self._environment}
+        rows.append_row(
+            options.output, {**cell._asdict(), **shared, "error": error, **columns, **constant}
+        )
+        result = error or format(columns["loss"], ".4f")
+        self._watcher.update()
+        if not options.quiet:
+            self._watcher.say(
+                f"{cell.method}, {plural(cell.groups, 'KV head')}, alpha {cell.alpha:g}: {result}"
+            )
+
+    @contextmanager
+    def _add_errors(self, cells: Sequence[Cell]) -> Iterator[None]:
+        """Turn any error of the block, except StoppedError, into a row of each cell with that
+        error.
+
+        What was done for these cells is kept, unless they would fail in the same way again.
+        """
+        try:
+            yield
+        except StoppedError:
+            raise
+        except Exception as error:
+            fails_again = isinstance(error, RefusedError | DivergedError) and not isinstance(
+                error, NoMemoryError
+            )
+            if not fails_again:
+                self._kept |= {cell.conversion for cell in cells}
+            is_ours = isinstance(error, RefusedError | OutputError | DivergedError)
+            reason = one_line(
+                str(error) if is_ours else f"{type(error).__name__}: {explain(error)}"
+            )
+            for cell in cells:
+                self._add_row(cell, reason)
+
+    def _measure_base_model(self, first: Cell) -> None:
+        """Measure the base model as the baseline; add its row if it is the `first` cell."""
+        subject, text, comparison = self.subject, self._text, self._comparison
+        start = time.perf_counter()
+        row: rows.Row = {"text": text.record(), "train_tokens": 0}
+        if "recall" not in self.options.skip:
+            try:
+                comparison.prepare_recall(text.context)
+            except RefusedError as error:
+                row["recall_refused"] = str(error)
+        row |= rows.columns_of(
+            comparison.measure(subject, {}, alone=True), subject.cache, subject.cache
+        )
+        if first.is_base_model:
+            self._add_row(first, **row, seconds_evaluating=time.perf_counter() - start)
+
+    def _measure_conversion(self, cells: Sequence[Cell]) -> None:
+        """Convert once, then train and measure `cells`; an error becomes a row of each cell that it
+        affects.
+
+        Raises StoppedError after a signal during training, and OutputError.
+        """
+        directory = self._work / cells[0].conversion
+        claim(directory, rows.CONVERSION)
+        converted, start = None, time.perf_counter()
+        with self._add_errors(cells):
+            converted = self._convert(cells[0], directory)
+        seconds = time.perf_counter() - start
+        for cell in cells if converted else ():
+            row: rows.Row = {}
+            with self._add_errors([cell]):
+                row = self._measure_cell(cell, converted)
+            if row:
+                self._add_row(cell, seconds_converting=seconds, **row)
+                # Only now: if the row cannot be written, they are still there
+                for trained in self._trained(cell):
+                    shutil.rmtree(trained, ignore_errors=True)
+        if directory.name not in self._kept:
+            remove(directory, rows.CONVERSION)
+
+    def _trained(self, cell: Cell) -> list[Path]:
+        """Where the checkpoint that is trained for a cell is written, and the states of its
+        training.
+        """
+        path = self._work / cell.conversion / f"alpha-{cell.alpha:g}"
+        return [path, path.with_name(f"{path.name}-state")]
+
+    def _convert(self, cell: Cell, directory: Path) -> Path:
+        """Path of the converted checkpoint, or of the base model for a cell that merges no heads.
+
+        The conversion of an interrupted run is reused.
+        """
+        options, out = self.options, directory / "converted"
+        if cell.method == UNMERGED:
+            return Path(self.subject.path)
+        if not out.exists():
+            convert_checkpoint(
+                self.subject.path,
+                cell.groups,
+                out,
+                method=cell.method,
+                seed=options.seed,
+                calibration=options.maps,
+            )
+        return out
+
+    def _measure_cell(self, cell: Cell, converted: Path) -> rows.Row:
+        """Train a cell and measure it; return its columns."""
+        options, comparison = self.options, self._comparison
+        row: rows.Row = {"train_tokens": 0, "seconds_training": 0.0}
+        path = converted
+        if cell.alpha:
+            path = self._trained(cell)[0]
+            row |= self._train(cell, converted, path)
+
+        start = time.perf_counter()
+        subject = open_subjects([str(path)], options.trust_remote_code)[0]
+        row |= rows.columns_of(comparison.measure(subject, {}), subject.cache, self.subject.cache)
+        return row | {"seconds_evaluating": time.perf_counter() - start}
+
+    def _train(self, cell: Cell, converted: Path, path: Path) -> rows.Row:
+        """Train a cell to the checkpoint `path` and return its columns.
+
+        A checkpoint that an interrupted run has trained but not measured is used as it is: its
+        columns are stored next to it.
+        """
+        columns = path.with_name(f"{path.name}.json")
+        if path.is_dir() and columns.is_file():
+            return dict(json.loads(columns.read_text()))
+
+        start = time.perf_counter()
+        setup = prepare(self.options.training(cell.alpha, converted, path), found_elsewhere=False)
+        progress, record = uptrain(setup)
+        row = {
+            "train": record["options"]["train"],
+            "train_tokens": progress.tokens,
+            "train_loss": progress.loss,
+            "seconds_training": time.perf_counter() - start,
+        }
+        write_text(columns, json.dumps(row) + "\n")
+        return row

@@ -1,0 +1,57 @@
+"""gqa-ablate: options, output, exit codes. Imports torch only when needed."""
+
+from __future__ import annotations
+
+import sys
+
+from gqa.core.console import fail, print_lines, run
+from gqa.core.options import command as command_of
+from gqa.study.options import ADVICE, AblateOptions, Cell
+
+_EPILOG = """\b
+Examples:
+  gqa-ablate ./Llama-2-7b-hf --data corpus.jsonl --heldout-fraction 0.01 -o study
+  gqa-ablate MODEL --data stdlib:train --methods mean,first,refined --groups 1,2,4,8 \\
+      --alphas 0,0.01,0.05,0.1 -o study
+  gqa-ablate -o study --max-loss-increase 0.05
+"""
+
+
+@command_of(AblateOptions, _EPILOG)
+def command(options: AblateOptions) -> None:
+    """Compare methods, numbers of heads and amounts of training for MODEL: convert, train, measure
+    each combination.
+
+    Each combination is saved at once; a report follows. Without MODEL, rewrite the report of DIR.
+    """
+    import transformers
+
+    from gqa.study.ablation import Ablation
+    from gqa.study.report import short_table, write_study_report
+
+    transformers.utils.logging.set_verbosity_error()
+    options.refuse_conflicts()
+    if options.model:
+        (study := Ablation(options)).run(sys.argv[1:])
+    rows, recommendation, names = write_study_report(options.output, options.max_loss_increase)
+    print_lines(short_table(rows).text().split("\n"))
+    if not options.quiet:
+        print_lines(["", f"written to {options.output}: {', '.join(names)}"])
+    print_lines(recommendation.split("\n"))
+    if options.model and (
+        failed := sum(bool(row["error"]) for row in rows if Cell.of(row) in study.cells)
+    ):
+        combinations = (
+            f"{failed} of {len(study.cells) - 1} combinations failed (see "
+            f"{options.output}/report.html)"
+        )
+        fail(
+            "gqa-ablate",
+            f"{combinations}; repeat the command without --overwrite to try them again",
+            1,
+        )
+
+
+def main() -> None:
+    """Entry point; exit codes of `gqa.core.console.run`, and 1 if cells failed."""
+    run(command, "gqa-ablate", ADVICE)

@@ -1,0 +1,304 @@
+"""The options of gqa-ablate and the cells of its grid. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import click
+
+from gqa.checkpoint.hub import default_output
+from gqa.checkpoint.provenance import checkpoint_digest, portable
+from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.methods import METHODS
+from gqa.convert.options import ConvertOptions, refuse_unused
+from gqa.core.console import operand
+from gqa.core.errors import RefusedError
+from gqa.core.escape import shell_line
+from gqa.core.options import COUNT, FROM_ZERO, SHARE, Options, flag, option, same_as, tokens_type
+from gqa.corpus.sources import is_self
+from gqa.eval.options import EvaluateOptions
+from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
+
+if TYPE_CHECKING:
+    from gqa.checkpoint.read import Checkpoint
+
+UNMERGED = "none"  # the method of cells with as many KV heads as the base model
+BASE = "base model"  # what reports call it
+ADVICE = "measured rows are kept; repeat the command without --overwrite to continue"
+
+
+class Cell(NamedTuple):
+    """One measurement: a conversion to `groups` KV heads, trained on a share `alpha` of the
+    data.
+    """
+
+    method: str
+    groups: int
+    alpha: float
+
+    @property
+    def conversion(self) -> str:
+        """Name of the conversion, which cells of different alphas share."""
+        return f"{self.method}-g{self.groups}"
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sort key: the base model first, then by groups, method and alpha."""
+        names = (UNMERGED, *METHODS, self.method)  # of another version perhaps
+        return not self.is_base_model, self.groups, names.index(self.method), self.alpha
+
+    @property
+    def is_base_model(self) -> bool:
+        return self.method == UNMERGED and not self.alpha
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Cell:
+        return cls(**{name: row[name] for name in cls._fields})
+
+
+@dataclass(frozen=True)
+class AblateOptions(Options):
+    """See `gqa-ablate --help`.
+
+    `free` options may change between the runs of a study: which cells there are, and how fast they
+    are measured.
+    """
+
+    output: Path = option(
+        MISSING,
+        "Directory of the study; the same command continues it.",
+        short="-o",
+        metavar="DIR",
+        free=True,
+    )
+    model: str | None = option(None, argument="[MODEL]", free=True)
+    methods: tuple[str, ...] = option(
+        ("mean", "first", "aligned", "calibrated", "refined"),
+        "Methods to compare; random is a control.",
+        click.Choice([*METHODS]),
+        metavar="METHOD[,...]",
+        free=True,
+    )
+    kv_heads: tuple[int, ...] | None = option(
+        None,
+        "Numbers of key/value heads.  [default: the two largest divisors of MODEL's, and 1; also "
+        "all, as the control, with --teacher none]",
+        COUNT,
+        short="-g",
+        metavar="G[,...]",
+        free=True,
+    )
+    alphas: tuple[float, ...] = option(
+        (0.0, 0.05),
+        "Fractions of the data to train on; 0: no training.",
+        SHARE,
+        metavar="SHARE[,...]",
+        free=True,
+    )
+    train: Scope | None = same_as(TrainOptions, "train")
+    teacher: Literal["source", "none"] = option(
+        "source", "source: distill from MODEL; none: train on text alone."
+    )
+    data: tuple[str, ...] = option(
+        (),
+        "Training text, as for gqa-uptrain. Repeat it or use commas for several.",
+        metavar="SOURCE[,...]",
+    )
+    field: str = same_as(TrainOptions, "field")
+    separator: str | None = same_as(TrainOptions, "separator")
+    target_field: str | None = same_as(TrainOptions, "target_field")
+    heldout: str | None = option(
+        None,
+        "Text to evaluate on; also selects the best step of each training, as in gqa-uptrain.",
+        metavar="SOURCE",
+    )
+    heldout_fraction: float = same_as(TrainOptions, "heldout_fraction")
+    context: int | None = option(
+        None,
+        "Tokens per training block and per evaluation window.  [default: the model's context, at "
+        "most 2048]",
+        tokens_type(4),
+        metavar="COUNT",
+    )
+    batch_size: int | None = same_as(TrainOptions, "batch_size")
+    learning_rate: float = same_as(TrainOptions, "learning_rate")
+    seed: int = same_as(TrainOptions, "seed")
+    precision: Literal["float32", "bfloat16"] | None = option(
+        None, "Dtype of the computation.  [default: float32 for training, as stored for evaluation]"
+    )
+    calibration_tokens: int = same_as(ConvertOptions, "tokens")
+    refine_steps: int = same_as(ConvertOptions, "refine_steps")
+    eval_tokens: int | None = option(
+        None, "Held-out tokens to evaluate on.  [default: all]", tokens_type(), metavar="COUNT"
+    )
+    skip: tuple[Literal["kl", "recall"], ...] = option(
+        (),
+        "Leave out KL divergence from MODEL (kl) or recall from the context (recall).",
+        metavar="NAME[,...]",
+    )
+    device: str | None = same_as(TrainOptions, "device")
+    max_loss_increase: float = option(
+        0.1,
+        "Recommend the smallest KV cache within N nats per token of MODEL's loss.",
+        FROM_ZERO,
+        free=True,
+    )
+    overwrite: bool = option(False, "Remove the study at DIR first.", free=True)
+    verbose: bool = same_as(TrainOptions, "verbose")
+    quiet: bool = same_as(EvaluateOptions, "quiet", free=True)
+    # For Python callers.
+    calibration_context: int = same_as(ConvertOptions, "context", expert=True)
+    trust_remote_code: bool = same_as(TrainOptions, "trust_remote_code", free=True, expert=True)
+
+    def cells(self, heads: int) -> list[Cell]:
+        """The grid for a base model of `heads` KV heads: the base model, then every combination of
+        methods, groups and alphas. As many heads as the base model's are one conversion, whatever
+        the method.
+        """
+        cells = {Cell(UNMERGED, heads, 0.0)}
+        for groups in self.kv_heads or self._default_groups(heads):
+            for method in self.methods if groups < heads else (UNMERGED,):
+                cells |= {Cell(method, groups, alpha) for alpha in self.alphas}
+        return sorted(cells, key=lambda cell: cell.order)
+
+    def _default_groups(self, heads: int) -> set[int]:
+        """1 and the two largest divisors of `heads` below it.
+
+        Where anything is trained on text alone also `heads`, the control; a base model that learns
+        its own predictions would stay as it is.
+        """
+        divisors = [groups for groups in range(1, heads) if heads % groups == 0]
+        control = not divisors or (any(self.alphas) and self.teacher == "none")
+        return {*divisors[:1], *divisors[-2:], *([heads] if control else [])}
+
+    def refuse_conflicts(self) -> None:
+        """Raise RefusedError for options that conflict or that no method uses."""
+        for name in vars(self) if not self.model else ():
+            if self.is_set(name) and name not in (
+                "output",
+                "max_loss_increase",
+                "verbose",
+                "quiet",
+            ):
+                raise RefusedError(f"{flag(name)} has no effect without MODEL: give both or none")
+        if self.model and not self.data:
+            raise RefusedError(
+                "no data is named: give text to train and calibrate on with --data, like "
+                "stdlib:train"
+            )
+        if any(map(is_self, self.data)):
+            raise RefusedError("--data self has no documents to hold out; name text")
+        refuse_unused(self, self.methods, f"--methods {','.join(self.methods)}")
+
+    def identity(self, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+        """The base model and the options that all cells of a study share, JSON-ready."""
+        bound = {name: portable(value) for name, value in self.binding().items()}
+        return {
+            "model": checkpoint.hub_id or name,
+            "fingerprint": checkpoint_digest(checkpoint),
+            **bound,
+        }
+
+    @property
+    def maps(self) -> MapsOptions:
+        """Calibration options. Raises RefusedError if the device cannot be used."""
+        from gqa.core.devices import find_device  # here: `--help` loads this file
+
+        text = CalibrationText(
+            self.data or ("self",),
+            self.calibration_tokens,
+            self.calibration_context,
+            self.seed,
+            self.field,
+            self.target_field,
+            trust_remote_code=self.trust_remote_code,
+            heldout=self.heldout,
+            heldout_fraction=self.heldout_fraction,
+            separator=self.separator,
+        )
+        refinement = Refinement(self.refine_steps, seed=self.seed)
+        return MapsOptions(text=text, refinement=refinement, device=find_device(self.device))
+
+    def commands(self, cell: Cell) -> list[str]:
+        """Commands that make the model of a cell whose heads are merged."""
+        assert self.model
+        out, method = (
+            str(default_output(self.model, f"-gqa{cell.groups}-{cell.method}")),
+            METHODS[cell.method],
+        )
+        words = [
+            "gqa-convert",
+            operand(self.model),
+            "--groups",
+            str(cell.groups),
+            "--method",
+            cell.method,
+            "-o",
+            out,
+        ]
+        if method.reads_text:
+            words += ["--tokens", str(self.calibration_tokens)]
+        uses = {
+            name: one.metadata["methods"]
+            for name, one in ConvertOptions.__dataclass_fields__.items()
+        }
+        used = {name for name, use in uses.items() if use and getattr(method, use)} - {
+            "precision",
+            "context",
+        }
+        commands = [words + self._words(used)]
+        if cell.alpha:
+            teacher = self.model if self.teacher == "source" else NO_TEACHER
+            words = [
+                "gqa-uptrain",
+                operand(out),
+                "--alpha",
+                f"{cell.alpha:g}",
+                "--teacher",
+                teacher,
+                "-o",
+                f"{out}-uptrained",
+            ]
+            commands.append(
+                words + self._words(TrainOptions.__dataclass_fields__.keys() - {"teacher"})
+            )
+        return [*map(shell_line, commands)]
+
+    def _words(self, names: Collection[str]) -> list[str]:
+        """Arguments for the options of these names that all cells share and that are not at their
+        defaults.
+        """
+        words = list[str]()
+        for name in (name for name in self.binding() if name in names):
+            value = getattr(self, name) if self.is_set(name) else ()
+            for part in value if isinstance(value, tuple) else [value]:
+                words += [flag(name), str(part)]
+        return words
+
+    def training(self, alpha: float | None, model: Path, output: Path) -> TrainOptions:
+        """Training options of a cell: from the conversion `model` to `output`, continued if it was
+        interrupted.
+        """
+        names = TrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys()
+        changes = {
+            "model": str(model),
+            "output": output,
+            "alpha": alpha,
+            "overwrite": True,
+            "precision": self.precision or "float32",
+            "teacher": self.model if self.model and self.teacher == "source" else NO_TEACHER,
+        }
+        return TrainOptions(**{name: getattr(self, name) for name in names} | changes)
+
+    @property
+    def evaluation(self) -> EvaluateOptions:
+        """Options of measuring. Raises RefusedError if the device cannot be used."""
+        return EvaluateOptions(
+            precision=self.precision or "auto",
+            device=self.maps.device,
+            quiet=True,
+            kl="kl" not in self.skip,
+        )

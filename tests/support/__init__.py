@@ -1,0 +1,1 @@
+"""What tests share: tiny models, checkpoints, processes, texts, a stand-in for the hub."""

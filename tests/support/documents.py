@@ -1,0 +1,99 @@
+"""Files of text in every format that is read, and what is tokenized of them: what the tests of the
+corpus share.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from gqa.corpus.sources import parse_source
+from gqa.corpus.tokens import Documents, Encoder, tokenize
+
+
+def texts_of(count: int, seed: int = 0) -> list[str]:
+    """Texts of some 5 to 500 tokens, some that spell special tokens, a tenth of them twice."""
+    draw = random.Random(seed)
+    words = ["def", "return x", "</s>", "<s>", "é漢🙂", "\n    ", "import os\n", "0x1f"]
+    texts = [
+        f"{seed} {i} " + " ".join(draw.choices(words, k=int(draw.paretovariate(0.8)) % 100))
+        for i in range(count)
+    ]
+    return [*texts, *texts[: count // 10]]
+
+
+def lines(path: Path, *rows: object) -> Path:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write(path: Path, texts: list[str], kind: pa.DataType | None = None) -> Path:
+    """Texts with a number each, in the format and compression that the name of the file says;
+    `kind` is Parquet's.
+    """
+    frame = pd.DataFrame({"id": range(len(texts)), "text": texts})
+    table = pa.table(
+        {"id": frame.id, "text": pa.array(texts, pa.string()).cast(kind or pa.string())}
+    )
+    suffix = path.name.lower().split(".")[1]
+    if suffix == "jsonl":
+        with pa.output_stream(path, compression="detect") as stream:
+            frame.to_json(stream, orient="records", lines=True, force_ascii=False)
+    elif suffix == "json":
+        frame.to_json(path, orient="records", indent=1)
+    elif suffix == "csv":
+        frame.to_csv(path, index=False)
+    elif suffix == "parquet":
+        pa.parquet.write_table(table, path)
+    else:
+        make = pa.ipc.new_file if path.name.startswith("feather") else pa.ipc.new_stream
+        with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    return path
+
+
+def tokenized(path: Path, texts: list[str], tokenizer: Any) -> Documents:
+    """The texts, written to a file and tokenized from there."""
+    return tokenize([parse_source(str(write(path, texts)))], tokenizer)
+
+
+def documents_of(tokens: list[list[int]]) -> Documents:
+    """Documents of these tokens, with digests that differ."""
+    digests = [
+        row.tobytes()
+        for row in np.random.default_rng(0).integers(0, 256, (len(tokens), 32), np.uint8)
+    ]
+    features = datasets.Features(
+        {"tokens": datasets.List(datasets.Value("int32")), "digest": datasets.Value("binary")}
+    )
+    data = datasets.Dataset.from_dict({"tokens": tokens, "digest": digests}, features)
+    return Documents(data, "")
+
+
+class Counted:
+    """The texts that are tokenized from now on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.texts = list[str]()
+        tokens = Encoder.tokens
+
+        def counting(encoder: Encoder, texts: list[str]) -> list[list[int]]:
+            self.texts += texts
+            return tokens(encoder, texts)
+
+        monkeypatch.setattr(Encoder, "tokens", counting)
+
+    def taken(self) -> int:
+        """How many there were since the last time."""
+        count = len(self.texts)
+        self.texts.clear()
+        return count

@@ -1,0 +1,18 @@
+"""Where the parts of this repository are."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Each may import those before it.
+PACKAGES = (
+    "core",
+    "checkpoint",
+    "models",
+    "corpus",
+    "convert",
+    "uptrain",
+    "eval",
+    "study",
+    "package",
+)
