@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from gqa.core.errors import RefusedError
-from gqa.models import modeling as modeling
+from gqa.models import modeling
 
 PREFIX = "gqa_"
 # Llama-like model types whose layers can have different numbers of heads: they build attention as

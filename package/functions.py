@@ -13,7 +13,7 @@ from gqa.eval.options import EvaluateOptions
 from gqa.study.options import AblateOptions
 from gqa.uptrain.options import TrainOptions
 
-from .models import Model, options_of_call
+from .calls import Model, options_of_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

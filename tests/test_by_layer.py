@@ -29,7 +29,7 @@ from gqa.convert.api import convert_checkpoint
 from gqa.convert.merge.budget import allotted
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.eval.subjects import Subject
-from gqa.models import modeling as modeling
+from gqa.models import modeling
 from gqa.models.custom_code import BY_LAYER
 from gqa.models.loading import cache_name, load_model
 

@@ -22,6 +22,7 @@ from support.checkpoints import Recorder, leftovers, llama, run
 from support.repository import PACKAGES
 from support.training import tiny_checkpoint
 
+from gqa.calls import options_of_call
 from gqa.checkpoint.hub import quiet
 from gqa.convert import cli as convert_cli
 from gqa.convert.methods import METHODS
@@ -30,7 +31,6 @@ from gqa.core import console
 from gqa.core.errors import OutputError, RefusedError
 from gqa.core.options import Amount, Number, Several, Text, _types, read
 from gqa.eval.options import EvaluateOptions
-from gqa.models import options_of_call
 from gqa.study.options import AblateOptions
 from gqa.uptrain.options import TrainOptions
 

@@ -38,8 +38,7 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.recast import targets
-from gqa.models import custom_code
-from gqa.models import modeling as modeling
+from gqa.models import custom_code, modeling
 from gqa.models.custom_code import BY_LAYER, MODEL_TYPES, config_class
 from gqa.models.loading import load_tokenizer
 

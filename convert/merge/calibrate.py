@@ -143,10 +143,13 @@ class Calibrator:
         cannot if the layer does not simply add attention's output (`scale` is None).
         """
         hidden = self.text.converted.hidden
-        targets = [torch.zeros_like(hidden) for _ in range(modules)]
-        if scale is not None:
-            targets[0] = (self.text.base.hidden - hidden).div_(scale)
-        return targets
+        if scale is None:
+            first = torch.zeros_like(hidden)
+        else:
+            first = (self.text.base.hidden - hidden).div_(scale)
+
+        others = [torch.zeros_like(hidden) for _ in range(modules - 1)]
+        return [first, *others]
 
     def _hand_on_errors(self, task: FitTask, next_target: Tensor) -> None:
         """Add what the converted module misses of its targets to the next module's targets."""

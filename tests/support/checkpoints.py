@@ -261,7 +261,7 @@ class Recorder(Watcher):
 
 def call(program: str, words: Iterable[object]) -> None:
     """A command in this process, with its own messages and exit codes."""
-    modules = {"gqa-ablate": "eval.study.cli"}
+    modules = {"gqa-ablate": "study.cli"}
     module = modules.get(program, f"{program.removeprefix('gqa-')}.cli")
     with mock.patch.object(sys, "argv", [program, *map(str, words)]):
         import_module(f"gqa.{module}").main()
