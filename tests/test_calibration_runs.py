@@ -133,9 +133,9 @@ def test_a_model_that_fills_gaps_is_not_measured(tmp_path: Path) -> None:
 
 
 _STOPPED = """
-from gqa.convert.merge import find_maps
+from gqa.convert.merge import finished_layers
 from gqa.convert.merge.calibrate import Calibrator
-find_maps._INTERVAL = 0
+finished_layers._INTERVAL = 0
 run = Calibrator.run
 def stop_after_first(self, layer, *rest):
     return os.kill(os.getpid(), {}) if layer else run(self, layer, *rest)
@@ -426,7 +426,7 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
     text, left = ("calibrated", "--tokens", 256, "--context", 16), [".out.gqa-work"]
     for method, seconds, names in ((("procrustes",), 0, []), (text, 99, []), (text, 0, left)):
         with monkeypatch.context() as patch:
-            patch.setattr("gqa.convert.merge.find_maps._INTERVAL", seconds)
+            patch.setattr("gqa.convert.merge.finished_layers._INTERVAL", seconds)
             patch.setattr("gqa.convert.api.write", Mock(side_effect=KeyboardInterrupt()))
             done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", *method)
         assert (done.code, [path.name for path in tmp_path.iterdir()]) == (130, names)
