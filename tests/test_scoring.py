@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from support.embedded import SOURCE, UNIFORM_VOCABULARY, load, texts, tokenizer
 from support.evaluations import model_directory, results
 
-import gqa.corpus.likelihood
+import gqa.models.chunked_head
 from gqa.corpus.likelihood import kl_divergence, kl_statistics, paired_ratio
 from gqa.eval.scoring import rolling_windows, score
 from gqa.eval.text import make_text, perplexity, text_windows
@@ -86,8 +86,8 @@ def test_any_batch_size_and_chunk_give_the_same(
     source, part, scores, monkeypatch, batch_size, numbers
 ):
     if numbers:
-        monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", numbers)
-        monkeypatch.setattr(gqa.corpus.likelihood, "LEAST_ROWS", 7)
+        monkeypatch.setattr(gqa.models.chunked_head, "CHUNK_NUMBERS", numbers)
+        monkeypatch.setattr(gqa.models.chunked_head, "LEAST_ROWS", 7)
     other, expected = (
         score(ChunkedHead(source), part.windows, batch_size=batch_size),
         scores["nats"][: part.tokens],

@@ -205,6 +205,7 @@ def _refit(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
     """Refit W_O (H e, D) by weighted ridge regression of the targets on merged heads' outputs."""
     assert maps.output is not None
     assert task.converted.projection is not None
+    heads, _ = task.pair.heads(task.module)
     task.apply(replace(maps, output=None))
     device = task.pair.converted.device
     bias = getattr(task.converted.projection, "bias", None)
@@ -226,7 +227,9 @@ def _refit(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
 
     count = int(task.position_weights.count_nonzero())
     start = maps.output.to(w_o).T @ w_o
-    fitted = ridge(gram / count, cross / count, start, task.pair.options.ridge)
+    fitted = ridge(
+        gram / count, cross / count, start, task.pair.options.ridge, block=heads.value_dim
+    )
 
     # The new W_O as a map of the base model's, which is how it is stored: all of it, unless W_O has
     # fewer rows than columns.

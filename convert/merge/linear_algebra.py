@@ -101,17 +101,21 @@ def add_products(sums: Tensor, rows: Tensor, columns: Tensor | None = None) -> N
         sums += as_float64(left.mT @ right)
 
 
-def ridge(inputs: Tensor, targets: Tensor, start: Tensor, strength: float) -> Tensor:
-    """Ridge regression towards `start`: W (n, p) minimizes E|x W - y|^2 + damping |W - start|^2.
+def ridge(inputs: Tensor, targets: Tensor, start: Tensor, strength: float, block: int) -> Tensor:
+    """Ridge regression towards `start`: W (n, p) minimizes
+    E|x W - y|^2 + sum_i damping_i |W_i - start_i|^2.
 
     Args:
         inputs: (n, n) E[x^T x].
         targets: (n, p) E[x^T y].
         start: (n, p).
-        strength: Damping relative to the mean of the diagonal of `inputs`.
+        strength: Damping of an input, relative to the mean energy of its block: a head is not
+            damped more because another one is larger.
+        block: Inputs of a block, the dimension of a head.
     """
-    mean_energy = inputs.diagonal().mean().clamp_min(1e-200)  # inputs of zero keep the start
-    damping = max(strength, 1e-12) * mean_energy
-    system = inputs + damping * torch.eye(len(inputs)).to(inputs)
-    solution: Tensor = torch.linalg.solve(system, targets + damping * start)
+    energies = inputs.diagonal().unflatten(0, (-1, block)).mean(1)
+    energies = energies.clamp_min(1e-200)  # inputs of zero keep the start
+    damping = max(strength, 1e-12) * energies.repeat_interleave(block)
+    system = inputs + damping.diag()
+    solution: Tensor = torch.linalg.solve(system, targets + damping[:, None] * start)
     return solution

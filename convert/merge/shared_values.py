@@ -20,9 +20,9 @@ def shared_value(attended: Tensor, values: Tensor, outputs: Tensor, owner: Tenso
     """Merge the m values of a group, so that W_O's outputs are recovered with the least squared
     error.
 
-    Alternating least squares, from the optimum for equal attention in all query heads: the map to
-    the shared value takes a line search along the preconditioned gradient, then each query head's
-    map back is solved for.
+    A model is the same if one head's values are multiplied by a number and its rows of W_O divided
+    by it. So heads are brought to equal energy first: otherwise a large head would push the others
+    below the cuts of the inverses.
 
     Args:
         attended: (R, m * d, m * d) E[z z^T] for each of the group's R = m r query heads, z the
@@ -32,6 +32,33 @@ def shared_value(attended: Tensor, values: Tensor, outputs: Tensor, owner: Tenso
             mean energy.
         outputs: (R, d, d) W_O,i W_O,i^T of each query head, W_O,i (d, D).
         owner: (R,), which of the m heads each query head reads.
+    """
+    dim = outputs.shape[1]
+    sizes = _root_mean_squares(values, dim)  # (m,)
+    by_row = sizes.repeat_interleave(dim)
+    by_query_head = sizes[owner.to(sizes.device)][:, None, None]
+
+    shared = _shared_value_of_equal_heads(
+        attended / by_row[:, None] / by_row, outputs * by_query_head.square(), owner
+    )
+    merge = shared.merge / by_row
+    merged_energy = (merge @ values @ merge.T).trace()
+    scale = energy_factor(values.trace() / len(sizes), merged_energy)
+    return GroupMaps(merge * scale, shared.back * by_query_head / scale)
+
+
+def _root_mean_squares(values: Tensor, dim: int) -> Tensor:
+    """Sizes (m,) of heads with the second moments (m * d, m * d); 1 for a head that is zero."""
+    energies = values.diagonal().unflatten(0, (-1, dim)).mean(1)
+    return energies.sqrt().where(energies > 0, torch.ones_like(energies))
+
+
+def _shared_value_of_equal_heads(attended: Tensor, outputs: Tensor, owner: Tensor) -> GroupMaps:
+    """See `shared_value`; the scale of the shared value is not defined.
+
+    Alternating least squares, from the optimum for equal attention in all query heads: the map to
+    the shared value takes a line search along the preconditioned gradient, then each query head's
+    map back is solved for.
     """
     dim = outputs.shape[1]
     heads = attended.shape[1] // dim
@@ -62,9 +89,7 @@ def shared_value(attended: Tensor, values: Tensor, outputs: Tensor, owner: Tenso
         project = project + slope / curvature * move
         restore = _restoring_maps(project, attended, crossed)
 
-    merged_energy = (project @ values @ project.T).trace()
-    scale = energy_factor(values.trace() / heads, merged_energy)
-    return GroupMaps(project * scale, restore / scale)
+    return GroupMaps(project, restore)
 
 
 def _restoring_maps(project: Tensor, attended: Tensor, crossed: Tensor) -> Tensor:
