@@ -99,7 +99,7 @@ def test_killed_at_every_change_of_a_name(runs: Runs, tmp_path: Path, overwrite:
     for fatal in range(1, 400):
         if overwrite:
             shutil.copytree(kept / "1", out)
-        killed = runs.begin(*words, before=f"from processes import die_at; die_at({fatal})")
+        killed = runs.begin(*words, before=f"from support.processes import die_at; die_at({fatal})")
         if killed.wait() == 0:
             break
         states.append(check_stopped(out, new, old))
