@@ -33,8 +33,9 @@ def text(ratio: float) -> str:
 
 
 def embedded(axes: Any, ratio_of: dict[str, float]) -> None:
-    """Models are named METHOD-HEADS; the title and the shares are those of a model with 8 KV
-    heads.
+    """Models are named METHOD-HEADS.
+
+    The title and the shares are those of a model with 8 KV heads.
     """
     heads = (4, 2, 1)
     for method, color in METHODS.items():

@@ -165,8 +165,9 @@ def convert_script(source: Path, out: Path) -> Iterator[Any]:
 
 
 def convert(model: str | None, layers: int, repeats: int, scratch: Path) -> None:
-    """Until the output is on disk; the source is in the page cache, the last output is deleted
-    before.
+    """Until the output is on disk.
+
+    The source is in the page cache, the last output is deleted before.
     """
     source, out = Path(model or scratch / "source"), scratch / "out"
     if not model:
@@ -248,8 +249,9 @@ def lm_eval(name: str, count: int) -> Iterator[Any]:
 
 
 def evaluate(model: str | None, windows: int, repeats: int, scratch: Path) -> None:
-    """In float32; the bare forward pass drops its logits: no evaluator that uses that forward can
-    be faster.
+    """In float32.
+
+    The bare forward pass drops its logits: no evaluator that uses that forward can be faster.
     """
     model = model or write_random(scratch, SHAPES["135m"])
     contestants = {"gqa-eval": score_windows, "bare forward": bare_forward, "lm_eval": lm_eval}

@@ -93,8 +93,9 @@ sys.exit((type(one), one) != (type(other), other))"""
 
 
 def questions() -> Iterator[tuple[str, str, Any]]:
-    """Kind, prompt, and the first line of the answer; of code each of `FUNCTIONS` after one of
-    three others.
+    """Kind, prompt, and the first line of the answer.
+
+    Of code each of `FUNCTIONS` after one of three others.
     """
     draw = random.Random(0)
     for _ in range(COUNT):
@@ -132,8 +133,9 @@ def questions() -> Iterator[tuple[str, str, Any]]:
 
 
 def is_right(answer: str, expected: Any) -> bool:
-    """Whether the answer is `expected`; of code, returns the same in a process with a few
-    builtins.
+    """Whether the answer is `expected`.
+
+    Of code, returns the same in a process with a few builtins.
     """
     if isinstance(expected, str):
         return answer == expected

@@ -118,8 +118,9 @@ def _cached(model: str, directory: Path) -> Iterator[None]:
 
 
 def default_output(model: str, suffix: str) -> Path:
-    """A model's path with a suffix: next to a local model; of a hub id or its cache, in the working
-    directory.
+    """A model's path with a suffix: next to a local model.
+
+    Of a hub id or its cache, in the working directory.
     """
     path, (hub_id, _) = Path(model), cached_revision(Path(model))
     if path.is_dir() and not hub_id:
@@ -188,8 +189,9 @@ def _read_cache(model: str, directory: Path, unreachable: Exception | None) -> C
 
 
 def _fetch(model: str, revision: str | None, *names: str) -> Path:
-    """Fetch those of the files that the repository has; return their directory in the hub's
-    cache.
+    """Fetch those of the files that the repository has.
+
+    Return their directory in the hub's cache.
     """
     from huggingface_hub import snapshot_download
 
@@ -285,8 +287,9 @@ def cache_error(cause: OSError, directory: Path | None = None) -> CacheError:
 
 
 def hub_reason(error: BaseException) -> str | None:
-    """The message of huggingface_hub in an error, or that the hub is unreachable; None if the hub
-    is not the cause.
+    """The message of huggingface_hub in an error, or that the hub is unreachable.
+
+    None if the hub is not the cause.
     """
     from huggingface_hub import constants, errors
 

@@ -407,8 +407,9 @@ def _side_files(
 
 
 def _is_read(name: str) -> bool:
-    """Whether libraries read a file of a model: its tokenizer, configs and code; not its logs,
-    pictures and texts.
+    """Whether libraries read a file of a model: its tokenizer, configs and code.
+
+    Not its logs, pictures and texts.
     """
     if "/" in name and not FURTHER_MODULE.match(name):
         return False

@@ -38,8 +38,9 @@ def _lower(limit: int, hard: int) -> int:
 
 
 def _address_space(resource: Any) -> int:
-    """Bytes of address space that this process has; elsewhere than on Linux the most memory that it
-    used.
+    """Bytes of address space that this process has.
+
+    Elsewhere than on Linux the most memory that it used.
     """
     try:
         with open("/proc/self/statm") as file:

@@ -135,8 +135,9 @@ def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: i
 
 
 def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
-    """Print the plan, and time and memory of every method that the model allows; the latter
-    JSON-ready.
+    """Print the plan, and time and memory of every method that the model allows.
+
+    The latter JSON-ready.
     """
     from gqa.convert.api import open_output
     from gqa.convert.estimate import duration, estimate

@@ -171,8 +171,9 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
 
 
 def plan_lines(plan: Plan, tensors: bool) -> list[str]:
-    """The plan for people; `tensors`: list every changed tensor with its shapes instead of their
-    number.
+    """The plan for people.
+
+    `tensors`: list every changed tensor with its shapes instead of their number.
     """
     record, classes = plan_record(plan), " -> ".join(map(str, plan.checkpoint.classes))
     heads, saved = record["heads"], record["parameters"]["saved"]
@@ -224,8 +225,9 @@ def options_used(plan: Plan, out: Path, requested: Mapping[str, Any]) -> dict[st
 
 
 def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Record of how the result at `out` was made, JSON-ready; `request`: the command's arguments
-    and options.
+    """Record of how the result at `out` was made, JSON-ready.
+
+    `request`: the command's arguments and options.
     """
     planned, maps = plan_record(plan), plan.merging.maps
     record: dict[str, Any] = {

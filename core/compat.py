@@ -18,8 +18,9 @@ __all__ = ["tree_leaves", "tree_map", "tree_map_only"]
 
 
 def build_model(cls: Any, config: Any, **options: Any) -> Any:
-    """A model of the class `cls` with new weights; `options` are `dtype` and
-    `attn_implementation`.
+    """A model of the class `cls` with new weights.
+
+    `options` are `dtype` and `attn_implementation`.
     """
     # PreTrainedModel._from_config, transformers 4: from_config is for Auto classes, constructors
     # take no dtype.
@@ -27,8 +28,9 @@ def build_model(cls: Any, config: Any, **options: Any) -> Any:
 
 
 def weight_conversions(model: Any) -> list[Any] | None:
-    """How stored tensors became the model's parameters, by which they are stored again; None
-    without weights.
+    """How stored tensors became the model's parameters, by which they are stored again.
+
+    None without weights.
     """
     # PreTrainedModel._weight_conversions, transformers 5: what save_pretrained reverts.
     return getattr(model, "_weight_conversions", None)
@@ -109,8 +111,9 @@ def reset_run_flags(config: Any) -> None:
 
 
 def supports_sdpa(cls: Any) -> bool:
-    """Whether the classes' attention may be torch's; gpt_oss and its like have sinks, which it
-    lacks.
+    """Whether the classes' attention may be torch's.
+
+    gpt_oss and its like have sinks, which it lacks.
     """
     # PreTrainedModel._supports_sdpa, transformers 4: else a class would be built to fail.
     return bool(cls._supports_sdpa)

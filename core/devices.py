@@ -50,8 +50,9 @@ def on_main(function: Callable[[], object]) -> None:
 
 
 def from_main(function: Callable[[], T]) -> T:
-    """What a function returns in the main process, which the others wait for; all processes raise
-    its error.
+    """What a function returns in the main process, which the others wait for.
+
+    All processes raise its error.
     """
     from accelerate.utils import broadcast_object_list
 

@@ -21,8 +21,9 @@ class MissingError(CorruptError):
 
 
 class EntryError(CorruptError):
-    """A config.json that makes no sense; the message names the entry, where a single one is the
-    cause.
+    """A config.json that makes no sense.
+
+    The message names the entry, where a single one is the cause.
     """
 
 

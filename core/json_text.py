@@ -70,8 +70,9 @@ def _too_deep(name: str) -> CorruptError:
 
 
 def _deeper_than(value: Any, limit: int) -> bool:
-    """Whether lists and objects are nested in each other more than `limit` times; without
-    recursion.
+    """Whether lists and objects are nested in each other more than `limit` times.
+
+    Without recursion.
     """
     level = [value]
     for _ in range(limit):

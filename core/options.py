@@ -92,8 +92,9 @@ _FLAG = click.Choice((True, False))
 
 
 class Amount(click.ParamType[int]):
-    """`64k`, `1.5GB`: a whole number with one of the `units`, of `least` to 10^15; `allowed` says
-    so in words.
+    """`64k`, `1.5GB`: a whole number with one of the `units`, of `least` to 10^15.
+
+    `allowed` says so in words.
     """
 
     name = "amount"
@@ -320,8 +321,9 @@ def parameters_in_errors(command: type) -> Iterator[None]:
 
 
 def default_text(default: Any) -> str:
-    """How --help shows a default: `  [default: 0]`; empty for what is off, or depends on other
-    things.
+    """How --help shows a default: `  [default: 0]`.
+
+    Empty for what is off, or depends on other things.
     """
     if default is True:
         return "  [default: on]"

@@ -262,8 +262,9 @@ def optimizers_of(
 
 
 def save_checkpoint(model: LlamaForCausalLM, out: Path) -> None:
-    """bfloat16 weights under the names transformers reads; the tied output layer is not stored
-    twice.
+    """bfloat16 weights under the names transformers reads.
+
+    The tied output layer is not stored twice.
     """
     state = {
         k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()

@@ -78,8 +78,9 @@ def source_card(checkpoint: Checkpoint) -> SourceCard:
 
 
 def _words(value: Any) -> str | list[str]:
-    """A value of metadata without anything but text: a string, or the strings of a list; empty for
-    other values.
+    """A value of metadata without anything but text: a string, or the strings of a list.
+
+    Empty for other values.
     """
     if isinstance(value, str):
         return one_line(value)
@@ -202,8 +203,9 @@ def model_name(name: str, is_on_hub: bool) -> str:
 
 
 def loading_code(model_class: Any, name: str, side_files: Iterable[str]) -> str:
-    """Markdown: how transformers loads the checkpoint `name`; with the code in it only where the
-    class is ours.
+    """Markdown: how transformers loads the checkpoint `name`.
+
+    With the code in it only where the class is ours.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -135,8 +135,9 @@ def _eager(module: Any) -> Any:
 
 @contextmanager
 def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode within the block; then each module gets back the mode that
-    it had.
+    """Put a model into evaluation mode within the block.
+
+    Then each module gets back the mode that it had.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -104,8 +104,9 @@ def load_model(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence the bars, tables and hints of transformers while it loads; our errors say what
-    matters.
+    """Silence the bars, tables and hints of transformers while it loads.
+
+    Our errors say what matters.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -266,8 +267,9 @@ def _is_auto(cls: Any) -> bool:
 
 
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:
-    """The class that a config names, else the one of its model type that predicts tokens; an Auto
-    class if the class is code of the checkpoint, or transformers has none.
+    """The class that a config names, else the one of its model type that predicts tokens.
+
+    An Auto class if the class is code of the checkpoint, or transformers has none.
     """
     import transformers
     from transformers.models.auto import modeling_auto

@@ -24,8 +24,9 @@ from gqa.core.compat import set_weight_conversions, unsaved_names, weight_conver
 
 
 def stored_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of `model` as its checkpoint stores it; tied weights under each of their
-    names.
+    """A state dict of `model` as its checkpoint stores it.
+
+    Tied weights under each of their names.
     """
     tensors: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
     return tensors

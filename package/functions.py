@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A checkpoint written by `convert_model` or `uptrain_model`; every function accepts it as a
-    model. `record`: the JSON file next to its weights.
+    """A checkpoint written by `convert_model` or `uptrain_model`.
+
+    Every function accepts it as a model. `record`: the JSON file next to its weights.
     """
 
     path: Path

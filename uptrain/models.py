@@ -99,8 +99,9 @@ def find_base(checkpoint: Checkpoint, source: dict[str, Any]) -> tuple[Checkpoin
 
 
 def find_local_base(checkpoint: Checkpoint, source: Mapping[str, Any]) -> str | None:
-    """The directory of the base model that the `source` of a conversion's record names; None if
-    there is none.
+    """The directory of the base model that the `source` of a conversion's record names.
+
+    None if there is none.
     """
     name, directory = source.get("model"), checkpoint.directory.resolve()
     candidates: list[Path] = []

@@ -66,8 +66,9 @@ class ModelConfig:
         return self.family.not_layerwise.get(listed_as(self.text.model_type))
 
     def heads(self, layer: int) -> LayerHeads:
-        """Heads of one layer; layers beyond the last (multi-token prediction) have those of the
-        main type.
+        """Heads of one layer.
+
+        Layers beyond the last (multi-token prediction) have those of the main type.
         """
         return self.family.heads(self.text, layer) if layer < self.layers else self.main
 
@@ -106,8 +107,9 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
 
 
 def check_config(raw: dict[str, Any], name: str) -> None:
-    """Raise CorruptError for a config with which nothing can be computed; model types that cannot
-    be converted pass.
+    """Raise CorruptError for a config with which nothing can be computed.
+
+    Model types that cannot be converted pass.
     """
     try:
         read_config(raw, name)
@@ -398,8 +400,9 @@ def edit_config(
 
 
 def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edits | None:
-    """New values by dotted key below the owner of the head counts; None if `groups` heads are
-    impossible.
+    """New values by dotted key below the owner of the head counts.
+
+    None if `groups` heads are impossible.
     """
     if config.family.edits is not None:
         return config.family.edits(groups, config.main, config.text)
@@ -515,8 +518,9 @@ class KVCache:
         return self.bytes_per_token if self.cross else 0
 
     def bytes_at(self, tokens: int) -> int:
-        """Bytes for a sequence of `tokens`; an encoder-decoder also caches as many of the
-        source.
+        """Bytes for a sequence of `tokens`.
+
+        An encoder-decoder also caches as many of the source.
         """
         sizes = (
             (layer.bytes_per_token(self.bytes_per_number, self.bits), layer.window)

@@ -87,8 +87,9 @@ class Layout:
         return {"whole": tensor}
 
     def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
-        """The tensor with these heads; keys and values may have more or fewer than the `heads` of
-        the source.
+        """The tensor with these heads.
+
+        Keys and values may have more or fewer than the `heads` of the source.
         """
         return parts["whole"]
 
@@ -217,15 +218,17 @@ class Rotary:
 
 
 def at_layer(listed: Sequence[Any], layer: int) -> Any:
-    """What a list of the config says of a layer; layers beyond it, which predict further tokens,
-    are like the last.
+    """What a list of the config says of a layer.
+
+    Layers beyond it, which predict further tokens, are like the last.
     """
     return listed[min(layer, len(listed) - 1)]
 
 
 def _rope_parameters(config: Any, layer: int) -> tuple[dict[str, Any] | None, str | None]:
-    """The layer's `rope_parameters`, and its type where they differ by type; None for a type that
-    has none.
+    """The layer's `rope_parameters`, and its type where they differ by type.
+
+    None for a type that has none.
     """
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None)
@@ -298,8 +301,9 @@ class Symmetry:
         )
 
     def rotary(self, config: Any, layer: int, dim: int, length: int = 1) -> Rotary:
-        """RoPE of a layer with heads of `dim` numbers; some types choose frequencies by the
-        `length` of the text.
+        """RoPE of a layer with heads of `dim` numbers.
+
+        Some types choose frequencies by the `length` of the text.
         """
         parameters, _ = _rope_parameters(config, layer)
         rotates = self.rotates if isinstance(self.rotates, bool) else self.rotates(config, layer)
@@ -329,8 +333,9 @@ def query_heads(config: Any) -> int:
 
 
 def uniform_heads(config: Any, kv: int | None = None) -> LayerHeads:
-    """Heads by the usual fields of the `config` of one layer; `kv`: KV heads, if it counts them in
-    another field.
+    """Heads by the usual fields of the `config` of one layer.
+
+    `kv`: KV heads, if it counts them in another field.
     """
     query = query_heads(config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // query

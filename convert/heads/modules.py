@@ -102,8 +102,9 @@ class Change:
             ) from error
 
     def mapped(self, tensor: Tensor, merge: Callable[[Role, Tensor], Tensor]) -> Tensor:
-        """The new tensor: the heads of each role through `merge`; a tensor without heads is
-        unchanged.
+        """The new tensor: the heads of each role through `merge`.
+
+        A tensor without heads is unchanged.
         """
         parts = self.split(tensor).items()
         merged = {part: heads if part == "whole" else merge(part, heads) for part, heads in parts}
@@ -202,8 +203,9 @@ def cached_layers(modules: Iterable[AttentionModule], config: ModelConfig) -> se
 
 
 def rule_of(tail: str, config: ModelConfig, extra: Sequence[Rule] = ()) -> Rule | None:
-    """The rule, of the family or `extra`, for a tensor by its name below its module; None if there
-    is none.
+    """The rule, of the family or `extra`, for a tensor by its name below its module.
+
+    None if there is none.
     """
     return next(
         (rule for rule in (*config.family.rules, *extra) if rule.matches(tail, config.text)), None
@@ -346,8 +348,9 @@ def find_mlp(
 
 
 def find_embeddings(checkpoint: Checkpoint, config: Any, width: int) -> list[TensorSpec]:
-    """Embedding tables of tokens and learned positions; empty if the table of tokens cannot be
-    identified.
+    """Embedding tables of tokens and learned positions.
+
+    Empty if the table of tokens cannot be identified.
     """
     stored = checkpoint.tensors
     tables = {

@@ -125,8 +125,9 @@ def _reordered(stored: Projected, order: tuple[int, ...], heads: LayerHeads) -> 
 def _closed_form(
     moments: Moments, rotary: Rotary, w_o: Tensor
 ) -> tuple[list[GroupMaps], list[GroupMaps]]:
-    """Maps of keys and values of each group; all query heads of a group are taken to attend
-    alike.
+    """Maps of keys and values of each group.
+
+    All query heads of a group are taken to attend alike.
     """
     attended = (group[None] for group in moments.values)
     return moments.shared_keys(rotary), moments.shared_values(attended, w_o)

@@ -125,8 +125,9 @@ class Layer:
     def advance_and_observe(
         self, stream: Stream, attentions: Sequence[Attention]
     ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Advance a stream; yield each batch's indices and the output (B, T,
-        D) of each attention.
+        """Advance a stream.
+
+        Yield each batch's indices and the output (B, T, D) of each attention.
         """
         for rows in stream.batches():
             outputs: dict[nn.Module, Tensor] = {}

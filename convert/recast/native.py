@@ -74,8 +74,9 @@ class View(Checkpoint):
     recipes: Mapping[str, Recipe] = field(kw_only=True)
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
-        """One tensor; a computed one is float32 (float64 for F64) and rounded when it is
-        written.
+        """One tensor.
+
+        A computed one is float32 (float64 for F64) and rounded when it is written.
         """
         import torch
 
@@ -222,8 +223,9 @@ def _phi_tensors(stored: Stored, config: Any) -> Recipes:
 
 
 def _bigcode_tensors(stored: Stored, config: Any) -> Recipes:
-    """GPT-2 as GPTBigCode, which stores [q, k, v] per head; a score scale of 1 / (layer + 1) is
-    folded into Q.
+    """GPT-2 as GPTBigCode, which stores [q, k, v] per head.
+
+    A score scale of 1 / (layer + 1) is folded into Q.
     """
     heads = _heads(config)
 

@@ -162,8 +162,9 @@ def _recipes(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[
 def _view(
     checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]
 ) -> Checkpoint:
-    """The checkpoint as one of the target class; its tensors have the order of their source
-    tensors.
+    """The checkpoint as one of the target class.
+
+    Its tensors have the order of their source tensors.
     """
     recipes = _recipes(checkpoint, recasting, config)
     edits, files = _tokenizer_edits(checkpoint, recasting.source, recasting.target)
