@@ -41,7 +41,8 @@ def embedded(axes: Any, ratio_of: dict[str, float]) -> None:
     for method, color in METHODS.items():
         heights = [ratio_of[f"{method}-{g}"] for g in heads]
         axes.plot(range(len(heads)), heights, "o-", color=color, linewidth=2)
-        label, end = f"{method}  {text(heights[-1])}", (len(heads) - 1, heights[-1])
+        label = f"{method}  {text(heights[-1])}"
+        end = (len(heads) - 1, heights[-1])
         above = {"calibrated": 7, "refined": -4}.get(method, -1)  # they end close to each other
         axes.annotate(
             label, end, xytext=(9, above), textcoords="offset points", color=color, va="center"

@@ -63,7 +63,8 @@ from harness import (
 LIMITS = {"decode": 110, "convert": 150, "uptrain": 110, "distill": 110, "smollm2": 60}
 LEAST = 5.0  # seconds that must be left for another measurement
 CUDA = torch.cuda.is_available()
-DEVICE, VERSION = "cuda" if CUDA else "cpu", torch.__version__
+DEVICE = "cuda" if CUDA else "cpu"
+VERSION = torch.__version__
 FREE = 0.85  # share of the free memory that a cache may take
 
 
@@ -157,13 +158,11 @@ class Part(Measurements):
         texts: Sequence[str] = (),
     ) -> None:
         super().__init__(file)
-        self.work, self.scale, self.deadline, self.smollm2, self.texts = (
-            work,
-            scale,
-            deadline,
-            smollm2,
-            texts,
-        )
+        self.work = work
+        self.scale = scale
+        self.deadline = deadline
+        self.smollm2 = smollm2
+        self.texts = texts
 
     def measure(self, name: str, function: Callable[..., dict[str, Any]], *arguments: Any) -> None:
         """As `Measurements`, then free the device's memory.
@@ -198,8 +197,11 @@ def command(module: str, *words: str) -> dict[str, Any]:
     """
     from gqa.core.console import Watcher
 
-    seconds, peaks, show = dict[str, float](), dict[str, int](), Watcher.stage
-    stage, since = "start", time.monotonic()
+    seconds = dict[str, float]()
+    peaks = dict[str, int]()
+    show = Watcher.stage
+    stage = "start"
+    since = time.monotonic()
 
     def next_stage(watcher: Watcher | None, name: str, *rest: Any) -> None:
         nonlocal stage, since
@@ -207,11 +209,13 @@ def command(module: str, *words: str) -> dict[str, Any]:
         if CUDA:
             peaks[stage] = max(peaks.get(stage, 0), torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
-        stage, since = name, time.monotonic()
+        stage = name
+        since = time.monotonic()
         if watcher:
             show(watcher, name, *rest)
 
-    errors, output = io.StringIO(), io.StringIO()
+    errors = io.StringIO()
+    output = io.StringIO()
     Watcher.stage = next_stage  # type: ignore[method-assign,assignment]
     try:
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
@@ -270,7 +274,8 @@ class Decoder:
             def update(
                 self, key_states: Any, value_states: Any, *_: Any, **__: Any
             ) -> tuple[Any, Any]:
-                self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
+                self.keys[:, :, -1:] = key_states
+                self.values[:, :, -1:] = value_states
                 return self.keys, self.values
 
             def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -283,10 +288,13 @@ class Decoder:
             context,
             config.hidden_size // config.num_attention_heads,
         )
-        self.cache, self.model = DynamicCache(), model
+        self.cache = DynamicCache()
+        self.model = model
         self.cache.layers = [Full() for _ in range(config.num_hidden_layers)]
         for layer in self.cache.layers:
-            layer.is_initialized, layer.dtype, layer.device = True, model.dtype, model.device
+            layer.is_initialized = True
+            layer.dtype = model.dtype
+            layer.device = model.device
             layer.keys, layer.values = (
                 torch.empty(size, dtype=model.dtype, device=model.device) for _ in range(2)
             )
@@ -429,7 +437,8 @@ def uptrain(part: Part) -> None:
         "--main_process_port",
         "0",
     ]
-    checkpointing, compiled = ["--checkpointing"], ["--compile"]
+    checkpointing = ["--checkpointing"]
+    compiled = ["--compile"]
     runs = {"plain": [], "checkpointing": checkpointing, "one rank": [], "one rank fsdp2": []}
     if part.scale.compile:
         runs |= {"compile plain": compiled, "compile checkpointing": compiled + checkpointing}
@@ -474,7 +483,8 @@ def distilled(
     """A converted model distilled on so much of its base model's own text, and how both predict
     `texts`.
     """
-    start, out = part.work / f"{base.name}-{heads}", part.work / f"{base.name}-{heads}-{tokens}"
+    start = part.work / f"{base.name}-{heads}"
+    out = part.work / f"{base.name}-{heads}-{tokens}"
     if not (start / "config.json").exists():
         command(
             "convert",

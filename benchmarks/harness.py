@@ -72,7 +72,8 @@ def write_random(directory: Path, shape: Shape, dtype: str = "float32", device: 
 
 def run_command(module: str, *words: str) -> None:
     """Run the command gqa-MODULE in this process. Raises RuntimeError if it fails."""
-    arguments, sys.argv = sys.argv, [f"gqa-{module}", *words]
+    arguments = sys.argv
+    sys.argv = [f"gqa-{module}", *words]
     try:
         import_module(f"gqa.{module}.cli").main()
     except SystemExit as leaving:

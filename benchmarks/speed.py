@@ -30,8 +30,12 @@ from harness import EMBEDDED, SHAPES, run_command, write_random
 MIB = 1 << 20
 SAMPLE_SECONDS = 0.003
 THREADS = 2
-CONTEXT, BATCH = 512, 8  # of scored windows and of training
-RATE, WARM_UP = 1e-4, 2  # of training: learning rate, steps that are not timed
+# of scored windows and of training
+CONTEXT = 512
+BATCH = 8
+# of training: learning rate, steps that are not timed
+RATE = 1e-4
+WARM_UP = 2
 HEADS = 8  # of the converted checkpoint
 
 # Prepares up to its first `yield`, then does what is timed; may then yield a value.
@@ -169,7 +173,8 @@ def convert(model: str | None, layers: int, repeats: int, scratch: Path) -> None
 
     The source is in the page cache, the last output is deleted before.
     """
-    source, out = Path(model or scratch / "source"), scratch / "out"
+    source = Path(model or scratch / "source")
+    out = scratch / "out"
     if not model:
         write_random(source, SHAPES["llama-7b"]._replace(layers=layers), "bfloat16")
 
@@ -296,7 +301,9 @@ def uptrain_loop(*arguments: Any) -> Iterator[Any]:
     from gqa.uptrain import loop
     from gqa.uptrain.run import uptrain
 
-    setup, ticks, step = prepare_training(*arguments), [], loop.train_step
+    setup = prepare_training(*arguments)
+    ticks = []
+    step = loop.train_step
 
     def timed_step(*arguments: Any) -> Any:
         sums, norm = step(*arguments)
@@ -313,7 +320,8 @@ def trainer(model: str, steps: int, scratch: Path) -> Iterator[Any]:
     import torch
     from transformers import Trainer, TrainingArguments
 
-    setup, ticks = prepare_training(model, steps, scratch), []
+    setup = prepare_training(model, steps, scratch)
+    ticks = []
 
     class Timed(Trainer):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -150,7 +150,8 @@ def is_right(answer: str, expected: Any) -> bool:
 
 def exact_answers(model: Any, tokenizer: Any) -> dict[str, float]:
     """Share of right answers by kind."""
-    by_kind, shares = defaultdict[str, list[tuple[str, Any]]](list), dict[str, float]()
+    by_kind = defaultdict[str, list[tuple[str, Any]]](list)
+    shares = dict[str, float]()
     for kind, *question in questions():
         by_kind[kind].append(tuple(question))
     for kind, pairs in by_kind.items():
@@ -171,7 +172,8 @@ def keep_strongest(model: Any, groups: int, ids: torch.Tensor) -> None:
     """Keep the head of each group of neighbors whose part of the attention output is largest on
     `ids`.
     """
-    heads, sizes = model.config.num_key_value_heads, list[torch.Tensor]()
+    heads = model.config.num_key_value_heads
+    sizes = list[torch.Tensor]()
 
     def measure(output: Any, inputs: Any) -> None:
         parts = zip(inputs[0].chunk(heads, -1), output.weight.chunk(heads, 1), strict=True)
@@ -226,14 +228,18 @@ class Trial:
     def __init__(
         self, work: Path, model: str, texts: Sequence[str], methods: Sequence[str], **options: Any
     ) -> None:
-        self.work, self.methods, self.base = work, methods, open_subjects([model])[0]
+        self.work = work
+        self.methods = methods
+        self.base = open_subjects([model])[0]
         self.options = EvaluateOptions(
             (model,), kl=True, quiet=True, decode_batches=(8,), decode_steps=16, **options
         )
         # By text; of the base model
-        self.comparisons, self.records = list[Comparison](), list[dict[str, Any]]()
+        self.comparisons = list[Comparison]()
+        self.records = list[dict[str, Any]]()
         for text in texts:
-            chosen, context = replace(self.options, data=text), options["context"]
+            chosen = replace(self.options, data=text)
+            context = options["context"]
             comparison = Comparison(self.base, read_text([self.base], chosen, context), chosen)
             if not self.comparisons:
                 comparison.prepare_recall(context)
@@ -271,15 +277,14 @@ class Trial:
 
     def measure(self, method: str, groups: int, bits: int | None) -> dict[str, Any]:
         """One row."""
-        subject, records = (
-            replace(open_subjects([self.checkpoint(method, groups)])[0], cache_bits=bits),
-            self.records,
-        )
+        subject = replace(open_subjects([self.checkpoint(method, groups)])[0], cache_bits=bits)
+        records = self.records
         if method or bits:
             records = [comparison.measure(subject, {}) for comparison in self.comparisons]
         share = subject.cache.bytes_per_token / self.base.cache.bytes_per_token
         if method == "no attention":
-            layers, heads = self.base.config.num_hidden_layers, self.base.config.num_key_value_heads
+            layers = self.base.config.num_hidden_layers
+            heads = self.base.config.num_key_value_heads
             share = layers * groups // heads / layers
         recall = defaultdict[str, list[float]](list)
         for part in records[0]["recall"]:

@@ -21,8 +21,10 @@ from typing import Any, BinaryIO
 from gqa.checkpoint.write import write_bytes, write_text
 from gqa.core.errors import CorruptError, explain
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TORCH_SINGLE = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
 WEIGHT_SUFFIXES = frozenset(
     (
         ".safetensors",
@@ -141,7 +143,8 @@ def read_header(path: Path, file: str) -> list[TensorSpec]:
         with safe_open(path, framework="np") as stored:
             for name in stored.offset_keys():
                 tensor = stored.get_slice(name)
-                dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+                dtype = tensor.get_dtype()
+                shape = tuple(tensor.get_shape())
                 end = position + byte_size(dtype, shape)
                 specs.append(TensorSpec(name, dtype, shape, file, position, end))
                 position = end

@@ -122,7 +122,8 @@ def default_output(model: str, suffix: str) -> Path:
 
     Of a hub id or its cache, in the working directory.
     """
-    path, (hub_id, _) = Path(model), cached_revision(Path(model))
+    path = Path(model)
+    (hub_id, _) = cached_revision(Path(model))
     if path.is_dir() and not hub_id:
         path = path.resolve() if path.name in ("", "..") else path
         return path.with_name(path.name + suffix)
@@ -230,7 +231,8 @@ def quiet(library: str) -> Iterator[None]:
     """
     command = click.get_current_context(silent=True)
     utils: Any = importlib.import_module(f"{library}.utils")
-    level, shown = utils.logging.get_verbosity(), not utils.are_progress_bars_disabled()
+    level = utils.logging.get_verbosity()
+    shown = not utils.are_progress_bars_disabled()
     if level == logging.WARNING:  # the default, so not chosen by the user
         utils.logging.set_verbosity(logging.CRITICAL)
     if shown and (

@@ -365,7 +365,8 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
             "download it again, or save the "
             "checkpoint as safetensors first"
         ) from error
-    table, end = [], 0
+    table = []
+    end = 0
     items: list[tuple[Any, Any]] = [*state.items()] if isinstance(state, dict) else [(state, None)]
     for name, tensor in items:
         named = isinstance(name, str) and name.isprintable() and name != "__metadata__"
@@ -378,7 +379,8 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
                 f"{listing(STORED_DTYPES, 20)}: "
                 f"{str(name)[:99]!r}; save the checkpoint as safetensors first"
             )
-        begin, end = end, end + tensor.nbytes
+        begin = end
+        end = end + tensor.nbytes
         table.append(TensorSpec(name, dtype, tuple(tensor.shape), file, begin, end))
     return {name: tensor.detach() for name, tensor in state.items()}, table
 
@@ -424,7 +426,8 @@ def _names_below(directory: Path) -> tuple[list[str], dict[str, str]]:
     Links to directories are followed as those of files. One that leads to where it is, or where
     another link leads, is ignored: its files are listed already.
     """
-    names, not_followed = list[str](), dict[str, str]()
+    names = list[str]()
+    not_followed = dict[str, str]()
     followed = set[Path]()
     waiting = [directory]
     while waiting:

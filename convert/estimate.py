@@ -75,8 +75,10 @@ def measure_flops(device: str, width: int) -> float:
     """float32 matmul FLOP/s at this width."""
     import torch
 
-    rows, one = torch.randn(2048, width, device=device), torch.randn(width, width, device=device)
-    fastest, end = math.inf, time.perf_counter() + _BENCHMARK_SECONDS
+    rows = torch.randn(2048, width, device=device)
+    one = torch.randn(width, width, device=device)
+    fastest = math.inf
+    end = time.perf_counter() + _BENCHMARK_SECONDS
     while time.perf_counter() < end:
         start = time.perf_counter()
         float((rows @ one)[0, 0])  # waits for the device
@@ -90,7 +92,9 @@ def _cost(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]
     writing = _OVERHEAD_BYTES + 4 * DEFAULT_JOBS * 4 * largest
     if not method.aligns:
         return 0.0, writing
-    checkpoint, text, training = plan.checkpoint, options.text, options.refinement
+    checkpoint = plan.checkpoint
+    text = options.text
+    training = options.refinement
     width = int(plan.config.text.hidden_size)
     # None of BLT, whose tokens other stacks embed
     embeddings = width * int(getattr(plan.config.text, "vocab_size", 0))

@@ -60,7 +60,8 @@ class Watcher:
     """
 
     def __init__(self, quiet: bool = False) -> None:
-        self._quiet, self._next_line = quiet, 0.0
+        self._quiet = quiet
+        self._next_line = 0.0
         self._bar: Any = None
 
     def stage(self, name: str, total: int, unit: str = "token", done: int = 0) -> None:

@@ -61,10 +61,8 @@ class Number(click.ParamType[Any]):
             (_COMPARE[word], float(bound))
             for word, bound in zip(words[::2], words[1::2], strict=True)
         ]
-        self._kind, self._allowed = (
-            kind,
-            " ".join(["whole number" if kind is int else "number", *words]),
-        )
+        self._kind = kind
+        self._allowed = " ".join(["whole number" if kind is int else "number", *words])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = value
@@ -86,7 +84,8 @@ class Number(click.ParamType[Any]):
 LARGEST = 10**9  # of what is counted one by one
 COUNT = Number(int, f"from 1 to {LARGEST}")
 SEED = Number(int, f"from 0 to {2**31 - 1}")
-POSITIVE, FROM_ZERO = Number(float, f"above 0 to {LARGEST}"), Number(float, f"from 0 to {LARGEST}")
+POSITIVE = Number(float, f"above 0 to {LARGEST}")
+FROM_ZERO = Number(float, f"from 0 to {LARGEST}")
 SHARE = Number(float, "from 0 to 1")
 _FLAG = click.Choice((True, False))
 
@@ -100,7 +99,9 @@ class Amount(click.ParamType[int]):
     name = "amount"
 
     def __init__(self, units: Mapping[str, int], allowed: str, least: int = 1) -> None:
-        self._units, self._allowed, self._least = units, allowed, least
+        self._units = units
+        self._allowed = allowed
+        self._least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         amount = None if isinstance(value, bool | float) else read_amount(str(value), self._units)
@@ -133,7 +134,8 @@ class Text(click.ParamType[Any]):
     name = "text"
 
     def __init__(self, kind: type = str, *, blank: bool = False) -> None:
-        self._kind, self._blank = kind, blank
+        self._kind = kind
+        self._blank = blank
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -254,7 +256,8 @@ class Options:
         """Raises RefusedError that names the field."""
         command: type = type(self)
         for name, (kind, _) in _types(command).items():
-            value, default = getattr(self, name), field_of(command, name).default
+            value = getattr(self, name)
+            default = field_of(command, name).default
             if value is None or (value == default and type(value) is type(default)):
                 continue
             try:
@@ -338,7 +341,8 @@ def default_text(default: Any) -> str:
 def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
     """The option or argument that a field is, of this name."""
     kind, several = _types(owner)[one.name]
-    metadata, required = one.metadata, one.default is MISSING
+    metadata = one.metadata
+    required = one.default is MISSING
     if metadata["argument"]:
         nargs = -1 if several else 1
         return click.Argument(

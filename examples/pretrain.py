@@ -35,7 +35,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gqa.corpus.stdlib import stdlib_texts
 from gqa.corpus.tokens import repeat_start
 
-BOS, EOS = 1, 2
+BOS = 1
+EOS = 2
 LOG = "training_log.jsonl"
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
 # Written by hand and not by `save_pretrained`: transformers 4 does not find the rotary base that
@@ -161,7 +162,8 @@ def windows(stream: torch.Tensor, length: int, offset: int) -> torch.Tensor:
 def heldout_loss(model: LlamaForCausalLM, stream: torch.Tensor, context: int, device: str) -> float:
     """Mean nats per token over disjoint windows, the first token of each unscored."""
     model.eval()
-    nats, count = 0.0, 0
+    nats = 0.0
+    count = 0
     for batch in windows(stream, context, 0).split(8):
         with torch.autocast(device, torch.bfloat16):
             logits = model(input_ids=batch.to(device)).logits[:, :-1].float()
@@ -221,7 +223,9 @@ def twice(tokens: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, 
 
     Lengths of passages are uniform in their logarithm between 16 and a quarter of T.
     """
-    length, places, second = len(tokens), [], []
+    length = len(tokens)
+    places = []
+    second = []
     while len(places) < length:
         passage = round(math.exp(random.uniform(math.log(16), math.log(max(length // 4, 16)))))
         start = len(places)
@@ -304,7 +308,8 @@ def descend(
 
 def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.Tensor) -> None:
     torch.manual_seed(args.seed)
-    order, repeats = random.Random(args.seed), np.random.default_rng(args.seed)
+    order = random.Random(args.seed)
+    repeats = np.random.default_rng(args.seed)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG)).float().to(args.device)
     if args.start:
         # The output layer is tied
@@ -317,7 +322,9 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
     log = (args.out / LOG).open("a")
     # A seventh of the held-out text, for the log
     sample = windows(heldout, args.context, 0)[::7].flatten()
-    start, step, tokens = time.monotonic(), 0, 0
+    start = time.monotonic()
+    step = 0
+    tokens = 0
     while True:
         blocks = windows(train_stream, args.context, order.randrange(args.context))
         indices = list(range(len(blocks)))
@@ -348,7 +355,8 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
             with torch.autocast(args.device, torch.bfloat16):
                 loss = model(input_ids=batch.to(args.device), labels=labels.to(args.device)).loss
             descend(model, loss, optimizers, scale)
-            step, tokens = step + 1, tokens + batch.numel()
+            step = step + 1
+            tokens = tokens + batch.numel()
             if step % args.log_every == 0:
                 record = {"step": step, "tokens": tokens, "minutes": round(elapsed / 60, 2)}
                 record |= {
@@ -403,7 +411,8 @@ def main() -> None:
     for text in heldout_texts:
         if fast.encode(text, add_special_tokens=False).ids != processor.encode(text):
             raise SystemExit("tokenizer.json and tokenizer.model disagree")
-    train_stream, heldout = token_stream(processor, texts), token_stream(processor, heldout_texts)
+    train_stream = token_stream(processor, texts)
+    heldout = token_stream(processor, heldout_texts)
     characters = sum(map(len, texts))
     print(
         f"{len(train_stream):,} training tokens ({characters / len(train_stream):.2f} characters "

@@ -136,10 +136,8 @@ def make_model(device: str) -> T5ForConditionalGeneration:
     What they lose is the rotary embedding: a bias by distance is learnt instead. T5 divides no
     scores; cross-attention adds nothing at first.
     """
-    model, embedded = (
-        T5ForConditionalGeneration(T5Config(**CONFIG)),
-        load_file(EMBEDDED / "model.safetensors"),
-    )
+    model = T5ForConditionalGeneration(T5Config(**CONFIG))
+    embedded = load_file(EMBEDDED / "model.safetensors")
     tensors = model.state_dict()
     for stack, count in (
         ("encoder", CONFIG["num_layers"]),
@@ -186,7 +184,8 @@ def make_optimizers(model: T5ForConditionalGeneration, peak: float) -> list[torc
 def mean_nats(model: T5ForConditionalGeneration, pairs: list[Pair], device: str) -> float:
     """Per token of the targets."""
     model.eval()
-    nats, count = 0.0, 0
+    nats = 0.0
+    count = 0
     for first in range(0, len(pairs), 16):
         batch = batch_of(pairs[first : first + 16], device)
         with torch.autocast(device, torch.bfloat16):
@@ -224,8 +223,10 @@ def batches(texts: Texts, size: int, seed: int) -> Iterator[list[Pair]]:
     """Without end: `size` pairs of functions, then twice as many blocks, whose targets are short,
     in turn.
     """
-    order, generator = random.Random(seed), np.random.default_rng(seed)
-    pairs, spans = list[Pair](), list[Pair]()
+    order = random.Random(seed)
+    generator = np.random.default_rng(seed)
+    pairs = list[Pair]()
+    spans = list[Pair]()
     while True:
         if len(pairs) < size:
             pairs = order.sample(texts.pairs, len(texts.pairs))
@@ -245,7 +246,8 @@ def train(args: argparse.Namespace, texts: Texts, heldout: Texts) -> T5ForCondit
         f"{len(texts.pairs):,} functions, "
         f"{len(texts.stream):,} tokens; {len(heldout.pairs)} functions held out"
     )
-    start, tokens = time.monotonic(), 0
+    start = time.monotonic()
+    tokens = 0
     with (args.out / LOG).open("w") as log:
         for step, pairs in enumerate(batches(texts, args.batch, args.seed)):
             minutes = (time.monotonic() - start) / 60
@@ -283,7 +285,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
-    texts, heldout = Texts("train", tokenizer, args.out), Texts("heldout", tokenizer, args.out)
+    texts = Texts("train", tokenizer, args.out)
+    heldout = Texts("heldout", tokenizer, args.out)
     model = train(args, texts, heldout)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

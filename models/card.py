@@ -209,14 +209,16 @@ def loading_code(model_class: Any, name: str, side_files: Iterable[str]) -> str:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    classes, arguments = [model_class.__name__], python_string(name)
+    classes = [model_class.__name__]
+    arguments = python_string(name)
     # None of an Auto class
     model_type = getattr(getattr(model_class, "config_class", None), "model_type", None)
     if model_type in MODEL_TYPES:
         auto_of = {
             reference.rpartition(".")[2]: auto for auto, reference in auto_map(model_type).items()
         }
-        classes, arguments = [auto_of[model_class.__name__]], f"{arguments}, trust_remote_code=True"
+        classes = [auto_of[model_class.__name__]]
+        arguments = f"{arguments}, trust_remote_code=True"
     elif classes[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         classes = ["AutoModelForCausalLM"]
     lines = [f"model = {classes[0]}.from_pretrained({arguments})"]

@@ -83,7 +83,8 @@ class ChunkedHead:
 
     def _run_backbone(self, inputs: dict[str, Tensor], compiled: Callable[[Any], Any]) -> Any:
         if self._decoder is not None:
-            mask, encoder = inputs.get("attention_mask"), compiled(self.model.get_encoder())
+            mask = inputs.get("attention_mask")
+            encoder = compiled(self.model.get_encoder())
             encoded = encoder(input_ids=inputs["input_ids"], attention_mask=mask, return_dict=True)
             inputs = {
                 "input_ids": inputs["decoder_input_ids"],
@@ -115,10 +116,8 @@ class ChunkedHead:
             finite = expected.isfinite()  # some classes set logits to -inf to exclude tokens
             self.split = torch.equal(logits.isfinite(), finite)
             if self.split:
-                error, size = (
-                    (logits - expected)[finite].float().norm(),
-                    expected[finite].float().norm(),
-                )
+                error = (logits - expected)[finite].float().norm()
+                size = expected[finite].float().norm()
                 self.split = bool(error <= max(2 * torch.finfo(expected.dtype).eps, 1e-5) * size)
         except (AttributeError, TypeError, ValueError, IndexError):  # an unusual class
             self.split = False

@@ -110,10 +110,8 @@ def quiet_transformers() -> Iterator[None]:
     """
     from transformers.utils import logging as transformers_logging
 
-    level, has_bars = (
-        transformers_logging.get_verbosity(),
-        transformers_logging.is_progress_bar_enabled(),
-    )
+    level = transformers_logging.get_verbosity()
+    has_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
@@ -214,7 +212,8 @@ def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
 
     raw = read_json(Path(name), "config.json")
     check_numbers(raw, Path(name).name)
-    model_type, code = raw.get("model_type"), raw.get("auto_map")
+    model_type = raw.get("model_type")
+    code = raw.get("auto_map")
     known: Any = config_class(model_type) if isinstance(model_type, str) else None
     try:
         with quiet_transformers(), _plain_config(name) as plain:
@@ -281,12 +280,11 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     if trust_remote_code and getattr(config, "auto_map", None):
         autos = [auto for auto in config.auto_map if auto.startswith("AutoModelFor")]
         return getattr(transformers, autos[0] if autos else "AutoModelForCausalLM")
-    auto, classes = transformers.AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = transformers.AutoModelForCausalLM
+    classes = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if config.is_encoder_decoder:
-        auto, classes = (
-            transformers.AutoModelForSeq2SeqLM,
-            modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        )
+        auto = transformers.AutoModelForSeq2SeqLM
+        classes = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
     named = getattr(transformers, name, None)
     is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
     return named if is_model else classes.get(type(config), auto)
@@ -346,7 +344,8 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    directory, advice = checkpoint.directory, f", or {instead}" if instead else ""
+    directory = checkpoint.directory
+    advice = f", or {instead}" if instead else ""
     none = RefusedError(
         f"{checkpoint.name} has no tokenizer; copy its base model's tokenizer files into "
         f"{directory}{advice}"

@@ -88,7 +88,8 @@ def sources(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], list[str
     `saved_tensors` makes it: one if it is stored without conversion, else all of its layer that are
     converted.
     """
-    weights, groups = _meta_state(model), defaultdict[str, list[str]](list)
+    weights = _meta_state(model)
+    groups = defaultdict[str, list[str]](list)
     alone = set(parameter_names(model).values())
     for name in weights:
         groups[name if name in alone else re.sub(r"(\.\d+)\..*", r"\1", name)].append(name)
@@ -108,20 +109,20 @@ class Loading:
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
-        transforms, known = (
-            get_model_conversion_mapping(model),
-            dict.fromkeys(model.state_dict(), True),
-        )
+        transforms = get_model_conversion_mapping(model)
+        known = dict.fromkeys(model.state_dict(), True)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
         converters = [
             transform for transform in transforms if isinstance(transform, WeightConverter)
         ]
-        self._model, self._rules = model, (renamings, converters, model.base_model_prefix, known)
+        self._model = model
+        self._rules = (renamings, converters, model.base_model_prefix, known)
         self._tied = shared_names(model)
         self._patterns = {
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
-        self.sources, self.whole = defaultdict[str, list[str]](list), dict[str, str]()
+        self.sources = defaultdict[str, list[str]](list)
+        self.whole = dict[str, str]()
         for name in sorted(names, key=dot_natural_key):
             into, pattern = rename_source_key(name, *self._rules)
             if into not in known:
@@ -157,7 +158,8 @@ class Loading:
         first = next(iter(parts))
         if first in self.whole:
             return parts[first]
-        converter, into = None, name
+        converter = None
+        into = name
         for part in sorted(parts, key=dot_natural_key):
             into, pattern = rename_source_key(part, *self._rules)
             converter = converter or deepcopy(self._patterns[pattern])

@@ -48,7 +48,8 @@ def options_of_call(
 
     from gqa.models.loading import quiet_transformers
 
-    directory, copies = TemporaryDirectory(prefix="gqa-", ignore_cleanup_errors=True), list[Path]()
+    directory = TemporaryDirectory(prefix="gqa-", ignore_cleanup_errors=True)
+    copies = list[Path]()
 
     def path_of(model: Any) -> Any:
         if isinstance(model, tuple):
@@ -70,7 +71,8 @@ def options_of_call(
         return str(path)
 
     options = _by_name(kind, options)
-    first, verbosity = next(iter(models.values())), logging.get_verbosity()
+    first = next(iter(models.values()))
+    verbosity = logging.get_verbosity()
     bars = without_bars.set(bool(getattr(first, "quiet", options.get("quiet"))))
     logging.set_verbosity_error()
     try:

@@ -47,7 +47,9 @@ def settle(
     conversion = record if isinstance(record, dict) else {}  # users edit such files
     parts = (conversion.get("source"), conversion.get("options"))
     source, conversion_options = (part if isinstance(part, dict) else {} for part in parts)
-    teacher, name, teacher_text = None, NO_TEACHER, "--teacher none"
+    teacher = None
+    name = NO_TEACHER
+    teacher_text = "--teacher none"
     if options.teacher == AUTO_TEACHER:
         teacher, teacher_text = find_base(checkpoint, source)
         name = (teacher.hub_id or str(teacher.directory)) if teacher else NO_TEACHER
@@ -103,7 +105,8 @@ def find_local_base(checkpoint: Checkpoint, source: Mapping[str, Any]) -> str | 
 
     None if there is none.
     """
-    name, directory = source.get("model"), checkpoint.directory.resolve()
+    name = source.get("model")
+    directory = checkpoint.directory.resolve()
     candidates: list[Path] = []
     if path := path_of_record(source.get("path")):
         candidates.append(directory / path)
@@ -214,7 +217,8 @@ def attention_parameters(
     projections = {
         f"{m.path}.{tail}" for m in modules for tail in m.tensors if rule_of(tail, config)
     }
-    parameters, trainable = parameter_names(model), {name for name, _ in model.named_parameters()}
+    parameters = parameter_names(model)
+    trainable = {name for name, _ in model.named_parameters()}
     if missing := [name for name in projections if name not in parameters]:
         raise RefusedError(
             f"{type(model).__name__} stores {listing(missing)} inside a larger parameter, so keys "
@@ -335,7 +339,8 @@ def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optim
     as matrices. There is no empty parameter group, which torch's distributed state dicts cannot
     hold.
     """
-    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
+    matrices = list[nn.Parameter]()
+    vectors = list[nn.Parameter]()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_vector = parameter.ndim < 2 or re.search(r"norm|bias", name.lower())

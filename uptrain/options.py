@@ -26,7 +26,8 @@ from gqa.corpus.sources import check_text_options, is_self, parse_self
 
 Schedule = Literal["constant", "linear", "cosine"]
 Scope = Literal["all", "attention", "kv", "lora"]
-AUTO_TEACHER, NO_TEACHER = "auto", "none"
+AUTO_TEACHER = "auto"
+NO_TEACHER = "none"
 
 
 @dataclass(frozen=True)
@@ -206,15 +207,11 @@ class TrainOptions(Options):
 
     def _conflicts(self, ranks: int) -> Iterator[tuple[bool, str]]:
         """Whether a conflict applies, and what to do."""
-        given, sampled, part = (
-            " and ".join(self.lengths),
-            any(map(is_self, self.data)),
-            self.heldout_fraction > 0,
-        )
-        has_alpha, stands_alone = (
-            self.alpha is not None,
-            len(self.data) == 1 and not self.streaming and not part,
-        )
+        given = " and ".join(self.lengths)
+        sampled = any(map(is_self, self.data))
+        part = self.heldout_fraction > 0
+        has_alpha = self.alpha is not None
+        stands_alone = len(self.data) == 1 and not self.streaming and not part
         yield (
             len(self.lengths) > 1,
             f"the length is given by {given}; give one of --alpha, --tokens and --steps",

@@ -135,7 +135,8 @@ class _ChunkedSum(torch.autograd.Function):
         rows: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        total, report = rows.new_zeros((), dtype=torch.float32), None
+        total = rows.new_zeros((), dtype=torch.float32)
+        report = None
         row_gradient = torch.empty_like(rows) if differentiate else None
         sums: list[Tensor | None] = [None] * len(parameters)
         for piece in chunks(len(rows), vocabulary, rows.device):
@@ -158,7 +159,8 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         # Scaled in place below, so usable only once
-        (rows, sums), ctx.gradients = ctx.gradients, None
+        (rows, sums) = ctx.gradients
+        ctx.gradients = None
         # In float32, as the slices are added; autograd casts the result.
         return (
             None,

@@ -209,7 +209,8 @@ def _check(config: ModelConfig, name: str) -> None:
     try:
         _read_rotary(config)
     except _SENSELESS as error:
-        value, reason = getattr(config.text, "rope_parameters", None), explain(error)
+        value = getattr(config.text, "rope_parameters", None)
+        reason = explain(error)
         raise wrong(
             name, "rope_parameters", value, f"of which no rotary embedding is made ({reason})"
         ) from error
@@ -390,7 +391,8 @@ def edit_config(
         owner["num_key_value_heads_per_layer"] = counts
     again = read_config(raw, name)
     for layer in range(config.layers):
-        actual, expected = again.heads(layer), target_heads(config, layer, groups)
+        actual = again.heads(layer)
+        expected = target_heads(config, layer, groups)
         if actual != expected:
             raise RefusedError(
                 f"{name}: transformers reads {actual.kv} KV heads in layer {layer} from the edited "
@@ -551,9 +553,11 @@ def _window(text: Any, layer: int) -> int | None:
     """Tokens that a layer caches at most; None without such a limit."""
     types = getattr(text, "layer_types", None)
     if types and layer < len(types):
-        chunked, slides = "chunked" in types[layer], "sliding" in types[layer]
+        chunked = "chunked" in types[layer]
+        slides = "sliding" in types[layer]
     else:
-        chunked, slides = False, bool(getattr(text, "use_sliding_window", True))
+        chunked = False
+        slides = bool(getattr(text, "use_sliding_window", True))
     if not (chunked or slides):
         return None
 

@@ -65,7 +65,8 @@ def uneven(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
     cache's bytes.
     """
     config = read_config(as_it_is(checkpoint).config, checkpoint.name)
-    heads, counts = config.main.kv, _counts(config)
+    heads = config.main.kv
+    counts = _counts(config)
     if min(counts) > share * heads + 1e-9:
         raise RefusedError(
             f"--kv-budget {share:g} is not possible for the {heads} key/value heads of "
@@ -90,7 +91,9 @@ def heads_within(
     Raises RefusedError if text or model cannot be used.
     """
     config = read_config(as_it_is(checkpoint).config, checkpoint.name)
-    heads, layers, counts = config.main.kv, config.layers, _counts(config)
+    heads = config.main.kv
+    layers = config.layers
+    counts = _counts(config)
     # Without the blocks on which the result is compared with the base model.
     blocks, _ = options.text.split(
         checkpoint, options.device, watcher, CHECKED if options.check else 0
@@ -105,7 +108,8 @@ def heads_within(
     picks = np.linspace(
         0, len(blocks) - 1, min(len(blocks), max(2, TOKENS // blocks.shape[1]))
     ).astype(int)
-    fitted, measured = blocks[np.delete(picks, slice(1, None, 5))], blocks[picks[1::5]]
+    fitted = blocks[np.delete(picks, slice(1, None, 5))]
+    measured = blocks[picks[1::5]]
     losses: list[dict[int, float]] = [{heads: 0.0} for _ in range(layers)]
     for groups in (count for count in counts if count < heads):
         alone = make_plan(checkpoint, groups, DEFAULT)

@@ -144,7 +144,8 @@ def _linear(
     always_bias: Whether to add a zero bias if the source has none.
     tied: The embedding to use as weight if none is stored.
     """
-    bias, order = stored.get(f"{source}.bias"), rows or (lambda tensor: tensor)
+    bias = stored.get(f"{source}.bias")
+    order = rows or (lambda tensor: tensor)
     if tied and f"{source}.weight" not in stored:
         weight = _need(stored, f"{tied}.weight")
     else:
@@ -174,7 +175,8 @@ def _need(stored: Stored, name: str) -> TensorSpec:
 
 
 def _heads(config: Any) -> LayerHeads:
-    query, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    query = config.num_attention_heads
+    dim = config.hidden_size // config.num_attention_heads
     return LayerHeads(query, query, dim, dim)
 
 
@@ -190,8 +192,10 @@ def _phi_tensors(stored: Stored, config: Any) -> Recipes:
 
     yield from _linear("model.embed_tokens", stored, "embed_in")
     for layer in range(config.num_hidden_layers):
-        old, new = f"layers.{layer}", f"model.layers.{layer}"
-        norm, qkv = f"{old}.input_layernorm", f"{old}.attention.query_key_value"
+        old = f"layers.{layer}"
+        new = f"model.layers.{layer}"
+        norm = f"{old}.input_layernorm"
+        qkv = f"{old}.attention.query_key_value"
         yield from _linear(
             f"{new}.self_attn.q_proj", stored, qkv, rows("query"), norm, always_bias=True
         )
@@ -215,10 +219,8 @@ def _phi_tensors(stored: Stored, config: Any) -> Recipes:
         yield f"{new}.input_layernorm.weight", Recipe(gain, lambda t: t[0].new_ones(len(t[0])))
         yield f"{new}.input_layernorm.bias", Recipe(gain, lambda t: t[0].new_zeros(len(t[0])))
     yield from _linear("model.final_layernorm", stored, "final_layer_norm")
-    head, tied = (
-        "lm_head" if "lm_head.weight" in stored else "embed_out",
-        config.tie_word_embeddings,
-    )
+    head = "lm_head" if "lm_head.weight" in stored else "embed_out"
+    tied = config.tie_word_embeddings
     yield from _linear("lm_head", stored, head, always_bias=True, tied="embed_in" if tied else None)
 
 

@@ -50,11 +50,9 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
 
     Raises RefusedError if no class can express the config.
     """
-    name, model_type, by_layer = (
-        checkpoint.name,
-        checkpoint.config.get("model_type"),
-        isinstance(groups, tuple),
-    )
+    name = checkpoint.name
+    model_type = checkpoint.config.get("model_type")
+    by_layer = isinstance(groups, tuple)
     entries = [
         entry for entry in (_BY_LAYER if by_layer else RECASTINGS) if entry.source == model_type
     ]
@@ -102,7 +100,8 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
 
     Raises RefusedError with the reason if the target cannot compute what the source does.
     """
-    raw, target = checkpoint.config, recasting.target
+    raw = checkpoint.config
+    target = recasting.target
     try:
         if recasting.architecture:  # keys that every class has are taken from the source's config
             new = {
@@ -202,7 +201,8 @@ def _tokenizer_edits(
     """
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-    present, file = set(checkpoint.side_files), "tokenizer_config.json"
+    present = set(checkpoint.side_files)
+    file = "tokenizer_config.json"
     if not present & _FILES:
         return {}, {}
     settings = read_json(checkpoint.directory, file) if file in present else {}

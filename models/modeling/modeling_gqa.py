@@ -102,7 +102,8 @@ class GroupedAttention(nn.Module):
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        dropout, scaling = self.dropout if self.training else 0.0, self.scaling
+        dropout = self.dropout if self.training else 0.0
+        scaling = self.scaling
         output, weights = attention(
             self, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -130,7 +131,8 @@ class GroupedBartAttention(
         """(B, T, D), and for cross-attention the encoder's (B, S, D) -> (B, T, D) and the weights
         (B, H, T, S).
         """
-        cache, cross = past_key_values if cache is None else cache, key_value_states is not None
+        cache = past_key_values if cache is None else cache
+        cross = key_value_states is not None
         states = key_value_states if cross else hidden_states
         key, value = self.keys_and_values(
             lambda: (self.k_proj(states), self.v_proj(states)), cache, cross
@@ -196,7 +198,8 @@ class GroupedT5Attention(GroupedAttention, t5.T5Attention, MT5Attention):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The same, with the bias (1, H, T, S) of relative positions between output and weights."""
         query = self.split_heads(self.q(hidden_states))
-        cache, cross = past_key_values if cache is None else cache, key_value_states is not None
+        cache = past_key_values if cache is None else cache
+        cross = key_value_states is not None
         past: Any = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         # A static cache adds to it in place
         past = past.clone() if isinstance(past, Tensor) else past
@@ -246,12 +249,11 @@ def __getattr__(name: str) -> Any:
     members = {"__module__": __name__}
     if issubclass(source, PreTrainedConfig):
         # In this order: a mixin before the class would replace its defaults.
-        bases, members["model_type"] = (source, GroupedConfig), f"gqa_{source.model_type}"
+        bases = (source, GroupedConfig)
+        members["model_type"] = f"gqa_{source.model_type}"
     else:
         config = f"GQA{source.config_class.__name__}"
-        bases, members["config_class"] = (
-            (Grouped, source),
-            globals().get(config) or __getattr__(config),
-        )
+        bases = (Grouped, source)
+        members["config_class"] = globals().get(config) or __getattr__(config)
     globals()[name] = type(name, bases, members)
     return globals()[name]

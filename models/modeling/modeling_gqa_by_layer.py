@@ -42,7 +42,8 @@ class GQALlamaConfig(LlamaConfig):
         """The layers as vLLM reads those of a DeciLM: query heads for each key/value head, and the
         MLP's width.
         """
-        heads, width = self.num_attention_heads, self.intermediate_size
+        heads = self.num_attention_heads
+        width = self.intermediate_size
         return [
             SimpleNamespace(
                 attention=SimpleNamespace(
@@ -66,12 +67,11 @@ def __getattr__(name: str) -> Any:
     members = {"__module__": __name__}
     bases: tuple[Any, ...]
     if issubclass(source, PreTrainedConfig):
-        bases, members["model_type"] = (source,), f"gqa_{source.model_type}"
+        bases = (source,)
+        members["model_type"] = f"gqa_{source.model_type}"
     else:
         config = f"GQA{source.config_class.__name__}"
-        bases, members["config_class"] = (
-            (ByLayer, source),
-            globals().get(config) or __getattr__(config),
-        )
+        bases = (ByLayer, source)
+        members["config_class"] = globals().get(config) or __getattr__(config)
     globals()[name] = type(name, bases, members)
     return globals()[name]
