@@ -14,14 +14,14 @@ from support.tiny_models import TINY, build, inputs, logits
 from test_families import all_tensors, load, write_checkpoint
 from torch import Tensor
 
-from gqa.convert import methods
 from gqa.convert.api import convert_checkpoint, plan_conversion
+from gqa.convert.head_maps import HeadMaps
 from gqa.convert.heads.family import LayerHeads, Rotary
 from gqa.convert.merge.grouping import find_order, partitions
 from gqa.convert.merge.moments import Moments
 from gqa.convert.merge.procrustes import procrustes_key, procrustes_value
-from gqa.convert.methods import METHODS, HeadMaps
-from gqa.convert.plan import searches
+from gqa.convert.methods.base import Method
+from gqa.convert.methods.table import METHODS
 
 DIM = 8
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -71,20 +71,19 @@ def test_random_is_drawn_once_per_seed_and_tensor(source: Path, tmp_path: Path) 
 def test_a_method_is_one_entry(
     source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Another function in an entry of the table: it converts,
-    and the card has the entry's words.
-    """
+    """Another object in the table: it converts, and the card has its words."""
 
-    def last(kv: int, groups: int) -> HeadMaps:
-        weights = torch.zeros(groups, kv // groups, dtype=torch.float64)
-        weights[:, -1] = 1.0
-        return HeadMaps(key=weights, value=weights)
+    class Last(Method):
+        name = "first"
+        cost = "seconds"
+        result = "the last of each group"
 
-    monkeypatch.setitem(
-        METHODS,
-        "first",
-        methods.Method("first", "nothing", "seconds", "the last of each group", last),
-    )
+        def pool(self, kv: int, groups: int) -> HeadMaps:
+            weights = torch.zeros(groups, kv // groups, dtype=torch.float64)
+            weights[:, -1] = 1.0
+            return HeadMaps(key=weights, value=weights)
+
+    monkeypatch.setitem(METHODS, "first", Last())
     tensors = converted(source, 2, tmp_path, "first")
     assert torch.equal(tensors[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
     assert (
@@ -195,5 +194,5 @@ def test_few_heads_are_searched_without_being_asked(
         build(replace(TINY[name], options=options), heads), tmp_path / "source"
     )
     plan = plan_conversion(directory, groups, method=method)
-    assert searches(plan, "auto") is searched
-    assert not searches(plan, "contiguous")
+    assert plan.searches("auto") is searched
+    assert not plan.searches("contiguous")

@@ -24,7 +24,7 @@ from support.embedded import SOURCE, copy_source, load, tokenizer
 from support.training import scratch
 
 import gqa
-from gqa.convert.methods import METHODS
+from gqa.convert.methods.table import METHODS
 from gqa.corpus.stdlib import stdlib_texts
 
 WINDOWS, WINDOW = 24, 512  # of held-out text, which perplexity is measured on
@@ -62,7 +62,7 @@ def conversion(method: str) -> Path:
     directory.mkdir(exist_ok=True)
     out = directory / method
 
-    tokens = {"tokens": TOKENS} if METHODS[method].reads_text else {}
+    tokens = {"tokens": TOKENS} if METHODS[method].reads == "text" else {}
     with FileLock(directory / f"{method}.lock"):
         if not out.exists():
             gqa.convert_model(SOURCE, kv_heads=2, method=method, output=out, quiet=True, **tokens)
