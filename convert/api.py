@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from gqa.checkpoint.write import OutputDirectory, require_space, write_text
 from gqa.convert import advice
 from gqa.convert.card import model_card
 from gqa.convert.head_maps import StoredMaps
+from gqa.convert.heads.family import Groups
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.options import ConvertOptions
 from gqa.convert.output import output_of
@@ -69,11 +70,17 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     open_output(options, _plan(checkpoint, uneven(checkpoint, share), options))
     fetch_weights(checkpoint)
     heads, losses = heads_within(checkpoint, share, options.maps, watcher)
-    return replace(_plan(checkpoint, heads, options), losses=losses)
+    return _plan(checkpoint, heads, options, losses)
 
 
-def _plan(checkpoint: Checkpoint, groups: int | tuple[int, ...], options: ConvertOptions) -> Plan:
-    plan = make_plan(checkpoint, groups, options.method, options.seed, options.dtype)
+def _plan(
+    checkpoint: Checkpoint,
+    groups: Groups,
+    options: ConvertOptions,
+    losses: Sequence[Mapping[int, float]] = (),
+) -> Plan:
+    """The plan of these options, with text that can be used if the method reads any."""
+    plan = make_plan(checkpoint, groups, options.method, options.seed, options.dtype, losses)
     if plan.reads_text:
         options.maps.text.check_sources(checkpoint)
     return plan
@@ -116,17 +123,13 @@ def convert(
     """
     out = output_of(options, plan)
     command = request(options, argv)
-    settings = None
+    maps_options = None
     if plan.needs_maps:
-        settings = calibration or options.maps
+        maps_options = calibration or options.maps  # refuses a device that cannot be used
     output = open_output(options, plan)
     fetch_weights(plan.checkpoint)
 
-    with ExitStack() as stack:
-        stack.enter_context(output)
-        maps = None
-        if settings is not None:
-            maps = stack.enter_context(_with_maps(plan, out, settings, watcher, options.overwrite))
+    with output, _maps(plan, out, maps_options, watcher, options.overwrite) as maps:
         watcher.stage("converting", plan.total_bytes, "byte")
         write(plan, maps, output.work, watcher.update)
         write_text(output.work / "README.md", model_card(plan, maps, out.name, command))
@@ -137,10 +140,16 @@ def convert(
 
 
 @contextmanager
-def _with_maps(
-    plan: Plan, out: Path, options: MapsOptions, watcher: Watcher, overwrite: bool
-) -> Iterator[StoredMaps]:
-    """`with_maps`; a model that cannot be run layer by layer is refused with other methods."""
+def _maps(
+    plan: Plan, out: Path, options: MapsOptions | None, watcher: Watcher, overwrite: bool
+) -> Iterator[StoredMaps | None]:
+    """The maps of the plan's method, while the block runs; None without `options`.
+
+    A model that cannot be run layer by layer is refused with the methods that read no text.
+    """
+    if options is None:
+        yield None
+        return
     from gqa.convert.find_maps import with_maps  # here: importing models takes seconds
 
     try:

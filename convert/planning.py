@@ -5,7 +5,7 @@ refuse, before any writing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,15 +42,22 @@ _UNALIGNED = tuple(Rule(name, Layout()) for name in ("q_proj", "o_proj", "out_pr
 
 
 def make_plan(
-    checkpoint: Checkpoint, groups: Groups, method: str, seed: int = 0, dtype: str | None = None
+    checkpoint: Checkpoint,
+    groups: Groups,
+    method: str,
+    seed: int = 0,
+    dtype: str | None = None,
+    losses: Sequence[Mapping[int, float]] = (),
 ) -> Plan:
     """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
 
-    `groups` that are the same in all layers become one number.
+    groups: G; if they are the same in all layers they become one number.
+    losses: With a KV budget, what each layer loses by its number of heads.
     """
 
     def plan(config: dict[str, Any]) -> Plan:
-        return _plan(replace(checkpoint, config=config), groups, METHODS[method], seed, dtype)
+        view = replace(checkpoint, config=config)
+        return _plan(view, groups, METHODS[method], seed, dtype, losses)
 
     try:
         return plan(checkpoint.config)
@@ -65,7 +72,12 @@ def make_plan(
 
 
 def _plan(
-    checkpoint: Checkpoint, requested: Groups, method: Method, seed: int, dtype: str | None
+    checkpoint: Checkpoint,
+    requested: Groups,
+    method: Method,
+    seed: int,
+    dtype: str | None,
+    losses: Sequence[Mapping[int, float]],
 ) -> Plan:
     # 1. The model, in a class that can have so many heads.
     groups = _one_number(requested)
@@ -114,6 +126,7 @@ def _plan(
         cache_after=kv_cache(new, cached, stored or kv_dtype),
         dtype=stored,
         warnings=(*_warnings(checkpoint), *load_warnings),
+        losses=losses,
     )
 
 

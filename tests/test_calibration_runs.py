@@ -436,7 +436,7 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
         )
     with monkeypatch.context() as patch:  # a refusal leaves what an earlier run stored
         patch.setattr(
-            "gqa.convert.merge.find_maps.Calibrator", Mock(side_effect=RefusedError("no"))
+            "gqa.convert.merge.calibrate_model.Calibrator", Mock(side_effect=RefusedError("no"))
         )
         assert checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text[1:]).code == 2
     done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text[1:])

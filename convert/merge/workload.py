@@ -21,7 +21,7 @@ _TRAINING = 3.0  # forward passes that a step of training takes
 _STREAM_COPIES = 3.5
 _REFINE_COPIES = 5  # of attention's parameters: weights, start, best, gradients and moments
 _ESTIMATE_COPIES = 4  # of a layer's parameters
-_PROCRUSTES_COPIES = 4  # of attention's parameters, in float64
+_MODULE_COPIES = 4  # of attention's parameters, in float64
 _MUON = 5  # iterations for each matrix and step
 
 
@@ -69,10 +69,10 @@ def _sizes(plan: Plan) -> _Sizes:
     return _Sizes(width, modules, layer, embeddings, mlps)
 
 
-def procrustes_workload(plan: Plan) -> Workload:
-    """Of rotating the heads of each module."""
+def weights_workload(plan: Plan) -> Workload:
+    """Of second moments of the heads of each module, in float64."""
     sizes = _sizes(plan)
-    return Workload(_projections(sizes), memory=8 * _PROCRUSTES_COPIES * sizes.modules[0])
+    return Workload(_projections(sizes), memory=8 * _MODULE_COPIES * sizes.modules[0])
 
 
 def aligned_workload(plan: Plan) -> Workload:

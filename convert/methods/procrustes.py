@@ -9,9 +9,6 @@ from gqa.convert.methods.weights_method import WeightsMethod
 if TYPE_CHECKING:
     from gqa.convert.head_maps import HeadMaps
     from gqa.convert.merge.from_weights import ModuleEstimate
-    from gqa.convert.merge.options import MapsOptions
-    from gqa.convert.merge.workload import Workload
-    from gqa.convert.plan import Plan
 
 
 class Procrustes(WeightsMethod):
@@ -35,8 +32,3 @@ class Procrustes(WeightsMethod):
             keys = [procrustes_key(group, module.rotary, per_group) for group in moments.keys]
         values = [procrustes_value(group, per_group, query_heads) for group in moments.values]
         return head_maps(heads, module.groups, keys, values)
-
-    def workload(self, plan: Plan, options: MapsOptions) -> Workload:
-        from gqa.convert.merge.workload import procrustes_workload
-
-        return procrustes_workload(plan)

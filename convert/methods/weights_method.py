@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gqa.convert.merge.finished_layers import FinishedLayers
     from gqa.convert.merge.from_weights import ModuleEstimate
     from gqa.convert.merge.options import MapsOptions
+    from gqa.convert.merge.workload import Workload
     from gqa.convert.plan import Plan
     from gqa.core.console import Watcher
 
@@ -42,6 +43,11 @@ class WeightsMethod(MapsMethod):
         from gqa.convert.merge.from_weights import from_weights
 
         return from_weights(plan, self.merge_module, self.estimates_inputs, search, device)
+
+    def workload(self, plan: Plan, options: MapsOptions) -> Workload:
+        from gqa.convert.merge.workload import weights_workload
+
+        return weights_workload(plan)
 
     def find_maps(
         self, plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher
