@@ -90,7 +90,8 @@ def convert_tiny_families(figures: Figures, scratch: Path) -> None:
                 attempt(figures, f"{family} {method}", convert)
     for method in ("calibrated", "refined"):  # self- and cross-attention
         plan = plan_conversion(scratch / "gqa_t5", 2, method=method)
-        calibrator = Calibrator(plan, text_pairs(TINY["gqa_t5"].tokens, 8), options)
+        pairs = text_pairs(TINY["gqa_t5"].tokens, 8)
+        calibrator = Calibrator(plan, pairs, options, plan.merging.fit)
         results = [r for layer in range(calibrator.layers) for r in calibrator.run(layer)]
         errors = {result.module.path: result.error for result in results}
         attempt(figures, f"gqa_t5 {method} errors", lambda errors=errors: errors)

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.methods import METHODS, Method
-from gqa.convert.options import ConvertOptions
+from gqa.convert.methods.base import Method
+from gqa.convert.options import ConvertOptions, options_of
 from gqa.convert.output import default_directory
 from gqa.convert.plan import Plan
 from gqa.convert.summary import quality_loss, quality_text
@@ -44,13 +45,13 @@ _NOT_REPEATED = frozenset(
 )
 
 
-def quality_line(plan: Plan, options: ConvertOptions, out: Path) -> str:
+def quality_line(plan: Plan, maps: StoredMaps | None, options: ConvertOptions, out: Path) -> str:
     """The measured quality with its verdict, or why it was not measured and what measures it."""
     config = transformers_config(plan.new_config)
     if not predicts_tokens(config):
         return "not measured: the model has no head that predicts tokens"
-    if text := quality_text(plan):
-        return f"{quality_loss(plan).level}: {text}"
+    if text := quality_text(maps):
+        return f"{quality_loss(maps).level}: {text}"
     if config.is_encoder_decoder:
         return (
             "not measured; gqa-eval measures it on pairs of text: see its options --data and "
@@ -64,43 +65,53 @@ def quality_line(plan: Plan, options: ConvertOptions, out: Path) -> str:
     return f"not measured; to measure perplexity: {command}"
 
 
-def next_line(plan: Plan, options: ConvertOptions, out: Path, source: dict[str, Any]) -> str:
+def next_line(
+    plan: Plan,
+    maps: StoredMaps | None,
+    options: ConvertOptions,
+    out: Path,
+    source: dict[str, Any],
+) -> str:
     """What improves the result: the best method that the model allows, or training; empty where
     nothing can.
 
     source: The part of the conversion's record that names the base model.
     """
-    if quality_loss(plan).level == "good" or not predicts_tokens(
-        transformers_config(plan.new_config)
-    ):
+    if quality_loss(maps).level == "good":
         return ""
-    *_, best = plan.available_methods()
+    if not predicts_tokens(transformers_config(plan.new_config)):
+        return ""
+    best = plan.available_methods[-1]
     command = conversion_command(plan, options, best)
     if best.name != plan.method and command:
         return f"for better quality use --method {best.name} ({best.cost}): {command}"
-    if not plan.merging.traits.reads_text:  # a warning says so already
+    if not plan.reads_text:  # a warning says so already
         return ""
     command = training_command(plan, options, out, source)
     return f"for better quality distill from the base model: {command}" if command else ""
 
 
 def warnings(
-    plan: Plan, options: ConvertOptions, out: Path, source: dict[str, Any]
+    plan: Plan,
+    maps: StoredMaps | None,
+    options: ConvertOptions,
+    out: Path,
+    source: dict[str, Any],
 ) -> Iterator[str]:
     """A warning if the result is of no use as it is, with what to do."""
-    if plan.method not in METHODS:
+    if plan.merging is None:
         return
-    *_, best = plan.available_methods()
+    best = plan.available_methods[-1]
     training = training_command(plan, options, out, source)
     remedies = [] if best.name == plan.method else [f"use --method {best.name}"]
     remedies.append(f"train it: {training}" if training else "train it")
-    if not plan.merging.traits.reads_text:
+    if not plan.reads_text:
         yield (
             f"--method {plan.method} does not run the model on text, "
             "and the quality of its result is not measured: "
             f"the result is not usable before it is trained; {' or '.join(remedies)}"
         )
-    elif quality_loss(plan).level == "damaged":
+    elif quality_loss(maps).level == "damaged":
         remedies.insert(0, "keep more KV heads")
         yield f"this model is damaged and not usable as it is: {' or '.join(remedies)}"
 
@@ -148,15 +159,11 @@ def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> s
         output = default_directory(options, plan, method.name)
     if output.exists():
         return ""
+    used = options_of(method)
     for name, field in type(options).__dataclass_fields__.items():
-        uses = field.metadata["methods"]
-        is_used = not uses or getattr(method, uses)
-        if (
-            is_used
-            and options.is_set(name)
-            and name not in _NOT_REPEATED
-            and not field.metadata["expert"]
-        ):
+        is_used = not field.metadata["methods"] or name in used
+        is_repeated = name not in _NOT_REPEATED and not field.metadata["expert"]
+        if is_used and is_repeated and options.is_set(name):
             words += _option_words(name, getattr(options, name))
     return shell_line(words)
 

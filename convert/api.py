@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import OutputDirectory, require_space, write_text
 from gqa.convert import advice
 from gqa.convert.card import model_card
+from gqa.convert.head_maps import StoredMaps
+from gqa.convert.heads.family import Groups
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.options import ConvertOptions
 from gqa.convert.output import output_of
-from gqa.convert.plan import Plan, make_plan
+from gqa.convert.plan import Plan
+from gqa.convert.planning import make_plan
 from gqa.convert.rewrite import write
 from gqa.convert.summary import provenance
 from gqa.core.console import SILENT, Watcher
@@ -30,12 +33,18 @@ __all__ = ["Conversion", "Plan", "convert", "convert_checkpoint", "plan_conversi
 
 @dataclass(frozen=True)
 class Conversion:
-    """A finished conversion."""
+    """A finished conversion.
+
+    maps: What the plan's method has found: description, errors and quality, but no tensors any
+        more; None if it reads nothing.
+    record: gqa_conversion.json.
+    """
 
     out: Path
     plan: Plan
+    maps: StoredMaps | None
     warnings: tuple[str, ...]
-    record: dict[str, Any]  # gqa_conversion.json
+    record: dict[str, Any]
 
 
 def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
@@ -56,18 +65,24 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
         return _plan(checkpoint, options.kv_heads, options)
     from gqa.convert.merge.budget import heads_within, uneven
 
-    share, maps = options.kv_budget, options.maps()
+    share = options.kv_budget
     # Check plan and output before fetching weights and measuring layers.
     open_output(options, _plan(checkpoint, uneven(checkpoint, share), options))
     fetch_weights(checkpoint)
-    heads, losses = heads_within(checkpoint, share, maps, watcher)
-    return replace(_plan(checkpoint, heads, options), losses=losses)
+    heads, losses = heads_within(checkpoint, share, options.maps, watcher)
+    return _plan(checkpoint, heads, options, losses)
 
 
-def _plan(checkpoint: Checkpoint, groups: int | tuple[int, ...], options: ConvertOptions) -> Plan:
-    plan = make_plan(checkpoint, groups, options.method, options.seed, options.dtype)
-    if plan.needs_maps and plan.merging.traits.reads_text:
-        options.maps().text.check_sources(checkpoint)
+def _plan(
+    checkpoint: Checkpoint,
+    groups: Groups,
+    options: ConvertOptions,
+    losses: Sequence[Mapping[int, float]] = (),
+) -> Plan:
+    """The plan of these options, with text that can be used if the method reads any."""
+    plan = make_plan(checkpoint, groups, options.method, options.seed, options.dtype, losses)
+    if plan.reads_text:
+        options.maps.text.check_sources(checkpoint)
     return plan
 
 
@@ -99,36 +114,50 @@ def convert(
     Args:
         plan: Made with `prepare` from the same options.
         argv: The command's arguments, for the record.
-        calibration: How to find maps, instead of `options.maps()`.
+        calibration: How to find maps, instead of `options.maps`.
 
     Raises:
         RefusedError: Weights or text cannot be used; nothing is left at the output either.
         OutputError: The result could not be written or did not verify; nothing is left at the
         output.
     """
-    maps = (calibration or options.maps()) if plan.needs_maps else None
-    out, command = output_of(options, plan), request(options, argv)
+    out = output_of(options, plan)
+    command = request(options, argv)
+    maps_options = None
+    if plan.needs_maps:
+        maps_options = calibration or options.maps  # refuses a device that cannot be used
     output = open_output(options, plan)
     fetch_weights(plan.checkpoint)
-    with ExitStack() as stack:
-        stack.enter_context(output)
-        if maps:  # imported here, since importing models takes seconds
-            from gqa.convert.merge.find_maps import with_maps
 
-            try:
-                stored = stack.enter_context(
-                    with_maps(plan, out, maps, watcher, overwrite=options.overwrite)
-                )
-            except LayerwiseError as error:
-                usable = (one.name for one in plan.available_methods() if not one.reads_text)
-                raise RefusedError(f"{error}; use --method {alternatives(usable)}") from error
-            plan = replace(plan, merging=replace(plan.merging, maps=stored))
+    with output, _maps(plan, out, maps_options, watcher, options.overwrite) as maps:
         watcher.stage("converting", plan.total_bytes, "byte")
-        write(plan, output.work, watcher.update)
-        write_text(output.work / "README.md", model_card(plan, out.name, command))
-        record = output.commit(PROVENANCE, provenance(plan, out, command))
-    warnings = (*plan.warnings, *advice.warnings(plan, options, out, record["source"]))
-    return Conversion(out, plan, warnings, record)
+        write(plan, maps, output.work, watcher.update)
+        write_text(output.work / "README.md", model_card(plan, maps, out.name, command))
+        record = output.commit(PROVENANCE, provenance(plan, maps, out, command))
+
+    result_warnings = advice.warnings(plan, maps, options, out, record["source"])
+    return Conversion(out, plan, maps, (*plan.warnings, *result_warnings), record)
+
+
+@contextmanager
+def _maps(
+    plan: Plan, out: Path, options: MapsOptions | None, watcher: Watcher, overwrite: bool
+) -> Iterator[StoredMaps | None]:
+    """The maps of the plan's method, while the block runs; None without `options`.
+
+    A model that cannot be run layer by layer is refused with the methods that read no text.
+    """
+    if options is None:
+        yield None
+        return
+    from gqa.convert.find_maps import with_maps  # here: importing models takes seconds
+
+    try:
+        with with_maps(plan, out, options, watcher, overwrite=overwrite) as maps:
+            yield maps
+    except LayerwiseError as error:
+        usable = (method.name for method in plan.available_methods if method.reads != "text")
+        raise RefusedError(f"{error}; use --method {alternatives(usable)}") from error
 
 
 def plan_conversion(

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from gqa.checkpoint.provenance import PROVENANCE
+from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.config import KVCache, transformers_config
 from gqa.convert.heads.family import groups_text
-from gqa.convert.options import ConvertOptions
+from gqa.convert.options import ConvertOptions, options_of
 from gqa.convert.plan import Plan
 from gqa.convert.summary import BY_LAYER, cache_change, quality_loss, quality_text, size
 from gqa.convert.verdict import MEANINGS, Level
@@ -32,8 +33,12 @@ _ATTENTION_TAGS = {
 }
 
 
-def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
-    """Text of README.md for the result `name`; `request`: the command's arguments and options."""
+def model_card(plan: Plan, maps: StoredMaps | None, name: str, request: Mapping[str, Any]) -> str:
+    """Text of README.md for the result `name`.
+
+    maps: Those of the plan's method; None if it reads nothing.
+    request: The command's arguments and options.
+    """
     checkpoint = plan.checkpoint
     source = source_card(checkpoint)
     cls = model_class(transformers_config(plan.new_config))
@@ -50,14 +55,14 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
         table(_changes(plan)),
         *_notes(plan),
     ]
-    if plan.fewest < plan.config.main.kv:
-        parts += ["## Quality", _quality(plan)]
+    if plan.merging:
+        parts += ["## Quality", _quality(maps)]
     parts += [
         "## How it was made",
         *making_of("gqa-convert", request["argv"], _options(plan, request), PROVENANCE),
     ]
-    if plan.fewest < plan.config.main.kv:
-        parts += ["## Limits", limits(quality_loss(plan).level)]
+    if plan.merging:
+        parts += ["## Limits", limits(quality_loss(maps).level)]
     return format_card(metadata, name, parts, source.text)
 
 
@@ -101,20 +106,14 @@ def _tags(plan: Plan) -> list[str]:
 
 
 def _summary(plan: Plan) -> str:
-    main, kv_heads = plan.config.main, groups_text(plan.groups)
-    if plan.method == "none":
-        change = f"with its original {main.kv} key/value heads: no heads are merged"
+    main = plan.config.main
+    instead = f"with {groups_text(plan.groups)} instead of {main.kv} key/value heads"
+    if plan.merging is not None:
+        change = f"{instead}, {plan.merging.result} (`--method {plan.merging.name}`)"
     elif plan.method == "repeat":
-        change = (
-            f"with {kv_heads} instead of {main.kv} key/value heads, by repeating each: the same "
-            "logits"
-        )
+        change = f"{instead}, by repeating each: the same logits"
     else:
-        result = plan.merging.traits.result
-        change = (
-            f"with {kv_heads} instead of {main.kv} key/value heads, {result} (`--method "
-            f"{plan.method}`)"
-        )
+        change = f"with its original {main.kv} key/value heads: no heads are merged"
     checkpoint = plan.checkpoint
     base = model_name(checkpoint.hub_id or checkpoint.name, checkpoint.hub_id is not None)
     ratio = plan.cache_before.bytes_at(1) / max(plan.cache_after.bytes_at(1), 1)
@@ -123,13 +122,13 @@ def _summary(plan: Plan) -> str:
 
 
 def _changes(plan: Plan) -> list[tuple[str, str, str]]:
-    before, after = plan.checkpoint, plan
+    before = plan.checkpoint
     return [
         ("", "base model", "this model"),
         ("key/value heads", str(plan.config.main.kv), groups_text(plan.groups)),
         *cache_rows(plan.cache_before, plan.cache_after),
-        ("parameters", f"{before.parameters:,}", f"{after.parameters_after:,}"),
-        ("weights", size(before.nbytes), size(after.total_bytes)),
+        ("parameters", f"{before.parameters:,}", f"{plan.parameters_after:,}"),
+        ("weights", size(before.nbytes), size(plan.total_bytes)),
     ]
 
 
@@ -153,22 +152,21 @@ def _notes(plan: Plan) -> list[str]:
     return notes
 
 
-def _quality(plan: Plan) -> str:
-    level = quality_loss(plan).level
+def _quality(maps: StoredMaps | None) -> str:
+    level = quality_loss(maps).level
     if level is None:
         return (
             "Quality was not measured. Merging heads costs quality: evaluate and train the model "
             "before use."
         )
-    return quality_paragraph(level, quality_text(plan))
+    return quality_paragraph(level, quality_text(maps))
 
 
 def _options(plan: Plan, request: Mapping[str, Any]) -> dict[str, Any]:
     """The options that the method used."""
     options: dict[str, Any] = {"kv_heads": plan.groups, "method": plan.method}
-    if plan.fewest < plan.config.main.kv:
-        for name, field in ConvertOptions.__dataclass_fields__.items():
-            uses = field.metadata["methods"]
-            if uses and getattr(plan.merging.traits, uses):
-                options[name] = request["options"][name]
+    if plan.merging is not None:
+        used = options_of(plan.merging)
+        in_order = (name for name in ConvertOptions.__dataclass_fields__ if name in used)
+        options |= {name: request["options"][name] for name in in_order}
     return options

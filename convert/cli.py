@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.write import finite
-from gqa.convert.methods import METHODS
+from gqa.convert.methods.table import METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.core import console
 from gqa.core.console import Watcher, print_json, print_lines
@@ -20,6 +20,7 @@ from gqa.core.options import command as command_of
 
 if TYPE_CHECKING:
     from gqa.convert.api import Plan
+    from gqa.convert.methods.base import Method
 
 
 _LONG = 15 * 60  # seconds
@@ -29,7 +30,7 @@ _QUICK = (
     "perplexity rises x12.2 (calibrated: x2.10)"
 )
 _METHODS = "\n".join(
-    f"  {name:12}{method.needs}; {method.cost}: {method.result}" for name, method in METHODS.items()
+    f"  {name:12}{method.reads}; {method.cost}: {method.result}" for name, method in METHODS.items()
 )
 _EPILOG = f"""\b
 Methods (text: --data, or self-generated), with input, time and algorithm:
@@ -59,7 +60,7 @@ def command(options: ConvertOptions) -> None:
         with Watcher(options.quiet) as bar:
             plan = prepare(options, bar)
         _warn(plan.warnings if options.dry_run else ())
-        if options.is_set("method") and plan.method not in METHODS:
+        if options.is_set("method") and plan.merging is None:
             _say(
                 f"note        --method is not used: none of the {plan.config.main.kv} heads are "
                 "merged",
@@ -78,44 +79,43 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     from gqa.convert.summary import error_lines, plan_lines, size
 
     start = time.monotonic()
-    if plan.needs_maps:
-        _say_cost(plan, options)
+    if plan.merging is not None and plan.needs_maps:
+        _say_cost(plan, plan.merging, options)
     with Watcher(options.quiet) as bar:
         result = convert(plan, options, bar, sys.argv[1:])
     _say_lines(plan_lines(plan, tensors=options.verbose), options)
-    _say_lines(error_lines(result.plan), options)
+    _say_lines(error_lines(result.maps), options)
     seconds = time.monotonic() - start
     _say(
         f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options
     )
-    if plan.method in METHODS and not options.quiet:
-        _say(f"quality     {quality_line(result.plan, options, result.out)}", options)
-        if advice := next_line(result.plan, options, result.out, result.record["source"]):
+    if plan.merging is not None and not options.quiet:
+        quality = quality_line(plan, result.maps, options, result.out)
+        _say(f"quality     {quality}", options)
+        advice = next_line(plan, result.maps, options, result.out, result.record["source"])
+        if advice:
             _say(f"next        {advice}", options)
     _warn(result.warnings)
-    quality = {
+    measured = {
         name: value for name, value in result.record.items() if name in ("quality", "layer_errors")
     }
-    return {"output": str(result.out), **quality, "warnings": list(result.warnings)}
+    return {"output": str(result.out), **measured, "warnings": list(result.warnings)}
 
 
-def _say_cost(plan: Plan, options: ConvertOptions) -> None:
+def _say_cost(plan: Plan, method: Method, options: ConvertOptions) -> None:
     """Print the estimated time of a method that reads the model and, if it is long, the name of a
     faster method.
     """
     from gqa.convert.estimate import duration, estimate
 
-    maps = options.maps()
-    seconds, memory = estimate(plan, plan.merging.traits, maps)
-    text = f"estimate    about {duration(seconds)} on {maps.device}"
-    if (
-        seconds > _LONG
-        and plan.merging.traits.reads_text
-        and METHODS["aligned"] in plan.available_methods()
-    ):
+    device = options.maps.device
+    seconds, memory = estimate(plan, method, options.maps)
+    text = f"estimate    about {duration(seconds)} on {device}"
+    has_quick = METHODS["aligned"] in plan.available_methods
+    if seconds > _LONG and plan.reads_text and has_quick:
         text += f"; {_QUICK}"
     _say(text, options)
-    _warn(_memory_warnings(plan, options, maps.device, memory))
+    _warn(_memory_warnings(plan, options, device, memory))
 
 
 def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: int) -> list[str]:
@@ -126,7 +126,7 @@ def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: i
     total = total_memory(device)
     if total is None or memory <= total:
         return []
-    samples = plan.merging.traits.reads_text and not options.is_set("data")
+    samples = plan.reads_text and not options.is_set("data")
     advice = "; --data takes less, because nothing is sampled" if samples else ""
     return [
         f"--method {plan.method} takes about {size(memory)} of memory; {device} has "
@@ -144,20 +144,20 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     from gqa.convert.summary import plan_lines, size
 
     _say_lines(plan_lines(plan, tensors=options.verbose), options)
-    costs, warnings = {}, list[str]()
+    costs = {}
+    warnings: list[str] = []
     try:
         open_output(options, plan)
     except (RefusedError, OutputError) as error:
         warnings.append(str(error))
-    if plan.method in METHODS:
-        maps = options.maps()
-        for method in plan.available_methods():
-            seconds, memory = estimate(plan, method, maps)
-            cost = f"about {duration(seconds)} on {maps.device}, {size(memory)} of memory"
-            _say(f"estimate    {method.name:12}{cost}", options)
-            costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}
-            if method == plan.merging.traits:
-                warnings += _memory_warnings(plan, options, maps.device, memory)
+    for method in plan.available_methods:
+        device = options.maps.device
+        seconds, memory = estimate(plan, method, options.maps)
+        cost = f"about {duration(seconds)} on {device}, {size(memory)} of memory"
+        _say(f"estimate    {method.name:12}{cost}", options)
+        costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}
+        if method == plan.merging:
+            warnings += _memory_warnings(plan, options, device, memory)
     _warn(warnings)
     _say("dry run     nothing was written", options)
     return {"estimates": costs} if costs else {}

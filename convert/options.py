@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import click
 
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
-from gqa.convert.methods import DEFAULT, GROUPINGS, METHODS
+from gqa.convert.methods.base import Method
+from gqa.convert.methods.table import DEFAULT, METHODS
 from gqa.core.errors import RefusedError
 from gqa.core.options import COUNT, SEED, KVHeads, Number, Options, Text, flag, option, tokens_type
 from gqa.corpus.sources import is_self, parse_self
@@ -52,27 +54,27 @@ class ConvertOptions(Options):
         "Calibration text: self (sampled from MODEL), self:TOKENS, self:plain (no repeats), "
         "a file, a hub data set or stdlib:train. Repeat it or use commas for several.",
         metavar="SOURCE[,...]",
-        methods="reads_text",
+        methods="text",
     )
     tokens: int = option(
         CalibrationText.tokens,
         "Tokens of calibration text, the same number from each source.",
         tokens_type(),
         metavar="COUNT",
-        methods="reads_text",
+        methods="text",
     )
     context: int = option(
         CalibrationText.length,
         "Tokens per calibration block.",
         tokens_type(2),
         metavar="COUNT",
-        methods="reads_text",
+        methods="text",
     )
     field: str = option(
         "text",
         "Text column of jsonl, csv, parquet and data sets.",
         metavar="NAME",
-        methods="reads_text",
+        methods="text",
     )
     separator: str | None = option(
         None,
@@ -81,41 +83,40 @@ class ConvertOptions(Options):
         "per file]",
         Text(blank=True),
         metavar="TEXT",
-        methods="reads_text",
+        methods="text",
     )
     target_field: str | None = option(
         None,
         "Encoder-decoders: the column of targets; --field names that of sources.  "
         "[default: mask spans of plain text]",
         metavar="NAME",
-        methods="reads_text",
+        methods="text",
     )
-    grouping: str = option(
+    grouping: Literal["auto", "contiguous"] = option(
         "auto",
         "Which heads to merge. auto: the groups with the least loss, if there are few heads (8, or "
         "12 in pairs); else contiguous ones.",
-        click.Choice(GROUPINGS),
-        methods="aligns",
+        methods="maps",
     )
     refine_steps: int = option(
-        Refinement.steps, "Training steps per layer.", COUNT, methods="refines"
+        Refinement.steps, "Training steps per layer.", COUNT, methods="training"
     )
     precision: Literal["float32", "bfloat16", "float16"] = option(
-        "float32", "Dtype in which layers run; 16 bits are less accurate.", methods="reads_text"
+        "float32", "Dtype in which layers run; 16 bits are less accurate.", methods="text"
     )
     device: str | None = option(
         None,
         "Device: cpu, cuda, cuda:1 or mps.  [default: a GPU if there is one]",
         metavar="NAME",
-        methods="aligns",
+        methods="maps",
     )
-    seed: int = option(0, "Random seed.", SEED, methods="draws")
+    seed: int = option(0, "Random seed.", SEED, methods="seed")
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = option(
         None, "Dtype of the stored weights.  [default: unchanged]"
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub id.", metavar="NAME")
     trust_remote_code: bool = option(
-        False, "Run the checkpoint's modeling code (dangerous).", methods="reads_text"
+        False, "Run the checkpoint's modeling code (dangerous).", methods="text"
     )
     check: bool = option(True, "Measure perplexity and recall against MODEL on other text.")
     dry_run: bool = option(
@@ -127,10 +128,14 @@ class ConvertOptions(Options):
     quiet: bool = option(False, "Print errors and warnings only.", short="-q")
     # For Python callers.
     # Half of the blocks repeat themselves
-    repeats: bool = option(True, methods="reads_text", expert=True)
+    repeats: bool = option(True, methods="text", expert=True)
 
+    @cached_property
     def maps(self) -> MapsOptions:
-        """How maps are computed. Raises RefusedError for a device that cannot be used."""
+        """How maps are computed. Raises RefusedError for a device that cannot be used.
+
+        Found once, since the device is looked for.
+        """
         from gqa.core.devices import find_device
 
         text = CalibrationText(
@@ -179,13 +184,21 @@ class ConvertOptions(Options):
         )
 
 
+def options_of(method: Method) -> set[str]:
+    """The options of gqa-convert that a method uses and other methods may not."""
+    fields = ConvertOptions.__dataclass_fields__
+    return {name for name, field in fields.items() if field.metadata["methods"] in method.settings}
+
+
 def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:
     """Raise RefusedError for an option that is set and that none of `methods` uses; `where` names
     them.
     """
-    known = [METHODS[name] for name in methods]
+    used = frozenset[str]().union(*(METHODS[name].settings for name in methods))
     for name, field in type(options).__dataclass_fields__.items():
-        uses = field.metadata["methods"]
-        if uses and options.is_set(name) and not any(getattr(method, uses) for method in known):
-            users = ", ".join(other for other, method in METHODS.items() if getattr(method, uses))
-            raise RefusedError(f"{flag(name)} is not used by {where}; it is for --method {users}")
+        setting = field.metadata["methods"]
+        if setting and setting not in used and options.is_set(name):
+            users = [other for other, method in METHODS.items() if setting in method.settings]
+            raise RefusedError(
+                f"{flag(name)} is not used by {where}; it is for --method {', '.join(users)}"
+            )

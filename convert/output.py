@@ -24,6 +24,6 @@ def default_directory(options: ConvertOptions, plan: Plan, method: str) -> Path:
     if isinstance(plan.groups, tuple):
         heads = sum(plan.groups) / len(plan.groups)
         suffix = f"-kv{100 * heads / plan.config.main.kv:.0f}"
-    if plan.fewest < plan.config.main.kv:
+    if plan.merging is not None:
         suffix += f"-{method}"
     return default_output(plan.checkpoint.hub_id or options.model, suffix)

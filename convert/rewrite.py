@@ -25,8 +25,10 @@ from gqa.checkpoint.write import (
     write_tensor,
     write_text,
 )
+from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.config import read_config, target_heads
 from gqa.convert.heads.modules import Change, attention_modules, module_changes
+from gqa.convert.merge_heads import converted_tensor
 from gqa.convert.plan import OutputTensor, Plan, Shard
 from gqa.core.errors import CorruptError, OutputError, RefusedError, listing
 
@@ -43,8 +45,12 @@ class _CancelledError(Exception):
     """Another thread failed or the user interrupted."""
 
 
-def write(plan: Plan, work: Path, progress: Progress = no_progress) -> None:
+def write(
+    plan: Plan, maps: StoredMaps | None, work: Path, progress: Progress = no_progress
+) -> None:
     """Fill the directory `work` and verify it.
+
+    maps: Those of the plan's method; None if it reads nothing.
 
     Raises OutputError, and CorruptError for heads with NaN or Inf.
 
@@ -64,7 +70,7 @@ def write(plan: Plan, work: Path, progress: Progress = no_progress) -> None:
     try:
         with ThreadPoolExecutor(DEFAULT_JOBS) as pool:
             try:
-                list(pool.map(partial(_write_shard, plan, work, advance), plan.shards))
+                list(pool.map(partial(_write_shard, plan, maps, work, advance), plan.shards))
             except BaseException:
                 stop.set()
                 raise
@@ -74,7 +80,9 @@ def write(plan: Plan, work: Path, progress: Progress = no_progress) -> None:
         torch.set_num_threads(threads)
 
 
-def _write_shard(plan: Plan, work: Path, progress: Progress, shard: Shard) -> None:
+def _write_shard(
+    plan: Plan, maps: StoredMaps | None, work: Path, progress: Progress, shard: Shard
+) -> None:
     """Write and verify one output file: header, then tensors in order."""
     import numpy as np
 
@@ -93,9 +101,8 @@ def _write_shard(plan: Plan, work: Path, progress: Progress, shard: Shard) -> No
             elif tensor.change is None:
                 _cast(checkpoint, target, tensor, buffer, progress)
             else:
-                write_tensor(
-                    target, stored_as(_merge(plan, tensor.change, buffer), tensor.dtype), progress
-                )
+                merged = _merge(plan, maps, tensor.change, buffer)
+                write_tensor(target, stored_as(merged, tensor.dtype), progress)
     verify_shard(plan, work / shard.file, shard)
 
 
@@ -138,7 +145,9 @@ def _pieces(
         )
 
 
-def _merge(plan: Plan, change: Change, buffer: NDArray[np.uint8]) -> Tensor:
+def _merge(
+    plan: Plan, maps: StoredMaps | None, change: Change, buffer: NDArray[np.uint8]
+) -> Tensor:
     """Merge in float32 (float64 for F64) and round once: to the stored dtype, or to that of
     --dtype.
 
@@ -155,7 +164,7 @@ def _merge(plan: Plan, change: Change, buffer: NDArray[np.uint8]) -> Tensor:
         )
     if plan.dtype or not change.rule.projection:
         tensor = tensor.to(torch.float64 if change.source.dtype == "F64" else torch.float32)
-    return plan.merging.apply(change, tensor)
+    return converted_tensor(plan, maps, change, tensor)
 
 
 def _write_side_files(plan: Plan, work: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.provenance import relative_path, stamp, versions
+from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.family import groups_text
 from gqa.convert.plan import Plan
 from gqa.convert.verdict import Loss
@@ -98,30 +99,23 @@ def loss_of(quality: Mapping[str, Any] | None) -> Loss:
     return Loss(ratio, quality.get("ratio_high"), recall_loss)
 
 
-def quality_of(plan: Plan) -> Mapping[str, Any] | None:
-    """The measured quality of the result; None if it was not measured."""
-    return plan.merging.maps.quality if plan.merging.maps else None
-
-
-def quality_text(plan: Plan) -> str:
+def quality_text(maps: StoredMaps | None) -> str:
     """The measured quality of the result in words; empty if it was not measured."""
-    maps, quality = plan.merging.maps, quality_of(plan)
-    if maps is None or quality is None:
+    if maps is None or maps.quality is None:
         return ""
-    return describe_quality(quality, measured_text(maps.description["text"]["sources"]))
+    return describe_quality(maps.quality, measured_text(maps.description["text"]["sources"]))
 
 
-def quality_loss(plan: Plan) -> Loss:
+def quality_loss(maps: StoredMaps | None) -> Loss:
     """What the result has lost, as far as it was measured."""
-    return loss_of(quality_of(plan))
+    return loss_of(maps.quality if maps else None)
 
 
-def error_lines(plan: Plan) -> list[str]:
+def error_lines(maps: StoredMaps | None) -> list[str]:
     """The error of each layer that was fitted to text; none if no layer was."""
-    errors = plan.merging.maps.errors if plan.merging.maps else ()
-    if not errors:
+    if maps is None or not maps.errors:
         return []
-    cells = ["-" if error is None else f"{error:.2g}" for error in errors]
+    cells = ["-" if error is None else f"{error:.2g}" for error in maps.errors]
     rows = [cells[start : start + 10] for start in range(0, len(cells), 10)]
     title = "layers      relative squared error of the attention output, layer by layer:"
     return [title, *(" " * 12 + " ".join(f"{cell:6}" for cell in row).rstrip() for row in rows)]
@@ -205,38 +199,45 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
     return lines
 
 
-def options_used(plan: Plan, out: Path, requested: Mapping[str, Any]) -> dict[str, Any]:
+def options_used(
+    plan: Plan, maps: StoredMaps | None, out: Path, requested: Mapping[str, Any]
+) -> dict[str, Any]:
     """What was chosen where an option was left open, and None for a seed from which nothing was
     drawn.
     """
-    merges = plan.method == plan.merging.method
     # With a KV budget text is drawn too, on which layers are measured, whatever the method is.
-    draws = (merges and plan.merging.traits.draws) or bool(plan.losses)
+    draws = bool(plan.losses)
+    if plan.merging is not None:
+        draws |= "seed" in plan.merging.settings
     used = {
         "kv_heads": plan.groups,
         "method": plan.method,
-        "seed": plan.merging.seed if draws else None,
+        "seed": plan.seed if draws else None,
         "dtype": plan.dtype,
         "output": requested.get("output") or out.name,
     }
-    if plan.merging.maps:
-        used["device"] = plan.merging.maps.description["device"]
+    if maps is not None:
+        used["device"] = maps.description["device"]
     return used
 
 
-def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+def provenance(
+    plan: Plan, maps: StoredMaps | None, out: Path, request: Mapping[str, Any]
+) -> dict[str, Any]:
     """Record of how the result at `out` was made, JSON-ready.
 
-    `request`: the command's arguments and options.
+    maps: Those of the plan's method; None if it reads nothing.
+    request: The command's arguments and options.
     """
-    planned, maps = plan_record(plan), plan.merging.maps
+    planned = plan_record(plan)
+    requested = request.get("options", {})
     record: dict[str, Any] = {
         **stamp("gqa-convert", request.get("argv", ())),
         "source": {name: planned[name] for name in ("model", "revision")},
         **{name: planned[name] for name in ("model_type", "family")},
         "options": {
-            **request.get("options", {}),
-            **options_used(plan, out, request.get("options", {})),
+            **requested,
+            **options_used(plan, maps, out, requested),
         },
         **{name: planned[name] for name in ("heads", "kv_cache", "config_edits")},
         "changed_tensors": [t.name for t in plan.changed],
@@ -246,10 +247,11 @@ def provenance(plan: Plan, out: Path, request: Mapping[str, Any]) -> dict[str, A
     # Where training looks for its teacher; without the user's name
     if plan.checkpoint.hub_id is None:
         record["source"]["path"] = relative_path(plan.checkpoint.directory, out)
-    optional = {
-        "recast": planned["recast"],
-        "maps": maps and maps.description,
-        "layer_errors": maps and maps.errors,
-        "quality": maps and maps.quality,
-    }
+    optional = {"recast": planned["recast"]}
+    if maps is not None:
+        optional |= {
+            "maps": maps.description,
+            "layer_errors": maps.errors,
+            "quality": maps.quality,
+        }
     return record | {name: value for name, value in optional.items() if value}

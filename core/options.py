@@ -200,7 +200,8 @@ def option(
         argument: The metavar of an argument of the command, which is no option.
         free: May differ between a run and its continuation.
         needs: It means nothing unless one of these other options is given.
-        methods: The attribute of `gqa.convert.methods.Method` that says whether a method uses it.
+        methods: What it sets, if only some methods of conversion use it
+            (`gqa.convert.methods.base.Method.settings`).
         expert: For Python callers only: no option of the command.
     """
     return field(

@@ -16,9 +16,9 @@ from pathlib import Path
 from transformers.utils import logging
 
 import gqa
+from gqa.convert.methods.table import METHODS
 
 SOURCE = Path(__file__).parent / "stdlib-mha"
-METHODS = ["mean", "first", "random", "procrustes", "aligned", "calibrated", "refined"]
 ALPHAS = [0.0, 0.01]
 
 
@@ -34,7 +34,7 @@ def study(output: Path) -> gqa.Study:
         SOURCE,
         data="stdlib:train",
         output=output,
-        methods=METHODS,
+        methods=[*METHODS],
         kv_heads=[2],
         alphas=ALPHAS,
         batch_size=4,

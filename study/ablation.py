@@ -16,7 +16,7 @@ from typing import Any
 
 from gqa.checkpoint.write import write_text
 from gqa.convert.api import convert_checkpoint
-from gqa.convert.plan import make_plan
+from gqa.convert.planning import make_plan
 from gqa.core.console import SILENT, Watcher, is_interactive
 from gqa.core.errors import (
     DivergedError,

@@ -12,8 +12,8 @@ import click
 from gqa.checkpoint.hub import default_output
 from gqa.checkpoint.provenance import checkpoint_digest, portable
 from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
-from gqa.convert.methods import METHODS
-from gqa.convert.options import ConvertOptions, refuse_unused
+from gqa.convert.methods.table import METHODS
+from gqa.convert.options import ConvertOptions, options_of, refuse_unused
 from gqa.core.console import operand
 from gqa.core.errors import RefusedError
 from gqa.core.escape import shell_line
@@ -239,16 +239,9 @@ class AblateOptions(Options):
             "-o",
             out,
         ]
-        if method.reads_text:
+        if method.reads == "text":
             words += ["--tokens", str(self.calibration_tokens)]
-        uses = {
-            name: one.metadata["methods"]
-            for name, one in ConvertOptions.__dataclass_fields__.items()
-        }
-        used = {name for name, use in uses.items() if use and getattr(method, use)} - {
-            "precision",
-            "context",
-        }
+        used = options_of(method) - {"precision", "context"}
         commands = [words + self._words(used)]
         if cell.alpha:
             teacher = self.model if self.teacher == "source" else NO_TEACHER

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from gqa.convert.methods import METHODS
+from gqa.convert.methods.table import METHODS
 from gqa.study.options import BASE, UNMERGED
 from gqa.study.rows import Row
 

@@ -21,7 +21,7 @@ from support.evaluations import few_questions
 from support.training import fresh_accelerator, tiny_checkpoint
 
 import gqa
-from gqa.convert.methods import METHODS
+from gqa.convert.methods.table import METHODS
 from gqa.core.options import default_text
 
 PROGRAMS = {
@@ -178,11 +178,11 @@ def test_a_method_that_is_not_measured_ends_with_a_warning(method: str, here: Pa
 
     One that is measured needs none.
     """
-    text = SHORT if METHODS[method].reads_text else ()
-    steps = ("--refine-steps", 1) if METHODS[method].refines else ()
+    text = SHORT if METHODS[method].reads == "text" else ()
+    steps = ("--refine-steps", 1) if "training" in METHODS[method].settings else ()
     done = run("it's a model", "-g", 2, "--method", method, *text, *steps, "-q")
     assert (done.code, done.out) == (0, "")
-    if METHODS[method].reads_text:
+    if METHODS[method].reads == "text":
         assert done.err == ""
     else:
         advice = (

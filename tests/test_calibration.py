@@ -19,6 +19,7 @@ from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.fit import FitTask, FittedModule, fit_module
 from gqa.convert.merge.options import Refinement
 from gqa.convert.merge.refine import Refined, refine
+from gqa.convert.methods.table import METHODS
 
 SHORT = Refinement(steps=8, batch=8, learning_rate=0.02, heldout=0.25)
 
@@ -65,7 +66,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
         errors.append((result.error_before, result.error))
         return result
 
-    monkeypatch.setattr("gqa.convert.merge.calibrate.refine", refine_and_record)
+    monkeypatch.setattr("gqa.convert.merge.fit_and_refine.refine", refine_and_record)
     return errors
 
 
@@ -121,6 +122,7 @@ def test_every_module_of_an_encoder_decoder_is_refined(
             plan_of(encoding, "refined"),
             pairs(TINY["gqa_t5"].tokens, padding),
             on_ids(refinement=how, batch=12),
+            METHODS["refined"].fit,
         )
         results = [result for layer in range(calibrator.layers) for result in calibrator.run(layer)]
         errors.append({result.module.path: result.error for result in results})
@@ -204,7 +206,8 @@ def test_held_out_blocks_are_new_to_the_start(source: Path, method: str) -> None
     (heldout,) = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))[:1].tolist()
     for _ in range(2):
         options = on_ids(refinement=Refinement(steps=1, learning_rate=1e-9, heldout=1 / len(ids)))
-        (result,) = Calibrator(plan_of(source, method), ids, options).run(0)
+        calibrator = Calibrator(plan_of(source, method), ids, options, METHODS[method].fit)
+        (result,) = calibrator.run(0)
         found.append(result.maps)
         ids = ids.clone()
         ids[heldout] = ids[heldout].flip(0)
@@ -259,10 +262,8 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
         errors.append(left)
         return result
 
-    monkeypatch.setattr("gqa.convert.merge.calibrate.fit_module", compared)
-    Calibrator(
-        plan_of(source), Ids().ids(), on_ids(batch=24, ridge=0.0, grouping="contiguous")
-    ).run(0)
+    options = on_ids(batch=24, ridge=0.0, grouping="contiguous")
+    Calibrator(plan_of(source), Ids().ids(), options, compared).run(0)
     assert errors
 
 

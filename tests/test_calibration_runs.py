@@ -436,7 +436,7 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
         )
     with monkeypatch.context() as patch:  # a refusal leaves what an earlier run stored
         patch.setattr(
-            "gqa.convert.merge.find_maps.Calibrator", Mock(side_effect=RefusedError("no"))
+            "gqa.convert.merge.calibrate_model.Calibrator", Mock(side_effect=RefusedError("no"))
         )
         assert checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text[1:]).code == 2
     done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, *text[1:])
@@ -479,6 +479,6 @@ def test_errors_in_a_model_are_told_as_they_are(
         find_maps(plan_of(source), tmp_path / "maps", on_ids())
     assert not list(tmp_path.iterdir())
     # Which reads no text
-    monkeypatch.setattr("gqa.convert.merge.find_maps.from_weights", Mock(side_effect=NO_MEMORY))
+    monkeypatch.setattr("gqa.convert.merge.from_weights.from_weights", Mock(side_effect=NO_MEMORY))
     with pytest.raises(RefusedError, match=r"^out of memory on cpu; give another --device$"):
         find_maps(plan_of(source, "procrustes"), tmp_path / "maps", on_ids())

@@ -15,6 +15,7 @@ from gqa.convert import api, estimate
 from gqa.convert.api import plan_conversion
 from gqa.convert.options import ConvertOptions
 from gqa.convert.summary import size
+from gqa.core import devices
 from gqa.core.errors import RefusedError
 from gqa.models import loading
 
@@ -42,7 +43,7 @@ def test_a_method_that_a_model_does_not_allow_is_refused_with_those_that_it_does
     says, allowed = ALLOWED[name]
     model = tiny(name, tmp_path / "m")
     assert (
-        tuple(one.name for one in plan_conversion(model, 2, method="mean").available_methods())
+        tuple(one.name for one in plan_conversion(model, 2, method="mean").available_methods)
         == allowed
     )
     if says:
@@ -85,7 +86,7 @@ def test_what_a_run_takes_is_said_before_it_starts(
     done = run(*words)
     assert done.out.startswith("estimate    about 5 s on cpu\nmodel  ")
     assert done.complaints == ""
-    monkeypatch.setattr(loading, "total_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(devices, "total_memory", lambda device: 1 << 20)
     warning = r"warning: --method procrustes takes about \d+\.\d MiB of memory; cpu has 1.0 MiB\n"
     for more in ((), ("--dry-run",), ("-q",), ("-q", "--dry-run")):
         assert re.fullmatch(warning, run(*words, *more).complaints)
@@ -163,6 +164,6 @@ def test_the_memory_of_an_estimate_includes_the_process_itself(tmp_path: Path) -
     model = tiny("llama", tmp_path / "model")
     done = run(str(model), "-g", "2", "--method", "mean", "--dry-run", "--json")
     memory = json.loads(done.out)["estimates"]["mean"]["memory_bytes"]
-    assert 150 * 2**20 < memory < 1.2 * loading.peak_memory() + 2**24
+    assert 150 * 2**20 < memory < 1.2 * devices.peak_memory() + 2**24
     assert f"{size(memory)} of memory" in done.err
     assert estimate.runtime_memory("cuda") == 0

@@ -29,6 +29,7 @@ from gqa.convert.merge.sensitivity import (
 )
 from gqa.convert.merge.shared_keys import shared_key
 from gqa.convert.merge.shared_values import shared_value
+from gqa.convert.methods.table import METHODS
 from gqa.core.devices import as_float64
 
 HEADS, REPEAT, DIM = 3, 2, 6
@@ -308,7 +309,8 @@ def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Te
             found.append(rows @ rows.mT)
 
     monkeypatch.setattr(from_weights, "InputMoments", Noted)
-    assert list(from_weights.from_weights(plan_conversion(source, groups, method="aligned")))
+    plan = plan_conversion(source, groups, method="aligned")
+    assert list(METHODS["aligned"].maps(plan))
     return found
 
 

@@ -25,7 +25,7 @@ from support.training import tiny_checkpoint
 from gqa.calls import options_of_call
 from gqa.checkpoint.hub import quiet
 from gqa.convert import cli as convert_cli
-from gqa.convert.methods import METHODS
+from gqa.convert.methods.table import METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.core import console
 from gqa.core.errors import OutputError, RefusedError

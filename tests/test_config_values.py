@@ -25,9 +25,10 @@ from gqa.checkpoint.model_config import MAX_COUNT, check_numbers
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.heads.config import check_config
 from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.from_weights import from_weights
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.plan import Plan, make_plan
+from gqa.convert.methods.table import METHODS
+from gqa.convert.plan import Plan
+from gqa.convert.planning import make_plan
 from gqa.core.errors import CorruptError, RefusedError, one_line
 
 SCALE = int(os.environ.get("GQA_FUZZ", "1"))
@@ -174,7 +175,7 @@ def convert(model: Path, method: str) -> Plan:
 
     assert plan.cache_after.bytes_at(plan.cache_after.context or 100) > 0
     if method == "aligned":
-        list(from_weights(plan))
+        list(METHODS["aligned"].maps(plan))
     elif method == "calibrated" and not plan.config.raw.get("is_encoder_decoder"):
         blocks = torch.arange(64).reshape(4, 16) % 16 + 10
         calibrator = Calibrator(plan, blocks, MapsOptions())

@@ -34,7 +34,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gqa
 from gqa.convert.api import convert_checkpoint
-from gqa.convert.methods import HeadMaps, Method
+from gqa.convert.head_maps import HeadMaps
+from gqa.convert.merge.fit import FittedModule
+from gqa.convert.methods.base import Method
+from gqa.convert.methods.text_method import TextMethod
+from gqa.convert.methods.weights_method import WeightsMethod
 from gqa.core.options import _types
 
 ROOT = Path(__file__).parents[1]
@@ -277,6 +281,9 @@ def test_python_of_the_pages_runs(
     names: dict[str, Any] = {
         "HeadMaps": HeadMaps,
         "Method": Method,
+        "WeightsMethod": WeightsMethod,
+        "TextMethod": TextMethod,
+        "FittedModule": FittedModule,
         "AutoModelForCausalLM": AutoModelForCausalLM,
     }
     names["prompt"] = tokenizer("def f", return_tensors="pt", return_token_type_ids=False)

@@ -49,7 +49,7 @@ from gqa.convert.heads.config import read_config, valid_groups
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
 from gqa.convert.heads.family import QUERY_ROLES, Family, Role, Rule, Separate, Symmetry
 from gqa.convert.heads.modules import Change
-from gqa.convert.methods import Merging
+from gqa.convert.merge_heads import converted_tensor, repeat_heads
 from gqa.convert.recast.targets import RECASTINGS
 from gqa.core.errors import RefusedError
 from gqa.models.loading import cache_name
@@ -93,12 +93,12 @@ def load(
     return model.eval()
 
 
-def planned(tiny: Tiny, plan: Plan, attention: str) -> PreTrainedModel:
-    """The model that a plan makes, without writing it."""
+def planned(tiny: Tiny, plan: Plan, attention: str, maps: Any = None) -> PreTrainedModel:
+    """The model that a plan makes with these maps, without writing it."""
     read, stored = plan.checkpoint.read, all_tensors(Path(str(plan.checkpoint.directory)))
     tensors = {tensor.name: stored[tensor.name] for tensor in plan.tensors if not tensor.change}
     for change in {tensor.change for tensor in plan.changed if tensor.change}:
-        tensors[change.source.name] = plan.merging.apply(change, read(change.source))
+        tensors[change.source.name] = converted_tensor(plan, maps, change, read(change.source))
     return load(tiny, None, attention, config=config(tiny, plan.fewest), state_dict=tensors)
 
 
@@ -116,15 +116,14 @@ def error(actual: Tensor, expected: Tensor) -> float:
 @contextmanager
 def tiled_heads() -> Iterator[None]:
     """The negative control: heads are repeated in tiles (h % G), which no runtime reads."""
-    original = Merging.merge
 
-    def tile(self: Merging, change: Change, role: Role, heads: Tensor, *rest: Any) -> Tensor:
+    def tile(change: Change, role: Role, heads: Tensor) -> Tensor:
+        if role in QUERY_ROLES:
+            return repeat_heads(change, role, heads)
         more = change.groups // change.heads.kv
-        if not more or role in QUERY_ROLES:
-            return original(self, change, role, heads, *rest)
         return heads.repeat(more, *[1] * (heads.ndim - 1))
 
-    with mock.patch.object(Merging, "merge", tile):
+    with mock.patch("gqa.convert.merge_heads.repeat_heads", tile):
         yield
 
 
@@ -238,7 +237,7 @@ def expand_back(
         "merging random heads must change the model"
     )
     # `planned` loads it, in the source's class
-    with mock.patch("gqa.convert.plan.check_loads", return_value=()):
+    with mock.patch("gqa.convert.planning.check_loads", return_value=()):
         expansion = plan_conversion(made.out, QUERY_HEADS)
     back = planned(tiny, expansion, attention)
     assert error(logits(tiny, back, given), expected) < TOLERANCE

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from support.checkpoints import config, llama, weights
 
 from gqa.checkpoint.read import Checkpoint, read_checkpoint
-from gqa.convert.plan import make_plan
+from gqa.convert.planning import make_plan
 from gqa.core.errors import RefusedError, one_line
 
 SCALE = int(os.environ.get("GQA_FUZZ", "1"))

@@ -14,14 +14,19 @@ from support.tiny_models import TINY, build, inputs, logits
 from test_families import all_tensors, load, write_checkpoint
 from torch import Tensor
 
-from gqa.convert import methods
 from gqa.convert.api import convert_checkpoint, plan_conversion
-from gqa.convert.heads.family import LayerHeads, Rotary
+from gqa.convert.head_maps import HeadMaps
+from gqa.convert.heads.family import Conv1D, Fused, LayerHeads, Layout, Rotary, Separate
+from gqa.convert.merge.fit import FitTask, FittedModule
+from gqa.convert.merge.from_weights import ModuleEstimate
 from gqa.convert.merge.grouping import find_order, partitions
 from gqa.convert.merge.moments import Moments
 from gqa.convert.merge.procrustes import procrustes_key, procrustes_value
-from gqa.convert.methods import METHODS, HeadMaps
-from gqa.convert.plan import searches
+from gqa.convert.methods.base import Method
+from gqa.convert.methods.table import METHODS
+from gqa.convert.methods.text_method import TextMethod
+from gqa.convert.methods.weights_method import WeightsMethod
+from gqa.convert.options import ConvertOptions
 
 DIM = 8
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -71,25 +76,110 @@ def test_random_is_drawn_once_per_seed_and_tensor(source: Path, tmp_path: Path) 
 def test_a_method_is_one_entry(
     source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Another function in an entry of the table: it converts,
-    and the card has the entry's words.
-    """
+    """Another object in the table: it converts, and the card has its words."""
 
-    def last(kv: int, groups: int) -> HeadMaps:
-        weights = torch.zeros(groups, kv // groups, dtype=torch.float64)
-        weights[:, -1] = 1.0
-        return HeadMaps(key=weights, value=weights)
+    class Last(Method):
+        name = "first"
+        cost = "seconds"
+        result = "the last of each group"
 
-    monkeypatch.setitem(
-        METHODS,
-        "first",
-        methods.Method("first", "nothing", "seconds", "the last of each group", last),
-    )
+        def pool(self, kv: int, groups: int) -> HeadMaps:
+            weights = torch.zeros(groups, kv // groups, dtype=torch.float64)
+            weights[:, -1] = 1.0
+            return HeadMaps(key=weights, value=weights)
+
+    monkeypatch.setitem(METHODS, "first", Last())
     tensors = converted(source, 2, tmp_path, "first")
     assert torch.equal(tensors[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
     assert (
         "the last of each group (`--method first`)" in (tmp_path / "out" / "README.md").read_text()
     )
+
+
+def test_a_method_that_reads_weights_is_one_object(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The last head of each group, found from what is known of each module."""
+
+    class Last(WeightsMethod):
+        name = "procrustes"
+        cost = "seconds"
+        result = "the last of each group"
+
+        def merge_module(self, module: ModuleEstimate) -> HeadMaps:
+            per_group = len(module.stored["key"]) // module.groups
+            weights = torch.zeros(module.groups, per_group, dtype=torch.float64)
+            weights[:, -1] = 1.0
+            return HeadMaps(key=weights, value=weights)
+
+    monkeypatch.setitem(METHODS, "procrustes", Last())
+    tensors = converted(source, 2, tmp_path, "procrustes", grouping="contiguous")
+    assert torch.equal(tensors[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
+
+
+def test_a_method_that_reads_text_is_one_object(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The mean of each group: it writes what `mean` writes, and its quality is measured on text."""
+
+    class Measured(TextMethod):
+        name = "calibrated"
+        cost = "two forward passes"
+        result = "the mean of each group, measured on text"
+
+        def fit(self, task: FitTask) -> FittedModule:
+            return FittedModule(task.module, task.pair.mean(task.module), error=0.5)
+
+    mean = converted(source, 2, tmp_path / "mean", "mean")
+    monkeypatch.setitem(METHODS, "calibrated", Measured())
+    made = convert_checkpoint(
+        source, 2, tmp_path / "out", method="calibrated", calibration=on_ids(check=True)
+    )
+
+    tensors = all_tensors(made.out)
+    assert all(torch.equal(tensors[name], mean[name]) for name in mean)
+    assert made.record["layer_errors"] == [0.5, 0.5]
+    assert made.record["quality"]["ratio"] > 0
+    card = (made.out / "README.md").read_text()
+    assert "the mean of each group, measured on text (`--method calibrated`)" in card
+
+
+def test_every_kind_of_setting_belongs_to_a_method_and_an_option() -> None:
+    of_options = {
+        field.metadata["methods"] for field in ConvertOptions.__dataclass_fields__.values()
+    }
+    of_methods = {setting for method in METHODS.values() for setting in method.settings}
+    assert of_options - {""} == of_methods == {"maps", "text", "training", "seed"}
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        (Layout(), (5, 7)),
+        (Separate("key"), (24, 7)),
+        (Separate("key"), (24,)),
+        (Separate("value", axis=1), (7, 20)),
+        (Separate("value", axis=1), (7,)),
+        (Separate("key", "one"), (4, 6)),
+        (Separate("query"), (48, 7)),
+        (Fused("stacked"), (96, 7)),
+        (Fused("grouped"), (96,)),
+        (Conv1D(Fused("stacked")), (7, 96)),
+        (Conv1D(Fused("stacked")), (96,)),
+        (Conv1D(Separate("output", axis=1)), (40, 7)),
+    ],
+    ids=str,
+)
+def test_a_layout_states_the_shape_of_what_it_joins(
+    layout: Layout, shape: tuple[int, ...], groups: int
+) -> None:
+    heads = LayerHeads(query=8, kv=4, key_dim=6, value_dim=6 if "Fused" in str(layout) else 5)
+    parts = {
+        part: tensor[torch.zeros(groups, dtype=torch.int)] if part in ("key", "value") else tensor
+        for part, tensor in layout.split(torch.zeros(shape), heads).items()
+    }
+    assert layout.shape(shape, heads, groups) == layout.join(parts, heads).shape
 
 
 # -------------------------------------------------------------------------------- which heads share
@@ -195,5 +285,5 @@ def test_few_heads_are_searched_without_being_asked(
         build(replace(TINY[name], options=options), heads), tmp_path / "source"
     )
     plan = plan_conversion(directory, groups, method=method)
-    assert searches(plan, "auto") is searched
-    assert not searches(plan, "contiguous")
+    assert plan.searches("auto") is searched
+    assert not plan.searches("contiguous")

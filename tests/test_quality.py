@@ -25,7 +25,7 @@ from support.embedded import SOURCE, copy_source, load, tokenizer
 from support.training import scratch
 
 import gqa
-from gqa.convert.methods import METHODS
+from gqa.convert.methods.table import METHODS
 from gqa.corpus.stdlib import stdlib_texts
 
 WINDOWS, WINDOW = 24, 512  # of held-out text, which perplexity is measured on
@@ -64,7 +64,7 @@ def conversion(method: str) -> Path:
     directory.mkdir(exist_ok=True)
     out = directory / method
 
-    options = {"tokens": TOKENS} if METHODS[method].reads_text else {}
+    options = {"tokens": TOKENS} if METHODS[method].reads == "text" else {}
     if method == "refined":
         options["refine_steps"] = REFINE_STEPS
     with FileLock(directory / f"{method}.lock"):

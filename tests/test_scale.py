@@ -57,7 +57,7 @@ def calibrated(blocks, length, kept):
     text = CalibrationText(("x",), blocks * length, length)
     options = MapsOptions(text=text, device="cpu", grouping="contiguous",
                           refinement=Refinement(steps=2, autocast=False))
-    calibrator = Calibrator(plan, ids, options)
+    calibrator = Calibrator(plan, ids, options, plan.merging.fit)
     for layer in range(calibrator.layers if kept is not None else 1):
         calibrator.run(layer)
         if kept is not None:

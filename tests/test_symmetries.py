@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
+from gqa.convert.head_maps import HeadMaps
 from gqa.convert.heads.families.table import FAMILIES
 from gqa.convert.heads.family import Rotary, Symmetry
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.from_weights import from_weights
 from gqa.convert.merge.input_moments import norm_gain
 from gqa.convert.merge.pair import ModelPair
 from gqa.convert.merge.rope import unrotate
-from gqa.convert.methods import HeadMaps
+from gqa.convert.methods.table import METHODS
 from gqa.core.errors import RefusedError
 from gqa.models.names import parameter_names
 
@@ -109,7 +109,7 @@ SCALED: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
 @pytest.fixture(autouse=True)
 def _loading_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether transformers loads the result of each model type is checked in test_families."""
-    monkeypatch.setattr("gqa.convert.plan.check_loads", lambda *given: ())
+    monkeypatch.setattr("gqa.convert.planning.check_loads", lambda *given: ())
 
 
 def attention(tiny: Tiny) -> str:
@@ -137,7 +137,10 @@ def scrambled(
 
 def by(plan: Plan, method: str) -> Plan:
     """The same by another method, of which every tensor that it changes is in the plan."""
-    return replace(plan, merging=replace(plan.merging, method=method))
+    return replace(plan, merging=METHODS[method])
+
+
+aligned_maps = METHODS["aligned"].maps
 
 
 def merged_logits(tiny: Tiny, plan: Plan, maps: Mapping[str, HeadMaps] | None = None) -> Tensor:
@@ -145,7 +148,7 @@ def merged_logits(tiny: Tiny, plan: Plan, maps: Mapping[str, HeadMaps] | None = 
     disk.
     """
     held: Any = maps and SimpleNamespace(of=lambda module: maps[module], names=())
-    made = planned(tiny, replace(plan, merging=replace(plan.merging, maps=held)), attention(tiny))
+    made = planned(tiny, plan, attention(tiny), held)
     return logits(tiny, made, inputs(tiny))
 
 
@@ -189,10 +192,7 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     check_gains(tiny, model, plan)
     if example := name in EXAMPLES:
         assert relative(merged_logits(tiny, by(plan, "mean")), expected) > CONTROL
-        assert (
-            relative(merged_logits(tiny, plan, dict(from_weights(plan, False))), expected)
-            < RECOVERED
-        )
+        assert relative(merged_logits(tiny, plan, dict(aligned_maps(plan))), expected) < RECOVERED
     plan = by(plan, "calibrated")
     if why := UNSERVED.get(name.partition("+")[0]):
         with pytest.raises(
@@ -293,13 +293,11 @@ def check_places(tiny: Tiny, directory: Path, expected: Tensor, example: bool) -
     if not example:
         return
     plan = by(plan_conversion(directory, 2, method="procrustes"), "aligned")
-    found = dict(from_weights(plan, True))
+    found = dict(aligned_maps(plan, search=True))
     assert relative(merged_logits(tiny, plan, found), expected) < RECOVERED
     assert any(maps.order for maps in found.values())
     if tiny.name in SEVERAL:
-        assert (
-            relative(merged_logits(tiny, plan, dict(from_weights(plan, False))), expected) > CONTROL
-        )
+        assert relative(merged_logits(tiny, plan, dict(aligned_maps(plan))), expected) > CONTROL
         maps = calibrated(text_of(tiny), by(plan, "calibrated"))[1]
         assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
 

@@ -23,7 +23,7 @@ from gqa.checkpoint.provenance import PROVENANCE, path_of_record, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.modules import attention_modules, rule_of
-from gqa.convert.methods import METHODS
+from gqa.convert.methods.table import METHODS
 from gqa.core.compat import unsaved_names
 from gqa.core.errors import RefusedError, explain, listing
 from gqa.corpus.sources import is_self, parse_self
@@ -67,7 +67,8 @@ def settle(
     sampled = is_self(data[0])
     tokens = options.tokens if options.lengths or (sampled and parse_self(data[0])[0]) else TOKENS
     method = METHODS.get(str(conversion_options.get("method")))
-    train = options.train or ("attention" if method and method.aligns else "all")
+    has_maps = method is not None and method.reads != "nothing"
+    train = options.train or ("attention" if has_maps else "all")
     repeats = options.repeats
     if repeats is None and not sampled:
         # Without a teacher the model would learn that text repeats itself. Pairs do not repeat.

@@ -7,9 +7,10 @@ changing the model.
     k k k k k k k k         k       k                 k              groups, in every runtime
 
 A layout splits a stored tensor into its heads and joins heads to a tensor: `join` is the inverse of
-`split`, also for heads that were merged or repeated in between. On a meta tensor it yields the new
-shape, so the plan cannot differ from the rewrite. Shape letters: H query heads, Hk key/value heads
-before, G after, d head dimension, D hidden size.
+`split`, also for heads that were merged or repeated in between. `shape` is the shape of what it
+joins, which the plan states before any tensor is read.
+
+Shape letters: H query heads, Hk key/value heads before, G after, d head dimension, D hidden size.
 
 A symmetry: where nothing but the rotary embedding stands between the projections and the scores,
 keys may be multiplied by a complex number per head and frequency and queries by the inverse of its
@@ -39,6 +40,7 @@ Role = Literal["query", "key", "value", "output"]
 # as it is.
 Part = Literal["query", "key", "value", "output", "whole"]
 Parts = dict[Part, "Tensor"]
+Shape = tuple[int, ...]
 QUERY_ROLES = ("query", "output")
 # G of a result: of all layers (where types of layers differ, of the main one; the others in
 # proportion), or of each.
@@ -93,6 +95,10 @@ class Layout:
         """
         return parts["whole"]
 
+    def shape(self, shape: Shape, heads: LayerHeads, groups: int) -> Shape:
+        """The shape of the tensor with `groups` key and value heads, from that with `heads`."""
+        return shape
+
 
 def _require(actual: int, expected: int, meaning: str) -> None:
     if actual != expected:
@@ -124,6 +130,12 @@ class Separate(Layout):
         if "whole" in parts:
             return parts["whole"]
         return parts[self.role].flatten(0, 1).transpose(0, self.axis)
+
+    def shape(self, shape: Shape, heads: LayerHeads, groups: int) -> Shape:
+        if self.role in QUERY_ROLES or len(shape) <= self.axis:
+            return shape
+        rows = heads.dim(self.role) if self.width == "dim" else 1
+        return (*shape[: self.axis], groups * rows, *shape[self.axis + 1 :])
 
 
 @dataclass(frozen=True)
@@ -161,6 +173,9 @@ class Fused(Layout):
         per_group = q.unflatten(0, (len(k), -1))  # (G, r, d, *rest)
         return torch.cat([per_group, k[:, None], v[:, None]], dim=1).flatten(0, 2)
 
+    def shape(self, shape: Shape, heads: LayerHeads, groups: int) -> Shape:
+        return ((heads.query + 2 * groups) * heads.key_dim, *shape[1:])
+
 
 @dataclass(frozen=True)
 class Conv1D(Layout):
@@ -177,6 +192,11 @@ class Conv1D(Layout):
     def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
         joined = self.layout.join(parts, heads)
         return joined.T if joined.ndim == 2 else joined
+
+    def shape(self, shape: Shape, heads: LayerHeads, groups: int) -> Shape:
+        if len(shape) != 2:
+            return self.layout.shape(shape, heads, groups)
+        return self.layout.shape(shape[::-1], heads, groups)[::-1]
 
 
 @dataclass(frozen=True)

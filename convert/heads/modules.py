@@ -92,6 +92,11 @@ class Change:
     groups: int
     module: str = ""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor in the result."""
+        return self.rule.layout.shape(self.source.shape, self.heads, self.groups)
+
     def split(self, tensor: Tensor) -> dict[Part, Tensor]:
         """The heads in the source. Raises CorruptError if the config says another number."""
         try:

@@ -21,8 +21,9 @@ from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.layer import Stream
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.quality import CHECKED
-from gqa.convert.methods import DEFAULT
-from gqa.convert.plan import Plan, make_plan
+from gqa.convert.methods.table import DEFAULT
+from gqa.convert.plan import Plan
+from gqa.convert.planning import make_plan
 from gqa.convert.recast.targets import as_it_is
 from gqa.core.console import SILENT, Watcher
 from gqa.core.errors import RefusedError

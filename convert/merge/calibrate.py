@@ -1,21 +1,21 @@
-"""Calibrate one layer after another: observe it, fit maps of its heads, refine them, advance.
+"""Calibrate one layer after another: observe it, fit maps of its heads, advance.
 
-This is the whole of `calibrated` and `refined`. Both models keep hidden states of the calibration
-text between two layers; `Calibrator.run` handles the layer that comes next.
+All methods that read text do this, each with a function of its own that fits one module. Both
+models keep hidden states of the calibration text between two layers; `Calibrator.run` handles the
+layer that comes next.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from gqa.convert.merge.fit import FitTask, FittedModule, fit_module
-from gqa.convert.merge.layer import Arguments, Attention, Layer, check_finite, residual_scale
+from gqa.convert.merge.fit import FitTask, FittedModule, fit_or_average
+from gqa.convert.merge.layer import Attention, Layer, check_finite, residual_scale
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.pair import Inputs, ModelPair
-from gqa.convert.merge.refine import refine, without_heldout
 from gqa.convert.merge.sensitivity import position_weights
 from gqa.convert.plan import Plan
 
@@ -28,8 +28,19 @@ class Calibrator:
         advance with it, and nothing is fitted to them.
     """
 
-    def __init__(self, plan: Plan, inputs: Tensor | Inputs, options: MapsOptions) -> None:
-        """`inputs`: (N, T) token ids of the text, or all inputs of the model's forward by name."""
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: Tensor | Inputs,
+        options: MapsOptions,
+        fit: Callable[[FitTask], FittedModule] = fit_or_average,
+    ) -> None:
+        """`inputs`: (N, T) token ids of the text, or all inputs of the model's forward by name.
+
+        fit: How one attention module is fitted: `TextMethod.fit` of a method; by default in closed
+            form.
+        """
+        self.fit = fit
         self.pair = ModelPair(plan, options)
         self.layers = self.pair.layers
         if isinstance(inputs, Tensor):
@@ -73,7 +84,7 @@ class Calibrator:
                 targets=targets[number],
                 position_weights=weights,
             )
-            result = self._fit(task)
+            result = self.fit(task)
             results.append(result)
 
             # Later modules of the layer read what this one makes of the hidden states.
@@ -89,45 +100,6 @@ class Calibrator:
         pair.base.release(index)
         pair.converted.release(index)
         return results
-
-    def _fit(self, task: FitTask) -> FittedModule:
-        """Maps in closed form, then trained weights if the method refines."""
-        refines = self.pair.plan.merging.traits.refines
-        fitted_to = task
-        if refines:
-            kept = without_heldout(task.position_weights, self.pair.options.refinement)
-            fitted_to = replace(task, position_weights=kept)
-
-        if self.pair.symmetry:
-            result = fit_module(fitted_to)
-        else:
-            result = FittedModule(task.module, self.pair.mean(task.module), error=float("nan"))
-
-        if refines:
-            task.apply(result.maps)
-            result = self._refine(task, result)
-        return result
-
-    def _refine(self, task: FitTask, result: FittedModule) -> FittedModule:
-        """Train the converted module, which has the merged heads of `result`."""
-        attention = task.converted
-        names = self.pair.trainable(attention, task.module)
-        start = {name: attention.module.get_parameter(name).detach() for name in names}
-
-        def arguments(rows: Tensor) -> Arguments:
-            return attention.capture_blocks(task.stream, rows, "arguments").arguments
-
-        with torch.enable_grad():
-            refined = refine(
-                attention.module,
-                start,
-                arguments,
-                task.targets,
-                task.position_weights,
-                self.pair.options.refinement,
-            )
-        by_full_name = {names[name]: tensor for name, tensor in refined.weights.items()}
-        return replace(result, weights=self.pair.stored(by_full_name), error=refined.error)
 
     def _converted_tensors(self, result: FittedModule) -> dict[str, Tensor]:
         """All tensors of a fitted module, by stored name."""

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gqa.checkpoint.write import replacing
-from gqa.convert.methods import MAPS, HeadMaps, StoredMaps
+from gqa.convert.head_maps import MAPS, HeadMaps, StoredMaps
 from gqa.core.errors import CorruptError, RefusedError, differences
 from gqa.core.json_text import parse_json
 from gqa.core.work import claim, fingerprint, is_ours, remove

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gqa.convert.head_maps import HeadMaps, query_order
 from gqa.convert.heads.family import Rotary
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.merge.grouping import find_order
@@ -18,8 +19,6 @@ from gqa.convert.merge.moments import Moments, head_maps, heads_of, stack_groups
 from gqa.convert.merge.pair import ModelPair
 from gqa.convert.merge.rope import unrotate
 from gqa.convert.merge.sensitivity import output_roots, query_sensitivity, visible_keys
-from gqa.convert.methods import HeadMaps, query_order
-from gqa.convert.plan import searches
 from gqa.core.devices import as_float64, float64_device
 
 # Tokens that key and value maps are fitted to: more hardly improve them, unlike W_O
@@ -76,6 +75,13 @@ class FitTask:
         return self.stream.batches()[::step]
 
 
+def fit_or_average(task: FitTask) -> FittedModule:
+    """`fit_module`, or the mean of the heads if it is not known how they can be aligned."""
+    if task.pair.symmetry is None:
+        return FittedModule(task.module, task.pair.mean(task.module), error=float("nan"))
+    return fit_module(task)
+
+
 def fit_module(task: FitTask) -> FittedModule:
     """Fit the maps of an attention module whose heads have a known symmetry.
 
@@ -92,7 +98,7 @@ def fit_module(task: FitTask) -> FittedModule:
     heads, groups = pair.heads(task.module)
     rotary = _rotary(task, heads.key_dim)
     free_keys = symmetry.free_keys(plan.config.text)
-    search = searches(plan, pair.options.grouping)
+    search = plan.searches(pair.options.grouping)
 
     stored = heads_of(plan.checkpoint, plan.changes_of(task.module))
     w_o = stored["output"]  # transposed: (H, e, D)

@@ -6,21 +6,19 @@ No forward pass: the moments of keys, queries and values are W E[x x^T] W^T, wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gqa.checkpoint.read import Checkpoint
+from gqa.convert.head_maps import HeadMaps, query_order
 from gqa.convert.heads.family import LayerHeads, Rotary, Symmetry
-from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
+from gqa.convert.heads.modules import AttentionModule, Change, module_changes
 from gqa.convert.merge.grouping import find_order
 from gqa.convert.merge.input_moments import InputMoments, gram, norm_gain
-from gqa.convert.merge.linear_algebra import GroupMaps
-from gqa.convert.merge.moments import Moments, head_maps, heads_of
-from gqa.convert.merge.procrustes import procrustes_key, procrustes_value
-from gqa.convert.methods import HeadMaps, query_order
+from gqa.convert.merge.moments import Moments, heads_of
 from gqa.convert.plan import Plan
 from gqa.core.errors import RefusedError
 
@@ -28,14 +26,39 @@ from gqa.core.errors import RefusedError
 Projected = dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class ModuleEstimate:
+    """An attention module, as far as the weights tell: what a method makes its maps of.
+
+    heads, groups: H and Hk of the base model, G of the result.
+    stored: Heads by role, in the order of the groups: `output` (H, e, D) as stored (transposed);
+        `query`, `key` and `value` (n, w, K) such that R R^T are second moments; biases (n, w) as
+        `ROLE.bias`.
+    moments: Second moments of the heads of each group.
+    free_keys: Whether keys may be multiplied by matrices; otherwise they are averaged.
+    """
+
+    heads: LayerHeads
+    groups: int
+    stored: Projected
+    moments: Moments
+    rotary: Rotary
+    free_keys: bool
+
+
 def from_weights(
-    plan: Plan, search: bool = False, device: str = "cpu"
+    plan: Plan,
+    merge_module: Callable[[ModuleEstimate], HeadMaps],
+    estimates_inputs: bool,
+    search: bool = False,
+    device: str = "cpu",
 ) -> Iterator[tuple[str, HeadMaps]]:
     """Yield path and maps of each attention module. Raises RefusedError if weights are NaN or Inf.
 
-    `aligned`: closed form on estimated inputs; `procrustes`: rotate and average.
-
     Args:
+        merge_module: The maps of a module whose heads are in the order of the groups.
+        estimates_inputs: Whether second moments of layer inputs are estimated from the embeddings
+            and the layers before; otherwise they are the identity.
         search: Find the groups with the least loss.
         device: For large products.
     """
@@ -43,7 +66,6 @@ def from_weights(
     assert isinstance(symmetry, Symmetry)
     text = plan.config.text
     free_keys = symmetry.free_keys(text)
-    guesses = plan.merging.traits.guesses
 
     modules = _changed_modules(plan, symmetry)
     inputs: InputMoments | None = None
@@ -53,7 +75,7 @@ def from_weights(
         stored = _finite_heads(plan.checkpoint, module, changes)
         width = stored["key"].shape[-1]
         if inputs is None:
-            inputs = InputMoments(plan.checkpoint, text, symmetry, width, guesses, device)
+            inputs = InputMoments(plan.checkpoint, text, symmetry, width, estimates_inputs, device)
 
         # 1. Moments of the layer's inputs, and of what its heads make of them.
         inputs.enter(module)
@@ -80,28 +102,20 @@ def from_weights(
 
         # 3. The maps.
         moments = _estimated(stored, heads, groups)
-        if guesses:
-            keys, values = _closed_form(moments, rotary, stored["output"])
-        else:
-            keys, values = _procrustes(moments, rotary, heads, groups)
-        yield module.path, head_maps(heads, groups, keys if free_keys else (), values, order)
+        maps = merge_module(ModuleEstimate(heads, groups, stored, moments, rotary, free_keys))
+        yield module.path, replace(maps, order=order)
 
 
 def _changed_modules(plan: Plan, symmetry: Symmetry) -> list[tuple[AttentionModule, list[Change]]]:
-    """The attention modules with their changes, by layer, up to the last whose heads are merged."""
-    modules = sorted(
-        attention_modules(plan.checkpoint, plan.config), key=lambda module: module.layer
-    )
-    changed = [
+    """The attention modules by layer, up to the last whose heads are merged, with the tensors that
+    have heads: also of modules whose heads stay, because later layers read what they compute.
+    """
+    modules = sorted(plan.modules, key=lambda module: module.layer)
+    last = max(number for number, module in enumerate(modules) if module.path in plan.changes)
+    return [
         (module, module_changes(module, plan.config, plan.groups, symmetry.rules))
-        for module in modules
+        for module in modules[: last + 1]
     ]
-    last = max(
-        number
-        for number, (_, changes) in enumerate(changed)
-        if changes[0].groups < changes[0].heads.kv
-    )
-    return changed[: last + 1]
 
 
 def _finite_heads(
@@ -120,28 +134,6 @@ def _reordered(stored: Projected, order: tuple[int, ...], heads: LayerHeads) -> 
     """KV heads in this order, and query heads with them."""
     orders = {heads.kv: list(order), heads.query: query_order(order, heads.query)}
     return {role: tensor[orders[len(tensor)]] for role, tensor in stored.items()}
-
-
-def _closed_form(
-    moments: Moments, rotary: Rotary, w_o: Tensor
-) -> tuple[list[GroupMaps], list[GroupMaps]]:
-    """Maps of keys and values of each group.
-
-    All query heads of a group are taken to attend alike.
-    """
-    attended = (group[None] for group in moments.values)
-    return moments.shared_keys(rotary), moments.shared_values(attended, w_o)
-
-
-def _procrustes(
-    moments: Moments, rotary: Rotary, heads: LayerHeads, groups: int
-) -> tuple[list[GroupMaps], list[GroupMaps]]:
-    """Rotations of keys and values of each group."""
-    merged = heads.kv // groups
-    query_heads = heads.query // heads.kv
-    keys = [procrustes_key(group, rotary, merged) for group in moments.keys]
-    values = [procrustes_value(group, merged, query_heads) for group in moments.values]
-    return keys, values
 
 
 def _estimated(rows: Projected, heads: LayerHeads, groups: int) -> Moments:

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from gqa.checkpoint.read import Checkpoint
+from gqa.convert.head_maps import HeadMaps, first_maps, mean_maps
 from gqa.convert.heads.family import LayerHeads, Rotary
 from gqa.convert.heads.modules import Change
 from gqa.convert.merge.linear_algebra import GroupMaps, add_products
 from gqa.convert.merge.shared_keys import shared_key
 from gqa.convert.merge.shared_values import shared_value
-from gqa.convert.methods import HeadMaps, first, mean
 from gqa.core.devices import as_float64
 
 
-def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:
+def heads_of(checkpoint: Checkpoint, changes: Iterable[Change]) -> dict[str, Tensor]:
     """Stored heads of a module by role, (n, rows, D) float32;
     biases (n, rows) under `role.bias`.
     """
@@ -189,7 +189,7 @@ def head_maps(
     Without `keys`, keys are averaged. Without `values`, each group keeps the values of its first
     head.
     """
-    key = mean(heads.kv, groups).key
+    key = mean_maps(heads.kv, groups).key
     query = None
     if keys:
         key = torch.stack([shared.merge for shared in keys]).cpu()
@@ -197,7 +197,7 @@ def head_maps(
         backs = [shared.back.repeat_interleave(query_heads, 0) for shared in keys]
         query = torch.cat(backs).cpu()
 
-    value = first(heads.kv, groups).value
+    value = first_maps(heads.kv, groups).value
     output = None
     if values:
         value = torch.stack([shared.merge for shared in values]).cpu()

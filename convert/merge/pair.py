@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gqa.convert.head_maps import HeadMaps, mean_maps
 from gqa.convert.heads.config import target_heads, transformers_config
 from gqa.convert.heads.family import LayerHeads, Symmetry
-from gqa.convert.heads.modules import AttentionModule, attention_modules
+from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.merge.layer import Arguments, Attention, Layer, Stream
 from gqa.convert.merge.layer_runner import LayerRunner
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.methods import HeadMaps, mean
 from gqa.convert.plan import Plan
 from gqa.core.compat import tree_leaves, tree_map
 from gqa.core.errors import LayerwiseError
@@ -82,7 +82,7 @@ class ModelPair:
         modules = [
             module
             for module in self._modules
-            if module.layer == layer and self.plan.changes_of(module)
+            if module.layer == layer and module.path in self.plan.changes
         ]
         if len({module.kind for module in modules}) < len(modules):
             raise LayerwiseError(
@@ -99,7 +99,7 @@ class ModelPair:
     def mean(self, module: AttentionModule) -> HeadMaps:
         """Maps of the method `mean`."""
         heads, groups = self.heads(module)
-        return mean(heads.kv, groups)
+        return mean_maps(heads.kv, groups)
 
     # ------------------------------------------------------------------------------- weights
 
@@ -250,7 +250,7 @@ def _decoder_modules(plan: Plan, is_encoder_decoder: bool) -> list[AttentionModu
     """Attention modules of decoder layers: self-attention first, then cross-attention."""
     modules = [
         module
-        for module in attention_modules(plan.checkpoint, plan.config)
+        for module in plan.modules
         if module.layer < plan.config.layers  # layers beyond predict further tokens
     ]
     chosen = [module for module in modules if module.kind == "decoder-self"]

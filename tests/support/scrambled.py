@@ -20,10 +20,10 @@ from torch import Tensor
 
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.read import Checkpoint
+from gqa.convert.find_maps import with_maps
 from gqa.convert.heads.config import ModelConfig, read_config
 from gqa.convert.heads.family import LayerHeads, Rotary, Symmetry
 from gqa.convert.heads.modules import attention_modules
-from gqa.convert.merge.find_maps import with_maps
 from gqa.convert.merge.options import CalibrationText, MapsOptions
 from gqa.convert.plan import Plan
 

@@ -1,0 +1,112 @@
+"""Check that transformers loads a result, from its config.json and the shapes of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
+from gqa.convert.heads.config import transformers_config, without_quantization
+from gqa.convert.plan import OutputTensor
+from gqa.core.errors import CorruptError, explain, listing
+from gqa.models.loading import model_class, quiet_transformers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LISTED = 3  # names in a message
+
+
+def check_loads(
+    raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint: Checkpoint
+) -> Iterator[str]:
+    """Load the tensors of a result into the class of its config.json on the meta device, without
+    weights or packed tensors. Yield warnings: tensors that transformers does not read, or why this
+    could not be checked.
+
+    Raises CorruptError if a parameter is missing, which transformers would initialize at random, or
+    has another shape.
+    """
+    import transformers
+
+    config = transformers_config(without_quantization(raw))
+    cls = model_class(config)
+    if not issubclass(cls, transformers.PreTrainedModel):
+        yield (
+            "could not check that the result loads: transformers has no class of "
+            f"{raw['model_type']} with a head"
+        )
+        return
+    tensors = _empty_tensors(outputs, checkpoint)
+    try:
+        with quiet_transformers():
+            # Not the class's own from_pretrained, which may fetch more files from the hub.
+            _, info = transformers.PreTrainedModel.from_pretrained.__func__(
+                cls,
+                None,
+                config=config,
+                state_dict=tensors,
+                device_map="meta",
+                attn_implementation="eager",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except ImportError as error:  # a part of the model needs a library that is not installed
+        yield f"could not check that the result loads: {explain(error)}"
+        return
+    except Exception as error:  # any error of a class means that the config is wrong
+        raise CorruptError(
+            f"{checkpoint.name}: transformers cannot build {cls.__name__} from config.json: "
+            f"{explain(error)}; correct it"
+        ) from error
+    # Packed tensors were left out.
+    missing = set() if checkpoint.packed else set(info["missing_keys"])
+    unexpected = set(info["unexpected_keys"])
+    if problem := _problem(cls.__name__, missing, unexpected, info["mismatched_keys"]):
+        named = checkpoint.classes[-1].architecture in (cls.__name__, None)
+        if (named and "auto_map" not in raw) or cls.__module__.startswith("gqa."):
+            raise CorruptError(f"{checkpoint.name}: {problem}")
+        yield (
+            f"transformers' {cls.__name__} does not load the result (other classes were not "
+            f"tried): {problem}"
+        )
+    elif unexpected:
+        yield (
+            f"transformers' {cls.__name__} does not read these copied tensors: "
+            f"{listing(unexpected, _LISTED)}"
+        )
+
+
+def _empty_tensors(outputs: Sequence[OutputTensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The tensors of a result on the meta device, without packed ones, by name."""
+    import torch
+
+    packed = {name.rpartition(".")[0] for name in checkpoint.packed}
+    tensors = {}
+    for tensor in outputs:
+        if tensor.name.rpartition(".")[0] not in packed:
+            dtype = getattr(torch, TORCH_DTYPES.get(tensor.dtype, "uint8"))
+            tensors[tensor.name] = torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return tensors
+
+
+def _problem(
+    class_name: str, missing: set[str], unexpected: set[str], mismatched: set[tuple[str, Any, Any]]
+) -> str | None:
+    """Why a class does not load tensors, and what to do; None if it loads them."""
+    if mismatched:
+        key, stored, expected = min(mismatched, key=lambda one: one[0])
+        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+        return (
+            f"{key} is stored as {list(stored)}, config.json implies {list(expected)}{more}; "
+            "correct config.json, or give the checkpoint that it belongs to"
+        )
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        rest = f" (but {listing(unexpected, _LISTED)})" if unexpected else ""
+        return (
+            f"{listing(missing, _LISTED)} {verb} not stored{rest}, "
+            f"and {class_name} would initialize them at random; correct config.json, or give a "
+            "checkpoint of the whole model with the names of transformers"
+        )
+    return None

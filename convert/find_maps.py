@@ -1,0 +1,76 @@
+"""Compute the maps of a plan by its method, and hold them while the result is written; a stopped
+run can continue.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gqa.checkpoint.provenance import checkpoint_digest, versions
+from gqa.convert.head_maps import StoredMaps
+from gqa.convert.merge.finished_layers import FinishedLayers
+from gqa.convert.merge.options import MapsOptions
+from gqa.convert.methods.maps_method import MapsMethod
+from gqa.convert.plan import Plan
+from gqa.core.console import SILENT, Watcher
+from gqa.core.devices import out_of_memory
+from gqa.core.errors import NoMemoryError, RefusedError
+
+
+@contextmanager
+def with_maps(
+    plan: Plan,
+    out: Path,
+    options: MapsOptions,
+    watcher: Watcher = SILENT,
+    *,
+    overwrite: bool = False,
+) -> Iterator[StoredMaps]:
+    """Yield the maps of a plan's method, which exist while the block runs.
+
+    Layers calibrated on text are stored beside `out` until the block succeeds, so that the same
+    call can continue after the last of them.
+
+    Raises RefusedError and CorpusError.
+    """
+    method = plan.merging
+    assert isinstance(method, MapsMethod)
+    layers = FinishedLayers(
+        out, describe(plan, method, options), overwrite, holds_out=options.check
+    )
+    is_continued = layers.count > 0
+
+    try:
+        quality = method.find_maps(plan, layers, options, watcher)
+    except BaseException as error:
+        # A refusal will come again; after anything else the layers save time.
+        layers.remove(keep=is_continued or not isinstance(error, RefusedError))
+        if not out_of_memory(error):
+            raise
+        raise NoMemoryError(method.out_of_memory(options)) from error
+
+    try:
+        yield layers.maps(quality)
+    except BaseException:  # the result could not be written: layers that took hours stay
+        layers.remove(keep=True)
+        raise
+    layers.remove()
+
+
+def describe(plan: Plan, method: MapsMethod, options: MapsOptions) -> dict[str, Any]:
+    """Everything that determines the maps, as JSON."""
+    description = {
+        "method": method.name,
+        "groups": plan.groups,
+        "grouping": "search" if plan.searches(options.grouping) else "contiguous",
+        "name": plan.checkpoint.hub_id or plan.checkpoint.name,
+        "model": checkpoint_digest(plan.checkpoint),
+        "device": options.device,
+        "versions": versions("gqa", "torch", "transformers"),
+        **method.describe(options),
+    }
+    return dict(json.loads(json.dumps(description)))

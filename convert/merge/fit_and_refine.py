@@ -1,0 +1,45 @@
+"""Fit one attention module in closed form, then train it (`refined`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gqa.convert.merge.fit import FitTask, FittedModule, fit_or_average
+from gqa.convert.merge.layer import Arguments
+from gqa.convert.merge.refine import refine, without_heldout
+
+
+def fit_and_refine(task: FitTask) -> FittedModule:
+    """Maps in closed form, and the weights of the module after training."""
+    # Blocks on which the best step is selected are not fitted to either.
+    fitted_weights = without_heldout(task.position_weights, task.pair.options.refinement)
+    result = fit_or_average(replace(task, position_weights=fitted_weights))
+
+    task.apply(result.maps)
+    return _refine(task, result)
+
+
+def _refine(task: FitTask, result: FittedModule) -> FittedModule:
+    """Train the converted module, which has the merged heads of `result`."""
+    pair = task.pair
+    attention = task.converted
+    names = pair.trainable(attention, task.module)
+    start = {name: attention.module.get_parameter(name).detach() for name in names}
+
+    def arguments(rows: Tensor) -> Arguments:
+        return attention.capture_blocks(task.stream, rows, "arguments").arguments
+
+    with torch.enable_grad():
+        refined = refine(
+            attention.module,
+            start,
+            arguments,
+            task.targets,
+            task.position_weights,
+            pair.options.refinement,
+        )
+    by_full_name = {names[name]: tensor for name, tensor in refined.weights.items()}
+    return replace(result, weights=pair.stored(by_full_name), error=refined.error)

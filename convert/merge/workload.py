@@ -1,0 +1,146 @@
+"""What methods that read the model compute and hold, counted from config and headers.
+
+`estimate` (convert/estimate.py) makes seconds and bytes of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gqa.convert.merge.options import MapsOptions
+from gqa.convert.merge.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
+from gqa.convert.plan import Plan
+from gqa.corpus.sources import is_self
+
+# Passes of the whole model over the text: both streams, attention once more, products for W_O
+_PASSES = 4.0
+_SAMPLING = 2.0  # passes that sampling takes, one token at a time
+_TRAINING = 3.0  # forward passes that a step of training takes
+# Hidden states of the text: both streams, targets, and part of one while they are computed
+_STREAM_COPIES = 3.5
+_REFINE_COPIES = 5  # of attention's parameters: weights, start, best, gradients and moments
+_ESTIMATE_COPIES = 4  # of a layer's parameters
+_MODULE_COPIES = 4  # of attention's parameters, in float64
+_MUON = 5  # iterations for each matrix and step
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a method takes until its maps are found.
+
+    operations: Multiplications and additions, of float32.
+    memory: Bytes held at the most.
+    token_steps: Layers that compute one token of each text in a batch, which takes its time however
+        small they are.
+    """
+
+    operations: float
+    memory: int
+    token_steps: int = 0
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Numbers in the parts of a model.
+
+    modules: Of each attention module whose heads change. layer: Of the layer of the first of them.
+    embeddings: Of the table of tokens. mlps: Of all else, most of which are MLPs.
+    """
+
+    width: int
+    modules: list[int]
+    layer: int
+    embeddings: int
+    mlps: int
+
+
+def _sizes(plan: Plan) -> _Sizes:
+    checkpoint = plan.checkpoint
+    width = int(plan.config.text.hidden_size)
+    # None of BLT, whose tokens other stacks embed
+    embeddings = width * int(getattr(plan.config.text, "vocab_size", 0))
+
+    changed = [module for module in plan.modules if module.path in plan.changes]
+    modules = [sum(spec.numel for spec in module.tensors.values()) for module in changed]
+    inside = f"{changed[0].layer_path}."
+    layer = sum(spec.numel for name, spec in checkpoint.tensors.items() if name.startswith(inside))
+    mlps = max(checkpoint.parameters - sum(modules) - embeddings, 0)
+    return _Sizes(width, modules, layer, embeddings, mlps)
+
+
+def weights_workload(plan: Plan) -> Workload:
+    """Of second moments of the heads of each module, in float64."""
+    sizes = _sizes(plan)
+    return Workload(_projections(sizes), memory=8 * _MODULE_COPIES * sizes.modules[0])
+
+
+def aligned_workload(plan: Plan) -> Workload:
+    """Of the closed form on inputs that are estimated through every MLP."""
+    sizes = _sizes(plan)
+    operations = _projections(sizes) + 4 * sizes.width * sizes.mlps
+    return Workload(operations, memory=4 * (sizes.embeddings + _ESTIMATE_COPIES * sizes.layer))
+
+
+def _projections(sizes: _Sizes) -> float:
+    """Operations on the second moments of the inputs of every module."""
+    return 2.0 * sizes.width * (sum(sizes.modules) + 2 * sizes.width**2 * len(sizes.modules))
+
+
+def calibration_workload(plan: Plan, options: MapsOptions) -> Workload:
+    """Of the closed form on text, and of generating the text if the model does."""
+    sizes = _sizes(plan)
+    return _on_text(
+        plan,
+        options,
+        operations=_calibration_operations(sizes, options),
+        numbers=_calibration_numbers(sizes, options),
+    )
+
+
+def refinement_workload(plan: Plan, options: MapsOptions) -> Workload:
+    """Of the closed form on text and the training of every module."""
+    sizes = _sizes(plan)
+    training = options.refinement
+    forward_and_backward = 2 * _TRAINING * training.batch * options.text.length
+    steps = training.steps * (forward_and_backward + 6 * _MUON * sizes.width)
+    return _on_text(
+        plan,
+        options,
+        operations=_calibration_operations(sizes, options) + steps * sum(sizes.modules),
+        numbers=_calibration_numbers(sizes, options) + _REFINE_COPIES * sizes.modules[0],
+    )
+
+
+def _calibration_operations(sizes: _Sizes, options: MapsOptions) -> float:
+    return _PASSES * 2 * options.text.taken * (sum(sizes.modules) + sizes.mlps)
+
+
+def _calibration_numbers(sizes: _Sizes, options: MapsOptions) -> int:
+    """Numbers in memory: hidden states of the text, and a layer of both models."""
+    hidden = int(_STREAM_COPIES * options.text.taken * sizes.width)
+    return hidden + 2 * (sizes.layer + sizes.embeddings)
+
+
+def _on_text(plan: Plan, options: MapsOptions, operations: float, numbers: int) -> Workload:
+    """A workload on calibration text: with what it takes to generate the text."""
+    text = options.text
+    parameters = plan.checkpoint.parameters
+    generated = sum(tokens for source, tokens in text.shares() if is_self(source))
+
+    # Generated before anything is calibrated
+    memory = 4 * numbers
+    if generated:
+        kv_cache = min(SAMPLED_BYTES, text.taken * plan.cache_before.bytes_per_token)
+        vocabulary = int(getattr(plan.config.text, "vocab_size", 0))
+        model = 2 * parameters  # in 16 bits
+        memory = max(memory, model + kv_cache + SAMPLED * vocabulary * DRAWN)
+
+    batches = math.ceil(generated * plan.cache_before.bytes_per_token / SAMPLED_BYTES)
+    if options.device != "cpu":
+        batches = int(generated > 0)
+    return Workload(
+        operations + _SAMPLING * 2 * generated * parameters,
+        memory,
+        token_steps=batches * text.length * plan.config.layers,
+    )

@@ -1,0 +1,1 @@
+"""The methods of merging heads: one object in one file each, listed in table.py."""

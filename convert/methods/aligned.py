@@ -1,0 +1,56 @@
+"""`aligned`: the closed form of `calibrated` on inputs that are estimated from the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gqa.convert.methods.base import name_with_type
+from gqa.convert.methods.weights_method import WeightsMethod
+
+if TYPE_CHECKING:
+    from gqa.checkpoint.read import Checkpoint
+    from gqa.convert.head_maps import HeadMaps
+    from gqa.convert.heads.config import ModelConfig
+    from gqa.convert.heads.modules import AttentionModule
+    from gqa.convert.merge.from_weights import ModuleEstimate
+    from gqa.convert.merge.options import MapsOptions
+    from gqa.convert.merge.workload import Workload
+    from gqa.convert.plan import Plan
+
+
+class Aligned(WeightsMethod):
+    """Shared keys and values in closed form, on estimated moments of keys, queries and values."""
+
+    name = "aligned"
+    cost = "minutes"
+    result = "merged in closed form, from the weights"
+    estimates_inputs = True
+
+    def obstacle(
+        self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
+    ) -> str:
+        if reason := super().obstacle(checkpoint, config, modules):
+            return reason
+        from gqa.convert.heads.modules import can_guess_inputs
+
+        if can_guess_inputs(checkpoint, config, modules):
+            return ""
+        model = name_with_type(checkpoint, config)
+        return (
+            f"--method {self.name} needs layers of attention and one MLP; {model} has other layers"
+        )
+
+    def merge_module(self, module: ModuleEstimate) -> HeadMaps:
+        from gqa.convert.merge.moments import head_maps
+
+        moments = module.moments
+        keys = moments.shared_keys(module.rotary) if module.free_keys else []
+        attended = (group[None] for group in moments.values)  # alike by all query heads of a group
+        values = moments.shared_values(attended, module.stored["output"])
+        return head_maps(module.heads, module.groups, keys, values)
+
+    def workload(self, plan: Plan, options: MapsOptions) -> Workload:
+        from gqa.convert.merge.workload import aligned_workload
+
+        return aligned_workload(plan)

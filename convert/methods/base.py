@@ -1,0 +1,65 @@
+"""What a method of merging heads says of itself, and how it merges heads without reading the model.
+
+A method that computes maps first, from weights or from text, is a `MapsMethod` (maps_method.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from gqa.convert.head_maps import HeadMaps, mean_maps
+
+if TYPE_CHECKING:
+    from gqa.checkpoint.read import Checkpoint
+    from gqa.convert.head_maps import MergeHeads
+    from gqa.convert.heads.config import ModelConfig
+    from gqa.convert.heads.modules import AttentionModule, Change
+
+Reads = Literal["nothing", "weights", "text"]
+# What options of gqa-convert set: how maps are computed, the calibration text, the training of
+# layers, the seed. `option(methods=...)` names it for each option of a method.
+Settings = Literal["maps", "text", "training", "seed"]
+
+
+class Method:
+    """One method of merging heads.
+
+    name: Of `--method`.
+    reads: What it reads besides the numbers of heads: nothing, the weights, or text that runs
+        through the model.
+    cost, result: The time it takes, and what the heads of the result are, in words.
+    settings: Which options it uses.
+    is_control: Whether it is for comparisons only, and never recommended.
+    """
+
+    name: ClassVar[str]
+    reads: ClassVar[Reads] = "nothing"
+    cost: ClassVar[str]
+    result: ClassVar[str]
+    settings: ClassVar[frozenset[Settings]] = frozenset()
+    is_control: ClassVar[bool] = False
+
+    def obstacle(
+        self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
+    ) -> str:
+        """Why the method cannot merge the heads of a model; empty if it can."""
+        return ""
+
+    def pool(self, kv: int, groups: int) -> HeadMaps:
+        """The maps of a module for which none are computed, from Hk and G alone.
+
+        Methods that read the model use them for layers that predict further tokens.
+        """
+        return mean_maps(kv, groups)
+
+    def head_merge(self, change: Change, config: ModelConfig, seed: int) -> MergeHeads:
+        """How the heads of one stored tensor are merged, of a module for which no maps are
+        computed.
+        """
+        return self.pool(change.heads.kv, change.groups).merge
+
+
+def name_with_type(checkpoint: Checkpoint, config: ModelConfig) -> str:
+    """`NAME (MODEL_TYPE)`, for a reason why a method does not fit."""
+    return f"{checkpoint.name} ({config.text.model_type})"

@@ -1,0 +1,23 @@
+"""`calibrated`: merge heads in closed form on text, layer by layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gqa.convert.methods.text_method import TextMethod
+
+if TYPE_CHECKING:
+    from gqa.convert.merge.fit import FitTask, FittedModule
+
+
+class Calibrated(TextMethod):
+    """Shared keys and values in closed form on real inputs of the layer, and a refit of W_O."""
+
+    name = "calibrated"
+    cost = "four forward passes"
+    result = "merged in closed form on text"
+
+    def fit(self, task: FitTask) -> FittedModule:
+        from gqa.convert.merge.fit import fit_or_average
+
+        return fit_or_average(task)

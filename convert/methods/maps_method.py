@@ -1,0 +1,61 @@
+"""What methods have in common that read the model: maps are computed first and then applied."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gqa.convert.methods.base import Method, name_with_type
+
+if TYPE_CHECKING:
+    from gqa.checkpoint.read import Checkpoint
+    from gqa.convert.heads.config import ModelConfig
+    from gqa.convert.heads.modules import AttentionModule
+    from gqa.convert.merge.finished_layers import FinishedLayers
+    from gqa.convert.merge.options import MapsOptions
+    from gqa.convert.merge.workload import Workload
+    from gqa.convert.plan import Plan
+    from gqa.core.console import Watcher
+
+
+class MapsMethod(Method, ABC):
+    """A method that computes maps for each attention module, of keys, values, queries and W_O."""
+
+    def obstacle(
+        self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
+    ) -> str:
+        reason = config.symmetry
+        if isinstance(reason, str):
+            model = name_with_type(checkpoint, config)
+            return f"--method {self.name} cannot align the heads of {model}: {reason}"
+        return ""
+
+    @abstractmethod
+    def find_maps(
+        self, plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher
+    ) -> Mapping[str, Any] | None:
+        """Add the maps of every module to `layers`, which may have the first ones from a run that
+        was stopped.
+
+        Returns:
+            The quality of both models on held-out text; None if it is not measured.
+
+        Raises:
+            RefusedError: Weights or text cannot be used; CorpusError is one of this kind.
+        """
+
+    @abstractmethod
+    def workload(self, plan: Plan, options: MapsOptions) -> Workload:
+        """What `find_maps` computes and holds, for the estimates that are printed."""
+
+    def describe(self, options: MapsOptions) -> dict[str, Any]:
+        """All options that determine the maps, besides the device and how heads are grouped.
+
+        A stopped run can only be continued by one with the same description.
+        """
+        return {}
+
+    def out_of_memory(self, options: MapsOptions) -> str:
+        """The message for a device on which `find_maps` ran out of memory."""
+        return f"out of memory on {options.device}; give another --device"

@@ -1,0 +1,45 @@
+"""`refined`: `calibrated`, then each layer is trained towards the base model's layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from gqa.convert.methods.text_method import TextMethod, not_layerwise
+
+if TYPE_CHECKING:
+    from gqa.checkpoint.read import Checkpoint
+    from gqa.convert.heads.config import ModelConfig
+    from gqa.convert.heads.modules import AttentionModule
+    from gqa.convert.merge.fit import FitTask, FittedModule
+    from gqa.convert.merge.options import MapsOptions
+    from gqa.convert.merge.workload import Workload
+    from gqa.convert.plan import Plan
+
+
+class Refined(TextMethod):
+    """The closed form, then training; from the mean where heads cannot be aligned."""
+
+    name = "refined"
+    cost = "3x as long as calibrated"
+    result = "trained layer by layer"
+    settings = TextMethod.settings | {"training"}
+
+    def obstacle(
+        self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
+    ) -> str:
+        return not_layerwise(checkpoint, config)
+
+    def fit(self, task: FitTask) -> FittedModule:
+        from gqa.convert.merge.fit_and_refine import fit_and_refine
+
+        return fit_and_refine(task)
+
+    def workload(self, plan: Plan, options: MapsOptions) -> Workload:
+        from gqa.convert.merge.workload import refinement_workload
+
+        return refinement_workload(plan, options)
+
+    def describe(self, options: MapsOptions) -> dict[str, Any]:
+        return super().describe(options) | {"refinement": asdict(options.refinement)}

@@ -1,0 +1,82 @@
+"""What methods have in common that run text through the model, layer by layer."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from gqa.convert.methods.base import name_with_type
+from gqa.convert.methods.maps_method import MapsMethod
+
+if TYPE_CHECKING:
+    from gqa.checkpoint.read import Checkpoint
+    from gqa.convert.heads.config import ModelConfig
+    from gqa.convert.heads.modules import AttentionModule
+    from gqa.convert.merge.finished_layers import FinishedLayers
+    from gqa.convert.merge.fit import FitTask, FittedModule
+    from gqa.convert.merge.options import MapsOptions
+    from gqa.convert.merge.workload import Workload
+    from gqa.convert.plan import Plan
+    from gqa.core.console import Watcher
+
+
+class TextMethod(MapsMethod):
+    """A method that fits one attention module after the other to calibration text.
+
+    `Calibrator` (merge/calibrate.py) observes each layer and calls `fit` for its modules.
+    """
+
+    reads = "text"
+    settings = frozenset({"maps", "text", "seed"})
+
+    @abstractmethod
+    def fit(self, task: FitTask) -> FittedModule:
+        """The maps of one attention module, and weights that replace whole tensors, if any."""
+
+    def obstacle(
+        self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
+    ) -> str:
+        return not_layerwise(checkpoint, config) or super().obstacle(checkpoint, config, modules)
+
+    def find_maps(
+        self, plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher
+    ) -> Mapping[str, Any] | None:
+        from gqa.convert.merge.calibrate_model import calibrate_model
+
+        return calibrate_model(plan, self.fit, layers, options, watcher)
+
+    def workload(self, plan: Plan, options: MapsOptions) -> Workload:
+        from gqa.convert.merge.workload import calibration_workload
+
+        return calibration_workload(plan, options)
+
+    def describe(self, options: MapsOptions) -> dict[str, Any]:
+        from gqa.checkpoint.provenance import portable
+
+        text = {name: portable(value) for name, value in asdict(options.text).items()}
+        return {
+            "text": text | {"tokens": options.text.taken},
+            "content": options.text.identify(),
+            "ridge": options.ridge,
+            "dtype": options.dtype,
+            "batch": options.batch,
+        }
+
+    def out_of_memory(self, options: MapsOptions) -> str:
+        return (
+            f"out of memory on {options.device} with {options.at_once} blocks of "
+            f"{options.text.length} tokens in a layer at a time ({options.refinement.batch} to "
+            "refine it); lower --context, give --precision bfloat16, or another --device"
+        )
+
+
+def not_layerwise(checkpoint: Checkpoint, config: ModelConfig) -> str:
+    """Why a model cannot be run layer by layer; empty if no reason is known."""
+    reason = config.not_layerwise
+    if not reason and checkpoint.packed:
+        reason = "its other weights are quantized"
+    if not reason:
+        return ""
+    return f"{name_with_type(checkpoint, config)} cannot be run layer by layer: {reason}"

@@ -1,0 +1,60 @@
+"""What methods have in common that compute maps from the weights alone."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from gqa.convert.methods.maps_method import MapsMethod
+
+if TYPE_CHECKING:
+    from gqa.convert.head_maps import HeadMaps
+    from gqa.convert.merge.finished_layers import FinishedLayers
+    from gqa.convert.merge.from_weights import ModuleEstimate
+    from gqa.convert.merge.options import MapsOptions
+    from gqa.convert.merge.workload import Workload
+    from gqa.convert.plan import Plan
+    from gqa.core.console import Watcher
+
+
+class WeightsMethod(MapsMethod):
+    """A method that reads the weights of one attention module after the other.
+
+    estimates_inputs: Whether it estimates what each layer reads from the embeddings and the layers
+        before; otherwise all directions of the hidden states count alike.
+    """
+
+    reads = "weights"
+    settings = frozenset({"maps"})
+    estimates_inputs: ClassVar[bool] = False
+
+    @abstractmethod
+    def merge_module(self, module: ModuleEstimate) -> HeadMaps:
+        """The maps of one attention module, whose heads are in the order of the groups."""
+
+    def maps(
+        self, plan: Plan, search: bool = False, device: str = "cpu"
+    ) -> Iterator[tuple[str, HeadMaps]]:
+        """Yield path and maps of each attention module; with `search` for the best groups of heads.
+
+        Raises RefusedError if weights are NaN or Inf.
+        """
+        from gqa.convert.merge.from_weights import from_weights
+
+        return from_weights(plan, self.merge_module, self.estimates_inputs, search, device)
+
+    def workload(self, plan: Plan, options: MapsOptions) -> Workload:
+        from gqa.convert.merge.workload import weights_workload
+
+        return weights_workload(plan)
+
+    def find_maps(
+        self, plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher
+    ) -> None:
+        from gqa.convert.merge.finished_layers import maps_tensors
+
+        watcher.stage(self.name, len(plan.changes), "module")
+        for path, maps in self.maps(plan, plan.searches(options.grouping), options.device):
+            layers.add(maps_tensors([(path, maps)]))
+            watcher.update(1)

@@ -1,0 +1,274 @@
+"""Make a plan: checkpoint + family + options -> every output tensor and byte, and every reason to
+refuse, before any writing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gqa.checkpoint.files import shard_names
+from gqa.checkpoint.model_config import culprit
+from gqa.checkpoint.read import STORED_DTYPES, TORCH_DTYPES, Checkpoint
+from gqa.convert.check_loads import check_loads
+from gqa.convert.heads.config import (
+    ModelConfig,
+    edit_config,
+    kv_cache,
+    read_config,
+    valid_groups,
+)
+from gqa.convert.heads.family import Groups, Layout, Rule, Symmetry
+from gqa.convert.heads.modules import (
+    AttentionModule,
+    Change,
+    attention_modules,
+    cached_layers,
+    module_changes,
+)
+from gqa.convert.methods.base import Method
+from gqa.convert.methods.table import METHODS
+from gqa.convert.plan import OutputTensor, Plan, Shard, fewest_heads
+from gqa.convert.recast.targets import RECAST_TYPES, recast
+from gqa.core.errors import CorruptError, EntryError, RefusedError, alternatives
+from gqa.models.custom_code import MODEL_TYPES
+
+# Possible groups of one size: all partitions into them are tried (135,135 of 14 heads in pairs)
+_MOST_GROUPS = 90
+# Query and output projections of models whose heads cannot be aligned: training changes them.
+_UNALIGNED = tuple(Rule(name, Layout()) for name in ("q_proj", "o_proj", "out_proj", "dense"))
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    groups: Groups,
+    method: str,
+    seed: int = 0,
+    dtype: str | None = None,
+    losses: Sequence[Mapping[int, float]] = (),
+) -> Plan:
+    """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
+
+    groups: G; if they are the same in all layers they become one number.
+    losses: With a KV budget, what each layer loses by its number of heads.
+    """
+
+    def plan(config: dict[str, Any]) -> Plan:
+        view = replace(checkpoint, config=config)
+        return _plan(view, groups, METHODS[method], seed, dtype, losses)
+
+    try:
+        return plan(checkpoint.config)
+    except EntryError:
+        raise
+    except CorruptError as error:
+        # The weights contradict config.json: say which entry of it, if one alone does.
+        entry = culprit(checkpoint.config, plan)
+        if not entry or entry in str(error):
+            raise
+        raise CorruptError(f"{error} (without {entry} in config.json it would fit)") from error
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    requested: Groups,
+    method: Method,
+    seed: int,
+    dtype: str | None,
+    losses: Sequence[Mapping[int, float]],
+) -> Plan:
+    # 1. The model, in a class that can have so many heads.
+    groups = _one_number(requested)
+    if isinstance(groups, tuple) or checkpoint.config.get("model_type") in RECAST_TYPES:
+        checkpoint = recast(checkpoint, groups)
+    config = read_config(checkpoint.config, checkpoint.name)
+    check_groups(config, requested, checkpoint.name)
+    modules = attention_modules(checkpoint, config)
+
+    # 2. The method, if any heads are merged.
+    merging = method if fewest_heads(groups) < config.main.kv else None
+    available: tuple[Method, ...] = ()
+    if merging is not None:
+        _check_method(merging, checkpoint, config, modules)
+        available = _available_methods(checkpoint, config, modules)
+
+    # 3. The tensors.
+    changes = _changes(config, modules, groups, merging)
+    if dtype and checkpoint.packed:
+        raise RefusedError(
+            f"--dtype does not go with quantized weights, which {checkpoint.name} has; leave it out"
+        )
+    stored = STORED_DTYPES[dtype] if dtype else None
+    outputs = _outputs(checkpoint, [one for part in changes.values() for one in part], stored)
+
+    # 4. config.json, with which transformers must load these tensors.
+    new, edits = edit_config(config, groups, checkpoint.name, dtype, bool(checkpoint.packed))
+    load_warnings = check_loads(new.raw, outputs, checkpoint)
+
+    cached = cached_layers(modules, config)
+    kv_dtype = modules[0].kv_dtype(config)
+    return Plan(
+        checkpoint=checkpoint,
+        config=config,
+        groups=groups,
+        merging=merging,
+        available_methods=available,
+        can_regroup=_can_regroup(config, groups, merging),
+        seed=seed,
+        modules=tuple(modules),
+        changes=changes,
+        shards=_shards(outputs, checkpoint.files),
+        new_config=new.raw,
+        config_edits=tuple(edits),
+        cache_before=kv_cache(config, cached, kv_dtype),
+        cache_after=kv_cache(new, cached, stored or kv_dtype),
+        dtype=stored,
+        warnings=(*_warnings(checkpoint), *load_warnings),
+        losses=losses,
+    )
+
+
+def _one_number(groups: Groups) -> Groups:
+    """One number if all layers have the same."""
+    if isinstance(groups, tuple) and len(set(groups)) == 1:
+        return groups[0]
+    return groups
+
+
+# -------------------------------------------------------------------------------- checks of options
+
+
+def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
+    """Raise RefusedError for a number of groups that the model, or one of its layers,
+    cannot have.
+    """
+    main = config.main
+    allowed = valid_groups(config)
+    requested = [groups] if isinstance(groups, int) else groups
+    if isinstance(groups, tuple):
+        if len(groups) != config.layers:
+            raise RefusedError(
+                f"--groups names {len(groups)} layers, {name} has {config.layers}; give one number "
+                "for each, or one"
+            )
+        if len({config.heads(layer).kv for layer in range(config.layers)}) > 1:
+            raise RefusedError(
+                f"--groups by layer is not possible for {name}, whose layers already have "
+                "different numbers of key/value heads; convert the base model"
+            )
+        allowed = [count for count in allowed if count <= main.kv]
+    for count in sorted(set(requested) - set(allowed)):
+        note = f" ({config.family.note})" if config.family.note else ""
+        raise RefusedError(
+            f"--groups {count} is not possible for the {main.kv} key/value heads and {main.query} "
+            f"query heads of {name}{note}; choose {alternatives(allowed)}"
+        )
+
+
+def _check_method(
+    method: Method, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
+) -> None:
+    """Raise RefusedError if the method cannot merge the heads of the model, with those that can."""
+    reason = method.obstacle(checkpoint, config, modules)
+    if not reason:
+        return
+    # The reason may be that config.json belongs to other weights, as far as `check_loads` knows.
+    list(check_loads(checkpoint.config, _outputs(checkpoint, (), None), checkpoint))
+    usable = (one.name for one in _available_methods(checkpoint, config, modules))
+    raise RefusedError(f"{reason}; use --method {alternatives(usable)}")
+
+
+def _available_methods(
+    checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
+) -> tuple[Method, ...]:
+    """The methods that can merge the heads of a model, without controls, worst quality first."""
+    return tuple(
+        method
+        for method in METHODS.values()
+        if not method.is_control and not method.obstacle(checkpoint, config, modules)
+    )
+
+
+def _can_regroup(config: ModelConfig, groups: Groups, merging: Method | None) -> bool:
+    """Whether groups can be searched for: maps can reorder heads, into few possible groups."""
+    symmetry = config.symmetry
+    if merging is None or merging.reads == "nothing" or isinstance(symmetry, str):
+        return False
+    if not symmetry.regroups(config.text):
+        return False
+
+    heads = config.main.kv
+    counts = [groups] if isinstance(groups, int) else groups
+    possible = [math.comb(heads, heads // count) for count in counts if count < heads]
+    return 1 < max(possible) <= _MOST_GROUPS
+
+
+# -------------------------------------------------------------------------------------- the tensors
+
+
+def _changes(
+    config: ModelConfig,
+    modules: Sequence[AttentionModule],
+    groups: Groups,
+    merging: Method | None,
+) -> dict[str, tuple[Change, ...]]:
+    """By path of an attention module, its tensors that change; all its tensors must be known."""
+    # Maps change queries and outputs too.
+    extra: tuple[Rule, ...] = ()
+    if merging is not None and merging.reads != "nothing":
+        symmetry = config.symmetry
+        extra = symmetry.rules if isinstance(symmetry, Symmetry) else _UNALIGNED
+
+    changes = {}
+    for module in modules:
+        changed = tuple(
+            change
+            for change in module_changes(module, config, groups, extra)
+            if change.groups != change.heads.kv
+        )
+        if changed:
+            changes[module.path] = changed
+    return changes
+
+
+def _outputs(
+    checkpoint: Checkpoint, changes: Iterable[Change], stored: str | None
+) -> list[OutputTensor]:
+    """All tensors of the result, in the order of the source."""
+    by_name = {change.source.name: change for change in changes}
+    outputs: list[OutputTensor] = []
+    for name, spec in checkpoint.tensors.items():
+        dtype = stored if stored and spec.dtype in TORCH_DTYPES else spec.dtype
+        change = by_name.get(name)
+        shape = change.shape if change else spec.shape
+        outputs.append(OutputTensor(name, dtype, shape, spec, change))
+    return outputs
+
+
+def _shards(outputs: Sequence[OutputTensor], files: Sequence[str]) -> tuple[Shard, ...]:
+    """The outputs in the same shards as in the source."""
+    parts: dict[str, list[OutputTensor]] = {file: [] for file in files}
+    for tensor in outputs:
+        parts[tensor.source.file].append(tensor)
+    shards = [tuple(part) for part in parts.values() if part]
+    return tuple(map(Shard, shard_names(len(shards)), shards))
+
+
+def _warnings(checkpoint: Checkpoint) -> Iterable[str]:
+    if checkpoint.config.get("model_type") in MODEL_TYPES:
+        yield (
+            "the result brings custom modeling code: other programs load it with "
+            "trust_remote_code=True"
+        )
+    elif "auto_map" in checkpoint.config:
+        yield (
+            "config.json names remote code (auto_map): it is copied, not run; check that it reads "
+            "the KV-head count"
+        )
+    if checkpoint.left_out:
+        yield (
+            f"not copied, because they belong to the old weights: {', '.join(checkpoint.left_out)}"
+        )
+    yield from checkpoint.warnings
