@@ -11,6 +11,7 @@ import codecs
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ FORMATS = {
     "arrow": (".arrow",),
 }
 COMPRESSED = (".gz", ".zst")
+_PEEKED = 1 << 20  # bytes of a list of JSON in which its first row is looked for
 _ROWS = 1024  # of Parquet and CSV that are in memory at a time
 
 Row = dict[str, Any]
@@ -39,22 +41,26 @@ def file_format(path: Path) -> str | None:
     return next((kind for kind, suffixes in FORMATS.items() if name.endswith(suffixes)), None)
 
 
-def load_files(files: Sequence[Path], columns: Sequence[str]) -> Any:
+def load_files(files: Sequence[Path], columns: Sequence[str], chats: bool = False) -> Any:
     """A `datasets.IterableDataset` of files of one format, with a shard for each.
 
-    A text file is one row, "text".
+    A text file is one row, "text". With `chats` values may be of any type.
     """
     import datasets
 
     datasets_cache()  # `datasets` puts a lock there
     # A list is split into shards
-    arguments = {"files": [str(file) for file in files], "columns": tuple(columns)}
+    arguments: dict[str, Any] = {
+        "files": [str(file) for file in files],
+        "columns": tuple(columns),
+        "chats": chats,
+    }
     with cache_errors():
         return datasets.IterableDataset.from_generator(read_rows, gen_kwargs=arguments)
 
 
-def read_rows(files: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of files, with `columns` only; a text or None in each.
+def read_rows(files: Iterable[str], columns: Sequence[str], chats: bool = False) -> Iterator[Row]:
+    """The rows of files, with `columns` only; a text or None in each, with `chats` any value.
 
     Raises CorpusError, which names the file.
     """
@@ -62,8 +68,9 @@ def read_rows(files: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
         path = Path(file)
         try:
             for row in _READERS[str(file_format(path))](path, columns):
-                for column in columns:
-                    check_text(row[column], column, file)
+                if not chats:
+                    for column in columns:
+                        check_text(row[column], column, file)
                 yield row
         except RefusedError:
             raise
@@ -71,6 +78,59 @@ def read_rows(files: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
             raise _not_utf8(file, error) from error
         except Exception as error:  # pyarrow's, pandas', Python's
             raise CorpusError(f"{file} cannot be read: {explain(error)}") from error
+
+
+def first_row(path: Path, names: Sequence[str]) -> Row:
+    """The first row of a file, of the columns of these names alone; a column that it lacks is
+    missing.
+
+    Raises CorpusError.
+    """
+    try:
+        row = _FIRST_ROWS[str(file_format(path))](path, names)
+    except RefusedError:
+        raise
+    except Exception as error:  # pyarrow's, Python's
+        raise CorpusError(f"{path} cannot be read: {explain(error)}") from error
+    return {name: row[name] for name in names if name in row}
+
+
+def _first_of_json(path: Path, names: Sequence[str]) -> Row:
+    """As `_read_json`, but of a long list only the beginning is parsed."""
+    with _open(path) as stream:
+        start = _without_mark(stream.read(_PEEKED)).lstrip()
+    value: Any = None
+    if start.startswith(b"["):
+        beginning = start[1:].decode(errors="ignore").lstrip()
+        with suppress(ValueError, RecursionError):
+            value, _ = json.JSONDecoder(strict=False).raw_decode(beginning)
+    if value is None:
+        _, value = next(_json_values(path), (0, None))
+    return value if isinstance(value, dict) else {}
+
+
+def _first_of_parquet(path: Path, names: Sequence[str]) -> Row:
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    with pq.ParquetFile(path) as file:
+        present = [name for name in names if name in file.schema_arrow.names]
+        for batch in file.iter_batches(batch_size=1, columns=present):
+            return dict(batch.select(present).to_pylist()[0])
+    return {}
+
+
+def _first_of_arrow(path: Path, names: Sequence[str]) -> Row:
+    with _arrow_batches(path) as (schema, batches):
+        present = [name for name in names if name in schema.names]
+        for batch in batches:
+            if batch.num_rows:
+                return dict(batch.select(present).slice(0, 1).to_pylist()[0])
+    return {}
+
+
+def _without_lists(path: Path, names: Sequence[str]) -> Row:
+    """A text file or CSV has no lists."""
+    return {}
 
 
 def check_text(value: Any, column: str, where: str) -> None:
@@ -110,7 +170,7 @@ def _open(path: Path) -> io.BufferedReader:
     """The bytes of a file, decompressed if its suffix says that it is compressed."""
     import gzip
 
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
 
     suffix = path.suffix.lower()
     if suffix == ".gz":
@@ -228,7 +288,7 @@ def _read_csv(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
         _check_columns(columns, file.schema_arrow.names, path)
@@ -237,7 +297,19 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _read_arrow(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """A stream, as `datasets` writes it, or a file with an index (Feather)."""
+    with _arrow_batches(path) as (schema, batches):
+        _check_columns(columns, schema.names, path)
+        for batch in batches:
+            part = batch.select(columns)
+            part.validate(full=True)
+            yield from part.to_pylist()
+
+
+@contextmanager
+def _arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """The schema and the batches of a stream, as `datasets` writes it, or of a file with an index
+    (Feather).
+    """
     import pyarrow as pa
 
     with pa.OSFile(str(path)) as stream:
@@ -247,11 +319,7 @@ def _read_arrow(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         except (OSError, pa.ArrowInvalid):
             reader = pa.ipc.open_file(stream)
             batches = map(reader.get_batch, range(reader.num_record_batches))
-        _check_columns(columns, reader.schema.names, path)
-        for batch in batches:
-            part = batch.select(columns)
-            part.validate(full=True)
-            yield from part.to_pylist()
+        yield reader.schema, batches
 
 
 _READERS = {
@@ -260,4 +328,11 @@ _READERS = {
     "csv": _read_csv,
     "parquet": _read_parquet,
     "arrow": _read_arrow,
+}
+_FIRST_ROWS = {
+    "text": _without_lists,
+    "json": _first_of_json,
+    "csv": _without_lists,
+    "parquet": _first_of_parquet,
+    "arrow": _first_of_arrow,
 }

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import gqa.corpus.likelihood
+import gqa.models.chunked_head
 from gqa.corpus.likelihood import nats
 from gqa.models.chunked_head import ChunkedHead
 from gqa.uptrain.training_model import chunked_sum
@@ -88,7 +89,8 @@ def assert_equals(
 
 def set_slices(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", rows * VOCABULARY)
-    monkeypatch.setattr(gqa.corpus.likelihood, "LEAST_ROWS", 1)
+    monkeypatch.setattr(gqa.models.chunked_head, "CHUNK_NUMBERS", rows * VOCABULARY)
+    monkeypatch.setattr(gqa.models.chunked_head, "LEAST_ROWS", 1)
 
 
 @pytest.mark.parametrize("name", HEADS)
