@@ -111,6 +111,8 @@ class ChatRenderer:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 env=environment,
+                # Ctrl-C is for the command, which may end only after the step that it is in
+                start_new_session=True,
             )
             weakref.finalize(self, _stop, self._process, self._errors)
             assert self._process.stdin

@@ -23,10 +23,11 @@ from support.chats import (
     write_chats,
 )
 from support.embedded import tokenizer
+from support.hub_server import Hub, Machine
 
 from gqa.checkpoint import chat_template
 from gqa.core.errors import CorpusError, RefusedError
-from gqa.corpus.chats import Chat
+from gqa.corpus.chats import Chat, chat_text, spoken_text
 from gqa.corpus.encoders import ChatEncoder, Encoded
 from gqa.corpus.sources import parse_source
 
@@ -228,3 +229,46 @@ def test_what_is_no_chat_is_refused(tmp_path: Path, value: Any, says: str) -> No
     assert says in str(error.value)
     assert "field 'messages' is no chat" in str(error.value)
     assert 'give a list of {"role"' in str(error.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_chats_of_the_hub(
+    tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.endpoint)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    write_chats(tmp_path / "data/train.jsonl", *map(sharegpt, CHATS), column="conversations")
+    hub.repo("lab/chats", tmp_path / "data")
+
+    with machine.entered():
+        rows = [*parse_source("lab/chats", streaming=streaming).rows()]
+
+    assert rows == [Chat((text_of(one),)) for one in CHATS]
+
+
+def test_columns_of_a_struct_are_messages_too() -> None:
+    """As older versions of `datasets` return a list of structs."""
+    columns = {key: [one[key] for one in chat(0)] for key in ("role", "content")}
+
+    assert chat_text(columns, "messages", "a test") == text_of(chat(0))
+
+
+def test_the_order_of_keys_does_not_matter() -> None:
+    swapped = [dict(reversed(one.items())) for one in chat(0)]
+
+    assert list(swapped[0]) != list(chat(0)[0])
+    assert text_of(swapped) == text_of(chat(0))
+
+
+def test_keys_without_a_value_are_left_out_and_others_kept() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}
+
+    assert json.loads(text_of([call])) == [{"role": "assistant", "tool_calls": [{"name": "f"}]}]
+
+
+def test_system_prompts_are_not_searched_for_passages() -> None:
+    system = {"role": "system", "content": "a prompt that all chats share"}
+
+    assert spoken_text(text_of([system, *chat(0, 1)])) == spoken_text(text_of(chat(0, 1)))
+    assert "question 0 of chat 0" in spoken_text(text_of(chat(0, 1)))
