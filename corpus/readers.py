@@ -80,23 +80,33 @@ def read_rows(files: Iterable[str], columns: Sequence[str], chats: bool = False)
             raise CorpusError(f"{file} cannot be read: {explain(error)}") from error
 
 
-def first_row(path: Path, names: Sequence[str]) -> Row:
-    """The first row of a file, of the columns of these names alone; a column that it lacks is
-    missing.
+def columns_with_text(path: Path, names: Sequence[str]) -> dict[str, bool]:
+    """For the columns of these names that a table has, whether it has text: by the schema, or of
+    JSON by the first row.
 
     Raises CorpusError.
     """
+    kind = str(file_format(path))
     try:
-        row = _FIRST_ROWS[str(file_format(path))](path, names)
+        if kind == "json":
+            row = _first_of_json(path)
+            return {name: isinstance(row[name], str) for name in names if name in row}
+        if kind in _SCHEMAS:
+            schema = _SCHEMAS[kind](path)
+            return {
+                name: _has_text(schema.field(name).type) for name in names if name in schema.names
+            }
     except RefusedError:
         raise
     except Exception as error:  # pyarrow's, Python's
         raise CorpusError(f"{path} cannot be read: {explain(error)}") from error
-    return {name: row[name] for name in names if name in row}
+    return {}
 
 
-def _first_of_json(path: Path, names: Sequence[str]) -> Row:
-    """As `_read_json`, but of a long list only the beginning is parsed."""
+def _first_of_json(path: Path) -> Row:
+    """The first object, as `_read_json` reads them, but of a long list only the beginning is
+    parsed; empty if there is none.
+    """
     with _open(path) as stream:
         start = _without_mark(stream.read(_PEEKED)).lstrip()
     value: Any = None
@@ -109,28 +119,29 @@ def _first_of_json(path: Path, names: Sequence[str]) -> Row:
     return value if isinstance(value, dict) else {}
 
 
-def _first_of_parquet(path: Path, names: Sequence[str]) -> Row:
+def _parquet_schema(path: Path) -> Any:
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     with pq.ParquetFile(path) as file:
-        present = [name for name in names if name in file.schema_arrow.names]
-        for batch in file.iter_batches(batch_size=1, columns=present):
-            return dict(batch.select(present).to_pylist()[0])
-    return {}
+        return file.schema_arrow
 
 
-def _first_of_arrow(path: Path, names: Sequence[str]) -> Row:
-    with _arrow_batches(path) as (schema, batches):
-        present = [name for name in names if name in schema.names]
-        for batch in batches:
-            if batch.num_rows:
-                return dict(batch.select(present).slice(0, 1).to_pylist()[0])
-    return {}
+def _arrow_schema(path: Path) -> Any:
+    with _arrow_batches(path) as (schema, _):
+        return schema
 
 
-def _without_lists(path: Path, names: Sequence[str]) -> Row:
-    """A text file or CSV has no lists."""
-    return {}
+_SCHEMAS = {"parquet": _parquet_schema, "arrow": _arrow_schema}
+
+
+def _has_text(kind: Any) -> bool:
+    """Whether a type of pyarrow is text."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(test(kind) for test in is_text)
 
 
 def check_text(value: Any, column: str, where: str) -> None:
@@ -328,11 +339,4 @@ _READERS = {
     "csv": _read_csv,
     "parquet": _read_parquet,
     "arrow": _read_arrow,
-}
-_FIRST_ROWS = {
-    "text": _without_lists,
-    "json": _first_of_json,
-    "csv": _without_lists,
-    "parquet": _first_of_parquet,
-    "arrow": _first_of_arrow,
 }

@@ -31,7 +31,7 @@ from gqa.core.errors import CacheError, CorpusError, explain, listing
 from gqa.core.options import read_amount
 from gqa.corpus.cache import datasets_cache
 from gqa.corpus.chats import CHAT_COLUMNS, Chat, chat_text, spoken_text
-from gqa.corpus.readers import FORMATS, check_text, file_format, first_row, load_files
+from gqa.corpus.readers import FORMATS, check_text, columns_with_text, file_format, load_files
 from gqa.corpus.stdlib import stdlib_texts
 
 if TYPE_CHECKING:  # it imports numpy, for which `--help` does not wait
@@ -528,36 +528,39 @@ def hub_error(error: BaseException, name: str) -> CorpusError | CacheError:
     return CorpusError(f"the data set {name} cannot be loaded: {message}")
 
 
-def find_chat_column(fields: Sequence[str], row: Mapping[str, Any]) -> str | None:
-    """The column of chats in data whose first row has these values, of the columns `fields` and
-    CHAT_COLUMNS; None if documents are not chats.
+def find_chat_column(fields: Sequence[str], has_text: Mapping[str, bool]) -> str | None:
+    """The column of chats; None if documents are not chats.
+
+    `has_text`: of the columns `fields` and CHAT_COLUMNS those that the data has, and whether they
+    have text.
     """
     if len(fields) > 1:
         return None
     (field,) = fields
-    if field in row and field not in CHAT_COLUMNS:
+    if field in has_text and field not in CHAT_COLUMNS:
         return None
-    for column in [field] if field in row else CHAT_COLUMNS:
-        if column in row and not isinstance(row[column], str):
+    for column in [field] if field in has_text else CHAT_COLUMNS:
+        if column in has_text and not has_text[column]:
             return column
     return None
 
 
 def _chat_column_of_files(files: Sequence[Path], fields: Sequence[str]) -> str | None:
-    row = first_row(files[0], [*fields, *CHAT_COLUMNS])
-    return find_chat_column(fields, row)
+    has_text = columns_with_text(files[0], [*fields, *CHAT_COLUMNS])
+    return find_chat_column(fields, has_text)
 
 
 def _chat_column_of_data(name: str, load: Callable[[], Any], fields: Sequence[str]) -> str | None:
     data = load()
     names = data.column_names
-    if names is not None and not set(names).intersection(CHAT_COLUMNS):
+    # Where the names of columns are known, rows are read only if one of them may have chats.
+    if names is not None and find_chat_column(fields, dict.fromkeys(names, False)) is None:
         return None
     try:
         row: Mapping[str, Any] = next(iter(data), {})
     except Exception as error:  # the readers of `datasets` raise many kinds
         raise hub_error(error, name) from error
-    return find_chat_column(fields, row)
+    return find_chat_column(fields, {name: isinstance(row[name], str) for name in row})
 
 
 def _load_stdlib(side: str, columns: Sequence[str], chats: bool) -> Any:

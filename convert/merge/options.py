@@ -274,9 +274,9 @@ def read_blocks(
 ) -> tuple[Ints, Ints]:
     """(N, length) pieces of many documents, which are better than a few whole ones; with `repeats`
     some repeat themselves, in the same shares as in self-generated text. And (M, length) other
-    pieces, at most `heldout`, of short text an eighth. If a decoder's tokenizer adds no BOS, one of
-    START_EVERY pieces begins with it in place of its own first token. Raises RefusedError and
-    CorpusError.
+    pieces, at most `heldout`, of short text an eighth. If a decoder's tokenizer adds no BOS to
+    texts, one of START_EVERY pieces begins with it in place of its own first token; chats have what
+    their template writes. Raises RefusedError and CorpusError.
 
     Only documents with _CHARACTERS per token are tokenized, in an order by the hashes of their
     texts and the seed.
