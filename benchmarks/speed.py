@@ -201,8 +201,9 @@ def load_text(name: str, count: int) -> tuple[Any, Any, str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from gqa.corpus.encoders import Encoders, HarnessEncoder
     from gqa.corpus.stdlib import stdlib_texts
-    from gqa.eval.text import make_text, text_windows
+    from gqa.eval.text import document_windows, make_text
 
     torch.set_num_threads(THREADS)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
@@ -211,12 +212,9 @@ def load_text(name: str, count: int) -> tuple[Any, Any, str, Any]:
         "input_ids"
     ]
     text = tokenizer.decode(ids[: count * CONTEXT])
-    return (
-        model,
-        tokenizer,
-        text,
-        make_text(text_windows([text], tokenizer, CONTEXT), "rolling", CONTEXT).windows,
-    )
+    encoders = Encoders(tokenizer, text_encoder=HarnessEncoder)
+    windows = document_windows([(text,)], encoders, CONTEXT)
+    return model, tokenizer, text, make_text(windows, "rolling", CONTEXT).windows
 
 
 def bare_forward(name: str, count: int) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Render a checkpoint's chat template within limits.
+"""Render chats by a checkpoint's chat template within limits.
 
 transformers renders templates in jinja's sandbox, which keeps them from running code, but limits
 neither time nor memory. Two nested loops of 99,999 turns do not end, and `{{ 7 ** 99999999 }}` or a
@@ -14,20 +14,156 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import weakref
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from threading import Event, Timer
+from typing import IO, Any
 
 from gqa.checkpoint import render_template
 from gqa.checkpoint.read import Checkpoint
 from gqa.core.errors import RefusedError, explain
 
-SECONDS = 5  # of computing; published templates take milliseconds
+SECONDS = 5  # of computing for one chat; published templates take milliseconds
 MEMORY = 1 << 30  # bytes beside those of the process itself
 CHARACTERS = 100_000  # that it writes for one letter
 # Seconds until the process has started, imported transformers and rendered, on a busy machine
 _DEADLINE = 120
 _FILE = "chat_template.jinja"
+
+Answer = dict[str, Any]
+
+
+class ChatRenderer:
+    """A process that renders chats by one template, each within the limits of this module.
+
+    The process starts with the first chat and serves until this object is no longer used, as the
+    start takes seconds and a chat takes less than a millisecond.
+    """
+
+    def __init__(self, template: str, variables: dict[str, str]) -> None:
+        self._settings = {
+            "template": template,
+            "variables": variables,
+            "seconds": SECONDS,
+            "bytes": MEMORY,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        characters: int,
+        *,
+        add_generation_prompt: bool = False,
+        mark_assistant: bool = False,
+    ) -> Answer:
+        """Render one chat, of which the template may write so many `characters`.
+
+        Returns:
+            `text`, and with `mark_assistant` the `spans` [begin, end) of it inside
+            `{% generation %}` blocks; or `raised`: what the template raised; or `error`: the limit
+            that it broke, in words.
+        """
+        request = {
+            "messages": list(messages),
+            "characters": characters,
+            "add_generation_prompt": add_generation_prompt,
+            "mark_assistant": mark_assistant,
+        }
+        process = self._start()
+        assert process.stdin
+        assert process.stdout
+        late = Event()
+
+        def end_late_process() -> None:
+            late.set()
+            process.kill()
+
+        clock = Timer(_DEADLINE, end_late_process)
+        clock.start()
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:  # it ended before it read all of that
+            line = b""
+        finally:
+            clock.cancel()
+        if line.endswith(b"\n"):
+            answer: Answer = json.loads(line)
+            return answer
+        return {"error": self._end(process, late.is_set())}
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """The process, which may have been started by an earlier call."""
+        if self._process is None:
+            command = [sys.executable, "-P", str(Path(render_template.__file__))]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            # Open as long as the process runs
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=environment,
+                # Ctrl-C is for the command, which may end only after the step that it is in
+                start_new_session=True,
+            )
+            weakref.finalize(self, _stop, self._process, self._errors)
+            assert self._process.stdin
+            self._process.stdin.write(json.dumps(self._settings).encode() + b"\n")
+        return self._process
+
+    def _end(self, process: subprocess.Popen[bytes], late: bool) -> str:
+        """Why the process ended; the next chat starts another one."""
+        self._process = None
+        code = process.wait()
+        assert self._errors
+        self._errors.seek(0)
+        errors = self._errors.read()
+        _stop(process, self._errors)
+        if late:
+            return f"it was stopped after {_DEADLINE} seconds"
+        if code == -getattr(signal, "SIGXCPU", 0):
+            return f"it was stopped after {self._settings['seconds']} seconds of computing"
+        if code < 0:
+            return f"its process was stopped by signal {-code}"
+        reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"the process that renders it failed ({explain(RuntimeError(reason))})"
+
+
+def _stop(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
+    """End a process and close its pipes."""
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout, errors):
+        assert pipe
+        try:
+            pipe.close()
+        except OSError:  # what it did not read anymore
+            continue
+
+
+def template_of(tokenizer: Any) -> str | None:
+    """The chat template of a tokenizer; None if there is none, or several and none is the
+    default.
+    """
+    try:
+        template: str = tokenizer.get_chat_template()
+    except Exception:  # transformers raises ValueError, tokenizers in Python others
+        return None
+    return template
+
+
+def variables_of(tokenizer: Any) -> dict[str, str]:
+    """The special tokens, by the names under which chat templates read them."""
+    tokens = tokenizer.special_tokens_map
+    return {name: str(token) for name, token in tokens.items() if isinstance(token, str)}
 
 
 def render_chat(tokenizer: Any, checkpoint: Checkpoint, content: str) -> str | None:
@@ -36,25 +172,11 @@ def render_chat(tokenizer: Any, checkpoint: Checkpoint, content: str) -> str | N
     None if there is no template, or if it refuses such a chat. Raises RefusedError if it takes more
     time or memory, or writes more, than any template needs.
     """
-    try:
-        template = tokenizer.get_chat_template()
-    except Exception:  # there is none, or several and none is the default
+    template = template_of(tokenizer)
+    if template is None:
         return None
 
-    variables = tokenizer.special_tokens_map
-    request = json.dumps(
-        {
-            "template": template,
-            "messages": [{"role": "user", "content": content}],
-            "variables": {
-                name: str(token) for name, token in variables.items() if isinstance(token, str)
-            },
-            "seconds": SECONDS,
-            "bytes": MEMORY,
-            "characters": CHARACTERS,
-        }
-    )
-    answer = _answer(request)
+    answer = _render_once(template, tuple(sorted(variables_of(tokenizer).items())), content)
     if "error" not in answer:
         return answer.get("text")
 
@@ -67,30 +189,7 @@ def render_chat(tokenizer: Any, checkpoint: Checkpoint, content: str) -> str | N
 
 
 @lru_cache(maxsize=8)
-def _answer(request: str) -> dict[str, str]:
-    """The answer of a process that renders: `text`, `raised` (what the template raised) or
-    `error`.
-    """
-    command = [sys.executable, "-P", str(Path(render_template.__file__))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
-        process = subprocess.run(
-            command,
-            input=request.encode(),
-            capture_output=True,
-            timeout=_DEADLINE,
-            env=environment,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"it was stopped after {_DEADLINE} seconds"}
-
-    if process.returncode == 0:
-        answer: dict[str, str] = json.loads(process.stdout)
-        return answer
-    if process.returncode == -getattr(signal, "SIGXCPU", 0):
-        return {"error": f"it was stopped after {SECONDS} seconds of computing"}
-    if process.returncode < 0:
-        return {"error": f"its process was stopped by signal {-process.returncode}"}
-    reason = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    return {"error": f"the process that renders it failed ({explain(RuntimeError(reason))})"}
+def _render_once(template: str, variables: tuple[tuple[str, str], ...], content: str) -> Answer:
+    """The answer for the chat of one user's message, by a process of its own."""
+    messages = [{"role": "user", "content": content}]
+    return ChatRenderer(template, dict(variables)).render(messages, CHARACTERS)

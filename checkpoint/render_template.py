@@ -1,10 +1,15 @@
-"""Render one chat template: a program that chat_template.py runs in a process of its own.
+"""Render chats by a chat template: a program that chat_template.py runs in a process of its own.
 
 It imports nothing else of this package.
 
-Reads JSON from stdin: the limits, and the arguments of transformers' own `render_jinja_template`.
-Writes JSON to stdout: {"text": ...}, or {"error": ...} if the template raises or writes too much. A
-process that is killed by one of its limits writes nothing.
+Each line of stdin and of stdout is JSON. The first line has the template, its variables and the
+limits. Each further line is a request, and each has an answer:
+
+    {"messages": [...], "add_generation_prompt": true, "characters": 100}
+    {"text": ...}, with `mark_assistant` also {"spans": [[begin, end], ...]}
+    {"raised": ...} if the template raises, {"error": ...} if it writes or takes too much
+
+A process that is killed by one of its limits writes nothing.
 """
 
 import json
@@ -12,10 +17,9 @@ import sys
 from typing import Any
 
 
-def limit_resources(seconds: int, added_bytes: int) -> None:
-    """Let the system kill this process after so many seconds of computing, and refuse it more
-    memory than so many bytes beside what its imports took. Windows has no such limits: there the
-    caller's clock alone stops it.
+def limit_seconds(seconds: int) -> None:
+    """Let the system kill this process after so many seconds of computing from now on. Windows has
+    no such limit: there the caller's clock alone stops it.
     """
     try:
         import resource
@@ -26,6 +30,16 @@ def limit_resources(seconds: int, added_bytes: int) -> None:
     spent = resource.getrusage(resource.RUSAGE_SELF)
     whole = int(spent.ru_utime + spent.ru_stime) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (_lower(whole, hard), hard))
+
+
+def limit_memory(added_bytes: int) -> None:
+    """Refuse this process more memory than so many bytes beside what its imports took. Windows has
+    no such limit.
+    """
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return
 
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = _address_space(resource)
@@ -52,20 +66,31 @@ def _address_space(resource: Any) -> int:
 def main() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    request = json.load(sys.stdin)
-    limit_resources(request["seconds"], request["bytes"])
-    try:
-        (text,), _ = render_jinja_template(
-            [request["messages"]], chat_template=request["template"], **request["variables"]
-        )
-        answer = {"text": text}
-        if len(text) > request["characters"]:
-            answer = {"error": f"it writes {len(text):,} characters"}
-    except MemoryError:
-        answer = {"error": f"it takes more than {request['bytes']:,} bytes of memory"}
-    except Exception as error:  # whatever a template raises
-        answer = {"raised": str(error)[:1000]}
-    json.dump(answer, sys.stdout)
+    settings = json.loads(sys.stdin.readline())
+    limit_memory(settings["bytes"])
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        marks = request.get("mark_assistant", False)
+        # The limit is that of one chat, as the process renders one after the other.
+        limit_seconds(settings["seconds"])
+        try:
+            (text,), spans = render_jinja_template(
+                [request["messages"]],
+                chat_template=settings["template"],
+                add_generation_prompt=request.get("add_generation_prompt", False),
+                return_assistant_tokens_mask=marks,
+                **settings["variables"],
+            )
+            answer = {"text": text} | ({"spans": spans[0]} if marks else {})
+            if len(text) > request["characters"]:
+                answer = {"error": f"it writes {len(text):,} characters"}
+        except MemoryError:
+            answer = {"error": f"it takes more than {settings['bytes']:,} bytes of memory"}
+        except Exception as error:  # whatever a template raises
+            answer = {"raised": str(error)[:1000]}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -72,7 +72,8 @@ class ConvertOptions(Options):
     )
     field: str = option(
         "text",
-        "Text column of jsonl, csv, parquet and data sets.",
+        "Column of text in jsonl, csv, parquet and data sets, or of chats: messages or "
+        "conversations.",
         metavar="NAME",
         methods="text",
     )

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gqa.core.errors import RefusedError
+from gqa.corpus.encoders import TextEncoder
 from gqa.corpus.sources import Source
-from gqa.corpus.tokens import Block, Documents, Encoder, Ints, first_token, tokenize_columns
+from gqa.corpus.tokens import Block, Documents, Ints, first_token, join, tokenize_source
 
 TokenPair = tuple[list[int], list[int]]  # tokens of a source, and of the target to predict
 
@@ -95,11 +95,19 @@ def tokenize_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents
 
     Raises CorpusError.
     """
-    identity, encode_target = (
-        Encoder(encoder.tokenizer).identify(),
-        partial(encoder.encode, target=True),
-    )
-    return tokenize_columns(sources, identity, {"source": encoder.encode, "target": encode_target})
+    identity = TextEncoder(encoder.tokenizer).identify()
+
+    def encode(rows: list[tuple[str, ...]]) -> list[dict[str, Any]]:
+        source_texts, target_texts = zip(*rows, strict=True)
+        source_ids = encoder.encode(source_texts)
+        target_ids = encoder.encode(target_texts, target=True)
+        return [
+            {"source": source, "target": target}
+            for source, target in zip(source_ids, target_ids, strict=True)
+        ]
+
+    columns = ["source", "target"]
+    return join([tokenize_source(source, columns, identity, encode) for source in sources])
 
 
 def pair_block(pair: tuple[Sequence[int] | Ints, Sequence[int] | Ints]) -> Block:

@@ -11,6 +11,7 @@ import codecs
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ FORMATS = {
     "arrow": (".arrow",),
 }
 COMPRESSED = (".gz", ".zst")
+_PEEKED = 1 << 20  # bytes of a list of JSON in which its first row is looked for
 _ROWS = 1024  # of Parquet and CSV that are in memory at a time
 
 Row = dict[str, Any]
@@ -39,22 +41,26 @@ def file_format(path: Path) -> str | None:
     return next((kind for kind, suffixes in FORMATS.items() if name.endswith(suffixes)), None)
 
 
-def load_files(files: Sequence[Path], columns: Sequence[str]) -> Any:
+def load_files(files: Sequence[Path], columns: Sequence[str], chats: bool = False) -> Any:
     """A `datasets.IterableDataset` of files of one format, with a shard for each.
 
-    A text file is one row, "text".
+    A text file is one row, "text". With `chats` values may be of any type.
     """
     import datasets
 
     datasets_cache()  # `datasets` puts a lock there
     # A list is split into shards
-    arguments = {"files": [str(file) for file in files], "columns": tuple(columns)}
+    arguments: dict[str, Any] = {
+        "files": [str(file) for file in files],
+        "columns": tuple(columns),
+        "chats": chats,
+    }
     with cache_errors():
         return datasets.IterableDataset.from_generator(read_rows, gen_kwargs=arguments)
 
 
-def read_rows(files: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of files, with `columns` only; a text or None in each.
+def read_rows(files: Iterable[str], columns: Sequence[str], chats: bool = False) -> Iterator[Row]:
+    """The rows of files, with `columns` only; a text or None in each, with `chats` any value.
 
     Raises CorpusError, which names the file.
     """
@@ -62,8 +68,9 @@ def read_rows(files: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
         path = Path(file)
         try:
             for row in _READERS[str(file_format(path))](path, columns):
-                for column in columns:
-                    check_text(row[column], column, file)
+                if not chats:
+                    for column in columns:
+                        check_text(row[column], column, file)
                 yield row
         except RefusedError:
             raise
@@ -71,6 +78,70 @@ def read_rows(files: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
             raise _not_utf8(file, error) from error
         except Exception as error:  # pyarrow's, pandas', Python's
             raise CorpusError(f"{file} cannot be read: {explain(error)}") from error
+
+
+def columns_with_text(path: Path, names: Sequence[str]) -> dict[str, bool]:
+    """For the columns of these names that a table has, whether it has text: by the schema, or of
+    JSON by the first row.
+
+    Raises CorpusError.
+    """
+    kind = str(file_format(path))
+    try:
+        if kind == "json":
+            row = _first_of_json(path)
+            return {name: isinstance(row[name], str) for name in names if name in row}
+        if kind in _SCHEMAS:
+            schema = _SCHEMAS[kind](path)
+            return {
+                name: _has_text(schema.field(name).type) for name in names if name in schema.names
+            }
+    except RefusedError:
+        raise
+    except Exception as error:  # pyarrow's, Python's
+        raise CorpusError(f"{path} cannot be read: {explain(error)}") from error
+    return {}
+
+
+def _first_of_json(path: Path) -> Row:
+    """The first object, as `_read_json` reads them, but of a long list only the beginning is
+    parsed; empty if there is none.
+    """
+    with _open(path) as stream:
+        start = _without_mark(stream.read(_PEEKED)).lstrip()
+    value: Any = None
+    if start.startswith(b"["):
+        beginning = start[1:].decode(errors="ignore").lstrip()
+        with suppress(ValueError, RecursionError):
+            value, _ = json.JSONDecoder(strict=False).raw_decode(beginning)
+    if value is None:
+        _, value = next(_json_values(path), (0, None))
+    return value if isinstance(value, dict) else {}
+
+
+def _parquet_schema(path: Path) -> Any:
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    with pq.ParquetFile(path) as file:
+        return file.schema_arrow
+
+
+def _arrow_schema(path: Path) -> Any:
+    with _arrow_batches(path) as (schema, _):
+        return schema
+
+
+_SCHEMAS = {"parquet": _parquet_schema, "arrow": _arrow_schema}
+
+
+def _has_text(kind: Any) -> bool:
+    """Whether a type of pyarrow is text."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(test(kind) for test in is_text)
 
 
 def check_text(value: Any, column: str, where: str) -> None:
@@ -110,7 +181,7 @@ def _open(path: Path) -> io.BufferedReader:
     """The bytes of a file, decompressed if its suffix says that it is compressed."""
     import gzip
 
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
 
     suffix = path.suffix.lower()
     if suffix == ".gz":
@@ -228,7 +299,7 @@ def _read_csv(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
         _check_columns(columns, file.schema_arrow.names, path)
@@ -237,7 +308,19 @@ def _read_parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _read_arrow(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """A stream, as `datasets` writes it, or a file with an index (Feather)."""
+    with _arrow_batches(path) as (schema, batches):
+        _check_columns(columns, schema.names, path)
+        for batch in batches:
+            part = batch.select(columns)
+            part.validate(full=True)
+            yield from part.to_pylist()
+
+
+@contextmanager
+def _arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """The schema and the batches of a stream, as `datasets` writes it, or of a file with an index
+    (Feather).
+    """
     import pyarrow as pa
 
     with pa.OSFile(str(path)) as stream:
@@ -247,11 +330,7 @@ def _read_arrow(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         except (OSError, pa.ArrowInvalid):
             reader = pa.ipc.open_file(stream)
             batches = map(reader.get_batch, range(reader.num_record_batches))
-        _check_columns(columns, reader.schema.names, path)
-        for batch in batches:
-            part = batch.select(columns)
-            part.validate(full=True)
-            yield from part.to_pylist()
+        yield reader.schema, batches
 
 
 _READERS = {

@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -30,7 +30,8 @@ from gqa.checkpoint.provenance import file_digests
 from gqa.core.errors import CacheError, CorpusError, explain, listing
 from gqa.core.options import read_amount
 from gqa.corpus.cache import datasets_cache
-from gqa.corpus.readers import FORMATS, check_text, file_format, load_files
+from gqa.corpus.chats import CHAT_COLUMNS, Chat, chat_text, spoken_text
+from gqa.corpus.readers import FORMATS, check_text, columns_with_text, file_format, load_files
 from gqa.corpus.stdlib import stdlib_texts
 
 if TYPE_CHECKING:  # it imports numpy, for which `--help` does not wait
@@ -41,7 +42,8 @@ _NO_DATA = (
 )
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
 _ROWS = 64  # read at a time
-_PAIR_SHARE = 0.5  # of a pair in held-out passages, from which on it is left out
+# Of a pair or a chat in held-out passages, from which on it is left out
+_WHOLE_SHARE = 0.5
 _SKIPPED = re.compile(r"(readme|license)\.txt|cache-.*\.arrow", re.I)  # of directories and patterns
 _SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(?![a-z])")
 _SUFFIXES = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
@@ -69,9 +71,19 @@ def parse_self(spec: str) -> tuple[int | None, bool]:
     return tokens, bool(match[1])
 
 
+# (columns, whether they are chats) -> a data set of `datasets`
+Load = Callable[[Sequence[str], bool], Any]
+
+
+def _no_chats() -> None:
+    """The `chat_column` of data that has no columns."""
+
+
 @dataclass(frozen=True, eq=False)
 class Exclusion:
     """Which parts of documents are left out of a source: passages of held-out text.
+
+    Text is cut; of pairs and chats those are left out of which at least half is in passages.
 
     copies: digests of documents that stay as they are, because whoever reads the source leaves them
     out by digest.
@@ -86,35 +98,59 @@ class Exclusion:
         return f"{self.passages.identity} {copies}"
 
     def remainder(self, row: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """What is left of a document: pieces, each a document of its own.
-
-        Pairs are left out if at least half of a pair is in passages; others stay whole.
-        """
+        """What is left of a document: pieces, each a document of its own."""
         if row_digest(*row) in self.copies:
             return [row]
-        if len(row) == 1:
+        if is_divisible(row):
             return [(piece,) for piece in self.passages.remove_from(row[0])]
-        return [] if self.passages.share(" ".join(row)) >= _PAIR_SHARE else [row]
+        return [] if self.passages.share(searched_text(row)) >= _WHOLE_SHARE else [row]
+
+
+def is_divisible(row: tuple[str, ...]) -> bool:
+    """Whether a part of a document is a document too: of plain text, not of pairs and chats."""
+    return len(row) == 1 and not isinstance(row, Chat)
+
+
+def searched_text(row: tuple[str, ...]) -> str:
+    """The text of a document in which passages of other text are looked for."""
+    return spoken_text(row[0]) if isinstance(row, Chat) else " ".join(row)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents, or pairs of a source and a target, that can be read repeatedly, always in the same
-    order.
+    """Documents that can be read repeatedly, always in the same order: texts, pairs of a source and
+    a target, or chats.
 
-    `load` gives the data set of `datasets`; its `columns` are the text, or the source and the
-    target. `files`: shards, if known. `separator`: between the documents of a text file. `takes`:
-    only documents whose digest it accepts. `fraction`: of `part`. `excluded`: of `excluding`.
+    `load` gives the data set of `datasets`, from files the named columns alone. `fields`: the
+    columns that are asked for: the text, or the source and the target. `chat_column`: the column of
+    chats, if documents are chats; it may read the first row, so it is called when documents are.
+    `files`: shards, if known. `separator`: between the documents of a text file. `takes`: only
+    documents whose digest it accepts. `fraction`: of `part`. `excluded`: of `excluding`.
     """
 
     spec: str
-    load: Callable[[], Any]
-    columns: tuple[str, ...] = ("text",)
+    load: Load
+    fields: tuple[str, ...] = ("text",)
+    chat_column: Callable[[], str | None] = _no_chats
     files: tuple[Path, ...] = ()
     separator: str | None = None
     takes: Callable[[bytes], bool] | None = None
     fraction: float | None = None
     excluded: Exclusion | None = None
+
+    @property
+    def chats(self) -> bool:
+        """Whether documents are chats. Raises CorpusError."""
+        return self.chat_column() is not None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that have the documents. Raises CorpusError."""
+        column = self.chat_column()
+        return self.fields if column is None else (column,)
+
+    def _load(self) -> Any:
+        return self.load(self.columns, self.chats)
 
     def identify(self) -> str:
         """What determines the documents: hashes of the content, and how it is read.
@@ -126,35 +162,44 @@ class Source:
         content = (
             [file_format(self.files[0]), *file_digests(self.files)]
             if self.files
-            else fingerprint(self.load())
+            else fingerprint(self._load())
         )
         identity = f"{content} {self.columns} {self.fraction}"
+        identity += " chats" if self.chats else ""
         identity += f" {self.separator!r}" if self.separator else ""
         return identity + (f" without {self.excluded.identity}" if self.excluded else "")
 
     def texts(self) -> Iterator[str]:
-        """Documents in the order of the source, none of them blank.
+        """Documents in the order of the source, none of them blank; of chats their `chat_text`.
 
         Raises CorpusError as `rows` does.
         """
         return (row[0] for row in self.rows())
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """The texts of `columns`, in the order of the source, none of them blank.
+        """The texts of `columns`, in the order of the source, none of them blank; chats as `Chat`.
 
         Raises CorpusError for what cannot be read and for a source without any text.
         """
-        rows = self.read(self.dataset())
+        rows = self.rows_if_any()
         if (first := next(rows, None)) is None:
             raise CorpusError(f"{self.spec} holds no text: it is empty or blank, or held out")
-        yield from (tuple(row[name] for name in self.columns) for row in chain([first], rows))
+        yield first
+        yield from rows
+
+    def rows_if_any(self) -> Iterator[tuple[str, ...]]:
+        """As `rows`, of a source that may have no text."""
+        columns = self.columns
+        document = Chat if self.chats else tuple
+        for row in self.read(self.dataset()):
+            yield document(row[name] for name in columns)
 
     def dataset(self) -> Any:
         """A `datasets.IterableDataset` of `columns` alone, of rows that have text in each.
 
         Raises CorpusError.
         """
-        data = self.load()
+        data = self._load()
         if hasattr(data, "to_iterable_dataset"):
             data = data.to_iterable_dataset()
         columns, present = list(self.columns), data.column_names
@@ -175,34 +220,36 @@ class Source:
 
     def _texts(self, batch: dict[str, list[Any]]) -> dict[str, list[str]]:
         """The rows of a batch with text in all columns, cut at the separator."""
+        columns, chats = self.columns, self.chats
         rows = list[tuple[str, ...]]()
-        for row in zip(*(batch[column] for column in self.columns), strict=True):
-            for column, value in zip(self.columns, row, strict=True):
+        for values in zip(*(batch[column] for column in columns), strict=True):
+            row = Chat((chat_text(values[0], columns[0], self.spec),)) if chats else values
+            for column, value in zip(columns, row, strict=True):
                 check_text(value, column, self.spec)
-            parts = (
-                [row]
-                if self.separator is None
-                else [(text.strip("\n"),) for text in row[0].split(self.separator)]
-            )
+            parts = [row]
+            if self.separator is not None:
+                parts = [(text.strip("\n"),) for text in row[0].split(self.separator)]
             rows += [part for part in parts if all(value and value.strip() for value in part)]
         if self.takes is not None:
             rows = [row for row in rows if self.takes(row_digest(*row))]
         if self.excluded is not None:
             rows = [part for row in rows for part in self.excluded.remainder(row)]
-        return {column: [row[number] for row in rows] for number, column in enumerate(self.columns)}
+        return {column: [row[number] for row in rows] for number, column in enumerate(columns)}
 
     def shard(self, count: int, index: int) -> Source:
         """The source with every `count`th shard (file) from `index` on only."""
         if count == 1:
             return self
         files = self.files[index::count]
-        return replace(
-            self, load=lambda: self.load().shard(count, index, contiguous=False), files=files
-        )
+
+        def load(columns: Sequence[str], chats: bool) -> Any:
+            return self.load(columns, chats).shard(count, index, contiguous=False)
+
+        return replace(self, load=load, files=files)
 
     @property
     def n_shards(self) -> int:
-        return len(self.files) or getattr(self.load(), "num_shards", 1)  # of a stream
+        return len(self.files) or getattr(self._load(), "num_shards", 1)  # of a stream
 
     def part(self, fraction: float) -> Source:
         """The held-out documents: about that fraction, those with the lowest hashes."""
@@ -231,8 +278,10 @@ def parse_source(
     """The source of a spec. Nothing of a hub data set is fetched before its documents are read.
 
     `field` holds the text in JSON, CSV, Parquet, Arrow and hub data sets; with `target_field` rows
-    are pairs of both. `split` is that of a hub data set whose spec names none. `separator` cuts
-    text files into documents; without it each file is one. Raises CorpusError.
+    are pairs of both. Documents are chats if `field` is one of CHAT_COLUMNS and has lists, or if
+    the data has such a column and none of the name `field`. `split` is that of a hub data set whose
+    spec names none. `separator` cuts text files into documents; without it each file is one. Raises
+    CorpusError.
     """
     if not spec.strip():
         raise CorpusError(_NO_DATA)
@@ -254,14 +303,22 @@ def parse_source(
         files = find_files(spec)
         plain = file_format(files[0]) == "text"
         columns = ("text",) if plain and not target_field else columns
+        chat_column = cache(partial(_chat_column_of_files, files, columns))
         source = Source(
-            spec, partial(load_files, files, columns), columns, files, separator if plain else None
+            spec,
+            partial(load_files, files),
+            columns,
+            chat_column,
+            files,
+            separator if plain else None,
         )
     elif match := _HUB_NAME.fullmatch(spec):
         name, config, named_split = match.groups()
         # Cached: a branch may move while its files are read.
         load = cache(partial(load_hub, name, config, named_split or split, streaming))
-        plain, source = False, Source(spec, load, columns)
+        chat_column = cache(partial(_chat_column_of_data, name, load, columns))
+        plain = False
+        source = Source(spec, lambda columns, chats: load(), columns, chat_column)
     else:
         raise CorpusError(
             f"there is no file or directory {spec}, and it is not a data set name "
@@ -280,7 +337,7 @@ def check_text_options(specs: Iterable[str], field: str, separator: str | None) 
         parse_source(spec, field=field, separator=separator) for spec in specs if not is_self(spec)
     ]
     names = listing(source.spec for source in sources) or "self-generated text"
-    if field != "text" and all(source.columns == ("text",) for source in sources):
+    if field != "text" and all(source.fields == ("text",) for source in sources):
         raise CorpusError(
             f"--field {field} is a column of tables and data sets; {names} has no columns: leave "
             "it out"
@@ -471,7 +528,42 @@ def hub_error(error: BaseException, name: str) -> CorpusError | CacheError:
     return CorpusError(f"the data set {name} cannot be loaded: {message}")
 
 
-def _load_stdlib(side: str) -> Any:
+def find_chat_column(fields: Sequence[str], has_text: Mapping[str, bool]) -> str | None:
+    """The column of chats; None if documents are not chats.
+
+    `has_text`: of the columns `fields` and CHAT_COLUMNS those that the data has, and whether they
+    have text.
+    """
+    if len(fields) > 1:
+        return None
+    (field,) = fields
+    if field in has_text and field not in CHAT_COLUMNS:
+        return None
+    for column in [field] if field in has_text else CHAT_COLUMNS:
+        if column in has_text and not has_text[column]:
+            return column
+    return None
+
+
+def _chat_column_of_files(files: Sequence[Path], fields: Sequence[str]) -> str | None:
+    has_text = columns_with_text(files[0], [*fields, *CHAT_COLUMNS])
+    return find_chat_column(fields, has_text)
+
+
+def _chat_column_of_data(name: str, load: Callable[[], Any], fields: Sequence[str]) -> str | None:
+    data = load()
+    names = data.column_names
+    # Where the names of columns are known, rows are read only if one of them may have chats.
+    if names is not None and find_chat_column(fields, dict.fromkeys(names, False)) is None:
+        return None
+    try:
+        row: Mapping[str, Any] = next(iter(data), {})
+    except Exception as error:  # the readers of `datasets` raise many kinds
+        raise hub_error(error, name) from error
+    return find_chat_column(fields, {name: isinstance(row[name], str) for name in row})
+
+
+def _load_stdlib(side: str, columns: Sequence[str], chats: bool) -> Any:
     import datasets
 
     return datasets.Dataset.from_dict({"text": list(stdlib_texts(side))})

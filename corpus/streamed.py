@@ -8,18 +8,17 @@ number of lanes depends on the batch and the shards, not on the number of proces
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from gqa.core.errors import CorpusError
+from gqa.core.errors import CorpusError, RefusedError
+from gqa.corpus.blocks import pack
+from gqa.corpus.encoders import Encoder
 from gqa.corpus.sources import Source, row_digest
-from gqa.corpus.tokens import Block, Encoder, Heldout, pack
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gqa.corpus.tokens import LOSS_MASK, Block, Heldout, encode_rows, nothing_counts
 
 _LANES = 64  # at most: each has a shard open
 _BATCH = 64  # documents tokenized at a time
@@ -48,13 +47,13 @@ class StreamedBlocks:
     def __init__(
         self,
         source: Source,
-        tokenizer: PreTrainedTokenizerBase,
+        encoder: Encoder,
         *,
         block_size: int,
         heldout: Heldout,
         batch: int = 1,
     ) -> None:
-        self.source, self.encoder, self._heldout = source, Encoder(tokenizer), heldout
+        self.source, self.encoder, self._heldout = source, encoder, heldout
         self._size, self._shards = block_size, source.n_shards
         self.lanes = max(
             n for n in range(1, min(self._shards, _LANES, batch) + 1) if batch % n == 0
@@ -114,11 +113,15 @@ class StreamedBlocks:
 
         def documents() -> Iterator[Any]:
             nonlocal position
+            any_counts = bool(position)  # else the run before would have ended
             for epoch in count(position["epoch"] if position else 0):
                 data.set_epoch(epoch)
                 for row in part.read(data):
                     position = data.state_dict()
-                    yield row["tokens"]
+                    any_counts = any_counts or any(row.get(LOSS_MASK, [True]))
+                    yield tokens_of_row(row)
+                if position is not None and not any_counts:
+                    raise RefusedError(nothing_counts(part.spec))
                 if position is None:
                     raise CorpusError(
                         f"{part.spec} has nothing to train on: it is empty, blank or held out"
@@ -127,10 +130,21 @@ class StreamedBlocks:
         for block, rest in pack(documents(), self._size, state.get("rest", ())):
             yield block, {"data": position, "rest": rest}
 
-    def _tokens(self, texts: list[str]) -> dict[str, list[list[int]]]:
+    def _tokens(self, texts: list[str]) -> dict[str, list[Any]]:
         """Tokenize a batch of documents, without what is held out."""
-        pairs = zip(texts, self.encoder.tokens(texts), strict=True)
-        rows = [
-            tokens[: self._heldout.limit(row_digest(text), len(tokens))] for text, tokens in pairs
+        rows = encode_rows(self.encoder, [(text,) for text in texts])
+        limits = [
+            self._heldout.limit(row_digest(text), len(row["tokens"]))
+            for text, row in zip(texts, rows, strict=True)
         ]
-        return {"tokens": [tokens for tokens in rows if tokens]}
+        return {
+            column: [row[column][:limit] for row, limit in zip(rows, limits, strict=True) if limit]
+            for column in rows[0]
+        }
+
+
+def tokens_of_row(row: Mapping[str, Any]) -> Any:
+    """The tokens (n,) of a document, with a loss mask (n, 2)."""
+    if LOSS_MASK in row:
+        return np.stack([row["tokens"], row[LOSS_MASK]], axis=1)
+    return row["tokens"]

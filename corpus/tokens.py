@@ -1,68 +1,49 @@
-"""Documents -> cached tokens, and tokens -> blocks of one length.
-
-A document gets BOS before it (if the tokenizer adds one) and EOS after it. Text that spells a
-special token stays text. Consecutive documents are cut into blocks without padding, so a block
-depends on the list of documents and its number, not on batches or ranks.
+"""Documents -> cached tokens, and the order in which they are read.
 
 Documents are ordered by a hash of their text and the seed: the same on every machine, for every
 number of ranks, and for any layout of files. Training reads a prefix, so a larger alpha first reads
 the data of a smaller one. Held-out documents are identified by a hash of their text, so no seed,
 alpha or other source brings them back.
-
-Some blocks get repeated passages, which train recall from the context: the second copy of a passage
-can be predicted from the first, whatever it says. Self-generated text hardly exercises retrieval
-heads; a model that is calibrated or trained on plain text alone has a low perplexity but loses
-recall.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain, islice
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.hub import local_cause, quiet
-from gqa.core.errors import CorpusError, RefusedError, explain
+from gqa.core.errors import CorpusError, RefusedError, explain, listing
 from gqa.corpus.cache import cache_errors, datasets_cache
+from gqa.corpus.encoders import Encoder, Encoders
 from gqa.corpus.sources import Source, row_digest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Ints = NDArray[np.int64]
 Block = dict[str, Ints]
 
+LOSS_MASK = "loss_mask"  # the column, where not all tokens count in the loss
 _BATCH = 64  # documents tokenized at a time
-SHORTEST = 16  # tokens of a repeated passage: shorter ones are predicted without the first copy
-# Shares of the kinds of blocks; docs/results.md compares others.
-MIX = {"plain": 0.5, "tiled": 0.25, "random": 0.25}
-# Some tools begin a text with BOS even if the tokenizer does not: then one of so many blocks begins
-# with it.
-START_EVERY = 4
-EARLIER_BLOCKS = 7  # earlier blocks from which a random block draws tokens too
-_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
 class Documents:
     """D tokenized documents, or pairs, of one or several sources.
 
-    `data`: a memory-mapped `datasets.Dataset` of token ids ("tokens", or "source" and "target") and
-    the "digest" of each text. `fingerprint`: a hash of texts and tokenizer.
+    `data`: a memory-mapped `datasets.Dataset` of token ids ("tokens", or "source" and "target"), of
+    loss masks where not all tokens count ("loss_mask"), and the "digest" of each text.
+    `fingerprint`: a hash of texts and tokenizer. `divisible`: whether a part of a document is a
+    document too.
     """
 
     data: Any
     fingerprint: str
+    divisible: bool = True
 
     def __len__(self) -> int:
         return len(self.data)
@@ -83,6 +64,11 @@ class Documents:
             else np.ones(len(self), np.int64)
         )
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether not all tokens count in the loss."""
+        return LOSS_MASK in self.data.column_names
+
     def count(self, column: str) -> Ints:
         """Numbers of tokens (D,) in a column."""
         import pyarrow.compute  # type: ignore[import-untyped]
@@ -99,47 +85,100 @@ class Documents:
         tokens: NDArray[np.int32] = self.data.data.column(column)[i].values.to_numpy()
         return tokens
 
+    def tokens_with_mask(self, i: int) -> NDArray[np.int32]:
+        """Tokens of document i, each with 1 if it counts in the loss, else 0: (n, 2)."""
+        values = self.data.data.column(LOSS_MASK)[i].values
+        mask = values.to_numpy(zero_copy_only=False).astype(np.int32)
+        return np.stack([self.tokens(i), mask], axis=1)
 
-def tokenize(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> Documents:
-    """Tokenize and cache the documents of sources. Raises CorpusError."""
-    encoder = Encoder(tokenizer)
-    return tokenize_columns(sources, encoder.identify(), {"tokens": encoder.tokens})
+    def check_counted(self, name: str) -> None:
+        """Raise RefusedError if there are masks, and no token of any document counts."""
+        import pyarrow.compute
+
+        if not self.has_masks:
+            return
+        values = pyarrow.compute.list_flatten(self.data.data.column(LOSS_MASK))
+        if not pyarrow.compute.any(values).as_py():
+            raise RefusedError(nothing_counts(name))
 
 
-def tokenize_columns(
-    sources: Sequence[Source],
-    identity: str,
-    encoders: Mapping[str, Callable[[list[str]], list[list[int]]]],
+def nothing_counts(name: str) -> str:
+    """Why data cannot be trained on in which no token counts."""
+    return (
+        f"no chat of {name} has an assistant turn, on which alone --assistant-only-loss trains; "
+        "give other chats, or leave it out"
+    )
+
+
+# Some rows of a source -> the columns of each, without its digest
+EncodeRows = Callable[[list[tuple[str, ...]]], list[dict[str, Any]]]
+
+
+def tokenize(sources: Sequence[Source], encoders: Encoders) -> Documents:
+    """Tokenize and cache the documents of sources.
+
+    Raises RefusedError and CorpusError, also if there are loss masks and no token counts.
+    """
+    parts = []
+    for source in sources:
+        encoder = encoders.of(source)
+        columns = ["tokens", LOSS_MASK] if encoder.masks else ["tokens"]
+        encode = partial(encode_rows, encoder)
+        parts.append(tokenize_source(source, columns, encoder.identify(), encode))
+    documents = join(parts)
+    documents.check_counted(listing(source.spec for source in sources))
+    return documents
+
+
+def encode_rows(encoder: Encoder, rows: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """The tokens of documents, and where the encoder makes masks their loss masks."""
+    encoded = encoder.encode([row[0] for row in rows])
+    if encoder.masks:
+        return [{"tokens": one.tokens, LOSS_MASK: one.loss_mask} for one in encoded]
+    return [{"tokens": one.tokens} for one in encoded]
+
+
+def tokenize_source(
+    source: Source, columns: Sequence[str], identity: str, encode: EncodeRows
 ) -> Documents:
-    """Tokenize each column of the sources' rows by its encoder; `identity`: a hash of all that
-    encoders depend on.
+    """Tokenize the rows of a source, or take the tokens from the cache of `datasets`.
 
-    The cache of `datasets` keeps the tokens of each source. One process tokenizes; others that need
-    the same tokens wait. Raises CorpusError.
+    One process tokenizes; others that need the same tokens wait. Raises CorpusError.
+
+    Args:
+        columns: Those that `encode` returns: of tokens, and LOSS_MASK.
+        identity: A hash of all that `encode` depends on.
     """
     import datasets
 
-    columns = {name: datasets.List(datasets.Value("int32")) for name in encoders}
-    features = datasets.Features(columns | {"digest": datasets.Value("binary")})
+    types = {name: "bool" if name == LOSS_MASK else "int32" for name in columns}
+    features = datasets.Features(
+        {name: datasets.List(datasets.Value(kind)) for name, kind in types.items()}
+        | {"digest": datasets.Value("binary")}
+    )
 
-    def rows(source: Source) -> Iterator[dict[str, Any]]:
-        texts = source.rows()
-        while batch := list(islice(texts, _BATCH)):
-            texts_of_columns = map(list, zip(*batch, strict=True))
-            tokens = [
-                encode(column)
-                for encode, column in zip(encoders.values(), texts_of_columns, strict=True)
-            ]
-            for row, *parts in zip(batch, *tokens, strict=True):
-                yield dict(zip(encoders, parts, strict=True)) | {"digest": row_digest(*row)}
+    def rows() -> Iterator[dict[str, Any]]:
+        documents = source.rows()
+        while batch := list(islice(documents, _BATCH)):
+            for row, values in zip(batch, encode(batch), strict=True):
+                yield values | {"digest": row_digest(*row)}
 
-    parts, keys = [], []
-    for source in sources:
-        key = f"gqa tokens {source.identify()} {identity}"
-        keys.append(hashlib.sha256(key.encode()).hexdigest()[:32])
-        parts.append(_stored(partial(rows, source), features, keys[-1]))
-    fingerprint = hashlib.sha256(" ".join(keys).encode()).hexdigest()[:32]
-    return Documents(datasets.concatenate_datasets(parts), fingerprint)
+    key = f"gqa tokens {source.identify()} {identity}"
+    fingerprint = hashlib.sha256(key.encode()).hexdigest()[:32]
+    data = _stored(rows, features, fingerprint)
+    return Documents(data, fingerprint, divisible=not source.chats)
+
+
+def join(parts: Sequence[Documents]) -> Documents:
+    """The documents of several sources, one after the other."""
+    import datasets
+
+    keys = " ".join(part.fingerprint for part in parts)
+    return Documents(
+        datasets.concatenate_datasets([part.data for part in parts]),
+        hashlib.sha256(keys.encode()).hexdigest()[:32],
+        divisible=all(part.divisible for part in parts),
+    )
 
 
 def _stored(rows: Callable[[], Iterator[dict[str, Any]]], features: Any, key: str) -> Any:
@@ -167,66 +206,6 @@ def _stored(rows: Callable[[], Iterator[dict[str, Any]]], features: Any, key: st
             raise CorpusError(
                 f"stored tokens cannot be read: {explain(error)}; delete {place}"
             ) from error
-
-
-class Encoder:
-    """Encodes documents. Raises CorpusError if the tokenizer has no EOS token.
-
-    BOS is added if the tokenizer adds it by default, as for Llama and Gemma, but not GPT-2 and
-    Qwen.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        if tokenizer.eos_token_id is None:
-            raise CorpusError(
-                "the tokenizer has no EOS token, which is put between documents; set its eos_token"
-            )
-        self.eos: int = tokenizer.eos_token_id
-        bos: int | None = tokenizer.bos_token_id
-        self.start = self.eos if bos is None else bos
-        self.bos = bos if tokenizer("a")["input_ids"][:1] == [bos] else None
-
-    def tokens(self, texts: list[str]) -> list[list[int]]:
-        """Tokenize documents, all at once, including BOS and EOS."""
-        before = [] if self.bos is None else [self.bos]
-        encoded = self.tokenizer(
-            texts,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # no warnings about texts longer than the model's context
-        )["input_ids"]
-        return [[*before, *tokens, self.eos] for tokens in encoded]
-
-    def identify(self) -> str:
-        """A hash of everything that determines the tokens, without paths and padding settings."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None:
-            content = json.loads(backend.to_str())
-            content.pop("truncation", None)
-            content.pop("padding", None)
-        else:
-            flags = {
-                name: value
-                for name, value in self.tokenizer.init_kwargs.items()
-                if isinstance(value, bool)
-            }
-            settings = sorted(
-                (name, flags[name]) for name in flags.keys() - {"is_local", "local_files_only"}
-            )
-            # The files also have merges or scores, get_vocab() does not
-            with TemporaryDirectory() as directory:
-                self.tokenizer.save_vocabulary(directory)
-                files = [file.read_bytes().hex() for file in sorted(Path(directory).iterdir())]
-            content = [
-                type(self.tokenizer).__name__,
-                sorted(self.tokenizer.get_vocab().items()),
-                settings,
-                files,
-            ]
-        return hashlib.sha256(json.dumps([content, self.bos, self.eos]).encode()).hexdigest()
 
 
 def first_token(config: Any, name: str) -> int:
@@ -277,24 +256,6 @@ def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
     return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
 
 
-def text_of_first_tokens(text: str, tokenizer: Any, count: int, **settings: Any) -> str:
-    """The beginning of a text that its first `count` tokens cover, in the text's own characters;
-    `settings`: of the tokenizer's call.
-
-    Decoded tokens would not do: a tokenizer without a decoder puts spaces between them, others
-    change white space. Tokenizers in Python know no positions: then it is the same share of the
-    characters.
-    """
-    if not getattr(tokenizer, "is_fast", False):
-        total = len(tokenizer(text, verbose=False, **settings)["input_ids"])
-        return text[: round(len(text) * count / total)]
-    offsets = tokenizer(text, verbose=False, return_offsets_mapping=True, **settings)[
-        "offset_mapping"
-    ]
-    # Special tokens have the offsets (0, 0), also in the middle.
-    return text[: max((end for _, end in offsets[:count]), default=0)]
-
-
 @dataclass(frozen=True)
 class Heldout:
     """Text that training never reads, in any source and epoch: documents with a digest in `limits`
@@ -317,7 +278,7 @@ class Heldout:
 
 def hold_back(documents: Documents, tokens: int) -> dict[bytes, int]:
     """The `limits` of a `Heldout` that hold back so many tokens: whole documents in the order of
-    their digests, and the end of the last one.
+    their digests, and the end of the last one, or the whole of it if it cannot be divided.
     """
     limits: dict[bytes, int] = {}
     hashes = np.ascontiguousarray(documents.digests[:, :8]).view(">u8").ravel()
@@ -326,7 +287,7 @@ def hold_back(documents: Documents, tokens: int) -> dict[bytes, int]:
             break
         digest, length = documents.digests[i].tobytes(), int(documents.lengths[i])
         if digest not in limits:
-            limits[digest] = max(length - tokens, 0)
+            limits[digest] = max(length - tokens, 0) if documents.divisible else 0
             tokens -= length - limits[digest]
     return limits
 
@@ -343,102 +304,3 @@ def reading_order(documents: Documents, lengths: Ints, tokens: int, seed: int = 
         [numbers[permutation(documents.digests[numbers], seed, epoch)] for epoch in epochs]
     )
     return order[: int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1]
-
-
-class Blocks:
-    """Documents in a given order, cut into blocks: a map-style data set for a DataLoader without
-    shuffling.
-
-    `order`: (N,) document numbers, repeated in several epochs. `lengths`: (D,) tokens to read from
-    the start of each document, by default all. Block b is tokens b * size to (b + 1) * size of the
-    stream: {"input_ids": (size,) int64}. `n_blocks`: by default all.
-    """
-
-    def __init__(
-        self,
-        text: Documents,
-        order: Ints,
-        size: int,
-        n_blocks: int | None = None,
-        lengths: Ints | None = None,
-    ) -> None:
-        self.text, self.order, self.size = text, order, size
-        self.lengths = text.lengths if lengths is None else lengths
-        self._ends = np.cumsum(self.lengths[order])
-        tokens = int(self._ends[-1:].sum())
-        self.n_blocks = tokens // size if n_blocks is None else n_blocks
-
-    def __len__(self) -> int:
-        return self.n_blocks
-
-    def __getitem__(self, index: int) -> Block:
-        """Block `index`. Raises IndexError if it is out of range."""
-        if not 0 <= index < self.n_blocks:
-            raise IndexError(f"block {index} of {self.n_blocks}")
-        begin = int(index) * self.size
-        first = int(np.searchsorted(self._ends, begin, "right"))
-        last = int(np.searchsorted(self._ends, begin + self.size, "left"))
-        parts = [self.text.tokens(int(i))[: self.lengths[i]] for i in self.order[first : last + 1]]
-        # A negative start counts from the end
-        parts[0] = parts[0][begin - int(self._ends[first]) :]
-        return {"input_ids": np.concatenate(parts)[: self.size].astype(np.int64)}
-
-
-def pack(documents: Iterable[Any], size: int, rest: Any = ()) -> Iterator[tuple[Block, Ints]]:
-    """Pack the tokens of documents, after `rest` of an earlier document, into blocks; yield each
-    block with the remaining tokens of its last document.
-    """
-    rest = np.asarray(rest, np.int64)
-    for tokens in chain([()], documents):
-        rest = np.concatenate([rest, np.asarray(tokens, np.int64)])
-        for begin in range(0, len(rest) - size + 1, size):
-            yield {"input_ids": rest[begin : begin + size]}, rest[begin + size :]
-        rest = rest[len(rest) // size * size :]
-
-
-def repeat_start(block: Ints, random: np.random.Generator) -> Ints:
-    """Repeat the first `lag` tokens of a block (T,) to its end, `lag` uniform in T/8 ... T/2."""
-    length = len(block)
-    lag = random.integers(max(length // 8, 1), max(length // 2, 1), endpoint=True)
-    return np.resize(block[:lag], length)
-
-
-def is_plain(numbers: Any) -> Any:
-    """Whether blocks with these numbers (an array, or one number) stay as they are; the others
-    repeat passages.
-
-    Multiples of the golden ratio are spread evenly, so each kind has its share in any run of
-    blocks.
-    """
-    return numbers * _GOLDEN % 1.0 < MIX["plain"]
-
-
-def with_repeats(
-    blocks: Callable[[int], Ints], index: int, seed: int, start: int | None, *, first: int = 0
-) -> Ints:
-    """Block `index` (T,), plain or with repeated passages, in the shares of `MIX`.
-
-    It depends on the index, the seed and the `EARLIER_BLOCKS` earlier blocks, not on the number of
-    blocks.
-
-    Args:
-        blocks: Index -> plain block.
-        start: The token that stays at the beginning of blocks that begin with it.
-        first: The first block that exists.
-    """
-    plain = blocks(index)
-    lead = int(plain[0] == start)
-    head, block = plain[:lead], plain[lead:]
-    # As `is_plain`.
-    kind = list(MIX)[
-        int(np.searchsorted(np.cumsum(list(MIX.values())), index * _GOLDEN % 1.0, side="right"))
-    ]
-    if kind == "plain" or len(block) < 2 * SHORTEST:
-        return plain
-    random = np.random.default_rng([seed, index])
-    if kind == "random":
-        before = [
-            blocks(number)[lead:] for number in range(max(first, index - EARLIER_BLOCKS), index)
-        ]
-        block = random.choice(np.concatenate([*before, block]), len(block))
-    return np.concatenate([head, repeat_start(block, random)])

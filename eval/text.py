@@ -15,11 +15,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gqa.checkpoint.chat_template import template_of
 from gqa.core.errors import RefusedError, plural
+from gqa.corpus.chats import Chat
+from gqa.corpus.encoders import Encoders, HarnessEncoder, start_token
 from gqa.corpus.likelihood import Floats
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import check_text_options, parse_sources
-from gqa.corpus.tokens import check_ids, text_of_first_tokens
+from gqa.corpus.tokens import check_ids
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.scoring import Window, rolling_windows
 from gqa.eval.subjects import Subject
@@ -44,6 +47,8 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: in
         separator=options.separator,
     )
     check_models_agree(subjects, next(sources[0].texts())[:2000])
+    if any(source.chats for source in sources):
+        check_templates_agree(subjects)
     rows = chain.from_iterable(source.rows() for source in sources)
     return cut_text(subjects, rows, context, options.tokens)
 
@@ -89,6 +94,20 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
             "tokenizer, another model knows more, so their losses per token are not comparable; "
             "give conversions of one checkpoint"
         )
+
+
+def check_templates_agree(subjects: Sequence[Subject]) -> None:
+    """Raise RefusedError unless all checkpoints have the same chat template: chats are encoded by
+    that of the first one.
+    """
+    first = subjects[0]
+    for subject in subjects[1:]:
+        if template_of(subject.tokenizer) != template_of(first.tokenizer):
+            raise RefusedError(
+                f"{first.name} and {subject.name} have different chat templates, so they read "
+                "different tokens of a chat; copy the template of one to the other, or name a "
+                "column of text with --field"
+            )
 
 
 def choose_context(subjects: Sequence[Subject], context: int | None) -> int:
@@ -142,8 +161,8 @@ def cut_text(
     context: int,
     max_tokens: int | None,
 ) -> Text:
-    """Cut rows (a text, or source and target for encoder-decoders) into windows of the first
-    checkpoint's tokens.
+    """Cut rows (a text, a chat, or source and target for encoder-decoders) into windows of the
+    first checkpoint's tokens.
 
     Raises CorpusError, and RefusedError for too little text or a token id outside a model's
     vocabulary.
@@ -152,7 +171,8 @@ def cut_text(
     if first.encoder:
         text = make_text(pair_windows(rows, first.encoder, context, max_tokens), "pairs", context)
     else:
-        windows = text_windows((row[0] for row in rows), first.tokenizer, context, max_tokens)
+        encoders = Encoders(first.tokenizer, first.name, text_encoder=HarnessEncoder)
+        windows = document_windows(rows, encoders, context, max_tokens)
         text = make_text(windows, "rolling", context, least=min(context, max_tokens or context))
     largest = max(max(*window.ids, *window.source) for window in text.windows)
     for subject in subjects:
@@ -186,23 +206,30 @@ def make_text(
     return result
 
 
-def text_windows(
-    texts: Iterable[str], tokenizer: Any, context: int, max_tokens: int | None = None
+def document_windows(
+    rows: Iterable[tuple[str, ...]],
+    encoders: Encoders,
+    context: int,
+    max_tokens: int | None = None,
 ) -> Iterator[tuple[str, list[Window], bool]]:
-    """Tokenize, cut after `max_tokens`, and cut into windows as lm-evaluation-harness does: every
-    token of every document is scored once.
+    """Encode texts and chats, cut after `max_tokens`, and cut into windows as
+    lm-evaluation-harness does: every token of every document is scored once.
 
     BOS (or else EOS) precedes the first token; a BOS that the tokenizer itself adds is then scored,
-    too.
+    too. A chat whose template writes it has no second one. Raises RefusedError and CorpusError.
     """
-    prefix, left = prefix_token(tokenizer), max_tokens or sys.maxsize
-    for number, text in enumerate(texts):
-        ids = tokenizer(text, verbose=False)["input_ids"]
+    prefix = prefix_token(encoders.tokenizer)
+    left = max_tokens or sys.maxsize
+    for number, row in enumerate(rows):
+        encoder = encoders.chats if isinstance(row, Chat) else encoders.text
+        ((text, ids, _),) = encoder.encode(row)
         if len(ids) > left:
-            text = text_of_first_tokens(text, tokenizer, left)
+            text = encoder.beginning(text, left)
             ids = ids[:left]
-        yield text, [*rolling_windows(ids, context, prefix, number)], False
         left -= len(ids)
+        if encoder.starts_documents and ids[:1] == [prefix]:
+            ids = ids[1:]
+        yield text, [*rolling_windows(ids, context, prefix, number)], False
         if not left:
             break
 
@@ -236,10 +263,10 @@ def prefix_token(tokenizer: Any) -> int:
 
     Raises RefusedError if the tokenizer has neither.
     """
-    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with")
+    token = start_token(tokenizer)
+    if token is None:
+        raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with")
+    return token
 
 
 def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:

@@ -32,8 +32,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from gqa.corpus.blocks import repeat_start
 from gqa.corpus.stdlib import stdlib_texts
-from gqa.corpus.tokens import repeat_start
 
 BOS = 1
 EOS = 2

@@ -13,32 +13,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.documents import documents_of, lines, texts_of, tokenized, write
+from support.documents import documents_of, lines, open_data, texts_of, tokenized, write
 from support.embedded import SOURCE
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.core.console import SILENT
 from gqa.core.errors import CorpusError
+from gqa.corpus.blocks import Blocks, pack
+from gqa.corpus.encoders import Encoders, TextEncoder
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import (
-    Blocks,
     Documents,
-    Encoder,
     Heldout,
     hold_back,
-    pack,
     permutation,
     reading_order,
     tokenize,
 )
 from gqa.study.options import AblateOptions
 from gqa.uptrain.dataloader import (
+    DataBuilder,
     Dataloader,
     count_blocks,
     heldout_sources,
-    open_dataloader,
-    open_pairs,
 )
 from gqa.uptrain.options import TrainOptions
 
@@ -114,7 +112,10 @@ def test_neither_the_order_nor_the_kind_of_files_matters(
     files = {"a.parquet": shuffled, "b.jsonl": shuffled[:300], "c.arrow": shuffled[300:]}
     a, b, c = (parse_source(str(write(tmp_path / name, texts))) for name, texts in files.items())
     for sources in ([a], [b, c]):
-        assert selected(tokenize(sources, tokenizer), alpha=1.0)[0] == selected(text, alpha=1.0)[0]
+        assert (
+            selected(tokenize(sources, Encoders(tokenizer)), alpha=1.0)[0]
+            == selected(text, alpha=1.0)[0]
+        )
 
 
 def test_more_tokens_than_there_are(text: Documents) -> None:
@@ -203,7 +204,7 @@ def test_no_heldout_text_is_trained_on(
     options = TrainOptions(
         "m", Path("o"), data=data, steps=300, batch_size=4, heldout_tokens=512, repeats=False, **how
     )
-    leaked, held = shares(open_dataloader(options, tokenizer, 64))
+    leaked, held = shares(open_data(options, tokenizer, 64))
     assert leaked == 0
     assert 4 <= held <= 8
 
@@ -219,7 +220,7 @@ def test_all_that_is_named_is_held_out(tokenizer: Any, data: str, how: dict[str,
         CorpusError,
         match=r"none is left to train on; hold|has nothing to train on: it is empty, blank or",
     ):
-        open_dataloader(options, tokenizer, 64).block(0)
+        open_data(options, tokenizer, 64).block(0)
 
 
 @pytest.mark.usefixtures("files")
@@ -231,7 +232,8 @@ def test_a_study_calibrates_on_no_heldout_text(tokenizer: Any, how: dict[str, An
     text = replace(options.maps.text, repeats=False)
     ids = text.split(read_checkpoint(SOURCE), "cpu", SILENT)[0].numpy()
     [source] = heldout_sources(options.training(None, Path("model"), Path("out")))
-    held = grams(block for block, _ in pack(Encoder(tokenizer).tokens([*source.texts()]), 64))
+    tokens = [one.tokens for one in TextEncoder(tokenizer).encode([*source.texts()])]
+    held = grams(block for block, _ in pack(tokens, 64))
     assert len(held) > 200
     assert not grams({"input_ids": block} for block in ids) & held
 
@@ -256,7 +258,8 @@ def test_no_heldout_pair_is_trained_on(tokenizer: Any, how: dict[str, Any]) -> N
         heldout_tokens=400,
         **how,
     )
-    loader = open_pairs(options, PairEncoder(config, tokenizer, "m"), tokenizer, 64, 1, None)
+    encoder = PairEncoder(config, tokenizer, "m")
+    loader = DataBuilder(options, Encoders(tokenizer), 64, pair_encoder=encoder).build()
     trained = {
         (*block["input_ids"], -1, *block["labels"]) for block in map(loader.block, range(200))
     }

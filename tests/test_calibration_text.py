@@ -38,9 +38,11 @@ from gqa.convert.merge.options import CalibrationText, MapsOptions
 from gqa.convert.merge.quality import CHECKED
 from gqa.core.console import SILENT
 from gqa.core.errors import RefusedError
+from gqa.corpus.blocks import Blocks
+from gqa.corpus.encoders import Encoders
 from gqa.corpus.pairs import PairEncoder, corrupt_spans
 from gqa.corpus.sources import parse_source
-from gqa.corpus.tokens import Blocks, permutation, tokenize
+from gqa.corpus.tokens import permutation, tokenize
 from gqa.models.loading import load_tokenizer
 
 LENGTH = 16
@@ -107,7 +109,7 @@ def test_a_small_source_is_used_from_end_to_end(
     """
     monkeypatch.setattr(module, "_CHARACTERS", characters)
     source = written(tmp_path, documents)
-    text = tokenize([parse_source(source)], tokenizer())
+    text = tokenize([parse_source(source)], Encoders(tokenizer()))
     whole = Blocks(text, permutation(text.digests, 3), LENGTH)
     count = min(8, len(whole))
     expected = np.stack([whole[int(i)]["input_ids"] for i in np.linspace(0, len(whole) - 1, count)])

@@ -81,7 +81,7 @@ def test_a_model_without_template_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "subprocess.run", lambda *words, **options: pytest.fail("a process was started")
+        "subprocess.Popen", lambda *words, **options: pytest.fail("a process was started")
     )
 
     assert rendered(copy_source(tmp_path)) is None

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+import gqa.corpus.likelihood
 import gqa.models.chunked_head
 from gqa.corpus.likelihood import nats
 from gqa.models.chunked_head import ChunkedHead
@@ -87,6 +88,7 @@ def assert_equals(
 
 
 def set_slices(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", rows * VOCABULARY)
     monkeypatch.setattr(gqa.models.chunked_head, "CHUNK_NUMBERS", rows * VOCABULARY)
     monkeypatch.setattr(gqa.models.chunked_head, "LEAST_ROWS", 1)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.documents import lines, write
+from support.documents import lines, open_data, write
 from support.embedded import SOURCE
 
 from gqa.checkpoint.read import read_checkpoint
@@ -19,7 +19,7 @@ from gqa.core.console import SILENT, Watcher
 from gqa.corpus.passages import LENGTH, Passages, letters_of
 from gqa.corpus.sources import Exclusion, parse_source
 from gqa.study.options import AblateOptions
-from gqa.uptrain.dataloader import Dataloader, open_dataloader
+from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.options import TrainOptions
 
 SHOWN = 40  # letters in a row that are looked for, by another way than the one that is tested
@@ -114,7 +114,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(tokenizer: Any, **options: Any) -> Dataloader:
     given = {"steps": 40, "batch_size": 2, "heldout_tokens": 2048, "repeats": False} | options
-    return open_dataloader(TrainOptions("m", Path("o"), **given), tokenizer, 64)
+    return open_data(TrainOptions("m", Path("o"), **given), tokenizer, 64)
 
 
 def shared(loader: Dataloader, tokenizer: Any) -> int:

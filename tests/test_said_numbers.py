@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support.checkpoints import run
-from support.documents import write
+from support.documents import open_data, write
 from support.embedded import texts
 from support.evaluations import results
 from support.training import material, options_for, tiny_checkpoint, trained, words_for
 
 from gqa.convert.api import convert_checkpoint
-from gqa.corpus.tokens import is_plain
-from gqa.uptrain.dataloader import Dataloader, open_dataloader, percent
+from gqa.corpus.blocks import is_plain
+from gqa.uptrain.dataloader import Dataloader, percent
 from gqa.uptrain.options import TrainOptions
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -89,7 +89,7 @@ def test_without_a_teacher_the_cross_entropy_chooses(tmp_path: Path) -> None:
 
 def loader_of(tokenizer: Any, path: Path, **options: Any) -> Dataloader:
     given = {"heldout_tokens": 1, "repeats": False} | options
-    return open_dataloader(TrainOptions("m", Path("o"), data=(str(path),), **given), tokenizer, 64)
+    return open_data(TrainOptions("m", Path("o"), data=(str(path),), **given), tokenizer, 64)
 
 
 def positions(loader: Dataloader) -> set[int]:

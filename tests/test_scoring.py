@@ -21,13 +21,22 @@ from hypothesis import strategies as st
 from support.embedded import SOURCE, UNIFORM_VOCABULARY, load, texts, tokenizer
 from support.evaluations import model_directory, results
 
+import gqa.corpus.likelihood
 import gqa.models.chunked_head
+from gqa.corpus.encoders import Encoders, HarnessEncoder
 from gqa.corpus.likelihood import kl_divergence, kl_statistics, paired_ratio
 from gqa.eval.scoring import rolling_windows, score
-from gqa.eval.text import make_text, perplexity, text_windows
+from gqa.eval.text import Text, document_windows, make_text, perplexity
 from gqa.models.chunked_head import ChunkedHead
 
 TEXTS = texts(4, 1500)
+
+
+def text_of(tokenizer: Any, tokens: int | None = None) -> Text:
+    """TEXTS, or their first tokens, in windows of 128 tokens."""
+    encoders = Encoders(tokenizer, text_encoder=HarnessEncoder)
+    rows = [(text,) for text in TEXTS]
+    return make_text(document_windows(rows, encoders, 128, tokens), "rolling", 128)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +46,7 @@ def source():
 
 @pytest.fixture(scope="module")
 def text():
-    return make_text(text_windows(TEXTS, tokenizer(), 128), "rolling", 128)
+    return text_of(tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +77,7 @@ def test_sums_and_sizes(text, scores):
 @pytest.mark.parametrize("limit", [1, 200, 10**6])
 def test_a_limit_scores_the_first_tokens(text, limit):
     """Also within a document, of which only the beginning counts."""
-    first = make_text(text_windows(TEXTS, tokenizer(), 128, limit), "rolling", 128)
+    first = text_of(tokenizer(), limit)
     ids, whole = (
         [i for w in windows for i in w.ids[-w.scored :]]
         for windows in (first.windows, text.windows)
@@ -86,6 +95,7 @@ def test_any_batch_size_and_chunk_give_the_same(
     source, part, scores, monkeypatch, batch_size, numbers
 ):
     if numbers:
+        monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", numbers)
         monkeypatch.setattr(gqa.models.chunked_head, "CHUNK_NUMBERS", numbers)
         monkeypatch.setattr(gqa.models.chunked_head, "LEAST_ROWS", 7)
     other, expected = (
@@ -99,7 +109,7 @@ def test_any_batch_size_and_chunk_give_the_same(
 
 
 def bytes_of(windows_of: Any, tokens: int) -> int:
-    return make_text(text_windows(TEXTS, windows_of, 128, tokens), "rolling", 128).bytes
+    return text_of(windows_of, tokens).bytes
 
 
 @pytest.mark.parametrize("tokens", [100, 700, 901])

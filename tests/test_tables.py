@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.checkpoints import run
-from support.documents import lines
+from support.documents import lines, open_data
 
 from gqa.core.errors import CorpusError
 from gqa.corpus.sources import find_files, parse_source
-from gqa.uptrain.dataloader import Dataloader, open_dataloader
+from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.options import TrainOptions
 
 TEXTS = [f"text {number} of many words that a model reads" for number in range(40)]
@@ -78,7 +78,7 @@ def train_blocks(data: Path, tokenizer: Any, *, streaming: bool) -> Dataloader:
         teacher="none",
         repeats=False,
     )
-    return open_dataloader(options, tokenizer, 64)
+    return open_data(options, tokenizer, 64)
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -16,16 +16,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.documents import Counted, documents_of, lines, texts_of, tokenized, write
+from support.documents import Counted, documents_of, lines, open_data, texts_of, tokenized, write
 from transformers import AutoTokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 
 from gqa.checkpoint.read import Checkpoint
 from gqa.core.errors import CorpusError, RefusedError
+from gqa.corpus.blocks import Blocks, pack, with_repeats
+from gqa.corpus.encoders import Encoded, Encoders, TextEncoder
 from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Blocks, Documents, Encoder, Heldout, pack, tokenize, with_repeats
+from gqa.corpus.tokens import Documents, Heldout, tokenize
 from gqa.models.loading import load_tokenizer
-from gqa.uptrain.dataloader import Dataloader, open_dataloader
+from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.options import TrainOptions
 
 MODEL = Path(__file__).parent.parent / "examples/stdlib-mha"
@@ -73,12 +75,12 @@ def test_bos_is_put_where_the_tokenizer_puts_it(tokenizer: Any) -> None:
         (silent, False, [*x, EOS]),
         (both, False, None),
     ):
-        assert (Encoder(encoder).bos is not None) is adds
-        assert Encoder(encoder).tokens(["x"]) == [expected or [*x, EOS]]
+        assert TextEncoder(encoder).starts_documents is adds
+        assert TextEncoder(encoder).encode(["x"]) == [Encoded("x", expected or [*x, EOS])]
     with pytest.raises(
         CorpusError, match="has no EOS token, which is put between documents; set its eos_token"
     ):
-        Encoder(variant())
+        TextEncoder(variant())
 
 
 @settings(max_examples=60, deadline=None)
@@ -106,7 +108,7 @@ def test_nothing_is_tokenized_twice(tokenizer: Any, tmp_path: Path, counted: Cou
     path = write(tmp_path / "a.jsonl", texts_of(30))
 
     def again(source: Source, tokenizer: Any = tokenizer) -> tuple[str, int]:
-        return tokenize([source], tokenizer).fingerprint, counted.taken()
+        return tokenize([source], Encoders(tokenizer)).fingerprint, counted.taken()
 
     first, fresh = again(read(path))
     assert fresh == 33
@@ -145,7 +147,7 @@ def test_a_tokenizer_in_python_is_known_by_its_content(tmp_path: Path) -> None:
         files[1].write_text("\n".join(["#version", *merges, ""]))
         made: Any = CTRLTokenizer(*map(str, files), **{"eos_token": "<unk>"} | changes)
         made.save_pretrained(tmp_path / place)
-        return Encoder(CTRLTokenizer.from_pretrained(tmp_path / place)).identify()
+        return TextEncoder(CTRLTokenizer.from_pretrained(tmp_path / place)).identify()
 
     assert identity("one") == identity("two") == identity("one", padding_side="left")
     others = [
@@ -167,7 +169,7 @@ def test_the_network_is_not_asked(
     monkeypatch.setattr("socket.getaddrinfo", lambda *address, **how: asked.append(address))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     write(tmp_path / "a.jsonl", ["a"])
-    assert len(tokenize([read(tmp_path)], tokenizer)) == 1
+    assert len(tokenize([read(tmp_path)], Encoders(tokenizer))) == 1
     assert asked == []
     with pytest.raises(CorpusError):
         next(parse_source("lab/none").texts())
@@ -187,7 +189,7 @@ def test_what_fails_is_not_kept(
         with pytest.raises(
             CorpusError, match=r"a\.jsonl: field 'text' has type int; name a column of text"
         ):
-            tokenize([read(path)], tokenizer)
+            tokenize([read(path)], Encoders(tokenizer))
     assert not list((tmp_path / "cache").rglob("*.arrow"))
     assert len(tokenized(path, ["a", "b"], tokenizer)) == 2
     (stored,) = (tmp_path / "cache").rglob("*.arrow")
@@ -197,9 +199,9 @@ def test_what_fails_is_not_kept(
         with pytest.raises(
             CorpusError, match=r"stored tokens cannot be read: .*; delete "
         ) as damaged:
-            tokenize([read(path)], tokenizer)
+            tokenize([read(path)], Encoders(tokenizer))
     shutil.rmtree(str(damaged.value).partition("; delete ")[2])
-    assert len(tokenize([read(path)], tokenizer)) == 2
+    assert len(tokenize([read(path)], Encoders(tokenizer))) == 2
     assert capfd.readouterr() == ("", "")
 
 
@@ -286,7 +288,7 @@ def stream(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> O
 
     def opened(**given: Any) -> Dataloader:
         options = {"data": ("many",), "steps": STEPS, "batch_size": BATCH} | given
-        return open_dataloader(
+        return open_data(
             TrainOptions("model", Path("out"), streaming=True, **options), tokenizer, 64
         )
 
@@ -386,7 +388,8 @@ def test_the_stream_is_packed_as_blocks_are(
     text = tokenized(path, texts, tokenizer)
     stored = Blocks(text, np.tile(np.arange(len(texts)), 3), 64)
     counted.taken()
-    blocks = StreamedBlocks(parse_source(str(path)), tokenizer, block_size=64, heldout=Heldout())
+    source, encoder = parse_source(str(path)), TextEncoder(tokenizer)
+    blocks = StreamedBlocks(source, encoder, block_size=64, heldout=Heldout())
     for number in [*range(len(stored)), 3]:
         assert np.array_equal(blocks[number]["input_ids"], stored[number]["input_ids"])
         assert number or 0 < counted.taken() < 200

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import pytest
 from support.checkpoints import Result, edit_json, run
+from support.documents import open_data
 from support.tiny_models import TINY, build
 from support.training import load, material, options_for, training_model
 
@@ -21,7 +22,7 @@ from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.api import convert_checkpoint
 from gqa.core.errors import RefusedError
 from gqa.models.loading import load_tokenizer
-from gqa.uptrain.dataloader import open_dataloader, settle_steps
+from gqa.uptrain.dataloader import settle_steps
 from gqa.uptrain.loop import rate_factor, warmup_steps
 from gqa.uptrain.models import TOKENS, make_optimizer, settle
 from gqa.uptrain.options import Schedule, TrainOptions
@@ -355,8 +356,7 @@ def test_half_of_the_blocks_repeat_themselves(streaming: bool) -> None:
     options = options_for(steps=8, seed=3, streaming=streaming, heldout_tokens=640)
     tokenizer = load_tokenizer(read_checkpoint(material() / "model"))
     plain, mixed = (
-        open_dataloader(replace(options, repeats=repeats), tokenizer, 64)
-        for repeats in (False, True)
+        open_data(replace(options, repeats=repeats), tokenizer, 64) for repeats in (False, True)
     )
     unrepeated = {tuple(plain.block(number)["input_ids"].tolist()) for number in range(16)}
     assert (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +26,39 @@ from gqa.convert.merge.text_pairs import PairMaker
 from gqa.core.console import Watcher
 from gqa.core.devices import ranks
 from gqa.core.errors import CorpusError, RefusedError, plural
-from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenize_pairs
-from gqa.corpus.passages import Passages
-from gqa.corpus.sources import Exclusion, Source, is_self, parse_self, parse_source, parse_sources
-from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import (
+from gqa.corpus.blocks import (
     MIX,
     SHORTEST,
-    Block,
     Blocks,
+    BlockSource,
+    block_of,
+    is_plain,
+    pack,
+    tokens_of,
+    with_repeats,
+)
+from gqa.corpus.encoders import Encoders
+from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenize_pairs
+from gqa.corpus.passages import Passages
+from gqa.corpus.sources import (
+    Exclusion,
+    Source,
+    is_self,
+    parse_self,
+    parse_source,
+    parse_sources,
+    searched_text,
+)
+from gqa.corpus.streamed import StreamedBlocks
+from gqa.corpus.tokens import (
+    Block,
     Documents,
     Heldout,
     Ints,
     check_ids,
     hold_back,
-    is_plain,
-    pack,
     reading_order,
     tokenize,
-    with_repeats,
 )
 from gqa.models.loading import load_model, positions
 from gqa.uptrain.options import TrainOptions
@@ -65,7 +79,7 @@ Write = Callable[[int, int], SampledBlocks]
 class Dataloader:
     """Step s trains on blocks s * B to (s + 1) * B after the `first` ones, in order, B being the
     batch. With `options.repeats` half of the blocks repeat passages (`with_repeats` in
-    corpus/tokens.py).
+    corpus/blocks.py).
 
     `options`: with block and batch decided. `fingerprint`: equal if the data is equal. `summary`:
     the data in words. `heldout`: held-out blocks. `make`: makes pairs of blocks for an
@@ -76,7 +90,7 @@ class Dataloader:
     """
 
     options: TrainOptions
-    blocks: Blocks | StreamedBlocks | SampledBlocks | PairBlocks
+    blocks: BlockSource
     steps: int
     fingerprint: str
     summary: str
@@ -126,20 +140,20 @@ class Dataloader:
             return self.make(block, [self.options.seed, index]) if self.make else block
         if isinstance(self.blocks, StreamedBlocks):
             # A stream cannot go back to earlier blocks: a block repeats passages of its own text.
-            read, first = self._streamed_ids, index
+            read, first = self._streamed_tokens, index
         else:
             read, first = self._latest_text, self.first
-        ids = with_repeats(read, index, self.options.seed, None, first=first)
-        return {"input_ids": ids.astype(np.int64)}
+        tokens = with_repeats(read, index, self.options.seed, None, first=first)
+        return block_of(tokens.astype(np.int64))
 
-    def _streamed_ids(self, number: int) -> Ints:
-        return self.blocks[number]["input_ids"]
+    def _streamed_tokens(self, number: int) -> Ints:
+        return tokens_of(self.blocks[number])
 
     def _latest_text(self, number: int) -> Ints:
         """The block of text that block `number` is or, if it repeats passages, the one before it:
         so all text of the data that is read is also trained on as it is.
         """
-        return self.blocks[int(self._text_numbers[number])]["input_ids"]
+        return tokens_of(self.blocks[int(self._text_numbers[number])])
 
     @cached_property
     def _text_numbers(self) -> Ints:
@@ -150,7 +164,7 @@ class Dataloader:
 
 
 def stack(blocks: list[Block]) -> dict[str, Tensor]:
-    """Stack B blocks of T tokens into tensors (B, T).
+    """Stack B blocks of T tokens into tensors (B, T): ids, and loss masks where blocks have them.
 
     Pairs are padded at the end: their masks are 0 and their labels -100 there.
     """
@@ -162,62 +176,282 @@ def stack(blocks: list[Block]) -> dict[str, Tensor]:
     }
 
 
-def open_dataloader(
-    options: TrainOptions, tokenizer: Any, longest: int, ranks: int = 1
-) -> Dataloader:
-    """A dataloader of blocks of at most `longest` tokens (see `settle_steps`).
+@dataclass(frozen=True)
+class DataBuilder:
+    """Makes the dataloader of a run.
 
-    Raises RefusedError and CorpusError.
+    `options`: of the run. `encoders`: of the model's tokenizer. `longest`: most tokens of a block.
+    `ranks`: processes that share a step. `pair_encoder`: of an encoder-decoder. `write`: writes
+    text with the teacher.
     """
-    sources = data_sources(options)
-    if options.streaming:
-        return _open_stream(options, sources[0], tokenizer, longest, ranks)
-    text = tokenize(sources, tokenizer)
-    options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
-    if options.block < 2 * SHORTEST:
-        options = replace(options, repeats=False)  # no passage fits twice
 
-    heldout, heldout_blocks = open_heldout(options, tokenizer)
-    if not heldout_blocks:
-        heldout, heldout_blocks = hold_back_blocks(options, text)
+    options: TrainOptions
+    encoders: Encoders
+    longest: int
+    ranks: int = 1
+    pair_encoder: PairEncoder | None = None
+    write: Write | None = None
 
-    overlap = None
-    if heldout_blocks:
-        passages = Passages.of(texts_held_out(options, sources, heldout, tokenizer))
-        exclusion = exclusion_of(passages, heldout)
-        overlap = find_overlap(sources, exclusion, heldout, tokenizer)
-        if overlap.documents:
-            text = tokenize([source.excluding(exclusion) for source in sources], tokenizer)
+    def build(self) -> Dataloader:
+        """The data that the options name. Raises RefusedError and CorpusError."""
+        if self.pair_encoder is not None:
+            return self.pairs(self.pair_encoder)
+        return self.blocks()
 
-    lengths, size = heldout.lengths(text), options.block
-    data_tokens = int(lengths.sum())
-    steps = count_steps(count_blocks(options, data_tokens), options)
-    all_blocks = steps * options.blocks_per_step
-    # Blocks that repeat passages take them from the blocks of text before, so they read no further.
-    text_blocks = count_plain(all_blocks) if options.repeats else all_blocks
-    read_tokens = text_blocks * size
+    def blocks(self) -> Dataloader:
+        """Blocks of text: generated, streamed or stored. Raises RefusedError and CorpusError."""
+        if any(map(is_self, self.options.data)):
+            return self._generated()
+        if self.options.streaming:
+            return self._streamed()
+        return self._stored()
 
-    distinct = min(read_tokens, data_tokens)
-    summary = f"{distinct:,} of {data_tokens:,} tokens ({percent(distinct, data_tokens)})"
-    summary += f", in {plural(text_blocks, 'block')} of {size:,}"
-    if read_tokens > data_tokens:
-        summary += f", read {read_tokens / data_tokens:.2f} times, each time in another order"
-    if all_blocks > text_blocks:
-        summary += (
-            f"; {plural(all_blocks - text_blocks, 'more block')} with repeated passages of them"
+    def _stored(self) -> Dataloader:
+        """Blocks of documents whose tokens are stored."""
+        sources = data_sources(self.options)
+        text = tokenize(sources, self.encoders)
+        options = self._with_steps(self.options, int(text.lengths.sum()))
+        if options.block < 2 * SHORTEST:
+            options = replace(options, repeats=False)  # no passage fits twice
+
+        heldout, heldout_blocks = self._named_heldout(options)
+        if not heldout_blocks:
+            heldout, heldout_blocks = hold_back_blocks(options, text)
+
+        overlap = None
+        if heldout_blocks:
+            exclusion = self._exclusion(options, sources, heldout)
+            overlap = find_overlap(sources, exclusion, heldout, self.encoders)
+            if overlap.documents:
+                remaining = [source.excluding(exclusion) for source in sources]
+                text = tokenize(remaining, self.encoders)
+
+        lengths, size = heldout.lengths(text), options.block
+        data_tokens = int(lengths.sum())
+        steps = count_steps(count_blocks(options, data_tokens), options)
+        all_blocks = steps * options.blocks_per_step
+        # Blocks that repeat passages take them from the blocks of text before, so they read no
+        # further.
+        text_blocks = count_plain(all_blocks) if options.repeats else all_blocks
+        read_tokens = text_blocks * size
+
+        distinct = min(read_tokens, data_tokens)
+        summary = f"{distinct:,} of {data_tokens:,} tokens ({percent(distinct, data_tokens)})"
+        summary += f", in {plural(text_blocks, 'block')} of {size:,}"
+        if read_tokens > data_tokens:
+            summary += f", read {read_tokens / data_tokens:.2f} times, each time in another order"
+        if all_blocks > text_blocks:
+            repeating = plural(all_blocks - text_blocks, "more block")
+            summary += f"; {repeating} with repeated passages of them"
+        longer = 0 if text.divisible else int((lengths > size).sum())
+        if longer:
+            summary += f"; {plural(longer, 'chat')} longer than a block, and cut there"
+        order = reading_order(text, lengths, read_tokens, options.seed)
+        return Dataloader(
+            options,
+            Blocks(text, order, size, text_blocks, lengths),
+            steps,
+            text.fingerprint,
+            summary,
+            heldout_blocks,
+            distinct_tokens=distinct,
+            data_tokens=data_tokens,
+            overlap=overlap,
         )
-    order = reading_order(text, lengths, read_tokens, options.seed)
-    return Dataloader(
-        options,
-        Blocks(text, order, size, text_blocks, lengths),
-        steps,
-        text.fingerprint,
-        summary,
-        heldout_blocks,
-        distinct_tokens=distinct,
-        data_tokens=data_tokens,
-        overlap=overlap,
-    )
+
+    def _streamed(self) -> Dataloader:
+        """Blocks of a source that is read while it is trained on."""
+        (source,) = data_sources(self.options)
+        options = self._with_steps(self.options, _ENDLESS)
+        steps = count_steps(count_blocks(options, _ENDLESS), options)
+        heldout, heldout_blocks = self._named_heldout(options)
+        summary = ""
+        if heldout_blocks:
+            # A stream is not searched before it is read: passages are left out on the way.
+            source = source.excluding(self._exclusion(options, [source], heldout))
+            summary = ", without passages of the held-out text"
+        blocks = StreamedBlocks(
+            source,
+            self.encoders.of(source),
+            block_size=options.block,
+            heldout=heldout,
+            batch=options.blocks_per_step,
+        )
+        summary = f"a stream of {blocks}{summary}"
+        contents = file_digests(source.files)
+        fingerprint = f"{summary} {blocks.encoder.identify()} {contents}"
+        return Dataloader(options, blocks, steps, fingerprint, summary, heldout_blocks)
+
+    def _generated(self) -> Dataloader:
+        """Blocks that the teacher writes. The first are held out, unless --heldout names other
+        text.
+        """
+        assert self.write is not None
+        spec = self.options.data[0]
+        data_tokens = parse_self(spec)[0] or _ENDLESS
+        options = self._with_steps(self.options, data_tokens)
+        with_length = options if options.lengths else replace(options, tokens=data_tokens)
+        n_blocks = count_blocks(with_length, data_tokens)
+        if n_blocks * options.block > data_tokens:
+            raise RefusedError(
+                f"training takes {n_blocks * options.block:,} tokens, more than --data {spec}; "
+                "raise that number"
+            )
+        steps = count_steps(n_blocks, options)
+        _, heldout = self._named_heldout(options)
+        count = steps * options.blocks_per_step
+        first = 0 if heldout else count_heldout(options)
+        blocks = self.write(options.block, first + count)
+        teacher = Path(options.teacher).absolute().name
+        summary = f"{plural(count, 'block')} of {options.block:,} tokens from {teacher}"
+        heldout = heldout or [blocks[number] for number in range(first)]
+        return Dataloader(options, blocks, steps, blocks.fingerprint, summary, heldout, first)
+
+    def pairs(self, encoder: PairEncoder) -> Dataloader:
+        """Pairs with at most `longest` tokens a side. Raises RefusedError and CorpusError."""
+        options = self.options
+        sampled = any(map(is_self, options.data))
+        if options.repeats:
+            raise RefusedError(f"repeats are for decoders, {encoder.name} is an encoder-decoder")
+        if options.assistant_only_loss:
+            raise RefusedError(
+                f"--assistant-only-loss is for decoders, {encoder.name} is an encoder-decoder; "
+                "leave it out"
+            )
+        if options.target_field:
+            if options.streaming or sampled:
+                raise RefusedError(
+                    "--target-field is a column of stored data; leave out --streaming and --data "
+                    "self"
+                )
+            return self._pairs_of_table(encoder, options.context or self.longest)
+
+        def corrupt(block: Block, seeds: list[int]) -> Block:
+            return pair_block(encoder.corrupt(block["input_ids"], np.random.default_rng(seeds)))
+
+        def split(block: Block, seeds: list[int]) -> Block:
+            # Each is padded with -1
+            source, target = (side[side >= 0] for side in np.split(block["input_ids"], 2))
+            return pair_block((source, target))
+
+        loader = self.blocks()
+        make = split if sampled else corrupt
+        make_heldout = corrupt if options.heldout else make
+        heldout = [make_heldout(block, [number]) for number, block in enumerate(loader.heldout)]
+        if not sampled:
+            return replace(loader, heldout=heldout, make=make)
+        count = loader.steps * loader.options.blocks_per_step
+        lengths = [
+            int((loader.blocks[number]["input_ids"] >= 0).sum())
+            for number in range(loader.first, loader.first + count)
+        ]
+        return replace(loader, heldout=heldout, make=make, pair_tokens=np.array(lengths))
+
+    def _pairs_of_table(self, encoder: PairEncoder, size: int) -> Dataloader:
+        """Pairs of two columns, each side cut to `size` tokens.
+
+        Lengths count pairs, not tokens, so alpha is a share of the pairs.
+        """
+        options = self.options
+        sources = data_sources(options)
+        table = tokenize_pairs(sources, encoder)
+        tokens = np.stack([table.count("source"), table.count("target")])
+        count, mean = len(table), float(np.minimum(tokens, size).sum(0).mean())
+
+        def pairs(tokens: int) -> int:
+            return max(1, int(tokens / mean))
+
+        in_pairs = replace(
+            options,
+            context=1,
+            tokens=options.tokens and pairs(options.tokens),
+            heldout_tokens=pairs(options.heldout_tokens),
+        )
+        counted = settle_steps(in_pairs, count, 1, self.ranks)
+        if texts := heldout_sources(options):
+            heldout_table = tokenize_pairs(texts, encoder)
+            heldout = Heldout({bytes(digest): 0 for digest in heldout_table.digests})
+            numbers = np.arange(len(heldout_table))
+        else:
+            heldout_table = table
+            heldout = Heldout(hold_back(table, count_held_back(counted, table)))
+            numbers = np.flatnonzero(heldout.lengths(table) == 0)
+        numbers = numbers[
+            np.linspace(0, len(numbers) - 1, min(counted.heldout_tokens, len(numbers))).astype(int)
+        ]
+        heldout_pairs = PairBlocks(heldout_table, numbers, encoder, size)
+
+        overlap = None
+        if len(numbers):
+            exclusion = self._exclusion(options, sources, heldout)
+            overlap = find_overlap(sources, exclusion, heldout, self.encoders)
+            if overlap.documents:
+                table = tokenize_pairs([source.excluding(exclusion) for source in sources], encoder)
+                tokens = np.stack([table.count("source"), table.count("target")])
+
+        lengths = heldout.lengths(table)
+        available = int(lengths.sum())
+        n_blocks = count_blocks(counted, available)
+        order = reading_order(table, lengths, n_blocks, options.seed)
+        steps = count_steps(n_blocks, counted)
+        trained = steps * counted.blocks_per_step
+        distinct = min(trained, available)
+        summary = (
+            f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), of {mean:,.1f} "
+            "tokens on average"
+        )
+        if trained > available:
+            summary += f", read {trained / available:.2f} times, each time in another order"
+        if cut := int((tokens > size).any(0).sum()):
+            summary += f"; {cut:,} are cut to {size} a side"
+        return Dataloader(
+            replace(options, context=size, batch_size=counted.batch_size),
+            PairBlocks(table, order, encoder, size),
+            steps,
+            table.fingerprint,
+            summary,
+            [heldout_pairs[i] for i in range(len(numbers))],
+            pair_tokens=np.minimum(tokens, size).sum(0)[order],
+            overlap=overlap,
+        )
+
+    def _with_steps(self, options: TrainOptions, data_tokens: int) -> TrainOptions:
+        return settle_steps(options, data_tokens, self.longest, self.ranks)
+
+    def _named_heldout(self, options: TrainOptions) -> tuple[Heldout, list[Block]]:
+        """The rule by which training skips the held-out sources, and blocks spread evenly over
+        them; no blocks without such sources. Raises RefusedError and CorpusError.
+        """
+        sources = heldout_sources(options)
+        if not sources:
+            return Heldout(), []
+        text = tokenize(sources, self.encoders)
+        heldout = Heldout({bytes(digest): 0 for digest in text.digests})
+        whole = Blocks(text, np.arange(len(text)), options.block)
+        count = min(count_heldout(options), len(whole))
+        blocks = [whole[int(number)] for number in np.linspace(0, len(whole) - 1, count)]
+        blocks = [block for block in blocks if has_targets(block)]
+        if not blocks:
+            raise RefusedError(
+                f"the held-out text has less than one block of {options.block} tokens; give more"
+            )
+        return heldout, blocks
+
+    def _exclusion(
+        self, options: TrainOptions, sources: Sequence[Source], heldout: Heldout
+    ) -> Exclusion:
+        """Passages of the held-out text, to leave out of all documents except those that `heldout`
+        leaves out as a whole.
+        """
+        texts: Iterator[str]
+        named = heldout_sources(options)
+        if named:
+            rows = chain.from_iterable(source.rows() for source in named)
+            texts = map(searched_text, rows)
+        else:
+            texts = heldout_texts(sources, heldout, self.encoders)
+        whole = frozenset(digest for digest, limit in heldout.limits.items() if not limit)
+        return Exclusion(Passages.of(texts), whole)
 
 
 def percent(part: int, whole: int) -> str:
@@ -233,45 +467,15 @@ def hold_back_blocks(options: TrainOptions, text: Documents) -> tuple[Heldout, l
     heldout = Heldout(hold_back(text, count_held_back(options, text) * options.block))
     numbers = dict(zip(map(bytes, text.digests), range(len(text)), strict=True))
     ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
-    packed = pack((text.tokens(number)[limit:] for number, limit in ends), options.block)
-    return heldout, [block for block, _ in islice(packed, count_heldout(options))]
+    read = text.tokens_with_mask if text.has_masks else text.tokens
+    packed = pack((read(number)[limit:] for number, limit in ends), options.block)
+    blocks = [block for block, _ in islice(packed, count_heldout(options))]
+    return heldout, [block for block in blocks if has_targets(block)]
 
 
-def texts_held_out(
-    options: TrainOptions, sources: Sequence[Source], heldout: Heldout, tokenizer: Any
-) -> Iterator[str]:
-    """The held-out texts: those of held-out sources, else what is held back of the data."""
-    if named := heldout_sources(options):
-        return (" ".join(row) for source in named for row in source.rows())
-    return heldout_texts(sources, heldout, tokenizer)
-
-
-def exclusion_of(passages: Passages, heldout: Heldout) -> Exclusion:
-    """Passages to leave out of all documents except those that `heldout` leaves out as a whole."""
-    return Exclusion(
-        passages, frozenset(digest for digest, limit in heldout.limits.items() if not limit)
-    )
-
-
-def _open_stream(
-    options: TrainOptions, source: Source, tokenizer: Any, longest: int, ranks: int
-) -> Dataloader:
-    options = settle_steps(options, _ENDLESS, longest, ranks)
-    steps = count_steps(count_blocks(options, _ENDLESS), options)
-    heldout, heldout_blocks = open_heldout(options, tokenizer)
-    summary = ""
-    if heldout_blocks:
-        # A stream is not searched before it is read: passages are left out on the way.
-        passages = Passages.of(texts_held_out(options, [source], heldout, tokenizer))
-        source = source.excluding(exclusion_of(passages, heldout))
-        summary = ", without passages of the held-out text"
-    blocks = StreamedBlocks(
-        source, tokenizer, block_size=options.block, heldout=heldout, batch=options.blocks_per_step
-    )
-    summary = f"a stream of {blocks}{summary}"
-    contents = file_digests(source.files)
-    fingerprint = f"{summary} {blocks.encoder.identify()} {contents}"
-    return Dataloader(options, blocks, steps, fingerprint, summary, heldout_blocks)
+def has_targets(block: Block) -> bool:
+    """Whether any token of a block is predicted and counts in the loss."""
+    return "loss_mask" not in block or bool(block["loss_mask"][1:].any())
 
 
 def count_heldout(options: TrainOptions) -> int:
@@ -284,143 +488,6 @@ def count_held_back(options: TrainOptions, data: Documents) -> int:
     less than 20.
     """
     return min(count_heldout(options), int(data.lengths.sum()) // (20 * options.block))
-
-
-def open_sampled(
-    options: TrainOptions, tokenizer: Any, write: Write, longest: int, ranks: int = 1
-) -> Dataloader:
-    """A dataloader of the text that the teacher writes.
-
-    The first blocks are held out, unless --heldout names other text. Raises RefusedError and
-    CorpusError.
-    """
-    data_tokens = parse_self(options.data[0])[0] or _ENDLESS
-    options = settle_steps(options, data_tokens, longest, ranks)
-    n_blocks = count_blocks(
-        options if options.lengths else replace(options, tokens=data_tokens), data_tokens
-    )
-    if n_blocks * options.block > data_tokens:
-        raise RefusedError(
-            f"training takes {n_blocks * options.block:,} tokens, more than --data "
-            f"{options.data[0]}; raise that number"
-        )
-    steps, (_, heldout) = count_steps(n_blocks, options), open_heldout(options, tokenizer)
-    count, first = steps * options.blocks_per_step, 0 if heldout else count_heldout(options)
-    blocks = write(options.block, first + count)
-    summary = (
-        f"{plural(count, 'block')} of {options.block:,} tokens from "
-        f"{Path(options.teacher).absolute().name}"
-    )
-    heldout = heldout or [blocks[number] for number in range(first)]
-    return Dataloader(options, blocks, steps, blocks.fingerprint, summary, heldout, first)
-
-
-def open_pairs(
-    options: TrainOptions,
-    encoder: PairEncoder,
-    tokenizer: Any,
-    longest: int,
-    ranks: int = 1,
-    write: Write | None = None,
-) -> Dataloader:
-    """A dataloader of pairs with at most `longest` tokens a side.
-
-    Raises RefusedError and CorpusError.
-    """
-    if options.repeats:
-        raise RefusedError(f"repeats are for decoders, {encoder.name} is an encoder-decoder")
-    sampled = any(map(is_self, options.data))
-    if options.target_field:
-        if options.streaming or sampled:
-            raise RefusedError(
-                "--target-field is a column of stored data; leave out --streaming and --data self"
-            )
-        return _open_table(options, encoder, options.context or longest, ranks)
-
-    def corrupt(block: Block, seeds: list[int]) -> Block:
-        return pair_block(encoder.corrupt(block["input_ids"], np.random.default_rng(seeds)))
-
-    def split(block: Block, seeds: list[int]) -> Block:
-        # Each is padded with -1
-        source, target = (side[side >= 0] for side in np.split(block["input_ids"], 2))
-        return pair_block((source, target))
-
-    if sampled:
-        assert write is not None
-        loader, make = open_sampled(options, tokenizer, write, longest, ranks), split
-    else:
-        loader, make = open_dataloader(options, tokenizer, longest, ranks), corrupt
-    make_heldout = corrupt if options.heldout else make
-    heldout = [make_heldout(block, [number]) for number, block in enumerate(loader.heldout)]
-    if not sampled:
-        return replace(loader, heldout=heldout, make=make)
-    numbers = range(loader.first, loader.first + loader.steps * loader.options.blocks_per_step)
-    lengths = np.array([int((loader.blocks[number]["input_ids"] >= 0).sum()) for number in numbers])
-    return replace(loader, heldout=heldout, make=make, pair_tokens=lengths)
-
-
-def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: int) -> Dataloader:
-    """A dataloader of two columns.
-
-    Lengths count pairs, not tokens, so alpha is a share of the pairs.
-    """
-    sources = data_sources(options)
-    table = tokenize_pairs(sources, encoder)
-    tokens = np.stack([table.count("source"), table.count("target")])
-    count, mean = len(table), float(np.minimum(tokens, size).sum(0).mean())
-
-    def pairs(tokens: int) -> int:
-        return max(1, int(tokens / mean))
-
-    length, heldout_count = options.tokens and pairs(options.tokens), pairs(options.heldout_tokens)
-    counted = settle_steps(
-        replace(options, context=1, tokens=length, heldout_tokens=heldout_count), count, 1, ranks
-    )
-    if texts := heldout_sources(options):
-        heldout_table = tokenize_pairs(texts, encoder)
-        heldout = Heldout({bytes(digest): 0 for digest in heldout_table.digests})
-        numbers = np.arange(len(heldout_table))
-    else:
-        heldout_table, heldout = table, Heldout(hold_back(table, count_held_back(counted, table)))
-        numbers = np.flatnonzero(heldout.lengths(table) == 0)
-    numbers = numbers[
-        np.linspace(0, len(numbers) - 1, min(counted.heldout_tokens, len(numbers))).astype(int)
-    ]
-    heldout_pairs = PairBlocks(heldout_table, numbers, encoder, size)
-
-    overlap = None
-    if len(numbers):
-        passages = Passages.of(texts_held_out(options, sources, heldout, encoder.tokenizer))
-        exclusion = exclusion_of(passages, heldout)
-        overlap = find_overlap(sources, exclusion, heldout, encoder.tokenizer)
-        if overlap.documents:
-            table = tokenize_pairs([source.excluding(exclusion) for source in sources], encoder)
-            tokens = np.stack([table.count("source"), table.count("target")])
-
-    lengths = heldout.lengths(table)
-    n_blocks = count_blocks(counted, int(lengths.sum()))
-    order = reading_order(table, lengths, n_blocks, options.seed)
-    steps = count_steps(n_blocks, counted)
-    trained, available = steps * counted.blocks_per_step, int(lengths.sum())
-    distinct = min(trained, available)
-    summary = (
-        f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), of {mean:,.1f} "
-        "tokens on average"
-    )
-    if trained > available:
-        summary += f", read {trained / available:.2f} times, each time in another order"
-    if cut := int((tokens > size).any(0).sum()):
-        summary += f"; {cut:,} are cut to {size} a side"
-    return Dataloader(
-        replace(options, context=size, batch_size=counted.batch_size),
-        PairBlocks(table, order, encoder, size),
-        steps,
-        table.fingerprint,
-        summary,
-        [heldout_pairs[i] for i in range(len(numbers))],
-        pair_tokens=np.minimum(tokens, size).sum(0)[order],
-        overlap=overlap,
-    )
 
 
 def count_blocks(options: TrainOptions, data_tokens: int) -> int:
@@ -471,24 +538,6 @@ def count_steps(n_blocks: int, options: TrainOptions) -> int:
         f"there are {n_blocks} {unit} to train on, less than one batch of {options.batch_size}; "
         "give more, or a smaller --batch-size"
     )
-
-
-def open_heldout(options: TrainOptions, tokenizer: Any) -> tuple[Heldout, list[Block]]:
-    """The rule by which training skips the held-out sources, and blocks spread evenly over them; no
-    blocks without such sources. Raises RefusedError and CorpusError.
-    """
-    if not (sources := heldout_sources(options)):
-        return Heldout(), []
-    text = tokenize(sources, tokenizer)
-    heldout = Heldout({bytes(digest): 0 for digest in text.digests})
-    whole = Blocks(text, np.arange(len(text)), options.block)
-    count = min(count_heldout(options), len(whole))
-    blocks = [whole[int(number)] for number in np.linspace(0, len(whole) - 1, count)]
-    if not blocks:
-        raise RefusedError(
-            f"the held-out text has less than one block of {options.block} tokens; give more"
-        )
-    return heldout, blocks
 
 
 def heldout_sources(options: TrainOptions) -> list[Source]:
@@ -574,24 +623,23 @@ def build_data(
     """The data to train on, which the model of `base` may write, and the held-out blocks, for a
     model of a transformers `config`. Raises RefusedError and CorpusError.
     """
-    longest, processes = find_block_size(config, tokenizer, checkpoint, options), ranks()
-    count = processes.num_processes
-    trusted, encoder = options.trust_remote_code, None
+    longest = find_block_size(config, tokenizer, checkpoint, options)
+    processes = ranks()
+    pair_encoder = None
+    trusted = options.trust_remote_code
     # The teacher may have more rows of logits than the model has embeddings.
     vocabulary = int(config.get_text_config(decoder=True).vocab_size)
 
     def write(size: int, count: int) -> SampledBlocks:
         assert base is not None
-        if encoder:
-            return PairMaker(
-                base, device, size, options.seed, watcher, trusted, vocabulary
-            ).sampled(count)
-        attention, seed = options.attn_implementation, derive_seed(options.seed, "training")
+        if pair_encoder:
+            maker = PairMaker(base, device, size, options.seed, watcher, trusted, vocabulary)
+            return maker.sampled(count)
         load = partial(
             load_model,
             str(base.directory),
             device=device,
-            attention=attention,
+            attention=options.attn_implementation,
             trust_remote_code=trusted,
         )
         _, plain = parse_self(options.data[0])
@@ -601,7 +649,7 @@ def build_data(
             base,
             size,
             count,
-            seed,
+            derive_seed(options.seed, "training"),
             plain,
             watcher,
             trust_remote_code=trusted,
@@ -614,11 +662,12 @@ def build_data(
         processes.wait_for_everyone()
     try:
         if config.is_encoder_decoder:
-            encoder = PairEncoder(config, tokenizer, checkpoint.name)
-            return open_pairs(options, encoder, tokenizer, longest, count, write)
-        if is_self(options.data[0]):
-            return open_sampled(options, tokenizer, write, longest, count)
-        return open_dataloader(options, tokenizer, longest, count)
+            pair_encoder = PairEncoder(config, tokenizer, checkpoint.name)
+        encoders = Encoders(
+            tokenizer, checkpoint.name, assistant_only_loss=options.assistant_only_loss
+        )
+        count = processes.num_processes
+        return DataBuilder(options, encoders, longest, count, pair_encoder, write).build()
     finally:
         if processes.is_main_process:
             processes.wait_for_everyone()

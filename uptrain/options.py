@@ -18,6 +18,7 @@ from gqa.core.options import (
     SHARE,
     Number,
     Options,
+    flag,
     option,
     same_as,
     tokens_type,
@@ -63,6 +64,9 @@ class TrainOptions(Options):
         "Encoder-decoders: the column of targets; --field names that of sources.  [default: mask "
         "spans of plain text]",
         metavar="NAME",
+    )
+    assistant_only_loss: bool = option(
+        False, "Chats: train on what the assistant writes alone.  [default: on all tokens]"
     )
     streaming: bool = option(False, "Stream a hub data set; store nothing.")
     heldout: str | None = option(
@@ -232,11 +236,17 @@ class TrainOptions(Options):
         )
         for name, applies, needed in (
             ("lora_rank", self.train == "lora", "--train lora"),
+            (
+                "assistant_only_loss",
+                not sampled,
+                "chats of your own (--data self is text without roles)",
+            ),
             ("repeats", not sampled, "your own text (self has repeats, self:plain has none)"),
         ):
+            shown = flag(name) if name == "assistant_only_loss" else name
             yield (
                 self.is_set(name) and not applies,
-                f"{name} needs {needed}; give both or leave it out",
+                f"{shown} needs {needed}; give both or leave it out",
             )
         if sampled:
             yield (

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from gqa.checkpoint.write import replacing
 from gqa.core.errors import plural
-from gqa.corpus.sources import Exclusion, Source, row_digest
-from gqa.corpus.tokens import Encoder, Heldout, text_of_first_tokens
+from gqa.corpus.encoders import Encoders
+from gqa.corpus.sources import Exclusion, Source, row_digest, searched_text
+from gqa.corpus.tokens import Heldout
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Overlap:
         )
 
 
-def heldout_texts(sources: Sequence[Source], heldout: Heldout, tokenizer: Any) -> Iterator[str]:
+def heldout_texts(sources: Sequence[Source], heldout: Heldout, encoders: Encoders) -> Iterator[str]:
     """The texts that a `Heldout` holds out of the documents of sources: whole ones, and the ends of
     others.
     """
@@ -58,12 +58,13 @@ def heldout_texts(sources: Sequence[Source], heldout: Heldout, tokenizer: Any) -
             digest = row_digest(*row)
             if digest in heldout.limits and digest not in seen:
                 seen.add(digest)
-                limit, text = heldout.limits[digest], " ".join(row)
-                yield text[len(_beginning(text, limit, tokenizer)) :] if limit else text
+                limit, text = heldout.limits[digest], searched_text(row)
+                beginning = encoders.text.beginning(text, limit) if limit else ""
+                yield text[len(beginning) :]
 
 
 def find_overlap(
-    sources: Sequence[Source], exclusion: Exclusion, heldout: Heldout, tokenizer: Any
+    sources: Sequence[Source], exclusion: Exclusion, heldout: Heldout, encoders: Encoders
 ) -> Overlap:
     """Look up all documents of the data.
 
@@ -88,8 +89,8 @@ def find_overlap(
             limit = heldout.limits.get(row_digest(*row))
             if limit == 0:
                 continue
-            trained = row if limit is None else (_beginning(row[0], limit, tokenizer),)
-            numbers = passages.found_in(" ".join(trained))
+            trained = row if limit is None else (encoders.text.beginning(row[0], limit),)
+            numbers = passages.found_in(searched_text(trained))
             if len(numbers) or exclusion.remainder(trained) != [trained]:
                 documents += 1
                 found[numbers] = True
@@ -99,10 +100,3 @@ def find_overlap(
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(asdict(overlap)))
     return overlap
-
-
-def _beginning(text: str, limit: int, tokenizer: Any) -> str:
-    """The text of the first `limit` tokens of a document, BOS included."""
-    count = limit - (Encoder(tokenizer).bos is not None)
-    settings = {"add_special_tokens": False, "split_special_tokens": True}
-    return text_of_first_tokens(text, tokenizer, max(count, 0), **settings)

@@ -57,9 +57,9 @@ class TrainingModel(nn.Module):
         self.model.tie_weights()
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
-        """`input_ids` (B, T), or for an encoder-decoder the encoder's inputs and `labels` (B, T) ->
-        the loss summed over predictions with a target, and the sums (predictions, nats,
-        distillation) over them.
+        """`input_ids` (B, T), perhaps with a `loss_mask` (B, T), or for an encoder-decoder the
+        encoder's inputs and `labels` (B, T) -> the loss summed over predictions with a target, and
+        the sums (predictions, nats, distillation) over them.
         """
         inputs, targets = split_batch(batch)
         if "labels" in batch:
@@ -98,7 +98,8 @@ class TrainingModel(nn.Module):
 
 
 def split_batch(batch: Batch) -> tuple[Batch, Tensor]:
-    """The model's inputs, and the ids to predict (N,), -100 for none.
+    """The model's inputs, and the ids to predict (N,), -100 for none and for those that a
+    `loss_mask` leaves out.
 
     `shift_right` makes a decoder's inputs from `labels`.
     """
@@ -107,7 +108,10 @@ def split_batch(batch: Batch) -> tuple[Batch, Tensor]:
             "labels"
         ].flatten()
     ids = batch["input_ids"]
-    return {"input_ids": ids[:, :-1]}, ids[:, 1:].flatten()
+    targets = ids[:, 1:]
+    if "loss_mask" in batch:
+        targets = targets.masked_fill(batch["loss_mask"][:, 1:] == 0, -100)
+    return {"input_ids": ids[:, :-1]}, targets.flatten()
 
 
 def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:

@@ -20,13 +20,15 @@ from gqa.corpus.sources import (
     parse_source,
     parse_sources,
     row_digest,
+    searched_text,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gqa.checkpoint.read import Checkpoint
-    from gqa.corpus.tokens import Encoder, Ints
+    from gqa.corpus.encoders import Encoder
+    from gqa.corpus.tokens import Ints
 
 _CHARACTERS = 256  # of text to tokenize for each token that is used (a token has about four)
 COPIED = 13  # tokens in a row that show that text is the same
@@ -42,7 +44,7 @@ class CalibrationText:
     sources: Arguments of `parse_sources`, or `self[:plain][:TOKENS]`. field, target_field,
         separator: Column of text, column of the decoder's text, separator of documents in text
         files.
-    repeats: Whether half of the blocks repeat themselves (`with_repeats` in corpus/tokens.py),
+    repeats: Whether half of the blocks repeat themselves (`with_repeats` in corpus/blocks.py),
         except for `self:plain` and pairs.
     trust_remote_code: Whether code of the checkpoint may run. heldout, heldout_fraction: A source
         whose documents, or the share of documents by hash, that are left out.
@@ -177,6 +179,7 @@ class CalibrationText:
 
     def check_sources(self, checkpoint: Checkpoint) -> None:
         """Raise RefusedError or CorpusError for text that cannot be used; checks its beginning."""
+        from gqa.corpus.encoders import check_template
         from gqa.models.loading import load_tokenizer
 
         self.shares()
@@ -184,13 +187,16 @@ class CalibrationText:
         check_text_options(
             (*self.sources, *filter(None, [self.heldout])), self.field, self.separator
         )
-        for source in (
-            parse_sources(data, field=self.field, target_field=self.target_field) if data else ()
-        ):
-            if source.files:  # a data set of the hub is not fetched yet
-                next(source.texts())
+        sources: Sequence[Source] = ()
+        if data:
+            sources = parse_sources(data, field=self.field, target_field=self.target_field)
+        local = [source for source in sources if source.files]  # others are not fetched yet
+        for source in local:
+            next(source.texts())
         if data and not checkpoint.hub_id:
-            load_tokenizer(checkpoint, self.trust_remote_code, instead="use self")
+            tokenizer = load_tokenizer(checkpoint, self.trust_remote_code, instead="use self")
+            if any(source.chats for source in local):
+                check_template(tokenizer, checkpoint.name)
 
     def identify(self) -> list[str]:
         """Hashes of the content of each source and of `heldout`; names of self-generated text.
@@ -223,8 +229,8 @@ class CalibrationText:
         else:
             return source
         # A small source may have no document in the fraction.
-        rows = (row.values() for one in heldout for row in one.read(one.dataset()))
-        return source.excluding(Exclusion(Passages.of(" ".join(row) for row in rows)))
+        rows = chain.from_iterable(one.rows_if_any() for one in heldout)
+        return source.excluding(Exclusion(Passages.of(map(searched_text, rows))))
 
     def _seed(self, number: int) -> int:
         """The seed of self-generated text for the source of that number: each text has another."""
@@ -268,9 +274,9 @@ def read_blocks(
 ) -> tuple[Ints, Ints]:
     """(N, length) pieces of many documents, which are better than a few whole ones; with `repeats`
     some repeat themselves, in the same shares as in self-generated text. And (M, length) other
-    pieces, at most `heldout`, of short text an eighth. If a decoder's tokenizer adds no BOS, one of
-    START_EVERY pieces begins with it in place of its own first token. Raises RefusedError and
-    CorpusError.
+    pieces, at most `heldout`, of short text an eighth. If a decoder's tokenizer adds no BOS to
+    texts, one of START_EVERY pieces begins with it in place of its own first token; chats have what
+    their template writes. Raises RefusedError and CorpusError.
 
     Only documents with _CHARACTERS per token are tokenized, in an order by the hashes of their
     texts and the seed.
@@ -278,10 +284,13 @@ def read_blocks(
     import numpy as np
 
     from gqa.convert.heads.config import read_config
-    from gqa.corpus.tokens import START_EVERY, Encoder, check_ids, permutation, with_repeats
+    from gqa.corpus.blocks import START_EVERY, with_repeats
+    from gqa.corpus.encoders import Encoders
+    from gqa.corpus.tokens import check_ids, permutation
     from gqa.models.loading import load_tokenizer
 
-    encoder = Encoder(load_tokenizer(checkpoint, trust_remote_code, instead="use self"))
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code, instead="use self")
+    encoder = Encoders(tokenizer, checkpoint.name).of(source)
     digests, characters = zip(
         *((row_digest(text), len(text)) for text in source.texts()), strict=True
     )
@@ -305,8 +314,9 @@ def read_blocks(
     blocks, spare = pieces[np.setdiff1d(picks, rest)], pieces[rest]
     config = read_config(checkpoint.config, checkpoint.name).text
     check_ids(int(pieces.max()), config.vocab_size, checkpoint.name)
-    for part in (blocks, spare) if encoder.bos is None and not config.is_encoder_decoder else ():
-        part[START_EVERY - 1 :: START_EVERY, 0] = encoder.start
+    if not encoder.starts_documents and not config.is_encoder_decoder:
+        for part in (blocks, spare):
+            part[START_EVERY - 1 :: START_EVERY, 0] = encoder.start
     if repeats:
         blocks = np.stack(
             [with_repeats(blocks.__getitem__, i, seed, encoder.start) for i in range(len(blocks))]
@@ -348,11 +358,10 @@ def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
     import numpy as np
 
     numbers = set(chosen.tolist())
-    tokens = encoder.tokens(
-        [text for number, text in enumerate(source.texts()) if number in numbers]
-    )
-    parts = dict(zip(sorted(numbers), tokens, strict=True))
-    return np.concatenate([np.array(parts[number], np.int64) for number in chosen.tolist()])
+    texts = [text for number, text in enumerate(source.texts()) if number in numbers]
+    encoded = dict(zip(sorted(numbers), encoder.encode(texts), strict=True))
+    parts = [np.array(encoded[number].tokens, np.int64) for number in chosen.tolist()]
+    return np.concatenate(parts)
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,9 @@ from gqa.core.compat import attention_name
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import free_memory, native_bfloat16
 from gqa.core.errors import RefusedError, explain
+from gqa.corpus.blocks import MIX, START_EVERY, with_repeats
 from gqa.corpus.cache import cache_errors, datasets_cache
-from gqa.corpus.tokens import MIX, START_EVERY, Block, Ints, first_token, with_repeats
+from gqa.corpus.tokens import Block, Ints, first_token
 from gqa.models.attention_functions import attend_sdpa, register
 from gqa.models.loading import FILLED, cache_name, load_tokenizer
 
@@ -64,7 +65,7 @@ class SampledBlocks:
 
     start: the token that stays at the beginning of blocks that begin with it. plain: return blocks
     as the model wrote them; otherwise some get repeated passages (`with_repeats` in
-    corpus/tokens.py).
+    corpus/blocks.py).
     """
 
     path: Path

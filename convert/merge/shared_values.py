@@ -49,7 +49,7 @@ def shared_value(attended: Tensor, values: Tensor, outputs: Tensor, owner: Tenso
 
 def _root_mean_squares(values: Tensor, dim: int) -> Tensor:
     """Sizes (m,) of heads with the second moments (m * d, m * d); 1 for a head that is zero."""
-    energies = values.diagonal().unflatten(0, (-1, dim)).mean(1)
+    energies: Tensor = values.diagonal().unflatten(0, (-1, dim)).mean(1)
     return energies.sqrt().where(energies > 0, torch.ones_like(energies))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+from gqa.corpus.encoders import Encoded, Encoders, TextEncoder
 from gqa.corpus.sources import parse_source
-from gqa.corpus.tokens import Documents, Encoder, tokenize
+from gqa.corpus.tokens import Documents, tokenize
+from gqa.uptrain.dataloader import DataBuilder, Dataloader
 
 
 def texts_of(count: int, seed: int = 0) -> list[str]:
@@ -63,7 +66,12 @@ def write(path: Path, texts: list[str], kind: pa.DataType | None = None) -> Path
 
 def tokenized(path: Path, texts: list[str], tokenizer: Any) -> Documents:
     """The texts, written to a file and tokenized from there."""
-    return tokenize([parse_source(str(write(path, texts)))], tokenizer)
+    return tokenize([parse_source(str(write(path, texts)))], Encoders(tokenizer))
+
+
+def open_data(options: Any, tokenizer: Any, longest: int) -> Dataloader:
+    """The blocks of these options, of one process; `longest`: tokens of a block, at most."""
+    return DataBuilder(options, Encoders(tokenizer), longest).build()
 
 
 def documents_of(tokens: list[list[int]]) -> Documents:
@@ -84,13 +92,13 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.texts = list[str]()
-        tokens = Encoder.tokens
+        encode = TextEncoder.encode
 
-        def counting(encoder: Encoder, texts: list[str]) -> list[list[int]]:
+        def counting(encoder: TextEncoder, texts: Sequence[str]) -> list[Encoded]:
             self.texts += texts
-            return tokens(encoder, texts)
+            return encode(encoder, texts)
 
-        monkeypatch.setattr(Encoder, "tokens", counting)
+        monkeypatch.setattr(TextEncoder, "encode", counting)
 
     def taken(self) -> int:
         """How many there were since the last time."""
