@@ -35,6 +35,7 @@ from gqa.eval.subjects import open_subjects
 from gqa.eval.text import Text, check_target_field, choose_context, cut_text
 from gqa.models.loading import check_predicts_tokens
 from gqa.study import rows
+from gqa.study.columns import row_numbers
 from gqa.study.options import UNMERGED, AblateOptions, Cell
 from gqa.uptrain.dataloader import build_data, heldout_sources
 from gqa.uptrain.run import uptrain
@@ -200,9 +201,8 @@ class Ablation:
                 comparison.prepare_recall(text.context)
             except RefusedError as error:
                 row["recall_refused"] = str(error)
-        row |= rows.columns_of(
-            comparison.measure(subject, {}, alone=True), subject.cache, subject.cache
-        )
+        record = comparison.measure(subject, {}, alone=True)
+        row |= row_numbers(record, subject.cache, subject.cache)
         if first.is_base_model:
             self._add_row(first, **row, seconds_evaluating=time.perf_counter() - start)
 
@@ -267,7 +267,7 @@ class Ablation:
 
         start = time.perf_counter()
         subject = open_subjects([str(path)], options.trust_remote_code)[0]
-        row |= rows.columns_of(comparison.measure(subject, {}), subject.cache, self.subject.cache)
+        row |= row_numbers(comparison.measure(subject, {}), subject.cache, self.subject.cache)
         return row | {"seconds_evaluating": time.perf_counter() - start}
 
     def _train(self, cell: Cell, converted: Path, path: Path) -> rows.Row:
