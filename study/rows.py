@@ -35,19 +35,23 @@ def read_rows(directory: Path) -> dict[Cell, Row]:
     path = directory / ROWS
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        half = '{"method"'  # begins the last line of a killed run
-        whole = [
-            line
-            for line in text.splitlines(True)
-            if line[-1] == "\n" or not half.startswith(line[:9])
-        ]
-        rows = [parse_json(line, ROWS) for line in whole]
-        latest = {
-            Cell.of(row): {"error": row["error"], "options": row["options"], **row} for row in rows
-        }
-        return dict(sorted(latest.items(), key=lambda item: item[0].order))
+        latest: dict[Cell, Row] = {}
+        for line in _whole_lines(text):
+            row = parse_json(line, ROWS)
+            latest[Cell.of(row)] = {"error": row["error"], "options": row["options"], **row}
+        return {cell: latest[cell] for cell in sorted(latest, key=lambda cell: cell.order)}
     except (ValueError, KeyError, TypeError) as error:
         raise RefusedError(f"{path} holds no rows of a study; give another directory") from error
+
+
+def _whole_lines(text: str) -> list[str]:
+    """Lines without half a row, which a run that was killed leaves at the end."""
+    begin = '{"method"'  # of every row
+
+    def is_half_a_row(line: str) -> bool:
+        return line[-1] != "\n" and begin.startswith(line[: len(begin)])
+
+    return [line for line in text.splitlines(keepends=True) if not is_half_a_row(line)]
 
 
 def append_row(directory: Path, row: Row) -> None:

@@ -152,6 +152,15 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
     assert (record["options"]["decode_contexts"], record["options"]["kl"]) == ([4, 8], True)
 
 
+def test_every_metric_is_in_the_record_and_in_its_table(full: tuple[Result, Path]) -> None:
+    result, _ = full
+    _, converted = json.loads(result.out)["models"]
+    for metric in METRICS:
+        assert metric.is_measured(converted), metric.title
+        for column in metric.columns:
+            assert column.cell(converted[metric.section]) in result.err, column.title
+
+
 def test_report(full: tuple[Result, Path]) -> None:
     """One page without other files, whose tables do not mix with JSON on stdout."""
     result, out = full

@@ -105,6 +105,16 @@ def test_any_batch_size_and_chunk_give_the_same(
     )
 
 
+def test_only_arrays_that_are_asked_for_are_computed(source, part):
+    """And nats, which show whether logits are finite; those of two models only with a baseline."""
+    windows, head = part.windows[:1], ChunkedHead(source)
+    alone = score(head, windows, batch_size=1, arrays=["hits", "kl"])
+    assert alone.keys() == {"nats", "hits"}
+    compared = score(head, windows, batch_size=1, arrays=["baseline_hits", "kl"], baseline=head)
+    assert compared.keys() == {"nats", "hits", "baseline_nats", "baseline_hits", "kl"}
+    assert (compared["baseline_hits"] == alone["hits"]).all()
+
+
 def bytes_of(windows_of: Any, tokens: int) -> int:
     return make_text(text_windows(TEXTS, windows_of, 128, tokens), "rolling", 128).bytes
 
