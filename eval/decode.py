@@ -17,6 +17,7 @@ import inspect
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -32,26 +33,36 @@ from gqa.eval.subjects import Subject, numerics
 from gqa.models.loading import cache_name
 
 MAX_DECODE = 4096
-WARM_UP_STEPS, REPEATS = 2, 5
+WARM_UP_STEPS = 2
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run of greedy decoding: seconds of the prefill, and of one decode step."""
+
+    prefill_seconds: float
+    step_seconds: float
 
 
 def decode_contexts(
     subjects: Sequence[Subject], lengths: Sequence[int] | None, steps: int
 ) -> tuple[int, ...]:
-    """Tokens of the prompts, or sources, to time.
+    """Tokens of the prompts, or sources, to time: `lengths`, or by default so many that a run ends
+    at half and at all of the models' positions.
 
     Raises RefusedError if a model cannot be timed with them.
     """
-    longest = min([subject.positions or MAX_DECODE for subject in subjects] + [MAX_DECODE])
-    contexts = tuple(
-        lengths or dict.fromkeys(max(1, share - steps) for share in (longest // 2, longest))
-    )
+    longest = min([MAX_DECODE, *(subject.positions or MAX_DECODE for subject in subjects)])
+    by_default = [max(1, end - steps) for end in (longest // 2, longest)]
+    contexts = tuple(lengths or dict.fromkeys(by_default))
+
     for subject in subjects:
         if subject.positions and max(contexts) + steps > subject.positions:
             raise RefusedError(
                 f"--decode: {max(contexts):,} tokens and {steps:,} steps are more than the "
-                f"{subject.positions:,} "
-                f"positions of {subject.name}; give smaller --decode-contexts or --decode-steps"
+                f"{subject.positions:,} positions of {subject.name}; give smaller "
+                "--decode-contexts or --decode-steps"
             )
     return contexts
 
@@ -72,62 +83,81 @@ def time_decoding(
 
     Raises torch.OutOfMemoryError if a batch does not fit on the GPU.
     """
-    models, steps = (
-        [subject.load(options.precision, options.device) for subject in subjects],
-        options.decode_steps,
-    )
+    models = [subject.load(options.precision, options.device) for subject in subjects]
     vocabulary = min(subject.vocabulary for subject in subjects)
+    steps = options.decode_steps
     for record in records:
         record["decode"] = {"steps": steps, "repeats": REPEATS, "points": []}
-    total = len(models) * len(options.decode_batches) * len(contexts) * REPEATS
+
+    runs = len(models) * len(options.decode_batches) * len(contexts) * REPEATS
     with Watcher(options.quiet) as watcher:
-        watcher.stage("decoding", total, "run")
+        watcher.stage("decoding", runs, "run")
         for batch, context in product(options.decode_batches, contexts):
-            prompts = torch.randint(
-                vocabulary, (batch, context), generator=torch.Generator().manual_seed(0)
-            )
-            for model in models:
-                greedy_decode(model, prompts.to(model.device), min(steps, WARM_UP_STEPS))
-            runs: list[list[tuple[float, float]]] = [[] for _ in models]
-            for _ in range(REPEATS):
-                for model, model_runs in zip(models, runs, strict=True):
-                    model_runs.append(greedy_decode(model, prompts.to(model.device), steps)[1:])
-                    watcher.update()
-            for record, model, model_runs in zip(records, models, runs, strict=True):
-                prefills, seconds = zip(*model_runs, strict=True)
-                record["decode"]["points"].append(
-                    {
-                        "batch": batch,
-                        "context": context,
-                        "prefill_seconds": statistics.median(prefills),  # to first token
-                        # Of one decode step: a token for every sequence
-                        "seconds_per_token": statistics.median(seconds),
-                        "fastest": min(seconds),
-                        "slowest": max(seconds),
-                        "tokens_per_second": batch
-                        / statistics.median(seconds),  # of the whole batch
-                        **numerics(model),
-                    }
-                )
+            generator = torch.Generator().manual_seed(0)
+            prompts = torch.randint(vocabulary, (batch, context), generator=generator)
+            timings = _interleaved_timings(models, prompts, steps, watcher)
+            for record, model, timings_of_model in zip(records, models, timings, strict=True):
+                point = _point(batch, context, timings_of_model)
+                record["decode"]["points"].append(point | numerics(model))
+
+
+def _interleaved_timings(
+    models: Sequence[PreTrainedModel], prompts: Tensor, steps: int, watcher: Watcher
+) -> list[list[Timing]]:
+    """REPEATS timings of each model. prompts: (batch, context)."""
+    for model in models:
+        greedy_decode(model, prompts.to(model.device), min(steps, WARM_UP_STEPS))
+
+    timings: list[list[Timing]] = [[] for _ in models]
+    for _ in range(REPEATS):
+        for model, timings_of_model in zip(models, timings, strict=True):
+            _, timing = greedy_decode(model, prompts.to(model.device), steps)
+            timings_of_model.append(timing)
+            watcher.update()
+    return timings
+
+
+def _point(batch: int, context: int, timings: Sequence[Timing]) -> dict[str, Any]:
+    """JSON-ready numbers of one batch size and context."""
+    step_seconds = [timing.step_seconds for timing in timings]
+    median_step = statistics.median(step_seconds)
+    return {
+        "batch": batch,
+        "context": context,
+        # To the first token.
+        "prefill_seconds": statistics.median(timing.prefill_seconds for timing in timings),
+        # Of one decode step, which gives a token for every sequence.
+        "seconds_per_token": median_step,
+        "fastest": min(step_seconds),
+        "slowest": max(step_seconds),
+        # Of the whole batch.
+        "tokens_per_second": batch / median_step,
+    }
 
 
 @torch.inference_mode()
-def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> tuple[Tensor, float, float]:
-    """Greedy tokens (batch, steps + 1), seconds of the prefill and of one decode step.
+def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> tuple[Tensor, Timing]:
+    """Greedy tokens (batch, steps + 1), and how long they took.
 
     `ids`: prompts (batch, context), without padding: sources where there is an encoder, which is
     part of the prefill.
     """
-    start, encoder_inputs = clock(model.device), dict[str, Any]()
+    start = clock(model.device)
+    encoder_inputs: dict[str, Any] = {}
     if model.config.is_encoder_decoder:
         encoder_inputs["encoder_outputs"] = model.get_encoder()(input_ids=ids, return_dict=True)
         ids = ids.new_full((len(ids), 1), first_token(model.config, model.name_or_path))
     token, cache = _read(model, ids, **encoder_inputs)
-    prefilled, tokens = clock(model.device), [token]
+    prefilled = clock(model.device)
+
+    tokens = [token]
     for _ in range(steps):
         token, cache = _read(model, token, cache, **encoder_inputs)
         tokens.append(token)
-    return torch.cat(tokens, dim=1), prefilled - start, (clock(model.device) - prefilled) / steps
+    end = clock(model.device)
+
+    timing = Timing(prefilled - start, (end - prefilled) / steps)
+    return torch.cat(tokens, dim=1), timing
 
 
 def _read(
@@ -138,10 +168,9 @@ def _read(
     Raises RefusedError if there is none.
     """
     name = cache_name(model)
-    options: dict[str, Any] = {
-        "decoder_input_ids" if encoder_inputs else "input_ids": ids,
-        name: cache,
-    }
+    ids_name = "decoder_input_ids" if encoder_inputs else "input_ids"
+    options: dict[str, Any] = {ids_name: ids, name: cache}
+    # Of a prompt only the last logits are needed.
     if ids.shape[1] > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
     output = model(**encoder_inputs, **options, use_cache=True)

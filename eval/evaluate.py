@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 
 from gqa.checkpoint.provenance import request, versions
 from gqa.core.console import Watcher
 from gqa.core.devices import on_main, ranks
-from gqa.corpus.likelihood import Floats, kl_statistics, paired_ratio
 from gqa.eval import recall
 from gqa.eval.decode import decode_contexts, time_decoding
+from gqa.eval.metrics import arrays_read, measure_text
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.scoring import Scores, Window, score
+from gqa.eval.scoring import BASELINE, Scores, Window, score
 from gqa.eval.subjects import Subject, input_device, numerics, open_subjects
 from gqa.eval.text import (
     Text,
     check_models_agree,
     choose_context,
-    perplexity,
     prefix_token,
     read_text,
 )
@@ -40,31 +40,44 @@ Record = dict[str, Any]
 
 
 def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
-    """Run every measurement of `options`; a JSON-ready record on rank 0, empty on the other ranks.
+    """Run every measurement of `options`.
 
     Refusals that need no model come first, then decoding, which needs the most memory: so no
     measurement is lost.
+
+    Args:
+        options: The models, the first is the baseline, and what to measure of them.
+        argv: The command's arguments, for the record.
+
+    Returns:
+        A JSON-ready record on rank 0, empty on the other ranks.
+
+    Raises:
+        RefusedError: A model cannot be measured so.
+        CorpusError: The text cannot be used.
     """
     transformers.utils.logging.set_verbosity_error()
-    state, device = ranks(), input_device(options.device)
+    state = ranks()
+    device = input_device(options.device)
     subjects = open_subjects(
         options.models, options.trust_remote_code, options.revision, options.cache_bits or ()
     )
     context = choose_context(subjects, options.context)
-    records = [subject.record(context, options.memory) for subject in subjects]
-    measures_recall = options.recall or (
-        options.measures_recall and not subjects[0].config.is_encoder_decoder
-    )
-    # Recorded with what was chosen where an option was left open.
-    used = replace(
+    models = [subject.record(context, options.memory) for subject in subjects]
+    measures_recall = _measures_recall(options, subjects[0])
+
+    # What was chosen where an option was left open is in the record.
+    chosen = replace(
         options, context=context, recall=measures_recall, device=options.device or device
     )
     results: Record = {
-        **request(used, argv),
+        **request(chosen, argv),
         "argv": [*argv],
         **environment(device),
-        "models": records,
+        "models": models,
     }
+
+    # Refusals, and the text.
     if options.data or options.decode or measures_recall:
         for subject in subjects:
             check_predicts_tokens(subject.config, subject.name, subject.trust_remote_code)
@@ -72,37 +85,66 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
         check_models_agree(subjects, "text")
         recall.check_recall(subjects[0], context)
         results["recall"] = {"context": context}
-    contexts = (
-        decode_contexts(subjects, options.decode_contexts, options.decode_steps)
-        if options.decode
-        else ()
-    )
-    if contexts:
+    contexts: tuple[int, ...] = ()
+    if options.decode:
+        contexts = decode_contexts(subjects, options.decode_contexts, options.decode_steps)
         results["options"]["decode_contexts"] = [*contexts]
     if options.memory:
         results["memory"] = {"bytes": options.memory, "context": context}
-    text = read_text(subjects, options, context) if options.data else None
-    if text:
-        results["text"] = {"data": ", ".join(options.data or ()), **text.record()}
+    text = None
+    if options.data:
+        text = read_text(subjects, options, context)
+        results["text"] = {"data": ", ".join(options.data), **text.record()}
+
     if options.decode:
-        on_main(lambda: time_decoding(subjects, records, options, contexts))  # is not split
+        # One process measures: other ranks would disturb it.
+        on_main(lambda: time_decoding(subjects, models, options, contexts))
+
+    if text or measures_recall:
+        _compare(subjects, models, text, options, context if measures_recall else None)
+    return results if state.is_main_process else {}
+
+
+def _measures_recall(options: EvaluateOptions, baseline: Subject) -> bool:
+    """Whether recall is measured. It is left out by default for encoder-decoders; asked for, they
+    are refused later.
+    """
+    if options.recall:
+        return True
+    return options.measures_recall and not baseline.config.is_encoder_decoder
+
+
+def _compare(
+    subjects: Sequence[Subject],
+    models: Sequence[Record],
+    text: Text | None,
+    options: EvaluateOptions,
+    recall_context: int | None,
+) -> None:
+    """Add metrics and recall to the records of models, one subject after the other.
+
+    recall_context: Tokens of a question about the context at most; None without recall.
+    """
     vocabulary = min(subject.vocabulary for subject in subjects)
     comparison = Comparison(subjects[0], text, options, vocabulary)
-    if measures_recall:
-        comparison.prepare_recall(context)
-    for subject, record in zip(subjects, records, strict=True) if text or measures_recall else ():
-        comparison.measure(subject, record)
-    if text and comparison.nats is not None:
-        records[0]["quality"] = perplexity(comparison.nats, text)
-    return results if state.is_main_process else {}
+    if recall_context:
+        comparison.prepare_recall(recall_context)
+    for subject, model in zip(subjects, models, strict=True):
+        comparison.measure(subject, model)
+
+    # With --kl the base model was scored together with the first converted model.
+    if text and comparison.baseline_scores:
+        models[0]["quality"] = measure_text(comparison.baseline_scores, text, compares=False)
 
 
 class Comparison:
     """Measures models one after the other, each loaded once: the base model first, then the models
     compared with it.
 
-    questions: about the context, if recall is measured; baseline_head: the base model, if it stays
-    in memory; nats: of the base model on the text, (tokens,).
+    questions: About the context, if recall is measured.
+    baseline_head: The base model, if it stays in memory (with --kl).
+    baseline_scores: Arrays (tokens,) of the base model on the text, by name; empty until it is
+        scored.
     """
 
     def __init__(
@@ -115,12 +157,15 @@ class Comparison:
         """`vocabulary`: the number of token ids that all models know, by default those of the base
         model.
         """
+        self._baseline = baseline
+        self._text = text
+        self._options = options
         self._vocabulary = baseline.vocabulary if vocabulary is None else vocabulary
-        self.questions: Sequence[recall.Questions] = ()
-        self._baseline, self._text, self._options = baseline, text, options
-        self.baseline_head: ChunkedHead | None = None  # with --kl
-        self.nats: Floats | None = None
+        self._prompts: list[list[int]] = []  # of greedy texts
         self._texts: Sequence[Window] = ()  # greedy texts of the base model
+        self.questions: Sequence[recall.Questions] = ()
+        self.baseline_head: ChunkedHead | None = None
+        self.baseline_scores: Scores = {}
 
     def prepare_recall(self, context: int) -> None:
         """Make questions about up to `context` tokens of the text and of self-generated text of the
@@ -131,16 +176,21 @@ class Comparison:
         recall.check_recall(self._baseline, context)
         tokenizer = self._baseline.tokenizer
         prefix = prefix_token(tokenizer)
+
         length = min(recall.SAMPLE, context)
         samples = recall.self_samples(
             self._baseline, length, self._options.device, self._vocabulary
         )
         self._prompts = [sample[: recall.OPENING].tolist() for sample in samples[: recall.PROMPTS]]
-        windows = self._text.windows if self._text else ()
-        streams = {"text": [window.ids[-window.scored :] for window in windows], "samples": samples}
-        plain = {kind: np.concatenate(parts) for kind, parts in streams.items() if len(parts)}
-        plain = {kind: ids[~np.isin(ids, tokenizer.all_special_ids)] for kind, ids in plain.items()}
-        self.questions = recall.make_questions(plain, tokenizer, self._vocabulary, context, prefix)
+
+        passages = {"samples": _without_special_tokens(samples, tokenizer)}
+        if self._text:
+            scored = [window.ids[-window.scored :] for window in self._text.windows]
+            # Text comes first: its tokens also surround passkeys.
+            passages = {"text": _without_special_tokens(scored, tokenizer), **passages}
+        self.questions = recall.make_questions(
+            passages, tokenizer, self._vocabulary, context, prefix
+        )
 
     def measure(self, subject: Subject, record: Record, alone: bool = False) -> Record:
         """Add the measurements of a model to its record; first recall, which not every model
@@ -148,30 +198,37 @@ class Comparison:
         it is measured `alone`.
         """
         is_baseline = subject is self._baseline
+        waits = is_baseline and self._options.kl and not alone
         model = subject.load(self._options.precision, self._options.device)
         head = ChunkedHead(model)
+
         record |= numerics(model)
         if self.questions:
             record |= self._measure_recall(subject, head)
-        if self._text and (alone or not (is_baseline and self._options.kl)):
+        if self._text and not waits:
             record |= self._measure_quality(subject, head, self._text)
         if is_baseline and self._options.kl:
             self.baseline_head = head
         return record
 
     def _measure_quality(self, subject: Subject, head: ChunkedHead, text: Text) -> Record:
-        """Perplexity; of a converted model also its comparison with the base model."""
-        scores = self._score(subject, head, text.windows, baseline=self.baseline_head)
-        quality = {"quality": perplexity(scores["nats"], text)}
+        """Metrics of a model; of a converted model also those that compare with the base model."""
+        scores = self._score(
+            subject, head, text.windows, arrays=arrays_read(), baseline=self.baseline_head
+        )
+        quality = {"quality": measure_text(scores, text, compares=False)}
         if subject is self._baseline:
-            self.nats = scores["nats"]
+            self.baseline_scores = scores
             return quality
-        if self.nats is None:
-            self.nats = scores["baseline_nats"]
-        compared: Record = paired_ratio(scores["nats"], self.nats, text.clusters)
-        if "kl" in scores:
-            compared |= kl_statistics(scores["kl"], scores["same_top"], scores["acceptance"])
-        return quality | {"against_baseline": compared}
+
+        if not self.baseline_scores:
+            self.baseline_scores = {
+                name.removeprefix(BASELINE): array
+                for name, array in scores.items()
+                if name.startswith(BASELINE)
+            }
+        scores |= {BASELINE + name: array for name, array in self.baseline_scores.items()}
+        return quality | {"against_baseline": measure_text(scores, text, compares=True)}
 
     def _measure_recall(self, subject: Subject, head: ChunkedHead) -> Record:
         """Recall, and agreement with the base model's greedy texts."""
@@ -181,44 +238,59 @@ class Comparison:
             )
             samples = self._texts[:SHOWN]
         else:
-            samples = recall.greedy_texts(
-                head.model, [window.ids[: -window.scored] for window in self._texts[:SHOWN]]
-            )
-        windows = [
-            *(window for question in self.questions for window in question.windows),
-            *self._texts,
-        ]
-        scores = self._score(subject, head, windows)
+            openings = [window.ids[: -window.scored] for window in self._texts[:SHOWN]]
+            samples = recall.greedy_texts(head.model, openings)
+
+        windows = [window for question in self.questions for window in question.windows]
+        scores = self._score(subject, head, [*windows, *self._texts], arrays=["hits"])
+        answered = sum(window.scored for window in windows)
         return {
-            "recall": recall.summarize(self.questions, scores),
-            "greedy": recall.agreement(
-                scores["hits"][-sum(window.scored for window in self._texts) :], self._texts
-            ),
+            "recall": recall.summarize(self.questions, scores["hits"][:answered]),
+            "greedy": recall.agreement(scores["hits"][answered:], self._texts),
             "samples": recall.decode_windows(self._baseline.tokenizer, samples),
         }
 
     def _score(
-        self, subject: Subject, head: ChunkedHead, windows: Sequence[Window], **baseline: Any
+        self,
+        subject: Subject,
+        head: ChunkedHead,
+        windows: Sequence[Window],
+        arrays: Collection[str],
+        baseline: ChunkedHead | None = None,
     ) -> Scores:
-        options, state = self._options, ranks()
-        tokens = sum(window.scored for window in windows) // state.num_processes
-        with Watcher(options.quiet or not state.is_main_process) as watcher:
-            watcher.stage(subject.name, tokens)
+        """`score`, with a progress bar."""
+        state = ranks()
+        tokens_of_rank = sum(window.scored for window in windows) // state.num_processes
+        with Watcher(self._options.quiet or not state.is_main_process) as watcher:
+            watcher.stage(subject.name, tokens_of_rank)
             return score(
-                head, windows, batch_size=options.batch_size, progress=watcher.update, **baseline
+                head,
+                windows,
+                batch_size=self._options.batch_size,
+                arrays=arrays,
+                baseline=baseline,
+                progress=watcher.update,
             )
+
+
+def _without_special_tokens(texts: Sequence[Sequence[int]], tokenizer: Any) -> NDArray[Any]:
+    """Token ids of all texts, one after the other, without special tokens."""
+    ids = np.concatenate(texts)
+    plain: NDArray[Any] = ids[~np.isin(ids, tokenizer.all_special_ids)]
+    return plain
 
 
 def environment(device: str) -> dict[str, Any]:
     """Time, versions and hardware of the measurements."""
     names = ("gqa", "torch", "transformers", "accelerate", "datasets", "numpy")
+    hardware = platform.machine()
+    if device.startswith("cuda"):
+        hardware = torch.cuda.get_device_name(device)
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **versions(*names)},
-        "device": torch.cuda.get_device_name(device)
-        if device.startswith("cuda")
-        else platform.machine(),
+        "device": hardware,
         "threads": torch.get_num_threads(),
         "ranks": ranks().num_processes,
     }

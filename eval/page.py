@@ -9,7 +9,7 @@ import shutil
 import sys
 import textwrap
 from base64 import b64encode
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,7 +24,27 @@ from gqa.core.escape import visible
 PAGE = "report.html"
 _LONGEST_NOTE = 4000
 
-Column = tuple[str, Callable[[Any], str]]  # a title, and the cell of a record
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table of records.
+
+    title: Its head.
+    show: A cell, as a format string for the entries of a record, like `{kl[mean]:.4g}`, or as a
+        function of the record.
+    """
+
+    title: str
+    show: str | Callable[[Mapping[str, Any]], str]
+
+    def cell(self, record: Mapping[str, Any]) -> str:
+        """The number of a record as one line of text; empty if the record lacks it, or has null."""
+        try:
+            if isinstance(self.show, str):
+                return one_line(self.show.format_map(record))
+            return one_line(self.show(record))
+        except (KeyError, TypeError):
+            return ""
 
 
 @dataclass(frozen=True)
@@ -50,16 +70,30 @@ class Table:
         """
         width = width or line_width(sys.stdout)
         first, *columns = (list(column) for column in zip(self.header, *self.rows, strict=True))
-        first = [cell.ljust(max(map(len, first))) for cell in first]
-        blocks, block = [], first
+        names = _aligned(first, left=True)
+
+        blocks = []
+        block = names
         for column in columns:
-            cells = [f"  {cell:>{max(map(len, column))}}" for cell in column]
-            if block is not first and len(block[0] + cells[0]) > width:
+            cells = ["  " + cell for cell in _aligned(column)]
+            fits = len(block[0]) + len(cells[0]) <= width
+            if not fits and block is not names:
                 blocks.append(block)
-                block = first
+                block = names
             block = [line + cell for line, cell in zip(block, cells, strict=True)]
-        lines = [line.rstrip() for lines in [*blocks, block] for line in lines]
-        return "\n".join([self.title, *lines, *filter(None, [wrap(self.note, width)])])
+        blocks.append(block)
+
+        lines = [self.title]
+        lines += [line.rstrip() for block in blocks for line in block]
+        if self.note:
+            lines.append(wrap(self.note, width))
+        return "\n".join(lines)
+
+
+def _aligned(cells: Sequence[str], left: bool = False) -> list[str]:
+    """Cells of one column, all as wide as the longest."""
+    width = max(map(len, cells))
+    return [cell.ljust(width) if left else cell.rjust(width) for cell in cells]
 
 
 def line_width(stream: TextIO) -> int:
@@ -72,23 +106,21 @@ def wrap(text: str, width: int, indent: str = "") -> str:
     return textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def table(title: str, columns: Sequence[Column], records: Collection[Any], note: str = "") -> Table:
+def table(
+    title: str,
+    columns: Sequence[Column],
+    records: Collection[Mapping[str, Any]],
+    note: str = "",
+) -> Table:
     """A row for each record, without the columns that are empty in all rows.
 
-    A cell is empty where its record lacks the number. Title, note and cells have no line breaks and
-    control characters, whatever names are in them.
+    Title, note and cells have no line breaks and control characters, whatever names are in them.
     """
-
-    def cell(record: Any, function: Callable[[Any], str]) -> str:
-        try:
-            return one_line(function(record))
-        except (KeyError, TypeError):  # not measured, or null
-            return ""
-
-    cells = {
-        one_line(name): [cell(record, function) for record in records] for name, function in columns
-    }
-    cells = {name: column for name, column in cells.items() if any(column)}
+    cells: dict[str, list[str]] = {}
+    for column in columns:
+        column_cells = [column.cell(record) for record in records]
+        if any(column_cells):
+            cells[one_line(column.title)] = column_cells
     return Table(
         one_line(title),
         tuple(cells),
@@ -109,19 +141,27 @@ def write_page(directory: Path, **content: Any) -> None:
 
     All text is escaped, and its control characters are written out.
 
-    Content, of which the template leaves out what is missing: title, lead, foot: Text. verdicts:
-        `Verdict`s. tables: `Table`s; the first is unfolded. pictures: Names and captions. samples:
-        Each prompt with the models' texts, base model first, as (name, prefix equal to the base
-        model's text, rest). commands: To reproduce it.
+    Args:
+        directory: Where the page is written, and where pictures are read.
+        content: What the page shows. The template leaves out what is missing:
+            title, lead, foot: Text.
+            verdicts: `Verdict`s.
+            tables: `Table`s; the first is unfolded.
+            pictures: Names and captions.
+            samples: Each prompt with the models' texts, base model first, as (name, prefix equal
+                to the base model's text, rest).
+            commands: To reproduce it.
     """
+
+    def picture_as_base64(name: str) -> str:
+        return b64encode((directory / f"{name}.svg").read_bytes()).decode()
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         finalize=_visible_text,
     )
-    environment.filters["base64"] = lambda name: b64encode(
-        (directory / f"{name}.svg").read_bytes()
-    ).decode()
+    environment.filters["base64"] = picture_as_base64
     write_text(directory / PAGE, environment.get_template("page.html.jinja").render(content))
 
 

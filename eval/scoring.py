@@ -5,15 +5,16 @@ A window is `ids` of length n + 1: the model reads ids[:-1] and predicts ids[1:]
 `scored` of those n predictions count. Every protocol is a list of windows, so scoring and batching
 do not depend on the protocol.
 
-Scores are one number per token in the order of the text, whatever the batch size and the number of
-ranks.
+Scores are arrays with one number per scored token, in the order of the text, whatever the batch
+size and the number of ranks. `ARRAYS` has the arrays of one model, `COMPARISONS` those of two; the
+array NAME of the baseline is called `baseline_NAME`. A metric (`gqa.eval.metrics`) names the arrays
+that it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,9 @@ from gqa.core.errors import RefusedError
 from gqa.corpus.likelihood import common_log_probabilities, kl_divergence, nats
 from gqa.models.chunked_head import ChunkedHead, chunks
 
-Scores = dict[str, NDArray[Any]]
+Scores = dict[str, NDArray[Any]]  # by name, each (scored tokens,)
+
+BASELINE = "baseline_"  # begins the names of the baseline's arrays
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,62 @@ def rolling_windows(
     first = min(context, len(ids))
     if first:
         yield Window((prefix, *ids[:first]), first, document)
+
     for begin in range(first, len(ids), context):
         end = min(begin + context, len(ids))
         yield Window(tuple(ids[end - context - 1 : end]), end - begin, document)
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What one model predicts at n positions.
+
+    logits: (n, V) float32, over all rows of its embedding. targets: (n,) token ids.
+    log_probabilities: (n, W) over the tokens that it has in common with the model that it is
+    compared with, or None.
+    """
+
+    logits: Tensor
+    targets: Tensor
+    log_probabilities: Tensor | None = None
+
+
+def _nats(predictions: Predictions) -> Tensor:
+    """-ln q(target), (n,), where q is over all rows of the model."""
+    log_q = predictions.log_probabilities
+    if log_q is not None and log_q.shape == predictions.logits.shape:
+        return nll_loss(log_q, predictions.targets, reduction="none")
+    return nats(predictions.logits, predictions.targets)
+
+
+def _hits(predictions: Predictions) -> Tensor:
+    """Whether the target is the most probable token, (n,)."""
+    return predictions.logits.argmax(-1) == predictions.targets
+
+
+def _same_top(p: Tensor, q: Tensor) -> Tensor:
+    """Whether the most probable tokens of both models are equal, (n,)."""
+    return p.argmax(-1) == q.argmax(-1)
+
+
+def _acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """Sum over tokens x of min(p(x), q(x)), (n,): the probability that speculative sampling from
+    the baseline's p accepts a token drafted from the model's q (Leviathan et al., arXiv 2211.17192,
+    section 3.2).
+    """
+    return torch.minimum(p, q).exp().sum(-1).clamp_max(1.0)
+
+
+# Arrays of one model.
+ARRAYS: dict[str, Callable[[Predictions], Tensor]] = {"nats": _nats, "hits": _hits}
+
+# Arrays of two models, from log-probabilities (n, W) of the baseline and of the model, over the
+# tokens that both have.
+COMPARISONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": kl_divergence,
+    "same_top": _same_top,
+    "acceptance": _acceptance,
+}
 
 
 @torch.inference_mode()
@@ -72,53 +128,68 @@ def score(
     windows: Sequence[Window],
     *,
     batch_size: int,
+    arrays: Collection[str] | None = None,
     baseline: ChunkedHead | None = None,
     progress: Progress = no_progress,
 ) -> Scores:
     """Score every window; with several ranks (accelerate) each takes its share and all get the
     whole.
 
-    Arrays of one number per scored token, window by window; from `kl` on only with a baseline:
-        nats: -ln q(token); hits: the token is the most probable one. kl: KL(baseline || model) in
-        nats; same_top: the most probable tokens of both are equal. These and `acceptance` are over
-        the tokens that both models have. acceptance: sum over tokens x of min(p(x), q(x)), the
-        probability that speculative sampling from the baseline's p accepts a token drafted from the
-        model's q (Leviathan et al., arXiv 2211.17192, section 3.2). baseline_nats: -ln p(token).
-
     Args:
+        arrays: Names of the arrays to compute, by default all; `nats` is always one of them.
         baseline: Also compare the distributions with this model's, position by position, batch by
-            batch.
+            batch. Without it, `COMPARISONS` and the baseline's arrays are left out.
         progress: Called with the number of tokens scored.
+
+    Returns:
+        Arrays (scored tokens,), window by window.
 
     Raises:
         RefusedError: Logits are not finite.
     """
     state = ranks()
-    ends = np.cumsum([0, *(window.scored for window in windows)]).tolist()
-    # Of each window's predictions in the scores
-    ranges = [range(start, end) for start, end in pairwise(ends)]
+    names = _computed(arrays)
+    ends = np.cumsum([window.scored for window in windows], dtype=int)
+
     # The longest first, so that little is padded.
     order = sorted(
         range(len(windows)), key=lambda i: (-len(windows[i].ids), -len(windows[i].source), i)
     )
-    parts = []
-    for start in range(0, len(order), batch_size)[state.process_index :: state.num_processes]:
-        indices = order[start : start + batch_size]
-        rows = np.concatenate([ranges[i] for i in indices])
-        values = _score_batch(head, [windows[i] for i in indices], baseline)
-        for model, name in ((head.model, "nats"), (baseline and baseline.model, "baseline_nats")):
-            if model and not np.isfinite(values[name]).all():
-                raise RefusedError(
-                    f"{model.name_or_path}: logits are not finite; look for NaN in the weights, or "
-                    "give --precision float32"
-                )
-        parts.append((rows, values))
-        progress(len(rows))
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+    parts: list[tuple[NDArray[Any], Scores]] = []
+    for batch in batches[state.process_index :: state.num_processes]:
+        # Where the predictions of these windows stand in the scores of the whole text.
+        places = np.concatenate([np.arange(ends[i] - windows[i].scored, ends[i]) for i in batch])
+        scores = _score_batch(head, [windows[i] for i in batch], baseline, names)
+        _check_finite(head, scores["nats"])
+        if baseline:
+            _check_finite(baseline, scores[BASELINE + "nats"])
+        parts.append((places, scores))
+        progress(len(places))
+
     parts = gather_object(parts)  # every rank's
-    text_order = np.concatenate([rows for rows, _ in parts]).argsort()
+    text_order = np.concatenate([places for places, _ in parts]).argsort()
     return {
-        key: np.concatenate([values[key] for _, values in parts])[text_order] for key in parts[0][1]
+        name: np.concatenate([scores[name] for _, scores in parts])[text_order]
+        for name in parts[0][1]
     }
+
+
+def _computed(arrays: Collection[str] | None) -> set[str]:
+    """Names of `ARRAYS` and `COMPARISONS` that are computed so that `arrays` can be returned."""
+    if arrays is None:
+        return {*ARRAYS, *COMPARISONS}
+    return {"nats", *(name.removeprefix(BASELINE) for name in arrays)}
+
+
+def _check_finite(head: ChunkedHead, nats: NDArray[Any]) -> None:
+    """Raise RefusedError unless all nats (n,) of a model are finite."""
+    if not np.isfinite(nats).all():
+        raise RefusedError(
+            f"{head.model.name_or_path}: logits are not finite; look for NaN in the weights, or "
+            "give --precision float32"
+        )
 
 
 def _inputs(windows: Sequence[Window], device: torch.device) -> dict[str, Tensor]:
@@ -128,55 +199,72 @@ def _inputs(windows: Sequence[Window], device: torch.device) -> dict[str, Tensor
     ids = _pad((window.ids[:-1] for window in windows), device)
     if not any(window.source for window in windows):
         return {"input_ids": ids}
+
     source = _pad((window.source for window in windows), device)
     mask = _pad(([1] * len(window.source) for window in windows), device)
     return {"input_ids": source, "attention_mask": mask, "decoder_input_ids": ids}
 
 
+def _scored_positions(windows: Sequence[Window], device: torch.device) -> Tensor:
+    """Indices of the scored predictions among the B * T positions of `_inputs`, (n,)."""
+    marks = []
+    for window in windows:
+        unscored = len(window.ids) - 1 - window.scored
+        marks.append([0] * unscored + [1] * window.scored)
+    return _pad(marks, device).flatten().nonzero().squeeze(1)
+
+
+def _targets(windows: Sequence[Window], device: torch.device) -> Tensor:
+    """Token ids of the scored predictions, (n,)."""
+    ids = [token for window in windows for token in window.ids[-window.scored :]]
+    return torch.tensor(ids, device=device)
+
+
 def _pad(lines: Iterable[Sequence[int]], device: torch.device) -> Tensor:
-    return pad_sequence(
-        [torch.tensor(line, dtype=torch.long) for line in lines], batch_first=True
-    ).to(device)
+    """Lines of numbers as (B, T), filled with zeros on the right."""
+    rows = [torch.tensor(line, dtype=torch.long) for line in lines]
+    return pad_sequence(rows, batch_first=True).to(device)
 
 
 def _score_batch(
-    head: ChunkedHead, windows: Sequence[Window], baseline: ChunkedHead | None
+    head: ChunkedHead, windows: Sequence[Window], baseline: ChunkedHead | None, names: set[str]
 ) -> Scores:
-    """Scores of these windows."""
-    device, parts = head.model.device, []
-    inputs, heads = _inputs(windows, device), [head, baseline] if baseline else [head]
-    scored = _pad(([0] * (len(w.ids) - 1 - w.scored) + [1] * w.scored for w in windows), device)
-    positions = scored.flatten().nonzero().squeeze(1)
-    targets = torch.tensor(
-        [token for window in windows for token in window.ids[-window.scored :]], device=device
-    )
+    """The arrays `names` of these windows. Each backbone runs once, logits are taken in slices."""
+    device = head.model.device
+    heads = [head, baseline] if baseline else [head]
+    inputs = _inputs(windows, device)
+    positions = _scored_positions(windows, device)
+    targets = _targets(windows, device)
     hidden = [one.hidden(**inputs).flatten(0, 1) for one in heads]
+
+    parts = []
     for piece in chunks(len(targets), head.vocabulary, device):
-        true = targets[piece]
-        logits, *others = (
-            one.logits(states[positions[piece]]).float()
-            for one, states in zip(heads, hidden, strict=True)
-        )
-        part = {"hits": logits.argmax(-1) == true}
-        if others:
-            other = others.pop()
-            p, q = common_log_probabilities(other, logits)
-            # The likelihood is over all rows of a model; p and q are, too, unless one model has
-            # more rows.
-            own, base = (
-                nll_loss(common, true, reduction="none")
-                if common.shape == whole.shape
-                else nats(whole, true)
-                for common, whole in ((q, logits), (p, other))
-            )
-            part |= {
-                "nats": own,
-                "kl": kl_divergence(p, q),
-                "same_top": p.argmax(-1) == q.argmax(-1),
-                "acceptance": torch.minimum(p, q).exp().sum(-1).clamp_max(1.0),
-                "baseline_nats": base,
-            }
-        else:
-            part["nats"] = nats(logits, true)
-        parts.append(part)
-    return {key: torch.cat([part[key] for part in parts]).cpu().numpy() for key in parts[0]}
+        rows = positions[piece]
+        logits = [
+            one.logits(states[rows]).float() for one, states in zip(heads, hidden, strict=True)
+        ]
+        parts.append(_arrays(logits, targets[piece], names))
+    return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
+
+
+def _arrays(logits: Sequence[Tensor], targets: Tensor, names: set[str]) -> dict[str, Tensor]:
+    """The arrays `names`, each (n,), of n positions.
+
+    Args:
+        logits: Of the model, (n, V), and, if it is compared, of the baseline.
+        targets: Token ids, (n,).
+    """
+    of_one_model = {name: array for name, array in ARRAYS.items() if name in names}
+    if len(logits) == 1:
+        model = Predictions(logits[0], targets)
+        return {name: array(model) for name, array in of_one_model.items()}
+
+    model_logits, baseline_logits = logits
+    p, q = common_log_probabilities(baseline_logits, model_logits)
+    model = Predictions(model_logits, targets, q)
+    baseline = Predictions(baseline_logits, targets, p)
+
+    arrays = {name: array(model) for name, array in of_one_model.items()}
+    arrays |= {BASELINE + name: array(baseline) for name, array in of_one_model.items()}
+    arrays |= {name: compare(p, q) for name, compare in COMPARISONS.items() if name in names}
+    return arrays

@@ -1,10 +1,7 @@
-"""Cut the text to score into windows, check that all checkpoints tokenize it alike, and compute
-perplexity.
-"""
+"""Cut the text to score into windows, and check that all checkpoints tokenize it alike."""
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +16,6 @@ from gqa.checkpoint.chat_template import template_of
 from gqa.core.errors import RefusedError, plural
 from gqa.corpus.chats import Chat
 from gqa.corpus.encoders import Encoders, HarnessEncoder, start_token
-from gqa.corpus.likelihood import Floats
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import check_text_options, parse_sources
 from gqa.corpus.tokens import check_ids
@@ -267,24 +263,3 @@ def prefix_token(tokenizer: Any) -> int:
     if token is None:
         raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with")
     return token
-
-
-def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
-    """exp(nats / tokens), exp(nats / words), exp(nats / bytes) and nats / (ln 2 bytes), each from
-    sums over all tokens; per word and per byte only if no pair is cut, and if the tokens cover any
-    text (not if there is only BOS).
-    """
-    total, tokens = float(nats.sum(dtype="float64")), len(nats)
-    whole = not text.cut and text.bytes > 0
-    mean, per_byte = total / tokens, total / max(text.bytes, 1)
-    with np.errstate(over="ignore"):  # infinity beyond the range of floats
-        token, word, byte = (float(np.exp(value)) for value in (mean, total / text.words, per_byte))
-    return {
-        "nats": total,
-        "nats_per_token": mean,
-        "tokens": tokens,
-        "token_perplexity": token,
-        "word_perplexity": word if whole else None,
-        "byte_perplexity": byte if whole else None,
-        "bits_per_byte": per_byte / math.log(2) if whole else None,
-    }

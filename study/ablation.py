@@ -35,6 +35,7 @@ from gqa.eval.subjects import open_subjects
 from gqa.eval.text import Text, check_target_field, choose_context, cut_text
 from gqa.models.loading import check_predicts_tokens
 from gqa.study import rows
+from gqa.study.columns import row_numbers
 from gqa.study.options import UNMERGED, AblateOptions, Cell
 from gqa.uptrain.dataloader import build_data, heldout_sources
 from gqa.uptrain.run import uptrain
@@ -59,60 +60,85 @@ class Ablation:
         self.options = options = replace(options, model=self.subject.path)
         check_predicts_tokens(self.subject.config, self.subject.name, options.trust_remote_code)
         check_target_field(self.subject, options.target_field)
-        counts = options.kv_heads or (1,)
-        for method, groups in product(options.methods, counts):
-            # Raises if the model cannot be converted so
-            plan = make_plan(self.subject.checkpoint, groups, method)
-        if max(counts) > (heads := plan.config.main.kv):
-            name = self.subject.name
-            raise RefusedError(
-                f"--groups {max(counts)} is more than the {heads} key/value heads of {name}"
-            )
-        self.cells = options.cells(heads)
+
+        self.cells = options.cells(self._check_conversions())
         self._text = self._read_heldout()
-        for alpha in filter(None, options.alphas):  # raises if the data is less than one step needs
-            training, base = (
-                options.training(alpha, Path(self.subject.path), options.output),
-                self.subject,
+        self._check_training()
+        self._identity: rows.Row = json.loads(
+            json.dumps(
+                {
+                    **options.identity(self.subject.checkpoint, self.subject.name),
+                    "content of the data": self._data_digest(),
+                    "content of the held-out text": self._heldout_digest(),
+                }
             )
+        )
+        rows.check_directory(options.output, self._identity, options.overwrite)
+
+    def _check_conversions(self) -> int:
+        """The number of KV heads of the base model.
+
+        Raises RefusedError if the base model cannot be converted by a method, or to a number of
+        heads, of the study.
+        """
+        counts = self.options.kv_heads or (1,)
+        plans = [
+            make_plan(self.subject.checkpoint, groups, method)
+            for method, groups in product(self.options.methods, counts)
+        ]
+        heads = plans[0].config.main.kv
+        if max(counts) > heads:
+            raise RefusedError(
+                f"--groups {max(counts)} is more than the {heads} key/value heads of "
+                f"{self.subject.name}"
+            )
+        return heads
+
+    def _check_training(self) -> None:
+        """Raise CorpusError if the data is less than a step of any training needs."""
+        base = self.subject
+        for alpha in self.options.alphas:
+            if not alpha:
+                continue
+            training = self.options.training(alpha, Path(base.path), self.options.output)
             build_data(training, base.checkpoint, None, base.config, base.tokenizer, "cpu", SILENT)
+
+    def _data_digest(self) -> str:
+        """A hash of the content of the data."""
+        options = self.options
         sources = parse_sources(
             options.data,
             field=options.field,
             target_field=options.target_field,
             separator=options.separator,
         )
+        return row_digest(" ".join(source.identify() for source in sources)).hex()
+
+    def _heldout_digest(self) -> str:
+        """A hash of the tokens of the held-out text."""
         windows = [window.source + window.ids for window in self._text.windows]
-        self._identity: rows.Row = json.loads(
-            json.dumps(
-                {
-                    **options.identity(self.subject.checkpoint, self.subject.name),
-                    "content of the data": row_digest(
-                        " ".join(source.identify() for source in sources)
-                    ).hex(),
-                    "content of the held-out text": row_digest(repr(windows)).hex(),
-                }
-            )
-        )
-        rows.check_directory(options.output, self._identity, options.overwrite)
+        return row_digest(repr(windows)).hex()
 
     def _read_heldout(self) -> Text:
         """Held-out documents or pairs, in the order of a hash of their text, so --eval-tokens takes
         a random sample.
+
+        Raises RefusedError if there are none, and CorpusError.
         """
-        subject, options = self.subject, self.options
+        subject = self.subject
+        options = self.options
         training = options.training(None, Path(subject.path), options.output)
         training.check(1)
-        if not (sources := heldout_sources(training)):
+        sources = heldout_sources(training)
+        if not sources:
             raise RefusedError(
                 "there is no held-out text: give --heldout SOURCE, or --heldout-fraction to hold "
                 "out documents of the data"
             )
-        context, limit = choose_context([subject], options.context), options.eval_tokens
-        documents = sorted(
-            (row for source in sources for row in source.rows()), key=lambda row: row_digest(*row)
-        )
-        return cut_text([subject], documents, context, limit)
+        context = choose_context([subject], options.context)
+        documents = [row for source in sources for row in source.rows()]
+        documents.sort(key=lambda row: row_digest(*row))
+        return cut_text([subject], documents, context, options.eval_tokens)
 
     def run(self, argv: Sequence[str] = ()) -> None:
         """Measure every cell that has no row yet; `argv`: the command's arguments.
@@ -147,24 +173,26 @@ class Ablation:
             rows.remove_work(self._work, self._kept)
 
     def _add_row(self, cell: Cell, error: str | None = None, **columns: Any) -> None:
+        """Append the row of a cell, and print its loss or the error."""
         options = self.options
-        commands = [] if cell.method == UNMERGED else self._commands(cell)
-        shared = {
+        row: rows.Row = {
+            **cell._asdict(),
             "seed": options.seed,
             "train": None,
             "teacher": options.teacher,
-            "commands": commands,
+            "commands": [] if cell.method == UNMERGED else self._commands(cell),
+            "error": error,
+            **columns,
+            "options": self._identity,
+            "environment": self._environment,
         }
-        constant = {"options": self._identity, "environment": self._environment}
-        rows.append_row(
-            options.output, {**cell._asdict(), **shared, "error": error, **columns, **constant}
-        )
-        result = error or format(columns["loss"], ".4f")
+        rows.append_row(options.output, row)
+
         self._watcher.update()
         if not options.quiet:
-            self._watcher.say(
-                f"{cell.method}, {plural(cell.groups, 'KV head')}, alpha {cell.alpha:g}: {result}"
-            )
+            result = error or format(columns["loss"], ".4f")
+            heads = plural(cell.groups, "KV head")
+            self._watcher.say(f"{cell.method}, {heads}, alpha {cell.alpha:g}: {result}")
 
     @contextmanager
     def _add_errors(self, cells: Sequence[Cell]) -> Iterator[None]:
@@ -183,26 +211,22 @@ class Ablation:
             )
             if not fails_again:
                 self._kept |= {cell.conversion for cell in cells}
-            is_ours = isinstance(error, RefusedError | OutputError | DivergedError)
-            reason = one_line(
-                str(error) if is_ours else f"{type(error).__name__}: {explain(error)}"
-            )
             for cell in cells:
-                self._add_row(cell, reason)
+                self._add_row(cell, _reason(error))
 
     def _measure_base_model(self, first: Cell) -> None:
         """Measure the base model as the baseline; add its row if it is the `first` cell."""
-        subject, text, comparison = self.subject, self._text, self._comparison
+        subject = self.subject
         start = time.perf_counter()
-        row: rows.Row = {"text": text.record(), "train_tokens": 0}
+        row: rows.Row = {"text": self._text.record(), "train_tokens": 0}
         if "recall" not in self.options.skip:
             try:
-                comparison.prepare_recall(text.context)
+                self._comparison.prepare_recall(self._text.context)
             except RefusedError as error:
                 row["recall_refused"] = str(error)
-        row |= rows.columns_of(
-            comparison.measure(subject, {}, alone=True), subject.cache, subject.cache
-        )
+
+        record = self._comparison.measure(subject, {}, alone=True)
+        row |= row_numbers(record, subject.cache, subject.cache)
         if first.is_base_model:
             self._add_row(first, **row, seconds_evaluating=time.perf_counter() - start)
 
@@ -242,23 +266,23 @@ class Ablation:
 
         The conversion of an interrupted run is reused.
         """
-        options, out = self.options, directory / "converted"
         if cell.method == UNMERGED:
             return Path(self.subject.path)
+
+        out = directory / "converted"
         if not out.exists():
             convert_checkpoint(
                 self.subject.path,
                 cell.groups,
                 out,
                 method=cell.method,
-                seed=options.seed,
-                calibration=options.maps,
+                seed=self.options.seed,
+                calibration=self.options.maps,
             )
         return out
 
     def _measure_cell(self, cell: Cell, converted: Path) -> rows.Row:
         """Train a cell and measure it; return its columns."""
-        options, comparison = self.options, self._comparison
         row: rows.Row = {"train_tokens": 0, "seconds_training": 0.0}
         path = converted
         if cell.alpha:
@@ -266,8 +290,9 @@ class Ablation:
             row |= self._train(cell, converted, path)
 
         start = time.perf_counter()
-        subject = open_subjects([str(path)], options.trust_remote_code)[0]
-        row |= rows.columns_of(comparison.measure(subject, {}), subject.cache, self.subject.cache)
+        subject = open_subjects([str(path)], self.options.trust_remote_code)[0]
+        record = self._comparison.measure(subject, {})
+        row |= row_numbers(record, subject.cache, self.subject.cache)
         return row | {"seconds_evaluating": time.perf_counter() - start}
 
     def _train(self, cell: Cell, converted: Path, path: Path) -> rows.Row:
@@ -291,3 +316,9 @@ class Ablation:
         }
         write_text(columns, json.dumps(row) + "\n")
         return row
+
+
+def _reason(error: Exception) -> str:
+    """What the row of a failed cell says of an error, in one line."""
+    is_ours = isinstance(error, RefusedError | OutputError | DivergedError)
+    return one_line(str(error) if is_ours else f"{type(error).__name__}: {explain(error)}")

@@ -31,25 +31,27 @@ def command(options: AblateOptions) -> None:
 
     transformers.utils.logging.set_verbosity_error()
     options.refuse_conflicts()
+    study = None
     if options.model:
-        (study := Ablation(options)).run(sys.argv[1:])
+        study = Ablation(options)
+        study.run(sys.argv[1:])
+
     rows, recommendation, names = write_study_report(options.output, options.max_loss_increase)
     print_lines(short_table(rows).text().split("\n"))
     if not options.quiet:
         print_lines(["", f"written to {options.output}: {', '.join(names)}"])
     print_lines(recommendation.split("\n"))
-    if options.model and (
-        failed := sum(bool(row["error"]) for row in rows if Cell.of(row) in study.cells)
-    ):
-        combinations = (
-            f"{failed} of {len(study.cells) - 1} combinations failed (see "
-            f"{options.output}/report.html)"
-        )
-        fail(
-            "gqa-ablate",
-            f"{combinations}; repeat the command without --overwrite to try them again",
-            1,
-        )
+
+    if study:
+        failed = sum(bool(row["error"]) for row in rows if Cell.of(row) in study.cells)
+        if failed:
+            combinations = f"{failed} of {len(study.cells) - 1} combinations failed"
+            fail(
+                "gqa-ablate",
+                f"{combinations} (see {options.output}/report.html); repeat the command without "
+                "--overwrite to try them again",
+                1,
+            )
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -29,10 +30,13 @@ UNMERGED = "none"  # the method of cells with as many KV heads as the base model
 BASE = "base model"  # what reports call it
 ADVICE = "measured rows are kept; repeat the command without --overwrite to continue"
 
+# Options that have an effect without MODEL: then only the report is written.
+_OF_REPORTS = ("output", "max_loss_increase", "verbose", "quiet")
+
 
 class Cell(NamedTuple):
-    """One measurement: a conversion to `groups` KV heads, trained on a share `alpha` of the
-    data.
+    """One combination of a study: a conversion to `groups` KV heads, trained on a share `alpha` of
+    the data.
     """
 
     method: str
@@ -52,10 +56,12 @@ class Cell(NamedTuple):
 
     @property
     def is_base_model(self) -> bool:
+        """Whether it is the base model as it is."""
         return self.method == UNMERGED and not self.alpha
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Cell:
+        """The cell that a row is of. Raises KeyError if it is none of a study."""
         return cls(**{name: row[name] for name in cls._fields})
 
 
@@ -160,8 +166,10 @@ class AblateOptions(Options):
         """
         cells = {Cell(UNMERGED, heads, 0.0)}
         for groups in self.kv_heads or self._default_groups(heads):
-            for method in self.methods if groups < heads else (UNMERGED,):
-                cells |= {Cell(method, groups, alpha) for alpha in self.alphas}
+            methods = self.methods if groups < heads else (UNMERGED,)
+            cells |= {
+                Cell(method, groups, alpha) for method, alpha in product(methods, self.alphas)
+            }
         return sorted(cells, key=lambda cell: cell.order)
 
     def _default_groups(self, heads: int) -> set[int]:
@@ -171,19 +179,20 @@ class AblateOptions(Options):
         its own predictions would stay as it is.
         """
         divisors = [groups for groups in range(1, heads) if heads % groups == 0]
-        control = not divisors or (any(self.alphas) and self.teacher == "none")
-        return {*divisors[:1], *divisors[-2:], *([heads] if control else [])}
+        counts = {*divisors[:1], *divisors[-2:]}
+        trains_on_text_alone = any(self.alphas) and self.teacher == "none"
+        if trains_on_text_alone or not divisors:
+            counts.add(heads)
+        return counts
 
     def refuse_conflicts(self) -> None:
         """Raise RefusedError for options that conflict or that no method uses."""
-        for name in vars(self) if not self.model else ():
-            if self.is_set(name) and name not in (
-                "output",
-                "max_loss_increase",
-                "verbose",
-                "quiet",
-            ):
-                raise RefusedError(f"{flag(name)} has no effect without MODEL: give both or none")
+        if not self.model:
+            for name in vars(self):
+                if self.is_set(name) and name not in _OF_REPORTS:
+                    raise RefusedError(
+                        f"{flag(name)} has no effect without MODEL: give both or none"
+                    )
         if self.model and not self.data:
             raise RefusedError(
                 "no data is named: give text to train and calibrate on with --data, like "
@@ -225,10 +234,8 @@ class AblateOptions(Options):
     def commands(self, cell: Cell) -> list[str]:
         """Commands that make the model of a cell whose heads are merged."""
         assert self.model
-        out, method = (
-            str(default_output(self.model, f"-gqa{cell.groups}-{cell.method}")),
-            METHODS[cell.method],
-        )
+        out = str(default_output(self.model, f"-gqa{cell.groups}-{cell.method}"))
+        method = METHODS[cell.method]
         words = [
             "gqa-convert",
             operand(self.model),
@@ -265,8 +272,10 @@ class AblateOptions(Options):
         defaults.
         """
         words = list[str]()
-        for name in (name for name in self.binding() if name in names):
-            value = getattr(self, name) if self.is_set(name) else ()
+        for name in self.binding():
+            if name not in names or not self.is_set(name):
+                continue
+            value = getattr(self, name)
             for part in value if isinstance(value, tuple) else [value]:
                 words += [flag(name), str(part)]
         return words

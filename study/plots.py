@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from gqa.convert.methods.table import METHODS
+from gqa.eval.metrics import row_number
 from gqa.study.options import BASE, UNMERGED
 from gqa.study.rows import Row
 
@@ -21,6 +22,7 @@ from gqa.study.rows import Row
 # information.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#F0E442", "#CC79A7", "#E69F00", "#000000")
 _MARKERS = ("s", "^", "D", "*", "v", "P", "X", "o")
+_LOSS = row_number("loss_increase")  # the y axis of all pictures
 _STYLE: dict[Any, Any] = {
     "font.size": 13,
     "axes.spines.top": False,
@@ -35,13 +37,17 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw_study(rows: Sequence[Row], directory: Path) -> list[tuple[str, str]]:
-    """Draw all pictures that measured rows, the base model's first, have numbers for; (name,
-    caption) of each.
+    """Draw all pictures that measured rows, the base model's first, have numbers for, as SVG.
+
+    Returns:
+        Name and caption of each.
     """
     frame = pd.DataFrame(rows)
     frame["KiB"] = frame["kv_bytes_per_token"] / 1024
-    frame["loss"] = frame["loss_increase"]
-    merged, pictures = frame[frame["method"] != UNMERGED], []
+    frame["loss"] = frame[_LOSS.key]
+    merged = frame[frame["method"] != UNMERGED]
+
+    pictures = []
     with mpl.rc_context(_STYLE):
         if len(merged):
             _save(_draw_tradeoff(frame.iloc[0], merged), directory / "tradeoff.svg")
@@ -62,7 +68,9 @@ def _draw_tradeoff(base: Any, merged: Any) -> Figure:
     axis = figure.subplots()
     _plot_losses(axis, merged, "KiB")
     axis.plot(base["KiB"], 0, "k*", markersize=14, clip_on=False, label=BASE)
-    ticks = [tick for n in range(12) if (tick := base["KiB"] / 2**n) >= merged["KiB"].min()]
+
+    halvings = [base["KiB"] / 2**n for n in range(12)]
+    ticks = [tick for tick in halvings if tick >= merged["KiB"].min()]
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.xaxis.set_minor_locator(NullLocator())
@@ -73,19 +81,17 @@ def _draw_tradeoff(base: Any, merged: Any) -> Figure:
 
 def _draw_alphas(frame: Any, merged: Any) -> Figure:
     """Figure 5: a panel for each number of heads, a line for each method."""
-    alphas, panels = sorted({*frame["alpha"]}), merged.groupby("groups")
+    alphas = sorted({*frame["alpha"]})
     control = frame[frame["method"] == UNMERGED]
+    panels = merged.groupby("groups")
     figure = Figure(figsize=(max(6, 3.6 * len(panels) + 1), 5), layout="constrained")
-    for axis, (count, cells) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (count, cells) in zip(axes, panels, strict=True):
         _plot_losses(axis, cells, "alpha")
         if len(control) > 1:
             axis.plot(control["alpha"], control["loss"], "k:", label="base model, trained further")
         # Alphas are chosen in ratios, and 0 is one of them.
-        axis.set_xscale(
-            "function", functions=(lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: x * abs(x))
-        )
+        axis.set_xscale("function", functions=(_signed_root, _signed_square))
         axis.set_xticks(alphas, [f"{100 * alpha:g}%" for alpha in alphas])
         axis.set_xlim(-alphas[-1] / 300, alphas[-1] * 1.2)
         axis.set(
@@ -96,6 +102,14 @@ def _draw_alphas(frame: Any, merged: Any) -> Figure:
     return figure
 
 
+def _signed_root(x: Any) -> Any:
+    return np.sign(x) * np.sqrt(np.abs(x))
+
+
+def _signed_square(x: Any) -> Any:
+    return x * abs(x)
+
+
 def _plot_losses(axis: Axes, cells: Any, column: str) -> None:
     """The least loss of each method by a column.
 
@@ -103,15 +117,16 @@ def _plot_losses(axis: Axes, cells: Any, column: str) -> None:
     """
     lines = cells.groupby(["method", column])["loss"].min()
     for number, method in enumerate(METHODS):
-        if method in lines:
-            axis.plot(
-                lines[method].index,
-                lines[method],
-                label=method,
-                color=_COLORS[number % len(_COLORS)],
-                marker=_MARKERS[number % len(_MARKERS)],
-                markeredgecolor="#333333",
-            )
+        if method not in lines:
+            continue
+        axis.plot(
+            lines[method].index,
+            lines[method],
+            label=method,
+            color=_COLORS[number % len(_COLORS)],
+            marker=_MARKERS[number % len(_MARKERS)],
+            markeredgecolor="#333333",
+        )
 
 
 def _scale_losses(axis: Axes, losses: Any) -> None:
@@ -120,18 +135,23 @@ def _scale_losses(axis: Axes, losses: Any) -> None:
     """
     smallest = min(losses[losses > 0], default=0.0)
     ticks = [tick for tick in (0.01, 0.03, 0.1, 0.3, 1, 3, 10) if 3.4 * tick > smallest] or [10.0]
-    axis.set_yscale("symlog", linthresh=ticks[0], linscale=0.5)
-    axis.set_yticks(shown := [-ticks[0], 0, *ticks], [f"{tick:g}" for tick in shown])
+    least = ticks[0]  # linear up to it
+    ticks = [-least, 0, *ticks]
+
+    axis.set_yscale("symlog", linthresh=least, linscale=0.5)
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.yaxis.set_minor_locator(NullLocator())
-    axis.set_ylim(min(0, 1.5 * losses.min()), max(1.5 * losses.max(), 2 * ticks[0]))
-    axis.set_ylabel("nats per token above the base model")
+    axis.set_ylim(min(0, 1.5 * losses.min()), max(1.5 * losses.max(), 2 * least))
+    axis.set_ylabel(_LOSS.axis)
     axis.axhline(0, color="black", linewidth=1)
 
 
 def _save(figure: Figure, path: Path) -> None:
     """Save as SVG, with a legend of all panels below."""
-    legends = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in figure.axes]
-    handles = {label: handle for legend in legends for handle, label in legend}
+    handles: dict[str, Any] = {}  # by label
+    for axis in figure.axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles[label] = handle
     columns = min(len(handles), int(figure.get_figwidth() / 1.8))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
     figure.savefig(path, metadata={"Date": None})

@@ -18,7 +18,6 @@ from gqa.core.errors import RefusedError, differences
 from gqa.core.json_text import parse_json
 from gqa.core.work import LOCK, MARK, claim, is_ours, read_mark, remove
 from gqa.eval.page import PAGE
-from gqa.eval.report import recall_by_kind
 from gqa.study.options import ADVICE, Cell
 
 Row = dict[str, Any]
@@ -26,37 +25,6 @@ Row = dict[str, Any]
 ROWS, WORK = "results.jsonl", ".work"
 FILES = (PAGE, "alphas.svg", "tradeoff.svg", ROWS)
 PURPOSE, CONVERSION = "study", "conversion"  # of marked directories: .work, and each one in it
-
-
-def columns_of(record: Row, cache: Any, base_cache: Any) -> Row:
-    """Columns of a row from `Comparison.measure` of a model and the computed KV caches
-    (`Subject.cache`).
-    """
-    quality, against = record["quality"], record.get("against_baseline", {"log_ratio": 0.0})
-    row: Row = {
-        "loss": quality["nats_per_token"],
-        "loss_increase": against["log_ratio"],
-        "loss_increase_error": against.get("log_ratio_error"),
-        "perplexity": quality["token_perplexity"],
-        **{
-            f"perplexity_{name}": against.get(name) for name in ("ratio", "ratio_low", "ratio_high")
-        },
-        "bits_per_byte": quality["bits_per_byte"],
-        "kl": against["kl"]["mean"] if "kl" in against else None,
-        "top1_agreement": against.get("same_top"),
-        "acceptance": against.get("acceptance"),
-        "kv_bytes_per_token": cache.bytes_per_token,
-        "kv_share": cache.bytes_per_token / base_cache.bytes_per_token,
-    }
-    if cross := cache.cross_bytes_per_token:
-        row["cross_bytes_per_token"] = cross  # per source token
-    if "recall" in record:
-        row |= {
-            f"recall_{kind.replace('-', '_')}": share
-            for kind, share in recall_by_kind(record).items()
-        }
-        row |= {"greedy_tokens": record["greedy"]["tokens"], "recall_by_distance": record["recall"]}
-    return row
 
 
 def read_rows(directory: Path) -> dict[Cell, Row]:
@@ -67,19 +35,23 @@ def read_rows(directory: Path) -> dict[Cell, Row]:
     path = directory / ROWS
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        half = '{"method"'  # begins the last line of a killed run
-        whole = [
-            line
-            for line in text.splitlines(True)
-            if line[-1] == "\n" or not half.startswith(line[:9])
-        ]
-        rows = [parse_json(line, ROWS) for line in whole]
-        latest = {
-            Cell.of(row): {"error": row["error"], "options": row["options"], **row} for row in rows
-        }
-        return dict(sorted(latest.items(), key=lambda item: item[0].order))
+        latest: dict[Cell, Row] = {}
+        for line in _whole_lines(text):
+            row = parse_json(line, ROWS)
+            latest[Cell.of(row)] = {"error": row["error"], "options": row["options"], **row}
+        return {cell: latest[cell] for cell in sorted(latest, key=lambda cell: cell.order)}
     except (ValueError, KeyError, TypeError) as error:
         raise RefusedError(f"{path} holds no rows of a study; give another directory") from error
+
+
+def _whole_lines(text: str) -> list[str]:
+    """Lines without half a row, which a run that was killed leaves at the end."""
+    begin = '{"method"'  # of every row
+
+    def is_half_a_row(line: str) -> bool:
+        return line[-1] != "\n" and begin.startswith(line[: len(begin)])
+
+    return [line for line in text.splitlines(keepends=True) if not is_half_a_row(line)]
 
 
 def append_row(directory: Path, row: Row) -> None:

@@ -29,12 +29,19 @@ from support.evaluations import (
 
 from gqa.checkpoint.write import finite
 from gqa.convert.verdict import Level
+from gqa.eval.metrics import METRICS
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.page import Table, Verdict, format_number, write_page
 from gqa.eval.report import open_report, verdicts
 from gqa.study.options import Cell
 from gqa.study.plots import draw_study
-from gqa.study.report import recommend
+from gqa.study.recommendation import recommend
+
+
+def keys_of_metrics(section: str) -> set[str]:
+    """Keys that metrics declare; a new metric adds its own."""
+    return {key for metric in METRICS if metric.section == section for key in metric.keys}
+
 
 MODEL_KEYS = {
     "name",
@@ -99,7 +106,8 @@ KEYS = {
         "byte_perplexity",
         "bits_per_byte",
         "nats_per_token",
-    },
+    }
+    | keys_of_metrics("quality"),
     "models/1/against_baseline": {
         "log_ratio",
         "ratio",
@@ -111,7 +119,8 @@ KEYS = {
         "same_top_error",
         "acceptance",
         "acceptance_error",
-    },
+    }
+    | keys_of_metrics("against_baseline"),
 }
 FULL = (
     "SRC G2 --data TEXT --context 128 --kl --decode --decode-batches 1 --decode-contexts 4,8 "
@@ -141,6 +150,15 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
         assert set(part) == keys, path
     assert record["models"][1]["provenance"]["options"]["kv_heads"] == 2
     assert (record["options"]["decode_contexts"], record["options"]["kl"]) == ([4, 8], True)
+
+
+def test_every_metric_is_in_the_record_and_in_its_table(full: tuple[Result, Path]) -> None:
+    result, _ = full
+    _, converted = json.loads(result.out)["models"]
+    for metric in METRICS:
+        assert metric.is_measured(converted), metric.title
+        for column in metric.columns:
+            assert column.cell(converted[metric.section]) in result.err, column.title
 
 
 def test_report(full: tuple[Result, Path]) -> None:

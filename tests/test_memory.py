@@ -25,7 +25,7 @@ from gqa.core.errors import RefusedError
 from gqa.eval import decode
 from gqa.eval.decode import greedy_decode, time_decoding
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.subjects import fake_quantize, quantize_cache
+from gqa.eval.quantized_cache import fake_quantize, quantize_cache
 from gqa.models.loading import cache_name, load_model
 
 # ------------------------------------------------------------------------------- caches of few bits
@@ -167,7 +167,7 @@ def test_tokens_are_those_of_generate(pair: dict[str, PreTrainedModel], name: st
         :, 12:
     ]
     with calls_of(model) as calls:
-        tokens, *seconds = greedy_decode(model, ids, steps=8)
+        tokens, timing = greedy_decode(model, ids, steps=8)
     assert torch.equal(tokens, expected)
     assert [(tuple(ids.shape), length) for ids, length in calls[:3]] == [
         ((2, 12), 0),
@@ -176,7 +176,7 @@ def test_tokens_are_those_of_generate(pair: dict[str, PreTrainedModel], name: st
     ]
     assert torch.equal(torch.cat([ids for ids, _ in calls[1:]], dim=1), expected[:, :-1])
     assert not torch.equal(greedy_decode(model, ids.flip(1), steps=8)[0], expected)
-    assert min(seconds) > 0
+    assert min(timing.prefill_seconds, timing.step_seconds) > 0
 
 
 def test_a_model_that_returns_no_cache() -> None:

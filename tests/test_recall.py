@@ -124,7 +124,7 @@ def test_what_looks_back_passes_and_what_cannot_fails(
 ) -> None:
     windows = [window for one in questions for window in one.windows]
     head: Any = Induction(reach)
-    records = summarize(questions, score(head, windows, batch_size=4))
+    records = summarize(questions, score(head, windows, batch_size=4)["hits"])
     assert {one["kind"] for one in records} == {"text", "samples", "random", "look-up", "passkey"}
     for one in records:
         assert least <= one["accuracy"] <= most, one

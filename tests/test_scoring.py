@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from support.embedded import SOURCE, UNIFORM_VOCABULARY, load, texts, tokenizer
 from support.evaluations import model_directory, results
 
-import gqa.corpus.likelihood
-import gqa.models.chunked_head
 from gqa.corpus.encoders import Encoders, HarnessEncoder
-from gqa.corpus.likelihood import kl_divergence, kl_statistics, paired_ratio
+from gqa.corpus.likelihood import kl_divergence
+from gqa.corpus.statistics import paired_ratio
+from gqa.eval.metrics import measure_text
 from gqa.eval.scoring import rolling_windows, score
-from gqa.eval.text import Text, document_windows, make_text, perplexity
+from gqa.eval.text import Text, document_windows, make_text
 from gqa.models.chunked_head import ChunkedHead
 
 TEXTS = texts(4, 1500)
@@ -58,6 +58,11 @@ def part(text):
 @pytest.fixture(scope="module")
 def scores(source, text):
     return score(ChunkedHead(source), text.windows, batch_size=4)
+
+
+def perplexity(nats, text):
+    """The metrics of one model."""
+    return measure_text({"nats": nats}, text, compares=False)
 
 
 def test_sums_and_sizes(text, scores):
@@ -95,9 +100,9 @@ def test_any_batch_size_and_chunk_give_the_same(
     source, part, scores, monkeypatch, batch_size, numbers
 ):
     if numbers:
-        monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", numbers)
-        monkeypatch.setattr(gqa.models.chunked_head, "CHUNK_NUMBERS", numbers)
-        monkeypatch.setattr(gqa.models.chunked_head, "LEAST_ROWS", 7)
+        monkeypatch.setattr("gqa.corpus.likelihood.CHUNK_NUMBERS", numbers)
+        monkeypatch.setattr("gqa.models.chunked_head.CHUNK_NUMBERS", numbers)
+        monkeypatch.setattr("gqa.models.chunked_head.LEAST_ROWS", 7)
     other, expected = (
         score(ChunkedHead(source), part.windows, batch_size=batch_size),
         scores["nats"][: part.tokens],
@@ -106,6 +111,16 @@ def test_any_batch_size_and_chunk_give_the_same(
     assert other["nats"].sum(dtype="float64") == pytest.approx(
         expected.sum(dtype="float64"), rel=1e-7
     )
+
+
+def test_only_arrays_that_are_asked_for_are_computed(source, part):
+    """And nats, which show whether logits are finite; those of two models only with a baseline."""
+    windows, head = part.windows[:1], ChunkedHead(source)
+    alone = score(head, windows, batch_size=1, arrays=["hits", "kl"])
+    assert alone.keys() == {"nats", "hits"}
+    compared = score(head, windows, batch_size=1, arrays=["baseline_hits", "kl"], baseline=head)
+    assert compared.keys() == {"nats", "hits", "baseline_nats", "baseline_hits", "kl"}
+    assert (compared["baseline_hits"] == alone["hits"]).all()
 
 
 def bytes_of(windows_of: Any, tokens: int) -> int:
@@ -257,12 +272,19 @@ def test_rolling_perplexity_is_that_of_the_harness(
         assert others[name] != pytest.approx(ours[name], rel=1e-2), name
 
 
+def distributions(kl, same_top, acceptance):
+    """The metrics of two models' distributions."""
+    scores = {"kl": kl, "same_top": same_top, "acceptance": acceptance}
+    text = make_text([("a", [*rolling_windows([1, 2], 8, 1)], False)], "rolling", 8)
+    return measure_text(scores, text, compares=True)
+
+
 def test_a_comparison_by_hand():
     """A token that is ruled out; one cluster has no interval and one token no error."""
     p = torch.tensor([[0.5, 0.5, 0.0]]).log()
     assert kl_divergence(p, p).item() == 0.0
     assert kl_divergence(torch.tensor([[0.5, 0.25, 0.25]]).log(), p).item() == math.inf
-    means = kl_statistics(np.array([0.1, 0.2]), np.array([True, False]), np.array([0.5, 0.7]))
+    means = distributions(np.array([0.1, 0.2]), np.array([True, False]), np.array([0.5, 0.7]))
     assert means["kl"] == {"mean": pytest.approx(0.15), "mean_error": pytest.approx(0.05)}
     assert (means["same_top"], means["same_top_error"]) == (0.5, pytest.approx(0.5))
     assert (means["acceptance"], means["acceptance_error"]) == (
@@ -270,7 +292,7 @@ def test_a_comparison_by_hand():
         pytest.approx(0.1),
     )
     assert "ratio_low" not in paired_ratio(np.ones(5), np.ones(5), np.zeros(5, int))
-    assert math.isnan(kl_statistics(np.ones(1), np.ones(1, bool), np.ones(1))["same_top_error"])
+    assert math.isnan(distributions(np.ones(1), np.ones(1, bool), np.ones(1))["same_top_error"])
 
 
 def test_the_paired_error_is_smaller_than_the_unpaired():

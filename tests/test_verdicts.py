@@ -17,7 +17,7 @@ from gqa.convert.card import quality_paragraph
 from gqa.convert.verdict import MEANINGS, Level, Loss
 from gqa.eval.page import Verdict, write_page
 from gqa.eval.report import loss_of_model
-from gqa.study.report import loss_of_row
+from gqa.study.recommendation import loss_of_row
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gqa.convert.merge.layer import Stream
 from gqa.convert.merge.pair import ModelPair, StreamPair
-from gqa.corpus.likelihood import nats, paired_ratio
+from gqa.corpus.likelihood import nats
+from gqa.corpus.statistics import paired_ratio
 
 CHECKED = 8192  # tokens of the comparison with the base model, at most
 _COPIES = 16  # blocks whose beginnings are read twice, for recall
