@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.hub import fetch_weights, open_model
+from gqa.checkpoint.output_directory import OutputDirectory, require_space
 from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.write import OutputDirectory, require_space, write_text
+from gqa.checkpoint.write import write_text
 from gqa.convert import advice
 from gqa.convert.card import model_card
 from gqa.convert.merge.options import MapsOptions

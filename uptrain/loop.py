@@ -34,7 +34,7 @@ from gqa.uptrain.dataloader import stack
 from gqa.uptrain.models import make_optimizer, trained_names
 from gqa.uptrain.options import Schedule
 from gqa.uptrain.setup import Setup
-from gqa.uptrain.state import TrainingProgress, load
+from gqa.uptrain.state_files import TrainingProgress, load
 from gqa.uptrain.training_model import Batch, split_batch
 from gqa.uptrain.weights import local_shard, prepare_model, stored_weights
 

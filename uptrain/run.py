@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.files import TensorSpec, new_shard, shard_names, write_index
+from gqa.checkpoint.output_directory import require_space
 from gqa.checkpoint.provenance import (
     METRICS,
     PROVENANCE,
@@ -29,7 +30,7 @@ from gqa.checkpoint.provenance import (
     versions,
 )
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
-from gqa.checkpoint.write import copy_file, finite, require_space, write_tensor, write_text
+from gqa.checkpoint.write import copy_file, finite, write_tensor, write_text
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import from_main, on_main, out_of_memory
 from gqa.core.errors import (
@@ -49,7 +50,7 @@ from gqa.uptrain.loop import evaluation_interval, train, warmup_steps
 from gqa.uptrain.models import is_base_model
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import Run, Setup
-from gqa.uptrain.state import WEIGHTS, State, TrainingProgress
+from gqa.uptrain.state_files import WEIGHTS, State, TrainingProgress
 from gqa.uptrain.weights import gather, merge_adapters, trained_bytes
 
 # The two held-out losses, in words.
