@@ -103,8 +103,8 @@ def _runs_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
     # The last: of `alone`
     caches = [*shelves(), tmp_path_factory.getbasetemp() / "cache" / "gqa-runs"]
-    if "training" in sys.modules:
-        caches.append(sys.modules["training"].runs_shelf())
+    if "support.training" in sys.modules:
+        caches.append(sys.modules["support.training"].runs_shelf())
     for shelf in caches:
         for entry in shelf.glob("*"):
             where = (read_mark(entry) or {}).get("directory", "")
