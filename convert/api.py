@@ -13,14 +13,13 @@ from gqa.checkpoint.hub import fetch_weights, open_model
 from gqa.checkpoint.output_directory import OutputDirectory, require_space
 from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.write import write_text
 from gqa.convert import advice
 from gqa.convert.card import model_card
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.options import ConvertOptions
 from gqa.convert.output import output_of
 from gqa.convert.plan import Plan, make_plan
-from gqa.convert.rewrite import write
+from gqa.convert.rewrite import ConvertedCheckpoint
 from gqa.convert.summary import provenance
 from gqa.core.console import SILENT, Watcher
 from gqa.core.errors import LayerwiseError, RefusedError, alternatives
@@ -125,9 +124,10 @@ def convert(
                 raise RefusedError(f"{error}; use --method {alternatives(usable)}") from error
             plan = replace(plan, merging=replace(plan.merging, maps=stored))
         watcher.stage("converting", plan.total_bytes, "byte")
-        write(plan, output.work, watcher.update)
-        write_text(output.work / "README.md", model_card(plan, out.name, command))
-        record = output.commit(PROVENANCE, provenance(plan, out, command))
+        documents = {"README.md": model_card(plan, out.name, command)}
+        record = ConvertedCheckpoint(plan, watcher.update).write(
+            output, PROVENANCE, provenance(plan, out, command), documents
+        )
     warnings = (*plan.warnings, *advice.warnings(plan, options, out, record["source"]))
     return Conversion(out, plan, warnings, record)
 

@@ -514,7 +514,7 @@ def test_what_was_trained_is_not_trained_again(
                 study_rows, "os", Mock(fsync=Mock(side_effect=[None, full]), path=os.path)
             )
         else:
-            patch.setattr("gqa.uptrain.run.write_index", Mock(side_effect=full))
+            patch.setattr("gqa.uptrain.export.TrainedCheckpoint.verify", Mock(side_effect=full))
         assert ablate(out, **grid).code == 1
     if fails == "the row":  # it was written, but may be gone after a power cut
         lines = (out / "results.jsonl").read_text().splitlines(keepends=True)
