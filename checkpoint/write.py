@@ -43,6 +43,12 @@ def fsync_directory(directory: Path) -> None:
         os.close(handle)
 
 
+def fsync_file(path: Path) -> None:
+    """Make the contents of a file durable that a library has written."""
+    with path.open("rb+") as stream:
+        os.fsync(stream.fileno())
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a small file durably."""
     with path.open("w", encoding="utf-8", errors="replace", newline="\n") as stream:
@@ -63,8 +69,7 @@ def replacing(path: Path) -> Iterator[Path]:
         mode = temporary.stat().st_mode  # by the umask, for libraries that narrow it
         yield temporary
         temporary.chmod(mode)
-        with temporary.open("rb+") as stream:
-            os.fsync(stream.fileno())
+        fsync_file(temporary)
         temporary.replace(path)
         fsync_directory(path.parent)
     except Exception as error:  # libraries in Rust name what the system says in their own errors

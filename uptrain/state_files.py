@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from gqa.checkpoint.write import fsync_directory, write_text
+from gqa.checkpoint.write import fsync_directory, fsync_file, write_text
 from gqa.core.devices import out_of_memory
 from gqa.core.errors import RefusedError, explain, listing
 
@@ -124,9 +124,11 @@ def write_record(directory: Path, record: dict[str, Any]) -> None:
 
 def publish(work: Path) -> Path:
     """Make a state durable, then give it its name, which is that of `work` without `.partial`."""
-    subdirectories = [path for path in work.rglob("*") if path.is_dir()]
-    for directory in (work, *subdirectories):
-        fsync_directory(directory)
+    for part in (work, *work.rglob("*")):
+        if part.is_dir():
+            fsync_directory(part)
+        else:
+            fsync_file(part)  # accelerate leaves that to the system
 
     path = work.with_suffix("")
     work.rename(path)
