@@ -1,5 +1,5 @@
-"""The files of a checkpoint: find its weights and the side files to copy; read and write
-safetensors files.
+"""The files of a checkpoint: find its weights and the side files to copy; headers of safetensors
+files.
 
 A safetensors file is 8 bytes of length, a header in JSON, then the tensors' bytes.
 """
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from gqa.checkpoint.write import write_bytes, write_text
 from gqa.core.errors import CorruptError, explain
 
 SINGLE = "model.safetensors"
@@ -242,35 +239,3 @@ def shard_names(count: int) -> list[str]:
     if count == 1:
         return [SINGLE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-@contextmanager
-def new_shard(path: Path, tensors: Sequence[Any]) -> Iterator[BinaryIO]:
-    """Open a safetensors file and write its header; append the tensors' bytes in this order.
-
-    Calls fsync at the end.
-
-    tensors: Each has a `name`, a `dtype` and a `shape`.
-    """
-    with path.open("wb", buffering=0) as target:
-        write_bytes(
-            target, format_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors})
-        )
-        yield target
-        os.fsync(target.fileno())
-
-
-def write_index(directory: Path, shards: Mapping[str, Sequence[Any]]) -> None:
-    """Write the index (tensor -> file), sorted as in transformers,
-    unless there is a single file.
-    """
-    if len(shards) == 1:
-        return
-    tensors = [tensor for part in shards.values() for tensor in part]
-    weight_map = {tensor.name: file for file, part in shards.items() for tensor in part}
-    metadata = {
-        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
-        "total_size": sum(byte_size(tensor.dtype, tensor.shape) for tensor in tensors),
-    }
-    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    write_text(directory / INDEX, json.dumps(index, indent=2) + "\n")

@@ -88,8 +88,10 @@ def relative_path(directory: Path, out: Path) -> str | None:
         path = Path(os.path.relpath(directory.resolve(), out.resolve()))
     except (OSError, ValueError):  # too long, or with characters that no path can have
         return None
+
     user = _home_name()
-    return None if user in path.parts and user != "root" else path.as_posix()
+    names_the_user = user in path.parts and user != "root"
+    return None if names_the_user else path.as_posix()
 
 
 def _home_name() -> str | None:
@@ -128,11 +130,12 @@ def read_record(checkpoint: Checkpoint, name: str) -> Any:
 def checkpoint_digest(checkpoint: Checkpoint) -> str:
     """SHA-256 of the config and of the contents of all weight, code and tokenizer files."""
     origin = checkpoint.source or checkpoint
-    files = [*origin.files, *filter(_CODE_TOKENIZER.search, origin.side_files)]
-    config = hashlib.sha256(json.dumps(origin.config, sort_keys=True).encode()).hexdigest()
-    return hashlib.sha256(
-        "\n".join([config, *file_digests(map(origin.path, files))]).encode()
-    ).hexdigest()
+    code_and_tokenizer = filter(_CODE_TOKENIZER.search, origin.side_files)
+    files = [origin.path(name) for name in (*origin.files, *code_and_tokenizer)]
+
+    config = json.dumps(origin.config, sort_keys=True)
+    digests = [hashlib.sha256(config.encode()).hexdigest(), *file_digests(files)]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def file_digests(paths: Iterable[Path]) -> list[str]:

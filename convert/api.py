@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.hub import fetch_weights, open_model
+from gqa.checkpoint.output_directory import OutputDirectory, require_space
 from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.write import OutputDirectory, require_space, write_text
 from gqa.convert import advice
 from gqa.convert.card import model_card
 from gqa.convert.head_maps import StoredMaps
@@ -22,7 +22,7 @@ from gqa.convert.options import ConvertOptions
 from gqa.convert.output import output_of
 from gqa.convert.plan import Plan
 from gqa.convert.planning import make_plan
-from gqa.convert.rewrite import write
+from gqa.convert.rewrite import ConvertedCheckpoint
 from gqa.convert.summary import provenance
 from gqa.core.console import SILENT, Watcher
 from gqa.core.errors import LayerwiseError, RefusedError, alternatives
@@ -131,9 +131,12 @@ def convert(
 
     with output, _maps(plan, out, maps_options, watcher, options.overwrite) as maps:
         watcher.stage("converting", plan.total_bytes, "byte")
-        write(plan, maps, output.work, watcher.update)
-        write_text(output.work / "README.md", model_card(plan, maps, out.name, command))
-        record = output.commit(PROVENANCE, provenance(plan, maps, out, command))
+        record = ConvertedCheckpoint(plan, maps, watcher.update).write(
+            output,
+            PROVENANCE,
+            provenance(plan, maps, out, command),
+            {"README.md": model_card(plan, maps, out.name, command)},
+        )
 
     result_warnings = advice.warnings(plan, maps, options, out, record["source"])
     return Conversion(out, plan, maps, (*plan.warnings, *result_warnings), record)

@@ -1,30 +1,21 @@
-"""Write the output of a plan and verify it: shards, several at a time, then side files, index and
-config.
-"""
+"""Write the output of a plan and verify it; `ConvertedCheckpoint` is the place to begin reading."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from gqa.checkpoint.files import TensorSpec, new_shard, read_header, write_index
+from gqa.checkpoint.files import TensorSpec, read_header
 from gqa.checkpoint.provenance import METRICS, PROVENANCE, UPTRAINING
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
-from gqa.checkpoint.write import (
-    DEFAULT_JOBS,
-    Progress,
-    copy_file,
-    copy_range,
-    no_progress,
-    write_tensor,
-    write_text,
-)
+from gqa.checkpoint.write import DEFAULT_JOBS, Progress, copy_range, no_progress, write_tensor
+from gqa.checkpoint.writer import CheckpointWriter, new_shard
 from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.config import read_config, target_heads
 from gqa.convert.heads.modules import Change, attention_modules, module_changes
@@ -45,65 +36,83 @@ class _CancelledError(Exception):
     """Another thread failed or the user interrupted."""
 
 
-def write(
-    plan: Plan, maps: StoredMaps | None, work: Path, progress: Progress = no_progress
-) -> None:
-    """Fill the directory `work` and verify it.
+class ConvertedCheckpoint(CheckpointWriter):
+    """The output of a plan: shards are written and verified several at a time."""
 
-    maps: Those of the plan's method; None if it reads nothing.
+    def __init__(
+        self, plan: Plan, maps: StoredMaps | None, progress: Progress = no_progress
+    ) -> None:
+        """`maps`: Those of the plan's method; None if it reads nothing."""
+        super().__init__(
+            plan.checkpoint,
+            {shard.file: shard.tensors for shard in plan.shards},
+            config=json.dumps(plan.new_config, indent=2, ensure_ascii=False) + "\n",
+            not_copied=("README.md", PROVENANCE, UPTRAINING, METRICS),
+        )
+        self._plan = plan
+        self._maps = maps
+        self._progress = progress
+        self._stop = threading.Event()
 
-    Raises OutputError, and CorruptError for heads with NaN or Inf.
+    def write_shards(self, directory: Path) -> None:
+        """Raises OutputError, and CorruptError for heads with NaN or Inf."""
+        import torch
 
-    Merging is memory-bound: one torch thread per shard.
-    """
-    import torch
+        # Merging is memory-bound: one torch thread per shard
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with ThreadPoolExecutor(DEFAULT_JOBS) as pool:
+                try:
+                    list(pool.map(partial(self._write_shard, directory), self._plan.shards))
+                except BaseException:
+                    self._stop.set()
+                    raise
+        finally:
+            torch.set_num_threads(threads)
 
-    stop = threading.Event()
+    def _write_shard(self, directory: Path, shard: Shard) -> None:
+        """Write and verify one output file: header, then tensors in order."""
+        self._advance(0)
+        path = directory / shard.file
+        with new_shard(path, shard.tensors) as target:
+            self.append_tensors(target, shard.tensors)
+        verify_shard(self._plan, path, shard)
 
-    def advance(count: int) -> None:
-        if stop.is_set():
+    def append_tensors(self, target: BinaryIO, tensors: Sequence[OutputTensor]) -> None:
+        """Copy, cast or merge each tensor."""
+        import numpy as np
+
+        # Memory to read into, the same for all tensors: fresh pages for every tensor cost as much
+        # as reading it.
+        largest = max((tensor.source.nbytes for tensor in tensors if tensor.change), default=0)
+        buffer = np.empty(max(largest, 8 * CAST_CHUNK), np.uint8)
+        for tensor in tensors:
+            self._append_tensor(target, tensor, buffer)
+
+    def _append_tensor(
+        self, target: BinaryIO, tensor: OutputTensor, buffer: NDArray[np.uint8]
+    ) -> None:
+        checkpoint = self.source
+        source = tensor.source
+        if tensor.copied and checkpoint.has_range(source):
+            with checkpoint.path(source.file).open("rb") as stream:
+                copy_range(stream, target, source.begin, source.nbytes, self._advance)
+        elif tensor.change is None:
+            _cast(checkpoint, target, tensor, buffer, self._advance)
+        else:
+            merged = stored_as(_merge(self._plan, self._maps, tensor.change, buffer), tensor.dtype)
+            write_tensor(target, merged, self._advance)
+
+    def _advance(self, count: int) -> None:
+        """Report bytes that are written. Raises _CancelledError if another shard has failed."""
+        if self._stop.is_set():
             raise _CancelledError
-        progress(count)
+        self._progress(count)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(DEFAULT_JOBS) as pool:
-            try:
-                list(pool.map(partial(_write_shard, plan, maps, work, advance), plan.shards))
-            except BaseException:
-                stop.set()
-                raise
-        _write_side_files(plan, work)
-        verify(plan, work)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _write_shard(
-    plan: Plan, maps: StoredMaps | None, work: Path, progress: Progress, shard: Shard
-) -> None:
-    """Write and verify one output file: header, then tensors in order."""
-    import numpy as np
-
-    progress(0)
-    checkpoint = plan.checkpoint
-    # Memory to read into, the same for all tensors: fresh pages for every tensor cost as much as
-    # reading it.
-    largest = max((tensor.source.nbytes for tensor in shard.tensors if tensor.change), default=0)
-    buffer = np.empty(max(largest, 8 * CAST_CHUNK), np.uint8)
-    with new_shard(work / shard.file, shard.tensors) as target:
-        for tensor in shard.tensors:
-            source = tensor.source
-            if tensor.copied and checkpoint.has_range(source):
-                with checkpoint.path(source.file).open("rb") as stream:
-                    copy_range(stream, target, source.begin, source.nbytes, progress)
-            elif tensor.change is None:
-                _cast(checkpoint, target, tensor, buffer, progress)
-            else:
-                merged = _merge(plan, maps, tensor.change, buffer)
-                write_tensor(target, stored_as(merged, tensor.dtype), progress)
-    verify_shard(plan, work / shard.file, shard)
+    def verify(self, directory: Path) -> None:
+        """Check the whole; each shard was verified when it was written."""
+        verify(self._plan, directory)
 
 
 def _cast(
@@ -165,21 +174,6 @@ def _merge(
     if plan.dtype or not change.rule.projection:
         tensor = tensor.to(torch.float64 if change.source.dtype == "F64" else torch.float32)
     return converted_tensor(plan, maps, change, tensor)
-
-
-def _write_side_files(plan: Plan, work: Path) -> None:
-    """Everything that is not weights; index and config last, so that nothing earlier looks like a
-    checkpoint.
-    """
-    for name in plan.checkpoint.side_files:
-        if name not in ("README.md", PROVENANCE, UPTRAINING, METRICS):
-            copy_file(plan.checkpoint.path(name), work / name)
-    for name, text in plan.checkpoint.added.items():
-        write_text(work / name, text)
-    write_index(work, {shard.file: shard.tensors for shard in plan.shards})
-    write_text(
-        work / "config.json", json.dumps(plan.new_config, indent=2, ensure_ascii=False) + "\n"
-    )
 
 
 def verify(plan: Plan, work: Path) -> None:

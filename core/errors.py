@@ -1,8 +1,7 @@
 """Errors that a user can cause: one clear line each, never a traceback."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 
 class RefusedError(ValueError):
@@ -84,15 +83,6 @@ def listing(names: Iterable[object], limit: int = 8) -> str:
 def plural(count: int, noun: str) -> str:
     """`1 document`, `2,000 documents`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
-def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """`name: before -> now` for everything that is not equal."""
-    return [
-        f"{k}: {before.get(k)} -> {now.get(k)}"
-        for k in sorted({*now, *before})
-        if now.get(k) != before.get(k)
-    ]
 
 
 def alternatives(values: Iterable[object]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from gqa.checkpoint.hub import cache_error, local_cause
 from gqa.core.console import SILENT
 from gqa.core.errors import OutputError, RefusedError
-from gqa.core.work import REMOVED_AT_EXIT
+from gqa.core.shelves import REMOVED_AT_EXIT
 
 
 def datasets_cache() -> Path:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TextIO
 
-from gqa.checkpoint.write import OutputDirectory, finite
+from gqa.checkpoint.output_directory import OutputDirectory
+from gqa.checkpoint.write import finite
 from gqa.convert.summary import ratio_text, size
 from gqa.convert.verdict import Loss
 from gqa.core.devices import ranks

@@ -28,14 +28,15 @@ from gqa.core.errors import (
     one_line,
     plural,
 )
-from gqa.core.work import claim, remove
 from gqa.corpus.sources import parse_sources, row_digest
 from gqa.eval.evaluate import Comparison, environment
+from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import open_subjects
 from gqa.eval.text import Text, check_target_field, choose_context, cut_text
 from gqa.models.loading import check_predicts_tokens
 from gqa.study import rows
 from gqa.study.columns import row_numbers
+from gqa.study.directory import StudyDirectory
 from gqa.study.options import UNMERGED, AblateOptions, Cell
 from gqa.uptrain.dataloader import build_data, heldout_sources
 from gqa.uptrain.run import uptrain
@@ -58,6 +59,7 @@ class Ablation:
         self._kept = set[str]()
         self._commands = options.commands  # with the model as the caller named it
         self.options = options = replace(options, model=self.subject.path)
+        self._directory = StudyDirectory(options.output)
         check_predicts_tokens(self.subject.config, self.subject.name, options.trust_remote_code)
         check_target_field(self.subject, options.target_field)
 
@@ -73,7 +75,7 @@ class Ablation:
                 }
             )
         )
-        rows.check_directory(options.output, self._identity, options.overwrite)
+        self._directory.check(self._identity, options.overwrite)
 
     def _check_conversions(self) -> int:
         """The number of KV heads of the base model.
@@ -146,31 +148,37 @@ class Ablation:
         Raises OutputError if rows cannot be written, StoppedError after a signal: the same call
         continues.
         """
-        options, evaluation = self.options, self.options.evaluation
+        options = self.options
+        evaluation = options.evaluation  # refuses a device before anything is removed
         # Before anything of ours is in the directory: another study may have been made in it since
         # it was checked.
-        rows.check_directory(options.output, self._identity, options.overwrite)
-        with rows.locked_work(options.output) as self._work:
-            rows.check_directory(options.output, self._identity, options.overwrite)
+        self._directory.check(self._identity, options.overwrite)
+        with self._directory.held():
+            self._directory.check(self._identity, options.overwrite)
             if options.overwrite or not rows.read_rows(options.output):
-                rows.remove_work(self._work)
-                for name in rows.FILES if rows.read_rows(options.output) else [rows.ROWS]:
-                    (options.output / name).unlink(missing_ok=True)
-            measured = [
-                cell for cell, row in rows.read_rows(options.output).items() if not row["error"]
-            ]
-            if cells := [cell for cell in self.cells if cell not in measured]:
-                self._comparison = Comparison(self.subject, self._text, evaluation)
-                self._environment = {"argv": argv, **environment(str(evaluation.device))}
-                # In a log there is a line of each cell
-                quiet = options.quiet or not is_interactive()
-                with Watcher(quiet) as self._watcher:
-                    self._watcher.stage(self.subject.name, len(cells), "cell")
-                    self._measure_base_model(cells[0])
-                    converted = (cell for cell in cells if not cell.is_base_model)
-                    for _, group in groupby(converted, lambda cell: cell.conversion):
-                        self._measure_conversion([*group])
-            rows.remove_work(self._work, self._kept)
+                self._directory.start_over()
+
+            rows_before = rows.read_rows(options.output)
+            measured = [cell for cell, row in rows_before.items() if not row["error"]]
+            cells = [cell for cell in self.cells if cell not in measured]
+            if cells:
+                self._measure(cells, evaluation, argv)
+            self._directory.remove_work(self._kept)
+
+    def _measure(
+        self, cells: Sequence[Cell], evaluation: EvaluateOptions, argv: Sequence[str]
+    ) -> None:
+        """Measure these cells, the base model's first, if it is among them."""
+        self._comparison = Comparison(self.subject, self._text, evaluation)
+        self._environment = {"argv": argv, **environment(str(evaluation.device))}
+        # In a log there is a line of each cell
+        quiet = self.options.quiet or not is_interactive()
+        with Watcher(quiet) as self._watcher:
+            self._watcher.stage(self.subject.name, len(cells), "cell")
+            self._measure_base_model(cells[0])
+            converted = (cell for cell in cells if not cell.is_base_model)
+            for _, group in groupby(converted, lambda cell: cell.conversion):
+                self._measure_conversion([*group])
 
     def _add_row(self, cell: Cell, error: str | None = None, **columns: Any) -> None:
         """Append the row of a cell, and print its loss or the error."""
@@ -236,11 +244,12 @@ class Ablation:
 
         Raises StoppedError after a signal during training, and OutputError.
         """
-        directory = self._work / cells[0].conversion
-        claim(directory, rows.CONVERSION)
-        converted, start = None, time.perf_counter()
+        conversion = self._directory.conversion(cells[0].conversion)
+        conversion.claim()
+        converted = None
+        start = time.perf_counter()
         with self._add_errors(cells):
-            converted = self._convert(cells[0], directory)
+            converted = self._convert(cells[0], conversion.path)
         seconds = time.perf_counter() - start
         for cell in cells if converted else ():
             row: rows.Row = {}
@@ -251,14 +260,14 @@ class Ablation:
                 # Only now: if the row cannot be written, they are still there
                 for trained in self._trained(cell):
                     shutil.rmtree(trained, ignore_errors=True)
-        if directory.name not in self._kept:
-            remove(directory, rows.CONVERSION)
+        if conversion.path.name not in self._kept:
+            conversion.remove()
 
     def _trained(self, cell: Cell) -> list[Path]:
         """Where the checkpoint that is trained for a cell is written, and the states of its
         training.
         """
-        path = self._work / cell.conversion / f"alpha-{cell.alpha:g}"
+        path = self._directory.work / cell.conversion / f"alpha-{cell.alpha:g}"
         return [path, path.with_name(f"{path.name}-state")]
 
     def _convert(self, cell: Cell, directory: Path) -> Path:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gqa.core.work import read_mark
+from gqa.core.run_directory import read_mark
 
 if TYPE_CHECKING:
     from support.documents import Counted
@@ -99,12 +99,12 @@ def _runs_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     yield
     if "torch" not in sys.modules:
         return
-    from gqa.core.work import shelves
+    from gqa.core.shelves import shelves
 
     # The last: of `alone`
     caches = [*shelves(), tmp_path_factory.getbasetemp() / "cache" / "gqa-runs"]
-    if "training" in sys.modules:
-        caches.append(sys.modules["training"].runs_shelf())
+    if "support.training" in sys.modules:
+        caches.append(sys.modules["support.training"].runs_shelf())
     for shelf in caches:
         for entry in shelf.glob("*"):
             where = (read_mark(entry) or {}).get("directory", "")

@@ -37,10 +37,11 @@ from support.training import (
 )
 
 from gqa.core.errors import NoMemoryError, RefusedError
-from gqa.core.work import claim, mark
+from gqa.core.run_directory import RunDirectory
 from gqa.corpus.sources import row_digest
 from gqa.study import ablation
 from gqa.study import rows as study_rows
+from gqa.study.directory import WORK_PURPOSE, StudyDirectory
 from gqa.study.options import ADVICE, AblateOptions, Cell
 from gqa.study.report import write_study_report
 
@@ -489,7 +490,7 @@ def test_intermediate_files_of_somebody_else_are_left_alone(tmp_path: Path) -> N
     for overwrite in (False, True):
         refused(out, ".work was not made by gqa-ablate; move it away", overwrite=overwrite)
 
-    mark(out / ".work", study_rows.PURPOSE)
+    RunDirectory(out / ".work", WORK_PURPOSE).mark()
     measured(out, methods="mean", alphas="0", overwrite=True)
     assert [path.name for path in (out / ".work").iterdir() if path.is_dir()] == ["precious"]
     assert thesis.read_text() == "mine"
@@ -513,7 +514,7 @@ def test_what_was_trained_is_not_trained_again(
                 study_rows, "os", Mock(fsync=Mock(side_effect=[None, full]), path=os.path)
             )
         else:
-            patch.setattr("gqa.uptrain.run.write_index", Mock(side_effect=full))
+            patch.setattr("gqa.uptrain.export.TrainedCheckpoint.verify", Mock(side_effect=full))
         assert ablate(out, **grid).code == 1
     if fails == "the row":  # it was written, but may be gone after a power cut
         lines = (out / "results.jsonl").read_text().splitlines(keepends=True)
@@ -564,15 +565,15 @@ def test_overwrite_starts_over(tmp_path: Path) -> None:
     assert (out / "notes.txt").read_text() == "mine"
     for name in ("results.jsonl", "report.html"):
         (out / name).unlink()  # a conversion may be one of other options, which the rows had
-    claim(out / ".work", study_rows.PURPOSE)
-    claim(out / ".work" / "mean-g1", study_rows.CONVERSION)
+    RunDirectory(out / ".work", WORK_PURPOSE).claim()
+    StudyDirectory(out).conversion("mean-g1").claim()
     ablation.convert_checkpoint(
         place() / "model", 1, out / ".work" / "mean-g1" / "converted", method="first"
     )
     assert untimed(measured(out, methods="mean", alphas="0")) == untimed(rows(study()))[:2]
     refused(out, "--groups 3 is not possible", **grid, groups="3")
     for directory, options in ((out, grid), (tmp_path / "new", {"alphas": "0"})):
-        with study_rows.locked_work(directory):
+        with StudyDirectory(directory).held():
             refused(directory, "another run is working on", **options)
 
 

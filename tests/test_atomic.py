@@ -33,8 +33,8 @@ from support.training import Runs
 from test_edges import save_bin
 from torch import Tensor
 
-from gqa.checkpoint import write as writer
-from gqa.checkpoint.write import write_tensor
+from gqa.checkpoint import output_directory, writer
+from gqa.checkpoint.write import copy_range, replacing, write_tensor
 from gqa.convert import rewrite
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.core.errors import OutputError, RefusedError
@@ -175,7 +175,7 @@ def test_full_disk_under_a_file_that_is_replaced(disk: Path) -> None:
     (disk / "x").write_text("old")
     with (
         pytest.raises(OSError, match="No space left on device") as error,
-        writer.replacing(disk / "x") as temporary,
+        replacing(disk / "x") as temporary,
     ):
         save_file({"a": torch.zeros(1 << 20)}, temporary)
     assert error.value.errno == errno.ENOSPC
@@ -200,7 +200,14 @@ def test_full_disk(disk: Path, tmp_path: Path, more: int, says: str) -> None:
     assert snapshot(disk) == before
 
 
-PLACES = ("copy_range", "write_tensor", "copy_file", "write_text", "verify", "fsync_directory")
+PLACES = {
+    "copy_range": rewrite,
+    "write_tensor": rewrite,
+    "copy_file": writer,
+    "write_text": writer,
+    "verify": rewrite,
+    "fsync_directory": output_directory,
+}
 ERRORS = [
     *((where, errno.ENOSPC) for where in PLACES),
     ("write_tensor", errno.EIO),
@@ -220,8 +227,7 @@ def test_error_anywhere(tmp_path: Path, monkeypatch: Any, where: str, number: in
     model, out = llama(tmp_path / "m"), tmp_path / "out"
     assert run("--groups", 1, "--method", "mean", "-o", out, model).code == 0
     before = snapshot(tmp_path)
-    home = writer if where == "fsync_directory" else rewrite
-    monkeypatch.setattr(home, where, fail)
+    monkeypatch.setattr(PLACES[where], where, fail)
     result = run(*MERGED, "--overwrite", "-o", out, model)
     assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
     says = {errno.EIO: "Input/output error", errno.ENOSPC: "no space left"}.get(
@@ -275,7 +281,7 @@ def test_source_that_became_shorter(tmp_path: Path) -> None:
         (tmp_path / "b").open("wb", buffering=0) as target,
         pytest.raises(OutputError, match="became shorter"),
     ):
-        writer.copy_range(source, target, 50, 100)
+        copy_range(source, target, 50, 100)
 
 
 # ------------------------------------------ what is written wrong is noticed before it is published

@@ -18,7 +18,7 @@ from support.hub_server import Hub, Machine
 
 from gqa.convert.merge import self_samples
 from gqa.core.errors import CacheError
-from gqa.core.work import shelves
+from gqa.core.shelves import shelves
 from gqa.corpus.cache import datasets_cache
 
 NAME = "lab/tiny-llama"

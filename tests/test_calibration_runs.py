@@ -30,7 +30,7 @@ from gqa.convert.api import convert_checkpoint
 from gqa.convert.merge.quality import CHECKED
 from gqa.core.console import SILENT
 from gqa.core.errors import RefusedError
-from gqa.core.work import claim
+from gqa.core.run_directory import RunDirectory
 from gqa.models.loading import load_model
 
 
@@ -406,7 +406,7 @@ def test_one_line_for_what_cannot_be_calibrated(
 
 def test_damaged_state_is_named(small: Path, tmp_path: Path) -> None:
     work = tmp_path / ".out.gqa-work"
-    claim(work, "finished layers")
+    RunDirectory(work, "finished layers").claim()
     (work / "state.safetensors").write_text("garbage")
     words = (small, "-o", tmp_path / "out", "-g", 2, "--tokens", 256, "--context", 16)
     done = checkpoints.run(*words)

@@ -24,7 +24,7 @@ from test_families import all_tensors, write_checkpoint
 from test_native import CASES
 from torch import Tensor
 
-from gqa.checkpoint.write import OutputDirectory
+from gqa.checkpoint.output_directory import OutputDirectory
 from gqa.convert.api import convert_checkpoint
 from gqa.core.errors import OutputError, RefusedError
 from gqa.models.card import BASE_CARD

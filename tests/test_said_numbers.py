@@ -56,7 +56,7 @@ def test_with_a_teacher_the_divergence_chooses_and_both_losses_are_said(
             "nats": 8.3 + number / 10,
         }
 
-    monkeypatch.setattr("gqa.uptrain.loop.heldout_losses", losses)
+    monkeypatch.setattr("gqa.uptrain.heldout.heldout_losses", losses)
     said, record, card = uptrain(tmp_path / "out")
     assert "the weights with the lowest KL divergence from the teacher on them are written" in said
     assert (

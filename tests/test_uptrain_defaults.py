@@ -23,9 +23,9 @@ from gqa.convert.api import convert_checkpoint
 from gqa.core.errors import RefusedError
 from gqa.models.loading import load_tokenizer
 from gqa.uptrain.dataloader import settle_steps
-from gqa.uptrain.loop import rate_factor, warmup_steps
 from gqa.uptrain.models import TOKENS, make_optimizer, settle
 from gqa.uptrain.options import Schedule, TrainOptions
+from gqa.uptrain.schedule import rate_factor, warmup_steps
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -26,7 +26,7 @@ from support.training import (
 
 from gqa.convert.api import convert_checkpoint
 from gqa.core.errors import OutputError, StoppedError, UnfinishedError
-from gqa.uptrain.loop import Log
+from gqa.uptrain.log import Log
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import prepare
 
@@ -299,7 +299,7 @@ def test_a_mistake_of_ours_after_training_loses_nothing(
     options = options_for(model_of(tmp_path), tmp_path / "out")
     run = prepare(options)
     with monkeypatch.context() as patch:
-        patch.setattr("gqa.uptrain.run.write_index", lambda *given: 1 / 0)
+        patch.setattr("gqa.uptrain.export.TrainedCheckpoint.verify", lambda *given: 1 / 0)
         with pytest.raises(
             UnfinishedError, match=r"division by zero\. But nothing is lost: the trained weights"
         ):

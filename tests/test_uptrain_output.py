@@ -22,8 +22,9 @@ from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint
 from gqa.core.errors import OutputError, RefusedError
 from gqa.models.loading import load_model
+from gqa.uptrain.export import TrainedCheckpoint, result_tensors
 from gqa.uptrain.models import attention_parameters
-from gqa.uptrain.run import _write_weights, result_tensors, uptrain
+from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import check_exportable, prepare
 from gqa.uptrain.weights import merge_adapters
 
@@ -103,7 +104,8 @@ def test_weights_that_were_not_trained_are_written_bit_for_bit(tmp_path: Path, n
     model = load_model(str(source.directory), dtype="float32")
     check_exportable(model, source)
     (tmp_path / "out").mkdir()
-    _write_weights(source, result_tensors(model, model.state_dict(), source), tmp_path / "out")
+    tensor_of = result_tensors(model, model.state_dict(), source)
+    TrainedCheckpoint(source, tensor_of).write_weights(tmp_path / "out")
     before, after = load(tmp_path / "source"), load(tmp_path / "out")
     assert shapes(before) == shapes(after)
     assert all(tensor_bytes(before[key]) == tensor_bytes(after[key]) for key in before)
@@ -138,7 +140,7 @@ def falling(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     losses = count(9, -1)
     monkeypatch.setattr(
-        "gqa.uptrain.loop.heldout_losses",
+        "gqa.uptrain.heldout.heldout_losses",
         lambda *given: dict.fromkeys(("loss", "nats"), next(losses)),
     )
 
@@ -342,8 +344,9 @@ def test_numbers_that_cannot_be_stored(tmp_path: Path) -> None:
     weights = model.state_dict()
     weights["model.norm.weight"][3] = 1e6
     (tmp_path / "out").mkdir()
+    writer = TrainedCheckpoint(source, result_tensors(model, weights, source))
     with pytest.raises(OutputError, match=r"model\.norm\.weight has become too large for F16"):
-        _write_weights(source, result_tensors(model, weights, source), tmp_path / "out")
+        writer.write_weights(tmp_path / "out")
     weights = {"a.base_layer.weight": torch.ones(3, 2), "a.lora_A.default.weight": torch.ones(4, 2)}
     weights |= {"a.lora_B.default.weight": torch.full((3, 4), torch.inf)}
     with pytest.raises(OutputError, match="the adapter of a is not finite"):

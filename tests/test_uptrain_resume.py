@@ -20,7 +20,8 @@ from support.training import Runs, difference, losses, metrics, shared_runs, sta
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gqa.core.errors import RefusedError
-from gqa.uptrain.state import States, _readable
+from gqa.uptrain.state import States
+from gqa.uptrain.state_files import _readable
 
 STEPS = 4
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -32,8 +32,9 @@ def command(options: TrainOptions) -> None:
     import transformers
 
     from gqa.core.devices import ranks
-    from gqa.uptrain.run import plan_lines, result_lines, uptrain
+    from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
+    from gqa.uptrain.summary import plan_lines, result_lines
 
     transformers.utils.logging.set_verbosity_error()
     quiet = options.quiet or not ranks().is_main_process

@@ -21,17 +21,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.hub import default_output, open_model
+from gqa.checkpoint.output_directory import OutputDirectory, require_space
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.write import OutputDirectory, require_space
 from gqa.convert.heads.config import check_config
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import find_device, from_main, ranks
 from gqa.core.errors import RefusedError, explain
 from gqa.models.loading import check_predicts_tokens, load_tokenizer, read_auto_config
 from gqa.uptrain.dataloader import Dataloader, build_data
+from gqa.uptrain.identity import describe_run
 from gqa.uptrain.models import build_model, build_teacher, check_exportable, check_teacher, settle
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.state import METRICS_LOG, State, States, describe_run, find_states
+from gqa.uptrain.state import METRICS_LOG, States, find_states
+from gqa.uptrain.state_files import State
 from gqa.uptrain.training_model import TrainingModel
 from gqa.uptrain.weights import shard_model
 

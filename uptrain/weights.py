@@ -26,7 +26,10 @@ from gqa.models.names import sources
 from gqa.uptrain.training_model import TrainingModel
 
 LORA_ALPHA = 32  # adapters (LoRA, arXiv 2106.09685) are scaled by LORA_ALPHA / rank
-_BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+# Parts of the names in a state dict of an adapted weight W, and of A and B of its adapter
+_BASE = ".base_layer."
+_DOWN = ".lora_A.default.weight"
+_UP = ".lora_B.default.weight"
 
 
 def shard_model(training: TrainingModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
@@ -37,8 +40,9 @@ def shard_model(training: TrainingModel, checkpoint: Checkpoint, accelerator: Ac
     plugin = accelerator.state.fsdp_plugin
     plugin.cpu_ram_efficient_loading = False  # it broadcasts whole weights from the first process
     fsdp2_prepare_model(accelerator, training)
-    offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-    _read(training.model, checkpoint, "cpu" if offloaded else str(accelerator.device))
+
+    is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    _read(training.model, checkpoint, "cpu" if is_offloaded else str(accelerator.device))
 
 
 def shard_teacher(
@@ -49,13 +53,16 @@ def shard_teacher(
     """
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     classes = layer_classes(teacher)
-    for module in [module for module in teacher.modules() if type(module).__name__ in classes]:
-        fully_shard(module, mesh=mesh)
+    # A list: sharding changes the modules that are walked through
+    layers = [module for module in teacher.modules() if type(module).__name__ in classes]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
     fully_shard(teacher, mesh=mesh)
     _read(teacher, checkpoint, str(accelerator.device))
 
 
 def _read(model: PreTrainedModel, checkpoint: Checkpoint, device: str) -> None:
+    """Read the shards of this process from the files of a checkpoint."""
     files = sorted({str(checkpoint.path(spec.file)) for spec in checkpoint.tensors.values()})
     read_shards(model, str(checkpoint.directory), files, device)
 
@@ -78,12 +85,12 @@ def trained_bytes(model: PreTrainedModel, checkpoint: Checkpoint) -> int:
         for name, parts in adapter_parts(parameters).items()
         if any(parameters[part].requires_grad for part in parts)
     }
-    changed = [
-        stored for stored, (_, names) in sources(model).items() if trained.intersection(names)
-    ]
-    return sum(
-        checkpoint.tensors[stored].nbytes for stored in changed if stored in checkpoint.tensors
-    )
+
+    size = 0
+    for stored, (_, names) in sources(model).items():
+        if stored in checkpoint.tensors and trained.intersection(names):
+            size += checkpoint.tensors[stored].nbytes
+    return size
 
 
 def gather(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -112,29 +119,43 @@ def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[N
     trained parameters rounded to the dtype of the checkpoint. The training weights wait in the
     host's memory.
     """
-    specs = (
-        (checkpoint.tensors.get(stored), names) for stored, (_, names) in sources(model).items()
-    )
-    dtypes = {name: spec.dtype for spec, names in specs if spec for name in names}
-    parameters, before = dict(model.named_parameters()), dict[str, Tensor]()
+    parameters = dict(model.named_parameters())
+    dtypes = _stored_dtypes(model, checkpoint)
+    training_weights: dict[str, Tensor] = {}
     try:
         with torch.no_grad():
-            for name, (base, *adapter) in adapter_parts(parameters).items():
-                weight, dtype = parameters[base], dtypes.get(name, "F32")
-                if dtype == "F32" or not (weight.requires_grad or adapter):
+            for name, parts in adapter_parts(parameters).items():
+                base, *adapter = parts
+                weight = parameters[base]
+                dtype = dtypes.get(name, "F32")
+                is_trained = weight.requires_grad or bool(adapter)
+                # Nothing would be rounded
+                if dtype == "F32" or not is_trained:
                     continue
-                for part in (base, *adapter[1:]):
-                    before[part] = local_shard(parameters[part]).to("cpu", copy=True)
-                weight.copy_(
-                    stored_as(merge_adapter(weight, *(parameters[part] for part in adapter)), dtype)
-                )
+
+                # The adapter is B A: with zeros in B it adds nothing to the merged weight
+                changed = [base, *adapter[1:]]
+                for part in changed:
+                    training_weights[part] = local_shard(parameters[part]).to("cpu", copy=True)
+                merged = merge_adapter(weight, *(parameters[part] for part in adapter))
+                weight.copy_(stored_as(merged, dtype))
                 for up in adapter[1:]:
                     parameters[up].zero_()
         yield
     finally:
         with torch.no_grad():
-            for name, tensor in before.items():
+            for name, tensor in training_weights.items():
                 local_shard(parameters[name]).copy_(tensor)
+
+
+def _stored_dtypes(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
+    """The dtype in which each parameter is stored, by the parameter's name."""
+    dtypes: dict[str, str] = {}
+    for stored, (_, names) in sources(model).items():
+        spec = checkpoint.tensors.get(stored)
+        if spec is not None:
+            dtypes |= dict.fromkeys(names, spec.dtype)
+    return dtypes
 
 
 def adapter_parts(names: Iterable[str]) -> dict[str, list[str]]:
@@ -142,10 +163,10 @@ def adapter_parts(names: Iterable[str]) -> dict[str, list[str]]:
     parts = {}
     for name in names:
         path, base, tail = name.rpartition(_BASE)
-        if base:
-            parts[f"{path}.{tail}"] = (
-                [name, path + _DOWN, path + _UP] if tail == "weight" else [name]
-            )
+        if base and tail == "weight":
+            parts[f"{path}.weight"] = [name, path + _DOWN, path + _UP]
+        elif base:  # a bias, to which no adapter adds
+            parts[f"{path}.{tail}"] = [name]
         elif ".lora_" not in name:
             parts[name] = [name]
     return parts
@@ -166,12 +187,11 @@ def merge_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Raises OutputError.
     """
-    plain = {
-        name: merge_adapter(*(weights[part] for part in parts))
-        for name, parts in adapter_parts(weights).items()
-    }
+    plain = {}
     for name, parts in adapter_parts(weights).items():
-        if len(parts) > 1 and not bool(plain[name].isfinite().all()):
+        plain[name] = merge_adapter(*(weights[part] for part in parts))
+        has_adapter = len(parts) > 1
+        if has_adapter and not bool(plain[name].isfinite().all()):
             raise OutputError(
                 f"the adapter of {name.rpartition('.')[0]} is not finite; nothing was written"
             )

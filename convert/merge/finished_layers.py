@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
@@ -18,14 +16,13 @@ from torch import Tensor
 
 from gqa.checkpoint.write import replacing
 from gqa.convert.head_maps import MAPS, HeadMaps, StoredMaps
-from gqa.core.errors import CorruptError, RefusedError, differences
+from gqa.core.errors import CorruptError, RefusedError
 from gqa.core.json_text import parse_json
-from gqa.core.work import claim, fingerprint, is_ours, remove
+from gqa.core.run_directory import RunDirectory, differences, fingerprint
 
 _INTERVAL = 20  # seconds between states, which may take gigabytes
-_PURPOSE = "finished layers"  # of the directory of `FinishedLayers`
 
-# What options are called in errors; the others have the names of `describe`.
+# What the entries of a run's description are called in errors; others have their own names.
 _NAMES = {
     "method": "--method",
     "groups": "--groups",
@@ -46,27 +43,6 @@ _NAMES = {
     "refinement steps": "--refine-steps",
     "refinement seed": "--seed",
 }
-
-
-def _flat(description: Mapping[str, Any], within: str = "") -> dict[str, str]:
-    """A description for people: options by their names, values as they are typed,
-    hashes shortened.
-    """
-    flat = dict[str, str]()
-    for key, value in description.items():
-        name = f"{within} {key}".strip()
-        if isinstance(value, dict):
-            flat |= _flat(value, name)
-        elif isinstance(value, list):
-            flat[_NAMES.get(name, name)] = ",".join(_short(str(one)) for one in value)
-        else:
-            flat[_NAMES.get(name, name)] = _short("none" if value is None else str(value))
-    return flat
-
-
-def _short(text: str) -> str:
-    """A text, in which hashes have 12 digits."""
-    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}", r"\1", text)
 
 
 def maps_tensors(maps: Iterable[tuple[str, HeadMaps]]) -> dict[str, Tensor]:
@@ -102,6 +78,14 @@ class FinishedLayers:
     """The layers of one conversion that are finished, in a hidden directory beside `out`: a file
     for each, and from time to time `state.safetensors` with what the next one needs, and their
     number.
+
+    The run that uses it has locked `out`.
+
+    Attributes:
+        count: Finished layers.
+        errors: The error of each of them.
+        holds_out: Whether text is held out for the check, and so is no calibration text. A run that
+            continues another one takes the same text, whether or not it checks the result.
     """
 
     def __init__(
@@ -111,20 +95,21 @@ class FinishedLayers:
 
         Raises RefusedError for layers of another run; with `overwrite` these are removed. Raises it
         in any case for a directory that no run of ours has made.
-
-        holds_out: Whether text is held out for the check, and so is no calibration text. A run that
-            continues another one takes the same text, whether or not it checks the result.
         """
-        self.directory = out.absolute().with_name(f".{out.absolute().name}.gqa-work")
-        if os.path.lexists(self.directory) and not is_ours(self.directory, _PURPOSE):
-            raise RefusedError(
-                f"{self.directory} was not left by a run of gqa; move it away or give another "
-                "directory with -o"
-            )
+        out = out.absolute()
+        self._run_directory = RunDirectory(
+            out.with_name(f".{out.name}.gqa-work"), "finished layers", fingerprint(description)
+        )
+        self._run_directory.refuse_foreign()
 
-        self._state, self._description = self.directory / "state.safetensors", description
+        self.directory = self._run_directory.path
+        self._state = self.directory / "state.safetensors"
+        self._description = description
         self.holds_out = holds_out
-        self.count, self.errors, self._saved = 0, list[float | None](), time.monotonic()
+        self.count = 0
+        self.errors = list[float | None]()
+        self._saved_at = time.monotonic()
+
         if self._state.exists():
             with suppress(RefusedError) if overwrite else nullcontext():
                 self._continue()
@@ -136,18 +121,34 @@ class FinishedLayers:
         try:
             with safe_open(self._state, framework="pt") as file:
                 progress = parse_json(file.metadata()["progress"], self._state.name)
-            for layer in range(progress["layers"]):
-                (self.directory / f"{layer:05d}.safetensors").stat()
-            now, before = _flat(self._description), _flat(progress["description"])
+            count = progress["layers"]
+            for layer in range(count):
+                self._path(layer).stat()
+            changed = differences(self._description, progress["description"], _NAMES)
+            errors = progress["errors"]
             holds_out = bool(progress["holds_out"])
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        except (
+            SafetensorError,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as error:
             raise CorruptError(f"{self._state} is damaged; start over with --overwrite") from error
-        if changed := differences(now, before):
-            advice = "finish that with its options, or start over with --overwrite"
-            raise RefusedError(
-                f"{self.directory} holds layers of another run ({'; '.join(changed)}); {advice}"
+
+        if changed:
+            self._run_directory.refuse_another(
+                "layers of another run",
+                changed,
+                "finish that with its options, or start over with --overwrite",
             )
-        self.count, self.errors, self.holds_out = progress["layers"], progress["errors"], holds_out
+        self.count = count
+        self.errors = errors
+        self.holds_out = holds_out
+
+    def _path(self, layer: int) -> Path:
+        return self.directory / f"{layer:05d}.safetensors"
 
     def add(
         self,
@@ -159,31 +160,35 @@ class FinishedLayers:
         continues there.
         """
         if not self.directory.exists():
-            claim(self.directory, _PURPOSE, fingerprint(self._description))
-        _save(self.directory / f"{self.count:05d}.safetensors", tensors)
+            self._run_directory.claim()
+        _save(self._path(self.count), tensors)
         self.count += 1
-        if state is not None:
-            self.errors.append(error)
-            if time.monotonic() - self._saved >= _INTERVAL:
-                progress = {
-                    "description": self._description,
-                    "layers": self.count,
-                    "errors": self.errors,
-                    "holds_out": self.holds_out,
-                }
-                _save(self._state, state, {"progress": json.dumps(progress)})
-                self._saved = time.monotonic()
+        if state is None:
+            return
+
+        self.errors.append(error)
+        if time.monotonic() - self._saved_at >= _INTERVAL:
+            progress = {
+                "description": self._description,
+                "layers": self.count,
+                "errors": self.errors,
+                "holds_out": self.holds_out,
+            }
+            _save(self._state, state, {"progress": json.dumps(progress)})
+            self._saved_at = time.monotonic()
 
     def state(self) -> dict[str, Tensor]:
-        """The state from which this run continues."""
+        """The state from which this run continues; empty if it begins anew."""
         return load_file(self._state) if self.count else {}
 
     def maps(self, quality: Mapping[str, Any] | None) -> StoredMaps:
+        """The maps of all finished layers, read from their files when they are asked for."""
         files = tuple(sorted(self.directory.glob("[0-9]*.safetensors")))
         return StoredMaps(files, self._description, self.errors, quality)
 
     def remove(self, keep: bool = False) -> None:
         """Remove the layers; with `keep` only if no run can continue after them."""
-        if not (keep and self._state.exists()):
+        can_be_continued = self._state.exists()
+        if not (keep and can_be_continued):
             with suppress(OSError):  # what stays is removed by the next run
-                remove(self.directory, _PURPOSE)
+                self._run_directory.remove()

@@ -352,7 +352,7 @@ def kill_at(step: int, number: int = signal.SIGKILL) -> None:
     """Send a signal as soon as `step` is recorded, before its state is saved; those before are
     there.
     """
-    from gqa.uptrain.loop import Log
+    from gqa.uptrain.log import Log
 
     after(
         Log,
@@ -363,7 +363,7 @@ def kill_at(step: int, number: int = signal.SIGKILL) -> None:
 
 def make_file_after(step: int, path: str) -> None:
     """Somebody else makes a file as soon as `step` is recorded."""
-    from gqa.uptrain.loop import Log
+    from gqa.uptrain.log import Log
 
     after(
         Log,
@@ -374,7 +374,7 @@ def make_file_after(step: int, path: str) -> None:
 
 def copy_after(step: int, source: str, path: str) -> None:
     """Another result is written at `path` as soon as `step` is recorded."""
-    from gqa.uptrain.loop import Log
+    from gqa.uptrain.log import Log
 
     def copy(log: Any, progress: Any, *numbers: Any) -> None:
         if progress.step == step:
@@ -385,7 +385,7 @@ def copy_after(step: int, source: str, path: str) -> None:
 
 def fill_disk_after(step: int, directory: str) -> None:
     """Somebody else fills the disk of a directory as soon as `step` is recorded."""
-    from gqa.uptrain.loop import Log
+    from gqa.uptrain.log import Log
 
     def fill(log: Any, progress: Any, *numbers: Any) -> None:
         if progress.step == step:
@@ -408,7 +408,7 @@ def train_nothing() -> None:
 
 def save_at_every_step() -> None:
     """States are saved by time, and it is always time."""
-    import gqa.uptrain.loop as module
+    import gqa.uptrain.saver as module
 
     module.STATE_SECONDS = module.STATE_SHARE = 0
 
@@ -417,7 +417,7 @@ def kill_save_after(step: int, change: int) -> None:
     """SIGKILL just before the nth change of names on disk after `step` is recorded: its state is
     being saved.
     """
-    from gqa.uptrain.loop import Log
+    from gqa.uptrain.log import Log
 
     after(Log, "step", lambda log, progress, *numbers: progress.step == step and die_at(change))
 
@@ -453,9 +453,10 @@ def shard(load_once: bool = False) -> None:
 
 def set_losses(*losses: float) -> None:
     """The held-out loss at the start and after each step, whatever the model is."""
-    import gqa.uptrain.loop as module
+    import gqa.uptrain.heldout as module
+    import gqa.uptrain.loop
 
-    evaluate = module._evaluate
+    evaluate = module.evaluate
 
     def evaluate_so(setup: Any, model: Any, progress: Any, best: Any) -> dict[str, float]:
         module.heldout_losses = lambda *given: dict.fromkeys(
@@ -463,7 +464,7 @@ def set_losses(*losses: float) -> None:
         )
         return evaluate(setup, model, progress, best)
 
-    module._evaluate = evaluate_so
+    gqa.uptrain.loop.evaluate = evaluate_so
 
 
 def infinite_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:

@@ -1,0 +1,128 @@
+"""The held-out losses of a training, and its best weights by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from gqa.core.errors import RefusedError
+from gqa.uptrain.dataloader import stack
+from gqa.uptrain.models import trained_names
+from gqa.uptrain.setup import Setup
+from gqa.uptrain.state_files import TrainingProgress
+from gqa.uptrain.weights import local_shard, stored_weights
+
+Weights = dict[str, Tensor]
+NOT_FINITE = (
+    "{} or its teacher has weights that are NaN or infinite: its loss is not finite; give intact "
+    "checkpoints"
+)
+
+
+def evaluate(
+    setup: Setup, model: Any, progress: TrainingProgress, best: Weights
+) -> dict[str, float]:
+    """Measure the held-out losses of the weights as they would be stored, and copy those that train
+    to `best` if they are the best so far. Return the losses for the log.
+    """
+    with stored_weights(setup.model, setup.checkpoint):
+        losses = heldout_losses(setup, model)
+    if not progress.step and not math.isfinite(losses["loss"]):
+        raise RefusedError(NOT_FINITE.format(setup.checkpoint.name))
+
+    lowest = progress.heldout_after
+    if lowest is None:
+        progress.heldout_before = progress.heldout_after = losses
+    elif math.isfinite(losses["loss"]) and losses["loss"] < lowest["loss"]:
+        progress.heldout_after = losses
+        progress.best_step = progress.step
+        # The last weights are in memory when the result is written
+        if progress.step < setup.dataloader.steps:
+            best.update(copy_trained(setup, model))
+    return {f"heldout_{name}": value for name, value in losses.items()}
+
+
+@torch.no_grad()
+def heldout_losses(setup: Setup, model: Any) -> dict[str, float]:
+    """Means per token over the held-out blocks, which the ranks share: `loss`, which training
+    minimizes, and its parts `nats` and, with a teacher, `distillation`.
+    """
+    accelerator = setup.accelerator
+    device = accelerator.device
+    ranks = accelerator.num_processes
+    rank = accelerator.process_index
+    blocks = setup.dataloader.heldout
+    micro = setup.micro_batch
+
+    model.eval()
+    sums = zero_sums(4, device)  # predictions, nats, distillation, loss
+    # All ranks make the same number of passes (FSDP waits for them); a rank without a block repeats
+    # the first ones, which do not count.
+    for start in range(0, len(blocks), micro * ranks):
+        share = blocks[start + rank * micro : start + (rank + 1) * micro]
+        batch = {name: tensor.to(device) for name, tensor in stack(share or blocks[:1]).items()}
+        loss, numbers = model(**batch)
+        if share:
+            sums += torch.stack([*numbers, loss])
+    sums = accelerator.reduce(sums, "sum")
+    model.train()
+
+    nats, divergence, mean = means(sums)
+    losses = {"loss": mean, "nats": nats}
+    if setup.options.distills:
+        losses["distillation"] = divergence
+    return losses
+
+
+def zero_sums(count: int, device: torch.device) -> Tensor:
+    """(count,) zeros to add numbers of batches to, as exact as the device allows."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.zeros(count, dtype=dtype, device=device)
+
+
+def means(sums: Tensor) -> list[float]:
+    """Divide sums (n,) by the first, the number of predictions; return the n - 1 means."""
+    count, *totals = sums.tolist()
+    return [total / max(count, 1.0) for total in totals]
+
+
+def best_weights(setup: Setup, model: Any, progress: TrainingProgress, best: Weights) -> Weights:
+    """This process' weights with the lowest held-out loss, once training is done: the model's own,
+    into which `best` is copied if an earlier step was better; the last ones if nothing is held out.
+    Empty if no step improved the model.
+    """
+    has_heldout = bool(setup.dataloader.heldout)
+    if has_heldout and not progress.best_step:
+        return {}
+
+    weights = state_dict(setup.accelerator, model)
+    if has_heldout and progress.best_step < progress.step:
+        for name, tensor in best.items():
+            local_shard(weights[name]).copy_(local_shard(tensor))
+    return weights
+
+
+def copy_trained(setup: Setup, model: Any) -> Weights:
+    """Copies of the weights that train, or of this process' shards, in the host's memory."""
+    weights = state_dict(setup.accelerator, model)
+    return {
+        name: weights[name].to("cpu", copy=True)
+        for name in trained_names(setup.model)
+        if name in weights
+    }
+
+
+def state_dict(accelerator: Accelerator, wrapped: Any) -> Weights:
+    """The model's state dict under its own names, sharing the model's memory; under FSDP2 its
+    shards.
+    """
+    get: Callable[[Any], dict[str, Any]] = (
+        get_model_state_dict if accelerator.is_fsdp2 else accelerator.get_state_dict
+    )
+    return {name.removeprefix("model."): tensor for name, tensor in get(wrapped).items()}

@@ -1,0 +1,139 @@
+"""The record of a training, gqa_uptraining.json."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from gqa.checkpoint.provenance import (
+    PROVENANCE,
+    UPTRAINING,
+    path_of_record,
+    read_record,
+    relative_path,
+    request,
+    stamp,
+    versions,
+)
+from gqa.checkpoint.write import finite
+from gqa.corpus.sources import parse_self
+from gqa.uptrain.models import is_base_model
+from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.schedule import evaluation_interval, warmup_steps
+from gqa.uptrain.setup import Run, Setup
+from gqa.uptrain.state_files import TrainingProgress
+
+
+def record_of(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
+    """The record of a run, JSON-ready, including the records of the source checkpoint."""
+    source = setup.checkpoint
+    options = setup.options
+    data = setup.dataloader
+    argv = setup.run["argv"]
+
+    recorded_options = request(options_used(setup), argv)["options"]
+    conversion = read_record(source, PROVENANCE)
+    teacher = setup.teacher_checkpoint
+    base = conversion.get("source") if isinstance(conversion, dict) else None
+    teacher_is_base = (
+        teacher is not None and isinstance(base, dict) and is_base_model(teacher, source, base)
+    )
+
+    record = {
+        **stamp("gqa-uptrain", argv),
+        "model": source.hub_id or source.name,
+        "revision": source.revision,
+        "data": recorded_options["data"],
+        "alpha": options.alpha,
+        "tokens": progress.tokens,
+        "steps": progress.step,
+        "teacher": recorded_options["teacher"] if options.distills else None,
+        "teacher_is_base": teacher_is_base,
+        "teacher_revision": teacher and teacher.revision,
+        "losses": _losses(setup, progress),
+        "dropout_turned_off": setup.training_model.dropout,
+        "data_summary": data.summary,
+        "data_tokens": data.data_tokens,
+        "distinct_tokens": data.distinct_tokens,
+        "heldout_overlap": data.overlap and asdict(data.overlap),
+        "data_fingerprint": data.fingerprint,
+        "ranks": setup.accelerator.num_processes,
+        "options": recorded_options,
+        "conversion": conversion,
+        "trained_before": read_record(source, UPTRAINING),
+        "versions": versions("torch", "transformers", "accelerate"),
+    }
+    return dict(finite(record))
+
+
+def options_used(setup: Setup) -> TrainOptions:
+    """The options of a run with what was chosen where an option was left open.
+
+    Its length stays as it was given.
+    """
+    options = setup.options
+    steps = setup.dataloader.steps
+
+    repeats = options.repeats
+    # Generated text, in which blocks repeat passages unless it is plain; pairs never do
+    if repeats is None:
+        _, plain = parse_self(options.data[0])
+        repeats = not plain and not setup.model.config.is_encoder_decoder
+
+    heldout = options.heldout
+    if not heldout and options.data == ("stdlib:train",) and not options.heldout_fraction:
+        heldout = "stdlib:heldout"
+
+    return replace(
+        options,
+        repeats=repeats,
+        heldout=heldout,
+        micro_batch=setup.micro_batch,
+        warmup=warmup_steps(options.warmup, options.schedule, steps),
+        eval_every=evaluation_interval(options.eval_every, steps),
+        device=options.device or str(setup.accelerator.device),
+    )
+
+
+def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
+    """Losses in nats per token: the cross-entropy, and with a teacher also the divergence from it.
+
+    `chosen_by`: which of the two is lowest at the best step; None if nothing is held out.
+    """
+    distills = setup.options.distills
+    losses: dict[str, Any] = {"training": progress.loss}
+    for when, heldout in (("before", progress.heldout_before), ("after", progress.heldout_after)):
+        losses[f"heldout_{when}"] = heldout and heldout["nats"]
+        if distills:
+            losses[f"distillation_{when}"] = heldout and heldout["distillation"]
+
+    if not setup.dataloader.heldout:
+        return losses | {"best_step": progress.step, "chosen_by": None}
+    chosen_by = "distillation" if distills else "heldout"
+    return losses | {"best_step": progress.best_step, "chosen_by": chosen_by}
+
+
+def adapted_record(run: Run, record: dict[str, Any]) -> dict[str, Any]:
+    """The record of trained weights for this run, whose result may go elsewhere."""
+    command = request(run.options, run.run["argv"])
+    of_this_run = {name: command["options"][name] for name in ("output", "overwrite")}
+    return {
+        **record,
+        "argv": command["argv"],
+        "options": record["options"] | of_this_run,
+        # With the path from the checkpoint's place
+        "conversion": finite(read_record(run.checkpoint, PROVENANCE)),
+    }
+
+
+def conversion_record(run: Run, record: dict[str, Any]) -> dict[str, Any] | None:
+    """The record of the conversion, with the path of the base model from the result's place, also
+    in `record`; None if it has none: users edit such files.
+    """
+    conversion = record["conversion"]
+    base = conversion.get("source") if isinstance(conversion, dict) else None
+    if not isinstance(base, dict) or not base.get("path"):
+        return None
+    path = path_of_record(base["path"])
+    base["path"] = relative_path(run.checkpoint.directory / path, run.out) if path else None
+    return dict(conversion)

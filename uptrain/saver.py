@@ -1,0 +1,87 @@
+"""Saves the state of a training: every so many steps, from time to time, and when it stops."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from gqa.core.console import Watcher
+from gqa.core.errors import OutputError
+from gqa.corpus.streamed import Bookmark, positions_of
+from gqa.uptrain.heldout import Weights
+from gqa.uptrain.setup import Setup
+from gqa.uptrain.state_files import TrainingProgress
+
+STATE_SECONDS = 600  # between two states, at least
+STATE_SHARE = 50  # times as long as saving one takes is between two, at least
+
+
+class Saver:
+    """Saves states: every `save_every` steps, by default by time; and when the run stops."""
+
+    def __init__(self, setup: Setup, model: Any, optimizer: Any, watcher: Watcher) -> None:
+        self._setup = setup
+        self._model = model
+        self._optimizer = optimizer
+        self._watcher = watcher
+        self._saved_at = time.monotonic()
+        self._seconds = 0.0  # that the last save took
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after this step.
+
+        By time: every ten minutes, or less often, so that the run spends less than a fiftieth of
+        its time on it.
+        """
+        is_last = step == self._setup.dataloader.steps
+        every = self._setup.options.save_every
+        if every:
+            return is_last or step % every == 0
+        if is_last:  # the trained weights are saved next
+            return False
+
+        interval = max(STATE_SECONDS, STATE_SHARE * self._seconds)
+        is_time = time.monotonic() - self._saved_at >= interval
+        return self._setup.accelerator.is_main_process and is_time
+
+    def save(
+        self,
+        progress: TrainingProgress,
+        best: Weights,
+        bookmark: Bookmark | None,
+        *,
+        unreadable_text: bool,
+        stops: bool,
+    ) -> Path:
+        """Save a state; return the directory in which it is. All ranks call it.
+
+        If that fails, the run goes on with a warning: it may save the next one, or reach its end.
+        Raises OutputError if it `stops` here.
+
+        Args:
+            bookmark: Where the stream of text is; None if the data is no stream.
+            unreadable_text: Whether the run stops since its text cannot be read.
+        """
+        setup = self._setup
+        start = time.monotonic()
+        record = {
+            **vars(progress),
+            **setup.run,
+            "batch_size": setup.options.batch_size,
+            "stream": gather_object(positions_of(bookmark)) if bookmark else [],
+            "unreadable_text": unreadable_text,
+        }
+        keep = 2 if setup.options.save_every else 1
+        try:
+            setup.states.save(setup.accelerator, self._model, self._optimizer, best, record, keep)
+        except OutputError as error:
+            if stops:
+                raise
+            self._watcher.warn(f"{error}. The run goes on")
+
+        self._saved_at = time.monotonic()
+        self._seconds = self._saved_at - start
+        return setup.states.directory

@@ -1,0 +1,139 @@
+"""What gqa-uptrain prints before and after a run."""
+
+from __future__ import annotations
+
+from gqa.core.errors import plural
+from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.schedule import warmup_steps
+from gqa.uptrain.setup import Run, Setup
+from gqa.uptrain.state_files import TrainingProgress
+
+# The two held-out losses, in words.
+DISTILLATION, CROSS_ENTROPY = "KL divergence", "cross-entropy"
+
+
+def plan_lines(run: Run) -> list[str]:
+    """The plan of a run for people."""
+    if not isinstance(run, Setup):
+        return [
+            f"continues   training is done, in {run.states.directory}: only the result is written"
+        ]
+
+    setup = run
+    lines = [
+        _model_line(setup),
+        _teacher_line(setup),
+        f"data        {', '.join(setup.options.data)}: {setup.dataloader.summary}",
+        _steps_line(setup),
+        _optimizer_line(setup),
+        heldout_text(setup),
+    ]
+    overlap = setup.dataloader.overlap
+    if overlap and overlap.documents:
+        lines.append(f"excluded    {overlap}")
+
+    dropout = setup.training_model.dropout
+    if dropout:
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout.items())
+        lines.append(f"dropout     off; the model asks for {rates}")
+
+    if setup.start:
+        lines.append(
+            f"continues   after step {setup.start.record['step']:,}, saved in "
+            f"{setup.states.directory}"
+        )
+    return lines
+
+
+def _model_line(setup: Setup) -> str:
+    parameters = setup.model.num_parameters()
+    trained = setup.model.num_parameters(only_trainable=True)
+    return (
+        f"model       {setup.checkpoint.hub_id or setup.checkpoint.name}: "
+        f"{trained:,} of {parameters:,} parameters train ({setup.options.train})"
+    )
+
+
+def _teacher_line(setup: Setup) -> str:
+    if setup.options.distills:
+        return f"teacher     {setup.teacher_text}"
+    return f"no teacher  {setup.teacher_text}"
+
+
+def _steps_line(setup: Setup) -> str:
+    data = setup.dataloader
+    blocks = plural(setup.options.blocks_per_step, "block")
+    on_average = "" if data.pair_tokens is None else " on average"
+    repeats = ", with repeated passages" if setup.options.repeats else ""
+    return (
+        f"steps       {data.steps:,}, each of {blocks} ({data.tokens_per_step:,} "
+        f"tokens{on_average}); {data.tokens_until(data.steps):,} tokens in all{repeats}"
+    )
+
+
+def _optimizer_line(setup: Setup) -> str:
+    options = setup.options
+    warmup = warmup_steps(options.warmup, options.schedule, setup.dataloader.steps)
+    return (
+        f"optimizer   {options.optimizer}, learning rate {options.learning_rate:g}, "
+        f"{options.schedule}, {warmup} warm-up steps"
+    )
+
+
+def heldout_text(setup: Setup) -> str:
+    """The line of a plan that says what is held out, and by which measure the best weights are
+    chosen.
+    """
+    if not setup.dataloader.heldout:
+        return (
+            "held out    nothing (a stream or short data): the last weights are written; "
+            "see --heldout"
+        )
+    tokens = setup.dataloader.heldout_tokens
+    return (
+        f"held out    {tokens:,} tokens; the weights with the lowest {measure_of(setup.options)} "
+        "on them are written"
+    )
+
+
+def measure_of(options: TrainOptions) -> str:
+    """The held-out loss by which the best step is chosen, in words: it is the loss that training
+    minimizes.
+    """
+    return f"{DISTILLATION} from the teacher" if options.distills else CROSS_ENTROPY
+
+
+def result_lines(run: Run, progress: TrainingProgress) -> list[str]:
+    """The result for people."""
+    code = " with trust_remote_code=True" if "auto_map" in run.checkpoint.config else ""
+    return [
+        *_heldout_lines(run, progress),
+        f"written     {run.options.output}: verified, loads in transformers{code}",
+    ]
+
+
+def _heldout_lines(run: Run, progress: TrainingProgress) -> list[str]:
+    """The held-out losses before and after; empty if nothing is held out."""
+    before = progress.heldout_before
+    after = progress.heldout_after
+    if not (before and after):
+        return []
+
+    measure = measure_of(run.options)
+    chosen = "distillation" if run.options.distills else "nats"
+    lines = [
+        f"held out    {measure} {before[chosen]:.4f} -> {after[chosen]:.4f} "
+        f"nats per token (lowest: step {progress.best_step:,})"
+    ]
+    if run.options.distills:
+        lines.append(
+            f"            {CROSS_ENTROPY} {before['nats']:.4f} -> {after['nats']:.4f} nats per "
+            "token (not what the step is chosen by)"
+        )
+    if not progress.best_step:
+        lines.append(
+            f"unchanged   no step lowered the {measure}: the weights are "
+            f"those of {run.checkpoint.name}. Try a lower --learning-rate (now "
+            f"{run.options.learning_rate:g}), or more tokens"
+        )
+    return lines
