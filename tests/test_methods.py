@@ -169,7 +169,7 @@ def test_every_kind_of_setting_belongs_to_a_method_and_an_option() -> None:
         (Conv1D(Fused("stacked")), (96,)),
         (Conv1D(Separate("output", axis=1)), (40, 7)),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__ if isinstance(value, Layout) else str(value),
 )
 def test_a_layout_states_the_shape_of_what_it_joins(
     layout: Layout, shape: tuple[int, ...], groups: int
