@@ -25,7 +25,7 @@ from gqa.core.errors import RefusedError, explain
 SECONDS = 5  # of computing; published templates take milliseconds
 MEMORY = 1 << 30  # bytes beside those of the process itself
 CHARACTERS = 100_000  # that it writes for one letter
-# Seconds until the process has started, imported transformers and rendered, on a busy machine
+# Seconds until the process has started, imported transformers and rendered, on a busy machine.
 _DEADLINE = 120
 _FILE = "chat_template.jinja"
 
@@ -41,20 +41,18 @@ def render_chat(tokenizer: Any, checkpoint: Checkpoint, content: str) -> str | N
     except Exception:  # there is none, or several and none is the default
         return None
 
-    variables = tokenizer.special_tokens_map
-    request = json.dumps(
-        {
-            "template": template,
-            "messages": [{"role": "user", "content": content}],
-            "variables": {
-                name: str(token) for name, token in variables.items() if isinstance(token, str)
-            },
-            "seconds": SECONDS,
-            "bytes": MEMORY,
-            "characters": CHARACTERS,
-        }
-    )
-    answer = _answer(request)
+    special_tokens = tokenizer.special_tokens_map
+    request = {
+        "template": template,
+        "messages": [{"role": "user", "content": content}],
+        "variables": {
+            name: str(token) for name, token in special_tokens.items() if isinstance(token, str)
+        },
+        "seconds": SECONDS,
+        "bytes": MEMORY,
+        "characters": CHARACTERS,
+    }
+    answer = _answer(json.dumps(request))
     if "error" not in answer:
         return answer.get("text")
 

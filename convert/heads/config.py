@@ -27,6 +27,7 @@ from gqa.checkpoint.model_config import (
     culprit,
     is_number,
     parts,
+    without_keys,
     without_run_flags,
     wrong,
 )
@@ -431,11 +432,7 @@ def without_quantization(raw: dict[str, Any]) -> dict[str, Any]:
     """A copy of a config, and of every config inside it, without the keys that say how weights are
     quantized.
     """
-    copied = copy.deepcopy(raw)
-    for part in parts(copied):
-        for key in QUANTIZATION & part.keys():
-            del part[key]
-    return copied
+    return without_keys(raw, QUANTIZATION)
 
 
 def _descend(raw: Any, path: tuple[str, ...]) -> Any:
