@@ -266,8 +266,8 @@ def side_files(names: Collection[str]) -> tuple[list[str], list[str]]:
     # Whatever is next to weights in a subdirectory belongs to another model.
     other_models = tuple({name.rpartition("/")[0] + "/" for name in weights if "/" in name})
 
-    to_copy = []
-    left_out = []
+    to_copy = list[str]()
+    left_out = list[str]()
     for name in visible:
         is_old = name in weights or name.startswith(other_models) or _describes_old_model(name)
         (left_out if is_old else to_copy).append(name)
