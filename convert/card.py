@@ -37,12 +37,15 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
     checkpoint = plan.checkpoint
     source = source_card(checkpoint)
     cls = model_class(transformers_config(plan.new_config))
-    base_models = [checkpoint.hub_id] if checkpoint.hub_id else source.base_models
-    metadata = hub_metadata(source, base_models, cls, _tags(plan), checkpoint.side_files)
-    metadata["tags"] = [
-        tag for tag in metadata["tags"] if tag in _tags(plan) or tag not in _ATTENTION_TAGS
-    ]
 
+    base_models = [checkpoint.hub_id] if checkpoint.hub_id else source.base_models
+    own_tags = _tags(plan)
+    metadata = hub_metadata(source, base_models, cls, own_tags, checkpoint.side_files)
+    # Those of the base model say what its attention was.
+    outdated = _ATTENTION_TAGS.difference(own_tags)
+    metadata["tags"] = [tag for tag in metadata["tags"] if tag not in outdated]
+
+    loses_heads = plan.fewest < plan.config.main.kv
     parts = [
         _summary(plan),
         loading_code(cls, name, checkpoint.side_files),
@@ -50,13 +53,13 @@ def model_card(plan: Plan, name: str, request: Mapping[str, Any]) -> str:
         table(_changes(plan)),
         *_notes(plan),
     ]
-    if plan.fewest < plan.config.main.kv:
+    if loses_heads:
         parts += ["## Quality", _quality(plan)]
     parts += [
         "## How it was made",
         *making_of("gqa-convert", request["argv"], _options(plan, request), PROVENANCE),
     ]
-    if plan.fewest < plan.config.main.kv:
+    if loses_heads:
         parts += ["## Limits", limits(quality_loss(plan).level)]
     return format_card(metadata, name, parts, source.text)
 
@@ -65,8 +68,8 @@ def limits(level: Level | None) -> str:
     """Markdown: what a user of a model with fewer heads has to know."""
     points = [
         "Fewer key/value heads cost quality, and perplexity does not show all of it: "
-        "measure the tasks, the languages "
-        "and the context length that you need before you rely on the model.",
+        "measure the tasks, the languages and the context length that you need "
+        "before you rely on the model.",
         "What the base model is not fit for, this model is not fit for either.",
     ]
     if level in (None, "damaged"):
@@ -76,84 +79,89 @@ def limits(level: Level | None) -> str:
 
 def cache_rows(before: KVCache, after: KVCache) -> list[tuple[str, str, str]]:
     """Rows of a table: bytes of the KV cache of two models."""
-    rows = [("KV cache per token", size(before.bytes_per_token), size(after.bytes_per_token))]
+    rows = [
+        ("KV cache per token", before.bytes_per_token, after.bytes_per_token),
+    ]
     if after.cross:
-        sizes = size(before.cross_bytes_per_token), size(after.cross_bytes_per_token)
-        rows.append(("KV cache per token of the source", *sizes))
+        title = "KV cache per token of the source"
+        rows.append((title, before.cross_bytes_per_token, after.cross_bytes_per_token))
     if context := after.context:
-        sizes = size(before.bytes_at(context)), size(after.bytes_at(context))
-        rows.append((f"KV cache at {context:,} tokens", *sizes))
-    return rows
+        title = f"KV cache at {context:,} tokens"
+        rows.append((title, before.bytes_at(context), after.bytes_at(context)))
+    return [
+        (title, size(bytes_before), size(bytes_after)) for title, bytes_before, bytes_after in rows
+    ]
 
 
 def quality_paragraph(level: Level, text: str) -> str:
     """Markdown: the verdict and the numbers of `describe_quality`."""
     return (
         f"**{level.capitalize()}** ({MEANINGS[level]}). Compared with the base model: "
-        f"{markdown(text)} (recall: share "
-        "of a repeated passage predicted right)."
+        f"{markdown(text)} (recall: share of a repeated passage predicted right)."
     )
 
 
 def _tags(plan: Plan) -> list[str]:
-    kinds = {1: "multi-query-attention", plan.config.main.query: "multi-head-attention"}
-    return ["gqa-convert", kinds.get(plan.fewest, "grouped-query-attention")]
+    """Tags at the hub: the tool, and the kind of attention."""
+    kind = "grouped-query-attention"
+    if plan.fewest == plan.config.main.query:
+        kind = "multi-head-attention"
+    elif plan.fewest == 1:
+        kind = "multi-query-attention"
+    return ["gqa-convert", kind]
 
 
 def _summary(plan: Plan) -> str:
-    main, kv_heads = plan.config.main, groups_text(plan.groups)
+    """A paragraph that says what the model is."""
+    checkpoint = plan.checkpoint
+    base = model_name(checkpoint.hub_id or checkpoint.name, checkpoint.hub_id is not None)
+
+    main = plan.config.main
+    heads = f"with {groups_text(plan.groups)} instead of {main.kv} key/value heads"
     if plan.method == "none":
         change = f"with its original {main.kv} key/value heads: no heads are merged"
     elif plan.method == "repeat":
-        change = (
-            f"with {kv_heads} instead of {main.kv} key/value heads, by repeating each: the same "
-            "logits"
-        )
+        change = f"{heads}, by repeating each: the same logits"
     else:
-        result = plan.merging.traits.result
-        change = (
-            f"with {kv_heads} instead of {main.kv} key/value heads, {result} (`--method "
-            f"{plan.method}`)"
-        )
-    checkpoint = plan.checkpoint
-    base = model_name(checkpoint.hub_id or checkpoint.name, checkpoint.hub_id is not None)
+        change = f"{heads}, {plan.merging.traits.result} (`--method {plan.method}`)"
+
     ratio = plan.cache_before.bytes_at(1) / max(plan.cache_after.bytes_at(1), 1)
     cache = f" The KV cache takes {cache_change(ratio)} memory." if ratio != 1 else ""
     return f"{base} {change}; {main.query} query heads.{cache}"
 
 
 def _changes(plan: Plan) -> list[tuple[str, str, str]]:
-    before, after = plan.checkpoint, plan
+    """Rows of a table: what differs from the base model."""
+    base = plan.checkpoint
     return [
         ("", "base model", "this model"),
         ("key/value heads", str(plan.config.main.kv), groups_text(plan.groups)),
         *cache_rows(plan.cache_before, plan.cache_after),
-        ("parameters", f"{before.parameters:,}", f"{after.parameters_after:,}"),
-        ("weights", size(before.nbytes), size(after.total_bytes)),
+        ("parameters", f"{base.parameters:,}", f"{plan.parameters_after:,}"),
+        ("weights", size(base.nbytes), size(plan.total_bytes)),
     ]
 
 
 def _notes(plan: Plan) -> list[str]:
     """Paragraphs about the class of the model."""
     notes = []
-    if plan.checkpoint.way:
+    way = plan.checkpoint.way
+    if way:
         source, target = (code_span(str(one)) for one in plan.checkpoint.classes)
-        code = (
-            "a class of transformers"
-            if plan.checkpoint.way == "native"
-            else "whose code is in this repository"
-        )
+        code = "a class of transformers" if way == "native" else "whose code is in this repository"
         which = "fewer" if isinstance(plan.groups, int) else "layers with different numbers of"
         notes.append(
             f"The class is {target}, {code}; that of the base model, {source}, cannot have {which} "
             "KV heads."
         )
+
     if isinstance(plan.groups, tuple):
         notes.append(BY_LAYER)
     return notes
 
 
 def _quality(plan: Plan) -> str:
+    """A paragraph that says what the conversion has cost."""
     level = quality_loss(plan).level
     if level is None:
         return (
@@ -166,9 +174,10 @@ def _quality(plan: Plan) -> str:
 def _options(plan: Plan, request: Mapping[str, Any]) -> dict[str, Any]:
     """The options that the method used."""
     options: dict[str, Any] = {"kv_heads": plan.groups, "method": plan.method}
-    if plan.fewest < plan.config.main.kv:
-        for name, field in ConvertOptions.__dataclass_fields__.items():
-            uses = field.metadata["methods"]
-            if uses and getattr(plan.merging.traits, uses):
-                options[name] = request["options"][name]
+    if plan.fewest >= plan.config.main.kv:
+        return options
+    for name, field in ConvertOptions.__dataclass_fields__.items():
+        uses = field.metadata["methods"]
+        if uses and getattr(plan.merging.traits, uses):
+            options[name] = request["options"][name]
     return options
