@@ -29,7 +29,7 @@ from gqa.core.errors import RefusedError, explain
 SECONDS = 5  # of computing for one chat; published templates take milliseconds
 MEMORY = 1 << 30  # bytes beside those of the process itself
 CHARACTERS = 100_000  # that it writes for one letter
-# Seconds until the process has started, imported transformers and rendered, on a busy machine
+# Seconds until the process has started, imported transformers and rendered, on a busy machine.
 _DEADLINE = 120
 _FILE = "chat_template.jinja"
 

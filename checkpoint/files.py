@@ -84,21 +84,45 @@ _OLD_MODEL = (
 # Qwen2.5-Omni.
 FURTHER_MODULE = re.compile(r"\d+_[A-Z]\w*/|(.*/)?spk_dict\.pt$")
 MAX_HEADER_BYTES = 20_000_000  # of one file; a tensor takes about 150 bytes
+# Bits of a number, by the dtypes of safetensors.
 BITS = {
-    **dict.fromkeys(["F4"], 4),
-    **dict.fromkeys(["F6_E2M3", "F6_E3M2"], 6),
-    **dict.fromkeys(
-        ["BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"], 8
-    ),
-    **dict.fromkeys(["I16", "U16", "F16", "BF16"], 16),
-    **dict.fromkeys(["I32", "U32", "F32"], 32),
-    **dict.fromkeys(["I64", "U64", "F64", "C64"], 64),
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
 }
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One stored tensor; its bytes are `[begin, end)` of `file`."""
+    """One stored tensor.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        dtype: Its dtype as safetensors names it, a key of `BITS`.
+        shape: Its shape.
+        file: The file that contains it.
+        begin: The position of its first byte in `file`.
+        end: The position after its last byte in `file`.
+    """
 
     name: str
     dtype: str
@@ -122,15 +146,20 @@ def byte_size(dtype: str, shape: Iterable[int]) -> int:
 
 
 def read_header(path: Path, file: str) -> list[TensorSpec]:
-    """The tensors of `file`, stored at `path`, in the order of their bytes; valid files have no
-    gaps.
+    """The tensors of a file in the order of their bytes; valid files have no gaps.
 
-    Raises CorruptError if safetensors rejects it.
+    Args:
+        path: Where the file is stored.
+        file: Its name in the checkpoint.
+
+    Raises:
+        CorruptError: safetensors rejects it.
     """
     from safetensors import SafetensorError, safe_open
 
     with path.open("rb") as stream:
         position = 8 + int.from_bytes(stream.read(8), "little")
+
     specs = []
     try:
         if position > MAX_HEADER_BYTES:  # it would take minutes and gigabytes
@@ -148,9 +177,9 @@ def read_header(path: Path, file: str) -> list[TensorSpec]:
     except (SafetensorError, OSError, KeyError) as error:  # KeyError: unknown dtype
         raise CorruptError(
             f"{file} is truncated or not a safetensors file: {explain(error)}; "
-            "download it again (if it is a Git LFS "
-            "pointer, with git lfs pull)"
+            "download it again (if it is a Git LFS pointer, with git lfs pull)"
         ) from error
+
     return specs
 
 
@@ -164,8 +193,10 @@ def format_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
         end = position + byte_size(dtype, shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
+
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    padding = b" " * (-len(text) % 8)
+    text += padding
     return struct.pack("<Q", len(text)) + text
 
 
@@ -173,17 +204,30 @@ def weight_files(
     config: Mapping[str, Any], names: Collection[str], read: Callable[[str], dict[str, Any]]
 ) -> tuple[list[str], str | None]:
     """Weight files, and the name of their index or None, as transformers chooses: a single file
-    before an index, safetensors before `.bin`. An empty list if there are none.
+    before an index, safetensors before `.bin`.
+
+    Args:
+        config: The checkpoint's config.json.
+        names: Names of all its files.
+        read: Reads a JSON file of the checkpoint by its name.
+
+    Returns:
+        The names of the weight files, none if the checkpoint has none, and that of the index.
+
+    Raises:
+        CorruptError: config.json names other weights, or the index is broken.
     """
     if (chosen := config.get("transformers_weights")) is not None:
         raise CorruptError(
             f"config.json names another file of weights, {chosen!r} (transformers_weights); rename "
             f"it to {SINGLE}, its index to {INDEX}, and remove the entry"
         )
-    for single, index, suffix in (
+
+    formats = (
         (SINGLE, INDEX, ".safetensors"),
         (TORCH_SINGLE, TORCH_INDEX, ".bin"),
-    ):
+    )
+    for single, index, suffix in formats:
         if single in names:
             return [single], None
         if index in names:
@@ -199,10 +243,10 @@ def _shards(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError(f"{name} has no weight_map (tensor -> file); download it again")
+
+    plain_name = re.compile(rf"[\w][\w.\- ]*{re.escape(suffix)}")
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or not re.fullmatch(
-            rf"[\w][\w.\- ]*{re.escape(suffix)}", file
-        ):
+        if not isinstance(file, str) or not plain_name.fullmatch(file):
             raise CorruptError(
                 f"{name} says that {tensor} is in {file!r}; allowed are names of {suffix} files in "
                 "the same directory; download the checkpoint again"
@@ -214,24 +258,34 @@ def side_files(names: Collection[str]) -> tuple[list[str], list[str]]:
     """Split names other than config and weights into files to copy and files to leave out: the old
     model in other formats, or descriptions of it.
     """
-    visible = sorted(
-        name for name in names if not any(part.startswith(".") for part in name.split("/"))
-    )
-    weights = {
-        name
-        for name in visible
-        if (Path(name).suffix.lower() in WEIGHT_SUFFIXES or name.endswith(".index.json"))
-        and not FURTHER_MODULE.match(name)
-    }
+    visible = sorted(name for name in names if not _is_hidden(name))
+    weights = {name for name in visible if _is_weights(name)}
+    # Whatever is next to weights in a subdirectory belongs to another model.
     other_models = tuple({name.rpartition("/")[0] + "/" for name in weights if "/" in name})
-    left_out = [
-        name
-        for name in visible
-        if name in weights
-        or name.startswith(other_models)
-        or any(fnmatchcase(name, old) for old in _OLD_MODEL)
-    ]
-    return [name for name in visible if name not in left_out], left_out
+
+    to_copy = list[str]()
+    left_out = list[str]()
+    for name in visible:
+        is_old = name in weights or name.startswith(other_models) or _describes_old_model(name)
+        (left_out if is_old else to_copy).append(name)
+    return to_copy, left_out
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a file is hidden, or in a hidden directory."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def _is_weights(name: str) -> bool:
+    """Whether a file contains weights of a model, or is their index."""
+    if FURTHER_MODULE.match(name):
+        return False
+    return Path(name).suffix.lower() in WEIGHT_SUFFIXES or name.endswith(".index.json")
+
+
+def _describes_old_model(name: str) -> bool:
+    """Whether a file says something that no longer holds of a converted model."""
+    return any(fnmatchcase(name, pattern) for pattern in _OLD_MODEL)
 
 
 def shard_names(count: int) -> list[str]:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -24,9 +24,25 @@ from gqa.checkpoint.files import MAX_HEADER_BYTES, TensorSpec, read_header, side
 from gqa.checkpoint.read import ADVICE, Checkpoint, cached_revision, read_checkpoint, read_json
 from gqa.core.errors import CacheError, CorruptError, MissingError, RefusedError, explain
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+# Numbers of system errors that a disk causes, whatever is done on it.
+_FULL = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EIO,
+    }
+)
+# Those that a path causes; sockets have some of them, too.
 _UNWRITABLE = frozenset(
-    {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
+    {
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EEXIST,
+        errno.EISDIR,
+    }
 )
 FIRST_BYTES = 2**16  # read first from a shard at the hub: nearly always its whole header
 # True if a caller from Python wants no progress bars.
@@ -36,10 +52,16 @@ without_bars: ContextVar[bool] = ContextVar("without_bars", default=False)
 def open_model(model: str, revision: str | None = None, headers_only: bool = False) -> Checkpoint:
     """The checkpoint of a directory or a hub id, whose files are fetched into the hub's cache.
 
-    headers_only: Fetch only the headers of a hub id's weights, unless they have none (.bin); call
-        `fetch_weights` before reading tensors.
-    Raises RefusedError if the model cannot be fetched or read, CacheError if the hub's cache cannot
-    be written, OSError if this machine is the cause.
+    Args:
+        model: A directory or a hub id.
+        revision: A branch, tag or commit of a hub id.
+        headers_only: Fetch only the headers of a hub id's weights, unless they have none (.bin);
+            call `fetch_weights` before reading tensors.
+
+    Raises:
+        RefusedError: The model cannot be fetched or read.
+        CacheError: The hub's cache cannot be written.
+        OSError: This machine is the cause.
     """
     if os.path.lexists(model):
         if revision is not None:
@@ -55,12 +77,15 @@ def fetch_weights(checkpoint: Checkpoint) -> None:
 
     Raises what `open_model` raises.
     """
-    if checkpoint.hub_id is None or all(
-        (checkpoint.directory / file).exists() for file in checkpoint.files
-    ):
+    if checkpoint.hub_id is None or _has_files(checkpoint.directory, checkpoint.files):
         return
     with quiet("huggingface_hub"):
         _fetch(checkpoint.hub_id, checkpoint.revision, *checkpoint.files)
+
+
+def _has_files(directory: Path, files: Iterable[str]) -> bool:
+    """Whether all of the files are in the directory."""
+    return all((directory / file).exists() for file in files)
 
 
 def _check_hub_id(model: str) -> None:
@@ -93,9 +118,9 @@ def _hub_errors(model: str) -> Iterator[None]:
             raise cache_error(cause, Path(constants.HF_HUB_CACHE)) from error
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        reason = (
-            hub_reason(error) or f"{model} at the hub: {type(error).__name__}: {explain(error)}"
-        )
+        reason = hub_reason(error)
+        if reason is None:
+            reason = f"{model} at the hub: {type(error).__name__}: {explain(error)}"
         raise RefusedError(f"there is no directory {model}, and {reason}") from error
 
 
@@ -123,14 +148,19 @@ def default_output(model: str, suffix: str) -> Path:
     Of a hub id or its cache, in the working directory.
     """
     path = Path(model)
-    (hub_id, _) = cached_revision(Path(model))
+    hub_id, _ = cached_revision(path)
     if path.is_dir() and not hub_id:
-        path = path.resolve() if path.name in ("", "..") else path
+        # The last component of `.` or `..` is not the directory's name.
+        if path.name in ("", ".."):
+            path = path.resolve()
         return path.with_name(path.name + suffix)
-    return Path((hub_id or model).split("/")[-1] + suffix)
+
+    name = (hub_id or model).split("/")[-1]
+    return Path(name + suffix)
 
 
 def _from_hub(model: str, revision: str | None, headers_only: bool) -> Checkpoint:
+    """The checkpoint of a hub id; see `open_model`."""
     directory = _fetch(model, revision, "config.json")
     commit = directory.name
     names, unreachable = _names_at_hub(model, commit)
@@ -145,8 +175,9 @@ def _from_hub(model: str, revision: str | None, headers_only: bool) -> Checkpoin
         files, _ = weight_files(config, names, lambda name: read_json(fetch(name), name))
     side, _ = side_files(names.difference(files))
     fetch(*side)
-    stored = all((directory / file).exists() for file in files)
-    if headers_only and not stored and not files[0].endswith(".bin"):
+
+    is_pickled = files and files[0].endswith(".bin")  # without headers to read
+    if headers_only and not _has_files(directory, files) and not is_pickled:
         with _hub_errors(model):
             return read_checkpoint(directory, partial(_remote_table, model, commit), names)
     fetch(*files)
@@ -211,14 +242,13 @@ def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
 
     fs = HfFileSystem(skip_instance_cache=True)
     with (
-        TemporaryDirectory() as place,
+        TemporaryDirectory() as temporary,
         fs.open(f"{model}/{file}", revision=commit, block_size=FIRST_BYTES) as stream,
     ):
         length = stream.read(8)
-        copy = Path(place) / "header.safetensors"
-        copy.write_bytes(
-            length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
-        )
+        header = stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
+        copy = Path(temporary) / "header.safetensors"
+        copy.write_bytes(length + header)
         os.truncate(copy, stream.size)
         return read_header(copy, file)
 
@@ -229,37 +259,44 @@ def quiet(library: str) -> Iterator[None]:
     progress bars with --quiet, with `without_bars` or without a terminal. Their environment
     variables take precedence.
     """
-    command = click.get_current_context(silent=True)
     utils: Any = importlib.import_module(f"{library}.utils")
     level = utils.logging.get_verbosity()
-    shown = not utils.are_progress_bars_disabled()
+    has_bars = not utils.are_progress_bars_disabled()
+
     if level == logging.WARNING:  # the default, so not chosen by the user
         utils.logging.set_verbosity(logging.CRITICAL)
-    if shown and (
-        without_bars.get() or not sys.stderr.isatty() or (command and command.params.get("quiet"))
-    ):
-        # Of an environment variable that takes precedence
+    if has_bars and not _wants_bars():
+        # The library warns if an environment variable takes precedence.
         with warnings.catch_warnings(action="ignore"):
             utils.disable_progress_bars()
+
+    # `datasets` fetches through `huggingface_hub`.
+    inner = quiet("huggingface_hub") if library == "datasets" else nullcontext()
     try:
-        # Datasets fetches through it
-        with quiet("huggingface_hub") if library == "datasets" else nullcontext():
+        with inner:
             yield
     finally:
         utils.logging.set_verbosity(level)
-        if shown:
+        if has_bars:
             utils.enable_progress_bars()
+
+
+def _wants_bars() -> bool:
+    """Whether somebody watches progress bars and has not turned them off."""
+    if without_bars.get() or not sys.stderr.isatty():
+        return False
+    command = click.get_current_context(silent=True)
+    return not (command and command.params.get("quiet"))
 
 
 def error_chain(error: BaseException) -> list[BaseException]:
     """An error and its chain of causes and contexts, as in a traceback."""
-    chain = [error]
-    while cause := chain[-1].__cause__ or (
-        None if chain[-1].__suppress_context__ else chain[-1].__context__
-    ):
-        if cause in chain:
-            break
-        chain.append(cause)
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        context = None if current.__suppress_context__ else current.__context__
+        current = current.__cause__ or context
     return chain
 
 
@@ -270,6 +307,7 @@ def local_cause(error: BaseException) -> OSError | None:
             has_path = cause.filename is not None  # errors of sockets have none
             if cause.errno in _FULL or (has_path and cause.errno in _UNWRITABLE):
                 return cause
+
         number = re.search(r"\(os error (\d+)\)", str(cause))  # of a library in Rust
         if number and int(number[1]) in _FULL | _UNWRITABLE:
             return OSError(int(number[1]), os.strerror(int(number[1])))
@@ -283,8 +321,7 @@ def cache_error(cause: OSError, directory: Path | None = None) -> CacheError:
     what = cause.strerror or os.strerror(cause.errno or errno.EIO)
     return CacheError(
         f"the cache {directory or constants.HF_HOME} cannot be written: {what}; "
-        "free some space there, or set HF_HOME "
-        "to a directory that can be written"
+        "free some space there, or set HF_HOME to a directory that can be written"
     )
 
 
@@ -295,15 +332,14 @@ def hub_reason(error: BaseException) -> str | None:
     """
     from huggingface_hub import constants, errors
 
+    hub_errors = (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, errors.HFValidationError)
     for cause in error_chain(error):
-        if isinstance(
-            cause, errors.HfHubHTTPError | errors.OfflineModeIsEnabled | errors.HFValidationError
-        ):
+        if isinstance(cause, hub_errors):
             return f"huggingface_hub says: {explain(cause, 400)}"
         if type(cause).__module__.startswith("httpx"):  # httpx2 from huggingface_hub 2 on
             return (
                 f"the hub at {constants.ENDPOINT} cannot be reached ({explain(cause)}); "
-                "check the connection, "
-                "HF_ENDPOINT and the proxy, or set HF_HUB_OFFLINE=1 to use what is in the cache"
+                "check the connection, HF_ENDPOINT and the proxy, "
+                "or set HF_HUB_OFFLINE=1 to use what is in the cache"
             )
     return None

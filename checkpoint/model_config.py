@@ -14,6 +14,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,11 +35,12 @@ _LAYERS = re.compile(r"(num_hidden|num|n|encoder|decoder|num_encoder|num_decoder
 _SIZES = re.compile(
     r"(\w+_)?(hidden|intermediate)_size|d_model|d_ff|n_embd|(\w+_)?ffn_dim|(\w+_)?head_dim"
 )
-_PACKED = 8  # numbers in a stored one, at most
+_MOST_PACKED = 8  # numbers of a quantized model in one stored number
 # Rows of tables that need not be stored: positions may be computed, and the vocabulary of an outer
 # config may be stale.
 _POSITIONS = re.compile(
-    r"max_position_embeddings|max_(source|target)_positions|n_positions|n_ctx|max_seq_len\w*|(\w+_)?vocab_size"
+    r"max_position_embeddings|max_(source|target)_positions|n_positions|n_ctx|max_seq_len\w*"
+    r"|(\w+_)?vocab_size"
 )
 # Shares of a head's dimensions.
 _SHARES = re.compile(r"partial_rotary_factor|rotary_pct|rope_pct|rotary_percent\w*")
@@ -85,13 +87,18 @@ def has_run_flags(raw: dict[str, Any]) -> bool:
     return any(RUN_FLAGS & part.keys() for part in parts(raw))
 
 
-def without_run_flags(raw: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a config, and of every config inside it, without `RUN_FLAGS`."""
+def without_keys(raw: dict[str, Any], keys: AbstractSet[str]) -> dict[str, Any]:
+    """A copy of a config, and of every config inside it, without some keys."""
     copied = copy.deepcopy(raw)
     for part in parts(copied):
-        for key in RUN_FLAGS & part.keys():
+        for key in keys & part.keys():
             del part[key]
     return copied
+
+
+def without_run_flags(raw: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a config, and of every config inside it, without `RUN_FLAGS`."""
+    return without_keys(raw, RUN_FLAGS)
 
 
 def check_numbers(raw: dict[str, Any], name: str) -> None:
@@ -102,14 +109,12 @@ def check_numbers(raw: dict[str, Any], name: str) -> None:
         for key, value in part.items():
             if _COUNTS.fullmatch(key) and _exceeds(value, MAX_COUNT):
                 raise wrong(name, key, value, f"at most {MAX_COUNT} are allowed")
+
             most = _most_positions(part, key)
             if _POSITIONS.fullmatch(key) and _exceeds(value, most):
                 raise wrong(name, key, value, f"at most {most} are allowed")
-            if (
-                _SHARES.fullmatch(key)
-                and value is not None
-                and not (is_number(value) and 0 <= value <= 1)
-            ):
+
+            if _SHARES.fullmatch(key) and value is not None and not _is_share(value):
                 raise wrong(name, key, value, "a number from 0 to 1 is allowed")
 
 
@@ -122,24 +127,35 @@ def _most_positions(part: dict[str, Any], key: str) -> int:
 
 
 def check_against_headers(raw: dict[str, Any], name: str, tensors: int, largest: int) -> None:
-    """Raise EntryError for more layers than the checkpoint has `tensors`, as each layer has one at
-    least, and for dimensions greater than the count of numbers in its `largest` tensor.
+    """Compare a config with the headers of the weights.
+
+    Args:
+        raw: config.json.
+        name: The checkpoint's name, for the error.
+        tensors: Number of stored tensors; each layer has one at least.
+        largest: Count of numbers in the largest of them.
+
+    Raises:
+        EntryError: The config has more layers than `tensors`, or a dimension greater than
+            `largest`.
     """
     for part in parts(raw):
         for key, value in part.items():
             if _LAYERS.fullmatch(key) and _exceeds(value, tensors):
-                raise wrong(
-                    name,
-                    key,
-                    value,
-                    f"but its weights are {tensors} tensors, at least one for each layer",
+                contradiction = (
+                    f"but its weights are {tensors} tensors, at least one for each layer"
                 )
-            if _SIZES.fullmatch(key) and _exceeds(value, _PACKED * largest):
+                raise wrong(name, key, value, contradiction)
+            if _SIZES.fullmatch(key) and _exceeds(value, _MOST_PACKED * largest):
                 raise wrong(name, key, value, f"but its largest tensor has {largest:,} numbers")
 
 
 def _exceeds(value: Any, limit: int) -> bool:
     return is_number(value) and value > limit
+
+
+def _is_share(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= 1
 
 
 def is_number(value: Any) -> bool:
@@ -148,7 +164,14 @@ def is_number(value: Any) -> bool:
 
 
 def wrong(name: str, key: str, value: Any, allowed: str) -> EntryError:
-    """The error for a value of config.json; `allowed`: what would be, or what it contradicts."""
+    """The error for a value of config.json.
+
+    Args:
+        name: The checkpoint's name.
+        key: The key in config.json.
+        value: Its value.
+        allowed: What would be allowed, or what the value contradicts.
+    """
     return EntryError(f"{name}: config.json says {key}: {shown(value)}, {allowed}; correct it")
 
 
@@ -159,11 +182,10 @@ def shown(value: Any, limit: int = 80) -> str:
 
 
 def culprit(raw: dict[str, Any], read: Callable[[dict[str, Any]], object]) -> str:
-    """`KEY: VALUE`, the entry without which `read` takes a config that it refuses; empty if no
-    entry is the only cause, or if `read` is too slow to find it.
+    """`KEY: VALUE`, the entry without which `read` takes a config that it refuses.
 
-    `read` may call this function, too: the inner call finds nothing, as the outer one is searching
-    already.
+    Empty if no entry is the only cause, or if `read` is too slow to find it. `read` may call this
+    function, too: the inner call finds nothing, as the outer one is searching already.
     """
     if _searching.get():
         return ""
@@ -176,6 +198,7 @@ def culprit(raw: dict[str, Any], read: Callable[[dict[str, Any]], object]) -> st
 
 
 def _search(raw: dict[str, Any], read: Callable[[dict[str, Any]], object]) -> str:
+    """`culprit`, by reading the config without one entry after the other."""
     end = time.thread_time() + _SEARCH_SECONDS
     if _takes(read, raw):
         return ""
@@ -183,14 +206,15 @@ def _search(raw: dict[str, Any], read: Callable[[dict[str, Any]], object]) -> st
     for path in _paths(raw):
         if time.thread_time() > end:
             break
-        other = copy.deepcopy(raw)
-        value = _remove(other, path)
-        if _takes(read, other):
+        shortened = copy.deepcopy(raw)
+        value = _remove(shortened, path)
+        if _takes(read, shortened):
             return f"{'.'.join(path)}: {shown(value)}"
     return ""
 
 
 def _takes(read: Callable[[dict[str, Any]], object], raw: dict[str, Any]) -> bool:
+    """Whether `read` accepts a config."""
     try:
         read(raw)
     except Exception:  # whatever transformers raises about a config

@@ -38,8 +38,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-STORED_DTYPES = {name: stored for stored, name in TORCH_DTYPES.items()} | {
+# Float dtypes of safetensors -> their names in torch.
+TORCH_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+}
+# Dtypes of torch that `.bin` files may have -> their names in safetensors.
+STORED_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
     "int64": "I64",
     "int32": "I32",
     "int16": "I16",
@@ -64,7 +75,13 @@ _PACKED = (
     ".weight.quant_map",
 )
 _PACKED_DTYPES = frozenset(
-    ("U8", "I8", "U32", "I32", *(name for name in BITS if name.startswith(("F4", "F6_", "F8"))))
+    (
+        "U8",
+        "I8",
+        "U32",
+        "I32",
+        *(name for name in BITS if name.startswith(("F4", "F6_", "F8"))),
+    )
 )
 
 
@@ -83,9 +100,20 @@ class ModelClass:
 class Checkpoint:
     """A checkpoint on disk (in a dry run from the hub, without its weights).
 
-    source: The stored checkpoint, if this is a view of it in another class; `way`: `native` or
-    `custom modeling code`. added: Additional text files of the result: contents by name. warnings:
-    About files that a result would lack.
+    Attributes:
+        name: Its name in output: that of its directory, or of its repository at the hub.
+        directory: Where its files are.
+        config: Its config.json.
+        tensors: Its tensors by name, in the order of files and bytes.
+        files: Its weight files.
+        side_files: Its other files that a result copies.
+        left_out: Its other files that a result does not copy.
+        revision: The commit at the hub, if it comes from there.
+        hub_id: The hub id, if it comes from there.
+        source: The stored checkpoint, if this is a view of it in another class.
+        way: How such a view is loaded: `native` or `custom modeling code`.
+        added: Additional text files of the result: contents by name.
+        warnings: About files that a result would lack.
     """
 
     name: str
@@ -110,29 +138,33 @@ class Checkpoint:
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
         """One tensor, in its stored dtype and shape.
 
-        Raises CorruptError if the file was truncated.
+        Args:
+            spec: Its entry in `tensors`.
+            buffer: At least `spec.nbytes` long; the tensor is read into it and valid until its next
+                use.
 
-        buffer: At least `spec.nbytes` long; the tensor is read into it and valid until its next
-        use.
+        Raises:
+            CorruptError: The file was truncated.
         """
         import numpy as np
         import torch
 
         if spec.file in self._pickled:
             return self._pickled[spec.file][spec.name]
+
         raw = np.empty(spec.nbytes, np.uint8) if buffer is None else buffer[: spec.nbytes]
         with self.path(spec.file).open("rb") as stream:
             stream.seek(spec.begin)
-            done = stream.readinto(raw.data)
-        if done != spec.nbytes:
+            count = stream.readinto(raw.data)
+        if count != spec.nbytes:
             raise CorruptError(
                 f"{spec.file} became shorter while it was read: {spec.name} is incomplete"
             )
+
+        dtype = getattr(torch, TORCH_DTYPES[spec.dtype])
         if not raw.nbytes:
-            return torch.empty(spec.shape, dtype=getattr(torch, TORCH_DTYPES[spec.dtype]))
-        return (
-            torch.from_numpy(raw).view(getattr(torch, TORCH_DTYPES[spec.dtype])).reshape(spec.shape)
-        )
+            return torch.empty(spec.shape, dtype=dtype)
+        return torch.from_numpy(raw).view(dtype).reshape(spec.shape)
 
     def has_range(self, spec: TensorSpec) -> bool:
         """Whether the bytes `[begin, end)` of the file are the tensor; not for `.bin` files and
@@ -159,11 +191,14 @@ class Checkpoint:
     def classes(self) -> tuple[ModelClass, ...]:
         """The model class; for a view in another class both, the stored one first."""
         names = self.config.get("architectures")
-        architecture = (
-            names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-        )
-        source = self.source.classes if self.source else ()
-        return (*source, ModelClass(str(self.config.get("model_type")), architecture))
+        architecture = None
+        if isinstance(names, list) and names and isinstance(names[0], str):
+            architecture = names[0]
+        own_class = ModelClass(str(self.config.get("model_type")), architecture)
+
+        if self.source is None:
+            return (own_class,)
+        return (*self.source.classes, own_class)
 
 
 def is_packed(spec: TensorSpec) -> bool:
@@ -175,36 +210,41 @@ def stored_as(tensor: Tensor, dtype: str) -> Tensor:
     """Cast a tensor to a float storage dtype; unchanged for other dtypes."""
     import torch
 
-    return tensor.to(getattr(torch, TORCH_DTYPES[dtype])) if dtype in TORCH_DTYPES else tensor
+    if dtype not in TORCH_DTYPES:
+        return tensor
+    return tensor.to(getattr(torch, TORCH_DTYPES[dtype]))
 
 
 def member_path(directory: Path, name: str) -> Path:
     """The real path of a file of the checkpoint.
 
     Links may lead to other files of the directory and into a cache of the hub; from such a cache,
-    to blobs of the same model. Raises MissingError if there is no such file, CorruptError if the
-    link leaves, PermissionError.
+    to blobs of the same model.
+
+    Raises:
+        MissingError: There is no such file.
+        CorruptError: The link leaves, or it is no regular file.
+        PermissionError: It cannot be read.
     """
     if not name or name.startswith(("/", "\\")) or ".." in Path(name).parts or Path(name).drive:
         raise CorruptError(
             f"{name!r} is not the name of a file inside {directory}; download the checkpoint again"
         )
+
     path = directory / name
     try:
         real = path.resolve(strict=True)
     except PermissionError:
         raise
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # missing, a link to itself, or an impossible name
+    # It is missing, a link to itself, or has an impossible name.
+    except (OSError, RuntimeError, ValueError) as error:
         if os.path.islink(path):
             raise MissingError(
                 f"{name} in {directory} is a broken link: it points to {os.readlink(path)}, which "
                 "does not exist; put the file itself in its place"
             ) from error
         raise MissingError(f"{directory} has no file {name}; download it again") from error
+
     if not _is_allowed_target(directory, real):
         raise CorruptError(
             f"{name} is a link that leaves {directory}: it points to {real}; put the file itself "
@@ -218,15 +258,19 @@ def member_path(directory: Path, name: str) -> Path:
 
 
 def _is_allowed_target(directory: Path, real: Path) -> bool:
-    """Whether links of a checkpoint may lead to a real path: only the real path counts, so that
-    nothing that a download contains (such as a directory that looks like a cache, with links in it)
-    leads to other files of the user.
+    """Whether links of a checkpoint may lead to a real path.
+
+    Only the real path counts, so that nothing that a download contains (such as a directory that
+    looks like a cache, with links in it) leads to other files of the user.
     """
     root = directory.resolve()
     if real.is_relative_to(root):
         return True
-    if root.parent.name == "snapshots":
+
+    is_in_cache = root.parent.name == "snapshots"
+    if is_in_cache:
         return real.is_relative_to(root.parent.parent / "blobs")
+
     return any(
         parent.name in ("blobs", "snapshots") and parent.parent.name.startswith("models--")
         for parent in real.parents
@@ -250,27 +294,29 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read config, index and headers of a local directory.
 
-    Raises RefusedError or CorruptError with one line.
+    Args:
+        directory: The directory that contains config.json.
+        read_table: Reads headers by file, for weights that are not in the directory.
+        present: Names of all files, if weights are not in the directory.
 
-    For weights that are not in the directory: `present` names all files, and `read_table` reads
-    headers by file.
+    Raises:
+        RefusedError, CorruptError: It cannot be read; the message is one line.
     """
     if not directory.is_dir():
         raise RefusedError(
             f"{directory} is not a directory; give the one that contains config.json"
         )
-    present = present or {p.name for p in directory.iterdir()}
+    present = present or {path.name for path in directory.iterdir()}
     if "config.json" not in present:
         raise MissingError(f"{directory} has no config.json; {ADVICE}")
     config = read_json(directory, "config.json")
+
     files, index = weight_files(config, present, partial(read_json, directory))
     if not files:
-        others = (
-            listing(n for n in present if Path(n).suffix in WEIGHT_SUFFIXES) or "no weights at all"
-        )
+        weights = listing(name for name in present if Path(name).suffix in WEIGHT_SUFFIXES)
         raise MissingError(
-            f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}; "
-            f"{ADVICE}"
+            f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but "
+            f"{weights or 'no weights at all'}; {ADVICE}"
         )
     pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}
     if read_table:
@@ -280,24 +326,28 @@ def read_checkpoint(
         tables = {file: table for file, (_, table) in pickled.items()}
     else:
         tables = {file: read_header(member_path(directory, file), file) for file in files}
-    tensors = merge_tables(tables, read_json(directory, index) if index else None)
-    side, left_out, warnings = _side_files(
-        directory, {"config.json", INDEX, TORCH_INDEX, index, *files}
-    )
+    index_content = read_json(directory, index) if index else None
+    tensors = merge_tables(tables, index_content)
+
+    rewritten = {"config.json", INDEX, TORCH_INDEX, index, *files}
+    side, left_out, warnings = _side_files(directory, rewritten)
+
     hub_id, revision = cached_revision(directory)
     name = hub_id.split("/")[-1] if hub_id else directory.resolve().name
     check_numbers(config, name)
-    check_against_headers(config, name, len(tensors), max(spec.numel for spec in tensors.values()))
+    largest = max(spec.numel for spec in tensors.values())
+    check_against_headers(config, name, len(tensors), largest)
+
     return Checkpoint(
-        name,
-        directory,
-        config,
-        tensors,
-        tuple(files),
-        side,
-        left_out,
-        revision,
-        hub_id,
+        name=name,
+        directory=directory,
+        config=config,
+        tensors=tensors,
+        files=tuple(files),
+        side_files=side,
+        left_out=left_out,
+        revision=revision,
+        hub_id=hub_id,
         warnings=warnings,
         _pickled={file: stored for file, (stored, _) in pickled.items()},
     )
@@ -307,10 +357,11 @@ def cached_revision(directory: Path) -> tuple[str | None, str | None]:
     """Hub id and commit of a directory in the hub's cache (models--owner--name/snapshots/commit),
     else (None, None).
     """
-    *_, repository, snapshots, commit = "", "", *directory.resolve().parts
-    if snapshots != "snapshots" or not repository.startswith("models--"):
+    path = directory.resolve()
+    repository = path.parent.parent.name
+    if path.parent.name != "snapshots" or not repository.startswith("models--"):
         return None, None
-    return repository.removeprefix("models--").replace("--", "/"), commit
+    return repository.removeprefix("models--").replace("--", "/"), path.name
 
 
 def merge_tables(
@@ -331,49 +382,30 @@ def merge_tables(
             tensors[spec.name] = spec
     if not tensors:
         raise CorruptError(f"{listing(tables)} hold no tensors; download the checkpoint again")
-    listed = (
-        {name: spec.file for name, spec in tensors.items()}
-        if index is None
-        else index["weight_map"]
-    )
-    for name in sorted(tensors.keys() | listed.keys()):
-        file = tensors[name].file if name in tensors else "no file"
-        if listed.get(name, "no file") != file:
+
+    actual_files = {name: spec.file for name, spec in tensors.items()}
+    index_files = actual_files if index is None else index["weight_map"]
+    for name in sorted(actual_files.keys() | index_files.keys()):
+        actual = actual_files.get(name, "no file")
+        expected = index_files.get(name, "no file")
+        if expected != actual:
             raise CorruptError(
-                f"the index says that {name} is in {listed.get(name, 'no file')}, but it is in "
-                f"{file}; download the checkpoint again"
+                f"the index says that {name} is in {expected}, but it is in "
+                f"{actual}; download the checkpoint again"
             )
     return tensors
 
 
 def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[TensorSpec]]:
     """The memory-mapped tensors of a `.bin`, and their table; unpickles plain tensors only."""
-    import pickle
+    state = _unpickle(member_path(directory, file), file)
 
-    import torch
-
-    path = member_path(directory, file)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (
-        Exception
-    ) as error:  # the restricted unpickler raises any kind on a broken or hostile file
-        unpickling = isinstance(error, pickle.UnpicklingError)
-        why = "it contains code, which is never run" if unpickling else explain(error)
-        raise CorruptError(
-            f"{file} is not a file of plain tensors that can be mapped ({why}); "
-            "download it again, or save the "
-            "checkpoint as safetensors first"
-        ) from error
     table = []
     end = 0
     items: list[tuple[Any, Any]] = [*state.items()] if isinstance(state, dict) else [(state, None)]
     for name, tensor in items:
-        named = isinstance(name, str) and name.isprintable() and name != "__metadata__"
-        dense = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
-        plain = dense and tensor.layout is torch.strided
-        dtype = STORED_DTYPES.get(str(tensor.dtype).removeprefix("torch.")) if plain else None
-        if not named or dtype is None or tensor.device.type != "cpu":
+        dtype = _storage_dtype(name, tensor)
+        if dtype is None:
             raise CorruptError(
                 f"{file} holds something other than named dense tensors of "
                 f"{listing(STORED_DTYPES, 20)}: "
@@ -385,16 +417,53 @@ def _load_pickled(directory: Path, file: str) -> tuple[dict[str, Tensor], list[T
     return {name: tensor.detach() for name, tensor in state.items()}, table
 
 
+def _unpickle(path: Path, file: str) -> Any:
+    """What a `.bin` contains, memory-mapped; never runs code. Raises CorruptError."""
+    import pickle
+
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    # The restricted unpickler raises any kind on a broken or hostile file.
+    except Exception as error:
+        has_code = isinstance(error, pickle.UnpicklingError)
+        why = "it contains code, which is never run" if has_code else explain(error)
+        raise CorruptError(
+            f"{file} is not a file of plain tensors that can be mapped ({why}); "
+            "download it again, or save the checkpoint as safetensors first"
+        ) from error
+
+
+def _storage_dtype(name: Any, tensor: Any) -> str | None:
+    """The dtype in safetensors of a named dense tensor in memory; None for anything else."""
+    import torch
+
+    if not isinstance(name, str) or not name.isprintable() or name == "__metadata__":
+        return None
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return None
+    return STORED_DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+
+
 def _side_files(
     directory: Path, rewritten: AbstractSet[str | None]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """`side_files` of a directory, checked with `member_path`, and warnings about links that are
     left out.
 
-    Raises CorruptError and PermissionError for files that transformers would read.
+    Args:
+        directory: The checkpoint's directory.
+        rewritten: Names of the files that a result writes anew.
+
+    Raises:
+        CorruptError, PermissionError: A file that transformers would read cannot be read.
     """
     names, not_followed = _names_below(directory)
     side, left_out = side_files([name for name in names if name not in rewritten])
+
     broken = dict[str, str]()
     for name in side:
         try:
@@ -404,7 +473,9 @@ def _side_files(
                 raise
             broken[name] = str(error).rpartition("; ")[0]
     side = [name for name in side if name not in broken]
-    warnings = [f"{why}; it is left out" for why in (*broken.values(), *not_followed.values())]
+
+    reasons = (*broken.values(), *not_followed.values())
+    warnings = [f"{reason}; it is left out" for reason in reasons]
     return tuple(side), tuple(left_out), tuple(warnings)
 
 
@@ -415,9 +486,8 @@ def _is_read(name: str) -> bool:
     """
     if "/" in name and not FURTHER_MODULE.match(name):
         return False
-    return any(
-        fnmatchcase(name, pattern) for pattern in (*TOKENIZER_FILES, "*.json", "*.py", "*.jinja")
-    )
+    patterns = (*TOKENIZER_FILES, "*.json", "*.py", "*.jinja")
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _names_below(directory: Path) -> tuple[list[str], dict[str, str]]:
@@ -428,7 +498,7 @@ def _names_below(directory: Path) -> tuple[list[str], dict[str, str]]:
     """
     names = list[str]()
     not_followed = dict[str, str]()
-    followed = set[Path]()
+    targets = set[Path]()
     waiting = [directory]
     while waiting:
         for path in sorted(waiting.pop().iterdir()):
@@ -436,6 +506,7 @@ def _names_below(directory: Path) -> tuple[list[str], dict[str, str]]:
             if not path.is_dir():
                 names.append(name)
                 continue
+
             if path.is_symlink():
                 real = path.resolve()
                 if not _is_allowed_target(directory, real):
@@ -443,8 +514,8 @@ def _names_below(directory: Path) -> tuple[list[str], dict[str, str]]:
                         f"{name} is a link that leaves {directory}: it points to {real}"
                     )
                     continue
-                if real in followed or path.parent.resolve().is_relative_to(real):
+                if real in targets or path.parent.resolve().is_relative_to(real):
                     continue
-                followed.add(real)
+                targets.add(real)
             waiting.append(path)
     return names, not_followed

@@ -59,10 +59,10 @@ def quality_line(plan: Plan, maps: StoredMaps | None, options: ConvertOptions, o
         )
     if not _has_tokenizer(plan, options):
         return "not measured: the model has no tokenizer that transformers can load"
+
     command = evaluation_command(plan, options, out)
-    if "--recall" in command:
-        return f"not measured; to measure perplexity and recall: {command}"
-    return f"not measured; to measure perplexity: {command}"
+    measures = "perplexity and recall" if "--recall" in command else "perplexity"
+    return f"not measured; to measure {measures}: {command}"
 
 
 def next_line(
@@ -75,7 +75,11 @@ def next_line(
     """What improves the result: the best method that the model allows, or training; empty where
     nothing can.
 
-    source: The part of the conversion's record that names the base model.
+    Args:
+        plan: The plan of the conversion.
+        options: Its options.
+        out: Its result.
+        source: The part of its record that names the base model.
     """
     if quality_loss(maps).level == "good":
         return ""
@@ -136,6 +140,7 @@ def training_command(plan: Plan, options: ConvertOptions, out: Path, source: dic
         return ""
     if not _has_tokenizer(plan, options):
         return ""
+
     words = ["gqa-uptrain", operand(str(out))]
     is_local = plan.checkpoint.hub_id is None
     if is_local and not source.get("path") and not _are_beside(out, plan.checkpoint.directory):
@@ -148,8 +153,10 @@ def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> s
     """gqa-convert with another method and the same other options, as far as that method uses them;
     empty if its result exists.
     """
-    heads = plan.groups if isinstance(plan.groups, int) else ",".join(map(str, plan.groups))
-    words = ["gqa-convert", operand(options.model), "--groups", str(heads), "--method", method.name]
+    counts = (plan.groups,) if isinstance(plan.groups, int) else plan.groups
+    heads = ",".join(map(str, counts))
+    words = ["gqa-convert", operand(options.model), "--groups", heads, "--method", method.name]
+
     if options.output:
         if options.output.name in ("", ".."):  # `-o .`: the directory's own name is not in its path
             return ""
@@ -169,6 +176,7 @@ def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> s
 
 
 def _are_beside(path: Path, other: Path) -> bool:
+    """Whether two paths are in the same directory."""
     try:
         return path.resolve().parent == other.resolve().parent
     except OSError:  # the working directory is gone: the result has replaced it
@@ -177,8 +185,12 @@ def _are_beside(path: Path, other: Path) -> bool:
 
 def _shared(options: ConvertOptions) -> list[str]:
     """Options that mean the same in all commands."""
-    words = ["--device", options.device] if options.device else []
-    return [*words, "--trust-remote-code"] if options.trust_remote_code else words
+    words = []
+    if options.device:
+        words += ["--device", options.device]
+    if options.trust_remote_code:
+        words.append("--trust-remote-code")
+    return words
 
 
 def _option_words(name: str, value: Any) -> list[str]:
@@ -186,10 +198,11 @@ def _option_words(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [flag(name) if value else flag(f"no_{name}")]
     values = value if isinstance(value, tuple) else (value,)
-    return [f"{flag(name)}={one}" for one in values]
+    return [f"{flag(name)}={word}" for word in values]
 
 
 def _has_tokenizer(plan: Plan, options: ConvertOptions) -> bool:
+    """Whether transformers can load the model's tokenizer."""
     try:
         load_tokenizer(plan.checkpoint, options.trust_remote_code)
     except RefusedError:

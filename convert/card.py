@@ -42,11 +42,13 @@ def model_card(plan: Plan, maps: StoredMaps | None, name: str, request: Mapping[
     checkpoint = plan.checkpoint
     source = source_card(checkpoint)
     cls = model_class(transformers_config(plan.new_config))
+
     base_models = [checkpoint.hub_id] if checkpoint.hub_id else source.base_models
-    metadata = hub_metadata(source, base_models, cls, _tags(plan), checkpoint.side_files)
-    metadata["tags"] = [
-        tag for tag in metadata["tags"] if tag in _tags(plan) or tag not in _ATTENTION_TAGS
-    ]
+    own_tags = _tags(plan)
+    metadata = hub_metadata(source, base_models, cls, own_tags, checkpoint.side_files)
+    # Those of the base model say what its attention was.
+    outdated = _ATTENTION_TAGS.difference(own_tags)
+    metadata["tags"] = [tag for tag in metadata["tags"] if tag not in outdated]
 
     parts = [
         _summary(plan),
@@ -70,8 +72,8 @@ def limits(level: Level | None) -> str:
     """Markdown: what a user of a model with fewer heads has to know."""
     points = [
         "Fewer key/value heads cost quality, and perplexity does not show all of it: "
-        "measure the tasks, the languages "
-        "and the context length that you need before you rely on the model.",
+        "measure the tasks, the languages and the context length that you need "
+        "before you rely on the model.",
         "What the base model is not fit for, this model is not fit for either.",
     ]
     if level in (None, "damaged"):
@@ -81,28 +83,36 @@ def limits(level: Level | None) -> str:
 
 def cache_rows(before: KVCache, after: KVCache) -> list[tuple[str, str, str]]:
     """Rows of a table: bytes of the KV cache of two models."""
-    rows = [("KV cache per token", size(before.bytes_per_token), size(after.bytes_per_token))]
+    rows = [
+        ("KV cache per token", before.bytes_per_token, after.bytes_per_token),
+    ]
     if after.cross:
-        sizes = size(before.cross_bytes_per_token), size(after.cross_bytes_per_token)
-        rows.append(("KV cache per token of the source", *sizes))
+        title = "KV cache per token of the source"
+        rows.append((title, before.cross_bytes_per_token, after.cross_bytes_per_token))
     if context := after.context:
-        sizes = size(before.bytes_at(context)), size(after.bytes_at(context))
-        rows.append((f"KV cache at {context:,} tokens", *sizes))
-    return rows
+        title = f"KV cache at {context:,} tokens"
+        rows.append((title, before.bytes_at(context), after.bytes_at(context)))
+    return [
+        (title, size(bytes_before), size(bytes_after)) for title, bytes_before, bytes_after in rows
+    ]
 
 
 def quality_paragraph(level: Level, text: str) -> str:
     """Markdown: the verdict and the numbers of `describe_quality`."""
     return (
         f"**{level.capitalize()}** ({MEANINGS[level]}). Compared with the base model: "
-        f"{markdown(text)} (recall: share "
-        "of a repeated passage predicted right)."
+        f"{markdown(text)} (recall: share of a repeated passage predicted right)."
     )
 
 
 def _tags(plan: Plan) -> list[str]:
-    kinds = {1: "multi-query-attention", plan.config.main.query: "multi-head-attention"}
-    return ["gqa-convert", kinds.get(plan.fewest, "grouped-query-attention")]
+    """Tags at the hub: the tool, and the kind of attention."""
+    kind = "grouped-query-attention"
+    if plan.fewest == plan.config.main.query:
+        kind = "multi-head-attention"
+    elif plan.fewest == 1:
+        kind = "multi-query-attention"
+    return ["gqa-convert", kind]
 
 
 def _summary(plan: Plan) -> str:
@@ -135,18 +145,16 @@ def _changes(plan: Plan) -> list[tuple[str, str, str]]:
 def _notes(plan: Plan) -> list[str]:
     """Paragraphs about the class of the model."""
     notes = []
-    if plan.checkpoint.way:
+    way = plan.checkpoint.way
+    if way:
         source, target = (code_span(str(one)) for one in plan.checkpoint.classes)
-        code = (
-            "a class of transformers"
-            if plan.checkpoint.way == "native"
-            else "whose code is in this repository"
-        )
+        code = "a class of transformers" if way == "native" else "whose code is in this repository"
         which = "fewer" if isinstance(plan.groups, int) else "layers with different numbers of"
         notes.append(
             f"The class is {target}, {code}; that of the base model, {source}, cannot have {which} "
             "KV heads."
         )
+
     if isinstance(plan.groups, tuple):
         notes.append(BY_LAYER)
     return notes

@@ -3,12 +3,11 @@ record next to the result.
 """
 
 import math
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.provenance import relative_path, stamp, versions
+from gqa.checkpoint.provenance import relative_path, stamp
 from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.family import groups_text
 from gqa.convert.plan import Plan
@@ -33,15 +32,21 @@ def size(count: float) -> str:
 
 def kv_line(plan: Plan) -> str:
     """KV-cache bytes before and after, per token and at the model's context."""
-    before, after = plan.cache_before, plan.cache_after
-    text = f"{size(before.bytes_per_token)} per token before, {size(after.bytes_per_token)} after"
-    text += f" ({cache_change(before.bytes_at(1) / max(after.bytes_at(1), 1))})"
+    before = plan.cache_before
+    after = plan.cache_after
+    ratio = before.bytes_at(1) / max(after.bytes_at(1), 1)
+    text = (
+        f"{size(before.bytes_per_token)} per token before, {size(after.bytes_per_token)} after"
+        f" ({cache_change(ratio)})"
+    )
     if after.cross:
-        cross_sizes = [size(cache.cross_bytes_per_token) for cache in (before, after)]
-        text += f", with {' and '.join(cross_sizes)} per token of the source"
+        cross_before = size(before.cross_bytes_per_token)
+        cross_after = size(after.cross_bytes_per_token)
+        text += f", with {cross_before} and {cross_after} per token of the source"
     if context := after.context:
-        context_sizes = [size(cache.bytes_at(context)) for cache in (before, after)]
-        text += f"; {' and '.join(context_sizes)} at {context:,} tokens"
+        context_before = size(before.bytes_at(context))
+        context_after = size(after.bytes_at(context))
+        text += f"; {context_before} and {context_after} at {context:,} tokens"
     return text
 
 
@@ -56,7 +61,9 @@ def ratio_text(ratio: Mapping[str, float | None]) -> str:
     """`1.24 (95% interval 1.22-1.26)`: two decimals below 10, whole numbers from 100."""
     names = [name for name in ("ratio", "ratio_low", "ratio_high") if name in ratio]
     value, *bounds = [_ratio_number(ratio[name]) for name in names]
-    return f"{value} (95% interval {'-'.join(bounds)})" if len(bounds) == 2 else value
+    if len(bounds) < 2:
+        return value
+    return f"{value} (95% interval {'-'.join(bounds)})"
 
 
 def _ratio_number(value: float | None) -> str:
@@ -72,7 +79,9 @@ def describe_quality(quality: Mapping[str, Any], text: str) -> str:
     """`perplexity x1.24 (95% interval 1.22-1.26), recall 79% (base model 80%), on self-generated
     text`.
 
-    quality: Of a conversion's record. text: What it was measured on, of `measured_text`.
+    Args:
+        quality: Of a conversion's record.
+        text: What it was measured on, of `measured_text`.
     """
     parts = [f"perplexity x{ratio_text(quality)}"]
     if recall := quality.get("recall"):
@@ -123,45 +132,69 @@ def error_lines(maps: StoredMaps | None) -> list[str]:
 
 def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
     """The plan as one JSON-ready object; the plan's text and the provenance are made from it."""
-    main, before, after = plan.config.main, plan.cache_before, plan.cache_after
-    way, classes, context = plan.checkpoint.way, plan.checkpoint.classes, after.context
-    return {
-        "model": plan.checkpoint.hub_id or plan.checkpoint.name,
-        "revision": plan.checkpoint.revision,
+    checkpoint = plan.checkpoint
+    main = plan.config.main
+    record: dict[str, Any] = {
+        "model": checkpoint.hub_id or checkpoint.name,
+        "revision": checkpoint.revision,
         "model_type": plan.config.text.model_type,
         "family": plan.config.family.name,
-        "recast": {"from": vars(classes[0]), "to": vars(classes[1]), "way": way} if way else None,
+        "recast": _recast_record(plan),
         "method": plan.method,
         "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
         "config_edits": list(plan.config_edits),
         "changed_tensors": [
-            {"name": t.name, "shape": list(t.shape), "source_shapes": [list(t.source.shape)]}
-            for t in plan.changed
+            {
+                "name": tensor.name,
+                "shape": list(tensor.shape),
+                "source_shapes": [list(tensor.source.shape)],
+            }
+            for tensor in plan.changed
         ],
         "shards": [
-            {"file": s.file, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in plan.shards
+            {"file": shard.file, "bytes": shard.nbytes, "tensors": len(shard.tensors)}
+            for shard in plan.shards
         ],
         "total_bytes": plan.total_bytes,
         "parameters": {
-            "before": plan.checkpoint.parameters,
+            "before": checkpoint.parameters,
             "after": plan.parameters_after,
-            "saved": plan.checkpoint.parameters - plan.parameters_after,
+            "saved": checkpoint.parameters - plan.parameters_after,
         },
-        "kv_cache": {
-            "bytes_per_token_before": before.bytes_per_token,
-            "bytes_per_token_after": after.bytes_per_token,
-            "cross_bytes_per_token_before": before.cross_bytes_per_token,
-            "cross_bytes_per_token_after": after.cross_bytes_per_token,
-            "context": context,
-            "bytes_at_context_before": before.bytes_at(context) if context else None,
-            "bytes_at_context_after": after.bytes_at(context) if context else None,
-        },
+        "kv_cache": _cache_record(plan),
         "warnings": list(plan.warnings),
-    } | (
-        {"allotment": {"kv_budget": kv_budget, "heads": plan.groups, "nats": plan.losses}}
-        if plan.losses
-        else {}
-    )
+    }
+    if plan.losses:
+        record["allotment"] = {
+            "kv_budget": kv_budget,
+            "heads": plan.groups,
+            "nats": plan.losses,
+        }
+    return record
+
+
+def _recast_record(plan: Plan) -> dict[str, Any] | None:
+    """The classes of a checkpoint that is converted as one of another class."""
+    if not plan.checkpoint.way:
+        return None
+    source, target = plan.checkpoint.classes
+    return {"from": vars(source), "to": vars(target), "way": plan.checkpoint.way}
+
+
+def _cache_record(plan: Plan) -> dict[str, Any]:
+    """The KV cache before and after, in bytes."""
+    before = plan.cache_before
+    after = plan.cache_after
+    context = after.context
+    return {
+        "bytes_per_token_before": before.bytes_per_token,
+        "bytes_per_token_after": after.bytes_per_token,
+        "cross_bytes_per_token_before": before.cross_bytes_per_token,
+        "cross_bytes_per_token_after": after.cross_bytes_per_token,
+        "context": context,
+        "bytes_at_context_before": before.bytes_at(context) if context else None,
+        "bytes_at_context_after": after.bytes_at(context) if context else None,
+    }
 
 
 def plan_lines(plan: Plan, tensors: bool) -> list[str]:
@@ -169,33 +202,35 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
 
     `tensors`: list every changed tensor with its shapes instead of their number.
     """
-    record, classes = plan_record(plan), " -> ".join(map(str, plan.checkpoint.classes))
-    heads, saved = record["heads"], record["parameters"]["saved"]
-    lines = [
-        f"model       {record['model']} ({record['model_type']}: {record['family']})",
-        *([f"class       {classes}, {plan.checkpoint.way}"] if record["recast"] else []),
-        f"heads       {heads['query']} query, {heads['kv_before']} -> {groups_text(plan.groups)} "
-        f"key/value (method {plan.method})",
-        f"KV cache    {kv_line(plan)}",
-        "parameters  {before:,} -> {after:,}".format(**record["parameters"])
-        + (f" ({saved:,} saved)" if saved >= 0 else f" ({-saved:,} more)"),
-        *(
-            one_line("config      {key}: {before} -> {after}".format(**edit), 200)
-            for edit in record["config_edits"]
-        ),
-        *(
-            "shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard)
-            for shard in record["shards"]
-        ),
-        *([f"note        {BY_LAYER}"] if isinstance(plan.groups, tuple) else []),
-    ]
+    record = plan_record(plan)
+    lines = [f"model       {record['model']} ({record['model_type']}: {record['family']})"]
+    if record["recast"]:
+        classes = " -> ".join(map(str, plan.checkpoint.classes))
+        lines.append(f"class       {classes}, {plan.checkpoint.way}")
+
+    heads = record["heads"]
+    kv_heads = f"{heads['kv_before']} -> {groups_text(plan.groups)} key/value"
+    lines.append(f"heads       {heads['query']} query, {kv_heads} (method {plan.method})")
+    lines.append(f"KV cache    {kv_line(plan)}")
+
+    parameters = record["parameters"]
+    saved = parameters["saved"]
+    change = f"{saved:,} saved" if saved >= 0 else f"{-saved:,} more"
+    lines.append(f"parameters  {parameters['before']:,} -> {parameters['after']:,} ({change})")
+    for edit in record["config_edits"]:
+        line = f"config      {edit['key']}: {edit['before']} -> {edit['after']}"
+        lines.append(one_line(line, 200))
+    for shard in record["shards"]:
+        lines.append("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard))
+    if isinstance(plan.groups, tuple):
+        lines.append(f"note        {BY_LAYER}")
+
     if not tensors:
         lines.append(f"tensors     {len(record['changed_tensors'])} changed")
-    for tensor in plan.changed if tensors else ():
-        lines.append(
-            f"tensor      {tensor.name}: {list(tensor.source.shape)} -> {list(tensor.shape)} "
-            f"{tensor.dtype}"
-        )
+        return lines
+    for tensor in plan.changed:
+        shapes = f"{list(tensor.source.shape)} -> {list(tensor.shape)}"
+        lines.append(f"tensor      {tensor.name}: {shapes} {tensor.dtype}")
     return lines
 
 
@@ -239,12 +274,8 @@ def provenance(
             **requested,
             **options_used(plan, maps, out, requested),
         },
-        **{name: planned[name] for name in ("heads", "kv_cache", "config_edits")},
-        "changed_tensors": [t.name for t in plan.changed],
-        "versions": versions("torch", "transformers", "safetensors")
-        | {"python": platform.python_version()},
     }
-    # Where training looks for its teacher; without the user's name
+    # Where training looks for its teacher; without the user's name.
     if plan.checkpoint.hub_id is None:
         record["source"]["path"] = relative_path(plan.checkpoint.directory, out)
     optional = {"recast": planned["recast"]}

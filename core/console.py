@@ -24,17 +24,19 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 
 
 def version_option(command: click.Command) -> click.Command:
     """Add --version, which also prints the versions of torch and transformers."""
-    versions = "%(prog)s %(version)s (torch {}, transformers {})".format(
-        *map(installed, ("torch", "transformers"))
-    )
+    torch = installed("torch")
+    transformers = installed("transformers")
+    versions = f"%(prog)s %(version)s (torch {torch}, transformers {transformers})"
     text = "Print the versions of gqa, torch and transformers, and exit."
     return click.version_option(installed("gqa"), message=versions, help=text)(command)
 
 
 def print_lines(lines: Iterable[str], err: bool = False) -> None:
-    """Print lines for people. Together with `Watcher` and `print_json` this is the only way in
-    which anything is printed: names out of checkpoints and data files never reach the terminal with
-    line breaks or escape sequences.
+    """Print lines for people.
+
+    Together with `Watcher` and `print_json` this is the only way in which anything is printed:
+    names out of checkpoints and data files never reach the terminal with line breaks or escape
+    sequences.
     """
     for line in lines:
         click.echo(one_line(line, _LONGEST_LINE), err=err)
@@ -48,9 +50,10 @@ def print_json(record: Any) -> None:
     click.echo(json.dumps(record, allow_nan=False))
 
 
-# The remaining time comes first, so that a narrow terminal never cuts it off; the bar fills the
-# remaining columns.
+# How tqdm shows progress on a terminal. The remaining time comes first, so that a narrow terminal
+# never cuts it off; the bar fills the remaining columns.
 _BAR = "{desc} {percentage:3.0f}% eta {remaining} {n_fmt}/{total_fmt} {rate_fmt}{postfix} |{bar}|"
+# A line of progress in a log.
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} elapsed, about {remaining} left{postfix}"
 
 
@@ -65,19 +68,30 @@ class Watcher:
         self._bar: Any = None
 
     def stage(self, name: str, total: int, unit: str = "token", done: int = 0) -> None:
-        """Begin a stage of `total` tokens, layers or other units (0 if unknown), of which so many
-        are `done`.
+        """Begin a stage of the work.
+
+        Args:
+            name: What is done in it.
+            total: Its number of units; 0 if unknown.
+            unit: What is counted: tokens, layers or others.
+            done: Units that are done already.
         """
         from tqdm.auto import tqdm
 
         self.close()
+
         interactive = is_interactive()
-        self._next_line = (
-            float("inf") if interactive or self._quiet else time.monotonic() + _LOG_SECONDS
-        )
-        file, style, seconds = (
-            (sys.stderr, _BAR, 0.1) if interactive else (io.StringIO(), _LINE, _LOG_SECONDS)
-        )
+        if interactive:
+            style = _BAR
+            file: Any = sys.stderr
+            interval = 0.1
+        else:
+            style = _LINE
+            file = io.StringIO()  # `update` prints the lines of a log itself
+            interval = _LOG_SECONDS
+
+        prints_lines = not interactive and not self._quiet
+        self._next_line = time.monotonic() + _LOG_SECONDS if prints_lines else float("inf")
         self._bar = tqdm(
             total=total,
             initial=done,
@@ -88,20 +102,24 @@ class Watcher:
             dynamic_ncols=interactive,
             bar_format=style if total else None,
             disable=self._quiet,
-            mininterval=seconds,
+            mininterval=interval,
             miniters=1,
             desc=one_line(name, _LONGEST_STAGE),
         )
 
     def update(self, count: int = 1, note: str = "") -> None:
-        """Count `count` more units as done; callable from any thread.
+        """Count more units as done; callable from any thread.
 
-        `note`: shown beside the progress.
+        Args:
+            count: How many.
+            note: Shown beside the progress.
         """
         if note:
             self._bar.set_postfix_str(one_line(note), refresh=False)
         self._bar.update(count)
-        if (now := time.monotonic()) >= self._next_line:
+
+        now = time.monotonic()
+        if now >= self._next_line:
             self._next_line = now + _LOG_SECONDS
             self.say(str(self._bar))
 
@@ -117,9 +135,11 @@ class Watcher:
         print_lines([text], err=True)
 
     def warn(self, text: str) -> None:
+        """Print a warning, also if `quiet`."""
         self.say(f"warning: {text}")
 
     def close(self) -> None:
+        """End the current stage."""
         if self._bar is not None:
             self._bar.close()
 
@@ -135,11 +155,13 @@ SILENT = Watcher(quiet=True)
 
 def is_interactive() -> bool:
     """Whether a person watches the output: stderr is a terminal, or this runs in a notebook."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return sys.stderr.isatty() or "IPKernelApp" in getattr(shell, "config", ())
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    in_notebook = "IPKernelApp" in getattr(get_shell(), "config", ())
+    return sys.stderr.isatty() or in_notebook
 
 
 def fail(program: str, message: str, code: int) -> NoReturn:
+    """Print one line on stderr and exit."""
     click.echo(one_line(f"{program}: {message}"), err=True)
     sys.exit(code)
 
@@ -161,47 +183,47 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
     """Run a command.
 
     Exit codes: 0 done, 2 wrong usage or refused, 130 interrupted (143 terminated), 1 anything else.
+
+    Args:
+        command: The command.
+        program: Its name.
+        interrupted: What is said if it is interrupted: what is left, and how to go on.
     """
     signal.signal(signal.SIGTERM, _terminate)
-    # Else torch prints a trace when another process ended
+    # Else torch prints a trace when another process has ended.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         command.main(prog_name=program, standalone_mode=False)
     except click.ClickException as error:
-        fail(
-            program, f"{error.format_message().rstrip('.')}; see {program} --help", error.exit_code
-        )
+        message = error.format_message().rstrip(".")
+        fail(program, f"{message}; see {program} --help", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         fail(program, f"interrupted; {interrupted}", 130)
     except TerminatedError as error:
         fail(program, f"terminated; {interrupted}", int(str(error)))
     except Exception as error:  # always one line; -v adds the traceback
-        from gqa.core.devices import out_of_memory
-
         if any(re.fullmatch("--verbose|-[a-z]*v[a-z]*", word) for word in sys.argv):  # also in -qv
             print_lines(traceback.format_exc().rstrip("\n").split("\n"), err=True)
-        if isinstance(error, RefusedError):
-            fail(program, str(error), 2)
-        if isinstance(error, StoppedError):
-            fail(program, str(error), 128 + error.number)
-        if isinstance(error, OSError) and error.filename and error.strerror:
-            name = os.fsdecode(error.filename)
-            fail(
-                program,
-                f"{name}: {error.strerror}; check that it exists, its permissions and the disk",
-                1,
-            )
-        if isinstance(error, OSError | DivergedError):
-            fail(program, str(error), 1)
-        if out_of_memory(error):
-            fail(
-                program,
-                f"out of memory: {explain(error)}; use smaller batches or a shorter context",
-                1,
-            )
-        fail(
-            program,
-            f"unexpected {type(error).__name__}: {explain(error)}; -v shows where, please report "
-            "it",
-            1,
-        )
+        message, code = _describe_failure(error)
+        fail(program, message, code)
+
+
+def _describe_failure(error: Exception) -> tuple[str, int]:
+    """What is said of an error that ended a command, and the exit code."""
+    from gqa.core.devices import out_of_memory
+
+    if isinstance(error, RefusedError):
+        return str(error), 2
+    if isinstance(error, StoppedError):
+        return str(error), 128 + error.number
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        name = os.fsdecode(error.filename)
+        advice = "check that it exists, its permissions and the disk"
+        return f"{name}: {error.strerror}; {advice}", 1
+    if isinstance(error, OSError | DivergedError):
+        return str(error), 1
+    if out_of_memory(error):
+        return f"out of memory: {explain(error)}; use smaller batches or a shorter context", 1
+
+    kind = type(error).__name__
+    return f"unexpected {kind}: {explain(error)}; -v shows where, please report it", 1

@@ -35,7 +35,14 @@ from gqa.core.console import CONTEXT_SETTINGS, version_option
 from gqa.core.errors import DivergedError, OutputError, RefusedError
 
 T = TypeVar("T")
-_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+# Units of numbers of tokens, and of sizes in bytes.
+_COUNTS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "B": 10**9,
+    "T": 10**12,
+}
 _SIZES = {
     "": 1,
     "B": 1,
@@ -47,20 +54,29 @@ _SIZES = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
-_COMPARE = {"from": operator.ge, "above": operator.gt, "to": operator.le, "below": operator.lt}
+# Words of bounds -> what a number within them satisfies.
+_COMPARE = {
+    "from": operator.ge,
+    "above": operator.gt,
+    "to": operator.le,
+    "below": operator.lt,
+}
 
 
 class Number(click.ParamType[Any]):
-    """A finite number within bounds in words, like `from 1 to 8` or `above 0 below 1`."""
+    """A finite number within bounds.
+
+    Args:
+        kind: `int` or `float`.
+        bounds: The bounds in words, like `from 1 to 8` or `above 0 below 1`.
+    """
 
     name = "number"
 
     def __init__(self, kind: type, bounds: str = "") -> None:
         words = bounds.split()
-        self._bounds = [
-            (_COMPARE[word], float(bound))
-            for word, bound in zip(words[::2], words[1::2], strict=True)
-        ]
+        pairs = zip(words[::2], words[1::2], strict=True)
+        self._bounds = [(_COMPARE[word], float(bound)) for word, bound in pairs]
         self._kind = kind
         self._allowed = " ".join(["whole number" if kind is int else "number", *words])
 
@@ -69,16 +85,16 @@ class Number(click.ParamType[Any]):
         if isinstance(value, str):
             with suppress(ValueError):
                 number = self._kind(value)
-        is_number = isinstance(
-            number, int if self._kind is int else int | float
-        ) and not isinstance(number, bool)
-        if (
-            not is_number
-            or not abs(number) < math.inf
-            or not all(holds(number, b) for holds, b in self._bounds)
-        ):
+        if not self._contains(number):
             self.fail(f"{value!r} is not a {self._allowed}", param, ctx)
         return self._kind(number)
+
+    def _contains(self, number: Any) -> bool:
+        """Whether a value is a finite number of this kind, within the bounds."""
+        kinds = (int,) if self._kind is int else (int, float)
+        if not isinstance(number, kinds) or isinstance(number, bool):
+            return False
+        return abs(number) < math.inf and all(holds(number, bound) for holds, bound in self._bounds)
 
 
 LARGEST = 10**9  # of what is counted one by one
@@ -91,9 +107,12 @@ _FLAG = click.Choice((True, False))
 
 
 class Amount(click.ParamType[int]):
-    """`64k`, `1.5GB`: a whole number with one of the `units`, of `least` to 10^15.
+    """`64k`, `1.5GB`: a whole number, up to 10^15.
 
-    `allowed` says so in words.
+    Args:
+        units: Factors by the letters that may follow the number.
+        allowed: What is allowed, in words, for the error.
+        least: The least allowed number.
     """
 
     name = "amount"
@@ -113,7 +132,12 @@ class Amount(click.ParamType[int]):
 def read_amount(text: str, units: Mapping[str, int] = _COUNTS) -> int | None:
     """A number like 65536, 64k, 500M or 1B; None for what is no such number above zero."""
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
-    return int(Fraction(match[1]) * units.get(match[2], 0)) or None if match else None
+    if match is None:
+        return None
+
+    number, unit = match.groups()
+    amount = int(Fraction(number) * units.get(unit, 0))
+    return amount or None
 
 
 def tokens_type(least: int = 1) -> Amount:
@@ -129,7 +153,12 @@ BYTES = Amount(_SIZES, "size; give a number with KB, MB, GB, KiB, MiB or GiB, li
 
 
 class Text(click.ParamType[Any]):
-    """A name or a path, which need not exist; `blank`: or white space."""
+    """A name or a path, which need not exist.
+
+    Args:
+        kind: What it is converted to: `str` or `Path`.
+        blank: Whether it may be white space.
+    """
 
     name = "text"
 
@@ -139,9 +168,14 @@ class Text(click.ParamType[Any]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if not isinstance(text, str) or not (text if self._blank else text.strip()) or "\0" in text:
+        if not self._is_name(text):
             self.fail(f"{value!r} is not a name", param, ctx)
         return self._kind(text)
+
+    def _is_name(self, text: Any) -> bool:
+        if not isinstance(text, str) or "\0" in text:
+            return False
+        return bool(text if self._blank else text.strip())
 
 
 class Several(click.ParamType[tuple[Any, ...]]):
@@ -158,15 +192,20 @@ class Several(click.ParamType[tuple[Any, ...]]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[Any, ...]:
+        values: Sequence[Any]
         if isinstance(value, str) and not os.path.exists(value):
-            values: Sequence[Any] = [word.strip() for word in value.split(",") if word.strip()]
+            words = [word.strip() for word in value.split(",")]
+            values = [word for word in words if word]
+        elif isinstance(value, list | tuple):
+            values = value
         else:
-            values = value if isinstance(value, list | tuple) else [value]
+            values = [value]
+
         if not values:
             self.fail(
                 f"{value!r} is empty; give one or more values, separated by commas", param, ctx
             )
-        return tuple(self.kind.convert(one, param, ctx) for one in values)
+        return tuple(self.kind.convert(entry, param, ctx) for entry in values)
 
 
 class KVHeads(click.ParamType[int | tuple[int, ...]]):
@@ -196,6 +235,9 @@ def option(
 
     Args:
         default: MISSING where it must be given.
+        help: What --help says, without the default.
+        kind: The click type of a value, where the type of the field does not determine it.
+        metavar: What --help calls a value.
         short: `-o`.
         argument: The metavar of an argument of the command, which is no option.
         free: May differ between a run and its continuation.
@@ -231,22 +273,41 @@ def field_of(kind: type, name: str) -> Field[Any]:
     return cast("Field[Any]", kind.__dataclass_fields__[name])  # type: ignore[attr-defined]
 
 
+# Types of fields -> click types.
+_USUAL_TYPES: dict[Any, click.ParamType[Any]] = {
+    bool: _FLAG,
+    str: Text(),
+    Path: Text(Path),
+}
+
+
 @cache
 def _types(kind: type) -> dict[str, tuple[click.ParamType[Any], bool]]:
     """By field, the type of its values, and whether it has several."""
     types = {}
     for name, hint in get_type_hints(kind).items():
-        parts = [part for part in get_args(hint) if part is not NoneType]
-        # Of `X | None` the X
-        plain = hint if get_origin(hint) in (Literal, tuple) or not parts else parts[0]
-        several = get_origin(hint) is tuple or (get_origin(plain) is tuple and len(parts) == 1)
-        value = get_args(plain)[0] if several else plain
-        choices = click.Choice(get_args(value)) if get_origin(value) is Literal else None
-        usual = {bool: _FLAG, str: Text(), Path: Text(Path)}
-        one = field_of(kind, name).metadata["kind"] or choices or usual.get(value)
+        value, several = _value_type(hint)
+        one = field_of(kind, name).metadata["kind"]
+        if one is None and get_origin(value) is Literal:
+            one = click.Choice(get_args(value))
+        elif one is None:
+            one = _USUAL_TYPES.get(value)
         assert one is not None, f"{kind.__name__}.{name} needs a type"
         types[name] = (Several(one) if several else one), several
     return types
+
+
+def _value_type(hint: Any) -> tuple[Any, bool]:
+    """The type of one value of a field with this type, and whether the field has several.
+
+    `X | None` has values of type X, `tuple[X, ...]` has several.
+    """
+    parts = [part for part in get_args(hint) if part is not NoneType]
+    is_optional = parts and get_origin(hint) not in (Literal, tuple)
+    plain = parts[0] if is_optional else hint
+
+    several = get_origin(hint) is tuple or (get_origin(plain) is tuple and len(parts) == 1)
+    return (get_args(plain)[0] if several else plain), several
 
 
 @dataclass(frozen=True)
@@ -274,31 +335,33 @@ class Options:
         """Raises RefusedError for an option that is given without any of those that it needs."""
         for one in fields(self):
             needs = one.metadata["needs"]
-            if needs and self.is_set(one.name) and not any(getattr(self, name) for name in needs):
-                names = [
-                    field_of(type(self), name).metadata["argument"].strip("[]") or flag(name)
-                    for name in needs
-                ]
-                give = "both" if len(names) == 1 else "one of them"
-                raise RefusedError(
-                    f"{flag(one.name)} has no effect without {' or '.join(names)}: give {give} or "
-                    "none"
-                )
+            if not needs or not self.is_set(one.name) or any(getattr(self, name) for name in needs):
+                continue
+
+            names = [
+                field_of(type(self), name).metadata["argument"].strip("[]") or flag(name)
+                for name in needs
+            ]
+            remedy = "both" if len(names) == 1 else "one of them"
+            raise RefusedError(
+                f"{flag(one.name)} has no effect without {' or '.join(names)}: give {remedy} or "
+                "none"
+            )
 
     def binding(self) -> dict[str, Any]:
         """What a continued run must have in common with the one before, JSON-ready."""
-        bound = {
-            one.name: getattr(self, one.name) for one in fields(self) if not one.metadata["free"]
-        }
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in bound.items()
-        }
+        bound = {}
+        for one in fields(self):
+            if not one.metadata["free"]:
+                value = getattr(self, one.name)
+                bound[one.name] = list(value) if isinstance(value, tuple) else value
+        return bound
 
 
 def flag(name: str) -> str:
     """The option of a field."""
-    return "--" + ("groups" if name == "kv_heads" else name).replace("_", "-")
+    word = "groups" if name == "kv_heads" else name
+    return "--" + word.replace("_", "-")
 
 
 @contextmanager
@@ -310,7 +373,8 @@ def parameters_in_errors(command: type) -> Iterator[None]:
     def parameter_of(match: re.Match[str]) -> str:
         no, word, rest = match.groups(default="")
         name = "kv_heads" if word == "groups" else word.replace("-", "_")
-        if _types(command).get(name, (None,))[0] is _FLAG:
+        kind, _ = _types(command).get(name, (None, False))
+        if kind is _FLAG:
             return f"{name}={not no}{rest}"
         return name + rest.replace(" ", "=")
 
@@ -318,9 +382,8 @@ def parameters_in_errors(command: type) -> Iterator[None]:
         yield
     except (RefusedError, OutputError, DivergedError) as error:
         message = re.sub(r"(?<![\w-])-o\b", "output", str(error))
-        error.args = (
-            re.sub(r"(?<![\w-])--(no-)?([a-z][a-z-]+)( [\dA-Z])?", parameter_of, message),
-        )
+        message = re.sub(r"(?<![\w-])--(no-)?([a-z][a-z-]+)( [\dA-Z])?", parameter_of, message)
+        error.args = (message,)
         raise
 
 
@@ -340,7 +403,13 @@ def default_text(default: Any) -> str:
 
 
 def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
-    """The option or argument that a field is, of this name."""
+    """The option or argument of a command that a field of its dataclass is.
+
+    Args:
+        owner: The dataclass.
+        one: Its field.
+        name: The name of the parameter of the function that the command calls.
+    """
     kind, several = _types(owner)[one.name]
     metadata = one.metadata
     required = one.default is MISSING
@@ -349,14 +418,21 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
         return click.Argument(
             [name], type=Text(), nargs=nargs, required=required, metavar=metadata["argument"]
         )
-    names = [name, *filter(None, [metadata["short"]]), flag(name)]
+
+    names = [name, flag(name)]
+    if metadata["short"]:
+        names.insert(1, metadata["short"])
     text = metadata["help"] + default_text(one.default)
     if kind is _FLAG:
         if one.default is not False:
             names[-1] += f"/--no-{flag(name)[2:]}"
         return click.Option(names, is_flag=True, default=None, help=text)
-    numbers = "N[,...]" if several else "N" if isinstance(kind, Number) else None
-    metavar = metadata["metavar"] or numbers
+
+    metavar = metadata["metavar"]
+    if not metavar and several:
+        metavar = "N[,...]"
+    elif not metavar:
+        metavar = "N" if isinstance(kind, Number) else None
     return click.Option(
         names, type=kind, required=required, help=text, metavar=metavar, multiple=several
     )
@@ -366,7 +442,7 @@ def read(kind: type[T], params: Mapping[str, Any]) -> T:
     """The options that click has read; those that were not given have their defaults."""
     values = {name: value for name, value in params.items() if value not in (None, ())}
     for name, value in values.items():
-        # An option that was given several times
+        # The option was given several times.
         if isinstance(value, tuple) and isinstance(value[0], tuple):
             values[name] = tuple(chain.from_iterable(value))
     return kind(**values)
@@ -379,13 +455,12 @@ def command(kind: type[T], epilog: str = "") -> Callable[[Callable[[T], Any]], c
         def call(**params: Any) -> Any:
             return function(read(kind, params))
 
-        shown = [one for one in fields(kind) if not one.metadata["expert"]]  # type: ignore[arg-type]
-        params = [parameter(kind, one, one.name) for one in shown]
+        public = [one for one in fields(kind) if not one.metadata["expert"]]  # type: ignore[arg-type]
         return version_option(
             click.Command(
                 None,
                 callback=call,
-                params=params,
+                params=[parameter(kind, one, one.name) for one in public],
                 help=function.__doc__,
                 epilog=epilog,
                 context_settings=CONTEXT_SETTINGS,

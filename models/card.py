@@ -37,18 +37,31 @@ _INHERITED = (
     "pipeline_tag",
     "tags",
 )
-# By the end of the class's name
-_PIPELINES = {"CausalLM": "text-generation", "MaskedLM": "fill-mask"}
+# End of the class's name -> the task at the hub.
+_PIPELINES = {
+    "CausalLM": "text-generation",
+    "MaskedLM": "fill-mask",
+}
+
+# Headings in Markdown: `# title`, `<h1>`, and a line under a title. And where a block of code ends.
+_HEADING = re.compile(r" {0,3}(#{1,6})(?=\s|$)")
+_HTML_HEADING = re.compile(r"(?i)</?h([1-6])(?=[\s>])")
+_UNDERLINE = re.compile(r" {0,3}(=+|-+)\s*")
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+# A line that can be a title: not that of a heading, quote, table, tag or list.
+_TITLE = re.compile(r" {0,3}[^\s#>|*+<-]")
 
 
 @dataclass(frozen=True)
 class SourceCard:
     """The card of the checkpoint from which a result is made.
 
-    metadata: What a result inherits: license, language, data sets, pipeline, tags, each of them
-    words. base_models: Hub ids of the models from which the checkpoint itself was made. text: The
-    Markdown of its author. If gqa wrote the card, that of the model from which the checkpoint was
-    made.
+    Attributes:
+        metadata: What a result inherits: license, language, data sets, pipeline, tags, each of them
+            words.
+        base_models: Hub ids of the models from which the checkpoint itself was made.
+        text: The Markdown of its author. If gqa wrote the card, that of the model from which the
+            checkpoint was made.
     """
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -64,17 +77,20 @@ def source_card(checkpoint: Checkpoint) -> SourceCard:
 
     if CARD not in checkpoint.side_files:
         return SourceCard()
+
     text = checkpoint.path(CARD).read_text(encoding="utf-8", errors="replace")
     fields: dict[str, Any] = {}
     with suppress(Exception), quiet("huggingface_hub"):  # libraries of YAML raise many kinds
         fields = dict(ModelCard(text, ignore_metadata_errors=True).data.to_dict())
-    text = _FRONT_MATTER.sub("", text)
     metadata = {name: words for name in _INHERITED if (words := _words(fields.get(name)))}
     base_models = _words(fields.get("base_model"))
     names = [base_models] if isinstance(base_models, str) else base_models
-    _, _, after_ours = text.partition(_END)
-    original = after_ours.strip().removeprefix(BASE_CARD) if _END in text else text
-    return SourceCard(metadata, tuple(filter(is_hub_id, names)), original.strip())
+
+    text = _FRONT_MATTER.sub("", text)
+    if _END in text:
+        _, _, after_ours = text.partition(_END)
+        text = after_ours.strip().removeprefix(BASE_CARD)
+    return SourceCard(metadata, tuple(filter(is_hub_id, names)), text.strip())
 
 
 def _words(value: Any) -> str | list[str]:
@@ -84,9 +100,9 @@ def _words(value: Any) -> str | list[str]:
     """
     if isinstance(value, str):
         return one_line(value)
-    return (
-        [one_line(one) for one in value if isinstance(one, str)] if isinstance(value, list) else ""
-    )
+    if isinstance(value, list):
+        return [one_line(entry) for entry in value if isinstance(entry, str)]
+    return ""
 
 
 def is_hub_id(name: str) -> bool:
@@ -103,22 +119,28 @@ def hub_metadata(
 ) -> dict[str, Any]:
     """Metadata of a result's card.
 
-    base_models: Hub ids of the models from which it is made, if they have any. tags: further ones.
-    side_files: Files that are copied from the source; a license among them is linked in the result
-    itself.
+    Args:
+        source: The card of the checkpoint from which it is made.
+        base_models: Hub ids of the models from which it is made, if they have any.
+        model_class: Its class.
+        tags: Further tags.
+        side_files: Files that are copied from the source; a license among them is linked in the
+            result itself.
     """
     metadata = dict(source.metadata)
+
     link = metadata.get("license_link")
     if isinstance(link, str) and "://" not in link and link not in side_files and base_models:
         metadata["license_link"] = f"https://huggingface.co/{base_models[0]}/blob/main/{link}"
-    pipeline = next(
-        (task for end, task in _PIPELINES.items() if model_class.__name__.endswith(end)), None
-    )
-    if pipeline:
-        metadata.setdefault("pipeline_tag", pipeline)
+
+    for ending, task in _PIPELINES.items():
+        if model_class.__name__.endswith(ending):
+            metadata.setdefault("pipeline_tag", task)
+
     if base_models:
         metadata["base_model"] = base_models[0] if len(base_models) == 1 else list(base_models)
         metadata["base_model_relation"] = "finetune"
+
     inherited = metadata.get("tags", [])
     inherited = [inherited] if isinstance(inherited, str) else inherited
     metadata["tags"] = list(dict.fromkeys([*inherited, *tags, TAG]))
@@ -126,32 +148,34 @@ def hub_metadata(
 
 
 def format_card(metadata: Mapping[str, Any], name: str, parts: Sequence[str], original: str) -> str:
-    """Text of README.md: metadata, the title, `parts` of Markdown, and the base model's card below
-    them.
+    """Text of README.md.
+
+    Args:
+        metadata: Its front matter.
+        name: The title.
+        parts: Markdown of its parts.
+        original: The base model's card, which stands below them.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
     base_card = [BASE_CARD, demote_headings(visible(original))] if original else []
     text = "\n\n".join([f"# {markdown(name)}", *parts, _END, *base_card])
-    return str(ModelCard(f"---\n{ModelCardData(**metadata).to_yaml()}\n---\n\n{text}\n"))
+    front_matter = ModelCardData(**metadata).to_yaml()
+    return str(ModelCard(f"---\n{front_matter}\n---\n\n{text}\n"))
 
 
 def demote_headings(text: str) -> str:
     """Markdown whose highest heading is of level 3, so that it can stand under one of level 2."""
     lines = _plain_headings(text.split("\n"))
-    levels = [
-        len(match[1]) for line, is_code in lines if not is_code and (match := _HEADING.match(line))
-    ]
-    levels += [
-        int(level)
-        for line, is_code in lines
-        if not is_code
-        for level in _HTML_HEADING.findall(line)
-    ]
-    shift = max(0, 3 - min(levels, default=3))
+    levels = [3]
+    for line, is_code in lines:
+        if not is_code:
+            levels += _heading_levels(line)
+    shift = 3 - min(levels)
 
     def deeper(match: re.Match[str]) -> str:
-        return match[0].replace(match[1], str(min(6, int(match[1]) + shift)))
+        level = min(6, int(match[1]) + shift)
+        return match[0].replace(match[1], str(level))
 
     demoted = []
     for line, is_code in lines:
@@ -164,16 +188,18 @@ def demote_headings(text: str) -> str:
     return "\n".join(demoted)
 
 
-_HEADING = re.compile(r" {0,3}(#{1,6})(?=\s|$)")
-_HTML_HEADING = re.compile(r"(?i)</?h([1-6])(?=[\s>])")
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
-_UNDERLINE = re.compile(r" {0,3}(=+|-+)\s*")
+def _heading_levels(line: str) -> list[int]:
+    """The levels of the headings in a line."""
+    levels = [int(level) for level in _HTML_HEADING.findall(line)]
+    if match := _HEADING.match(line):
+        levels.append(len(match[1]))
+    return levels
 
 
 def _plain_headings(lines: Sequence[str]) -> list[tuple[str, bool]]:
     """Lines, and whether they are in a block of code; underlined headings are written with `#`."""
     result: list[tuple[str, bool]] = []
-    fence = ""
+    fence = ""  # what has opened the block of code
     for line in lines:
         opening = _FENCE.match(line)
         if fence:
@@ -181,13 +207,15 @@ def _plain_headings(lines: Sequence[str]) -> list[tuple[str, bool]]:
             is_end = opening and opening[1].startswith(fence) and not line.strip().strip(fence[0])
             fence = "" if is_end else fence
             continue
+
         if opening:
             fence = opening[1]
             result.append((line, True))
             continue
+
         before, is_code = result[-1] if result else ("", True)
         underline = _UNDERLINE.fullmatch(line)
-        if underline and not is_code and re.match(r" {0,3}[^\s#>|*+<-]", before):
+        if underline and not is_code and _TITLE.match(before):
             level = 1 if underline[1].startswith("=") else 2
             result[-1] = (f"{'#' * level} {before.strip()}", False)
         else:
@@ -209,49 +237,55 @@ def loading_code(model_class: Any, name: str, side_files: Iterable[str]) -> str:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    classes = [model_class.__name__]
+    class_name = model_class.__name__
     arguments = python_string(name)
-    # None of an Auto class
-    model_type = getattr(getattr(model_class, "config_class", None), "model_type", None)
+    config_class = getattr(model_class, "config_class", None)  # Auto classes have none
+    model_type = getattr(config_class, "model_type", None)
     if model_type in MODEL_TYPES:
-        auto_of = {
-            reference.rpartition(".")[2]: auto for auto, reference in auto_map(model_type).items()
-        }
-        classes = [auto_of[model_class.__name__]]
+        for auto, reference in auto_map(model_type).items():
+            if reference.rpartition(".")[2] == model_class.__name__:
+                class_name = auto
         arguments = f"{arguments}, trust_remote_code=True"
-    elif classes[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        classes = ["AutoModelForCausalLM"]
-    lines = [f"model = {classes[0]}.from_pretrained({arguments})"]
+    elif class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        class_name = "AutoModelForCausalLM"
+
+    classes = [class_name]
+    lines = [f"model = {class_name}.from_pretrained({arguments})"]
     if any(file.startswith("tokenizer") for file in side_files):
         classes.append("AutoTokenizer")
         lines.append(f"tokenizer = AutoTokenizer.from_pretrained({arguments})")
-    return code_block(
-        [f"from transformers import {', '.join(sorted(classes))}", "", *lines], "python"
-    )
+
+    imports = f"from transformers import {', '.join(sorted(classes))}"
+    return code_block([imports, "", *lines], "python")
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:
     """Markdown: rows of cells that are numbers and words of ours; the first row is the header."""
-    header, *others = rows
+    header, *body = rows
     line = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, line, *others))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, line, *body))
 
 
 def making_of(tool: str, argv: Sequence[str], options: Mapping[str, Any], record: str) -> list[str]:
     """Parts of Markdown: the command if there is any, the options that have a value, and the
     versions.
 
-    record: Name of the file that has them all.
+    Args:
+        tool: The command.
+        argv: Its arguments; none of a call from Python.
+        options: Its options by name.
+        record: Name of the file that has them all.
     """
-    values = {
+    set_options = {
         name: value
         for name, value in options.items()
         if value is not False and value not in (None, [], ())
     }
-    named = ", ".join(code_span(f"{name}={value!r}") for name, value in values.items())
+    shown = ", ".join(code_span(f"{name}={value!r}") for name, value in set_options.items())
     packages = ", ".join(f"{name} {version(name)}" for name in ("gqa", "torch", "transformers"))
+
     command = [code_block([shell_line([tool, *argv])])] if argv else []
     return [
         *command,
-        f"Options: {named}. Made with {packages}; `{record}` has all options and versions.",
+        f"Options: {shown}. Made with {packages}; `{record}` has all options and versions.",
     ]

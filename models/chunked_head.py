@@ -19,14 +19,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Float32 logits per slice. CPU: fits into the cache, yet large enough for a fast matrix product.
-# GPU: needs more rows for full utilisation, half a GiB (a comparison of two models holds eight
-# slices).
+# Float32 logits per slice on a CPU: they fit into the cache, and are enough for a fast matrix
+# product.
 CHUNK_NUMBERS = 1 << 22
 
-
+# The same on a GPU, which needs more rows for full utilization: half a GiB (a comparison of two
+# models holds eight slices).
 DEVICE_CHUNK_NUMBERS = 1 << 27
-
 
 # Every slice reads the whole head (and, in training, writes its gradient), which takes as long as
 # multiplying about a hundred rows.
@@ -48,11 +47,8 @@ class ChunkedHead:
         self._compiled: Callable[[Any], Any] = cache(torch.compile) if compile_model else _eager
         # T5 has no module for encoder plus decoder without head: the encoder runs first, the
         # decoder is the backbone.
-        self._decoder = (
-            model.get_decoder()
-            if model.base_model is model and model.config.is_encoder_decoder
-            else None
-        )
+        runs_encoder_first = model.base_model is model and model.config.is_encoder_decoder
+        self._decoder = model.get_decoder() if runs_encoder_first else None
         self.backbone = self._decoder or model.base_model
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self.split = self.backbone is not model
@@ -60,19 +56,23 @@ class ChunkedHead:
         self._output: Any = None
 
     def hidden(self, **inputs: Tensor) -> Tensor:
-        """`input_ids` (B, T) and other inputs of the model -> hidden states (B, T, D) before the
-        head, or without a split logits (B, T, V) in the model's dtype. With `decoder_input_ids` T
-        is their length.
+        """Hidden states before the head.
+
+        Args:
+            inputs: `input_ids` (B, T) and other inputs of the model.
+
+        Returns:
+            (B, T, D), or without a split logits (B, T, V) in the model's dtype. With
+            `decoder_input_ids` T is their length.
         """
         if self.split and not self._checked:
-            self._check(
-                {
-                    name: part[:1, :8] if part.ndim == 2 else part[:1]
-                    for name, part in inputs.items()
-                }
-            )
+            first_tokens = {}
+            for name, part in inputs.items():
+                first_tokens[name] = part[:1, :8] if part.ndim == 2 else part[:1]
+            self._check(first_tokens)
         if not self.split:
             return self._compiled(self.model)(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
+
         self._output = self._run_backbone(inputs, self._compiled)
         hidden: Tensor = self._output.last_hidden_state
         return hidden
@@ -82,6 +82,7 @@ class ChunkedHead:
         return self._head(rows, self._output) if self.split else rows
 
     def _run_backbone(self, inputs: dict[str, Tensor], compiled: Callable[[Any], Any]) -> Any:
+        """The output of the backbone; `compiled` is applied to each module before it is called."""
         if self._decoder is not None:
             mask = inputs.get("attention_mask")
             encoder = compiled(self.model.get_encoder())
@@ -90,12 +91,15 @@ class ChunkedHead:
                 "input_ids": inputs["decoder_input_ids"],
                 "encoder_hidden_states": encoded.last_hidden_state,
             }
-            inputs |= {} if mask is None else {"encoder_attention_mask": mask}
+            if mask is not None:
+                inputs["encoder_attention_mask"] = mask
         return compiled(self.backbone)(**inputs, use_cache=False, return_dict=True)
 
     def _head(self, rows: Tensor, output: Any) -> Tensor:
+        """Rows (n, D) -> logits (n, V): the model's `forward`, whose backbone returns the rows."""
         output = copy.copy(output)
         output.last_hidden_state = rows.unsqueeze(0)
+
         ids = rows.new_zeros((1, len(rows)), dtype=torch.long)
         inputs: dict[str, Any] = {"input_ids": ids}
         if self.model.config.is_encoder_decoder:
@@ -113,12 +117,7 @@ class ChunkedHead:
                 expected = self.model(**inputs, use_cache=False).logits[0]
                 output = self._run_backbone(inputs, _eager)
                 logits = self._head(output.last_hidden_state[0], output)
-            finite = expected.isfinite()  # some classes set logits to -inf to exclude tokens
-            self.split = torch.equal(logits.isfinite(), finite)
-            if self.split:
-                error = (logits - expected)[finite].float().norm()
-                size = expected[finite].float().norm()
-                self.split = bool(error <= max(2 * torch.finfo(expected.dtype).eps, 1e-5) * size)
+            self.split = _equals_up_to_rounding(logits, expected)
         except (AttributeError, TypeError, ValueError, IndexError):  # an unusual class
             self.split = False
         finally:
@@ -127,8 +126,20 @@ class ChunkedHead:
             torch.clear_autocast_cache()
 
 
+def _equals_up_to_rounding(logits: Tensor, expected: Tensor) -> bool:
+    """Whether logits are equal up to rounding, relative to the norm of the expected ones."""
+    finite = expected.isfinite()  # some classes set logits to -inf to exclude tokens
+    if not torch.equal(logits.isfinite(), finite):
+        return False
+
+    error = (logits - expected)[finite].float().norm()
+    size = expected[finite].float().norm()
+    tolerance = max(2 * torch.finfo(expected.dtype).eps, 1e-5)
+    return bool(error <= tolerance * size)
+
+
 def _eager(module: Any) -> Any:
-    """In place of `torch.compile`."""
+    """The module itself: in place of `torch.compile`."""
     return module
 
 
@@ -138,13 +149,13 @@ def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
     Then each module gets back the mode that it had.
     """
-    modes = [(module, module.training) for module in model.modules()]
+    was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, mode in was_training.items():
+            module.training = mode
 
 
 @contextmanager

@@ -41,7 +41,18 @@ BY_LAYER = (
     "starcoder2",
 )
 # Those whose attention is grouped in all layers alike.
-_GROUPED = ("gpt2", "opt", "bart", "mbart", "marian", "pegasus", "m2m_100", "t5", "mt5")
+_GROUPED = (
+    "gpt2",
+    "opt",
+    "bart",
+    "mbart",
+    "marian",
+    "pegasus",
+    "m2m_100",
+    "t5",
+    "mt5",
+)
+# Our model types -> the file of `modeling` with their classes.
 _FILE_OF = {
     **dict.fromkeys([PREFIX + source for source in _GROUPED], "modeling_gqa"),
     **dict.fromkeys([PREFIX + source for source in BY_LAYER], "modeling_gqa_by_layer"),
@@ -70,11 +81,9 @@ def file_of(model_type: str) -> tuple[str, str]:
 
 def class_name(model_type: str, source: str) -> str:
     """The name of our class for the class `source` of transformers."""
-    return (
-        "DeciLMForCausalLM"
-        if (model_type, source) == (f"{PREFIX}llama", "LlamaForCausalLM")
-        else f"GQA{source}"
-    )
+    if model_type == f"{PREFIX}llama" and source == "LlamaForCausalLM":
+        return "DeciLMForCausalLM"  # which serving engines load
+    return f"GQA{source}"
 
 
 @cache
@@ -117,9 +126,8 @@ def config_class(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type in MODEL_TYPES:
-        return getattr(
-            _module(model_type), class_name(model_type, auto_classes(model_type)["AutoConfig"])
-        )
+        source = auto_classes(model_type)["AutoConfig"]
+        return getattr(_module(model_type), class_name(model_type, source))
     return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 - `get` finds none
 
 
@@ -127,8 +135,10 @@ def custom_class(architecture: str, model_type: object) -> Any:
     """The class of ours that a config names, or None."""
     if model_type not in MODEL_TYPES:
         return None
-    names = {class_name(str(model_type), name) for name in auto_classes(str(model_type)).values()}
-    return getattr(_module(str(model_type)), architecture) if architecture in names else None
+
+    ours = str(model_type)
+    names = {class_name(ours, source) for source in auto_classes(ours).values()}
+    return getattr(_module(ours), architecture) if architecture in names else None
 
 
 def stand_in(architectures: list[str] | None, model_type: str) -> str:
@@ -139,11 +149,12 @@ def stand_in(architectures: list[str] | None, model_type: str) -> str:
     """
     classes = auto_classes(model_type)
     for name in architectures or ():
-        if (
-            re.search("For.*(Classification|QuestionAnswering)$", name)
-            and name not in classes.values()
-        ):
+        has_other_head = re.search("For.*(Classification|QuestionAnswering)$", name)
+        if has_other_head and name not in classes.values():
             raise RefusedError(f"custom modeling code has no class with the head of {name}")
-    names = [name for name in architectures or () if name in classes.values()]
-    usual = classes.get("AutoModelForSeq2SeqLM") or classes["AutoModelForCausalLM"]
-    return class_name(model_type, (names or [usual])[0])
+
+    for name in architectures or ():
+        if name in classes.values():
+            return class_name(model_type, name)
+    language_model = classes.get("AutoModelForSeq2SeqLM") or classes["AutoModelForCausalLM"]
+    return class_name(model_type, language_model)

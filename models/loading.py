@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,12 +26,13 @@ from gqa.core.devices import out_of_memory
 from gqa.core.errors import RefusedError, explain, listing
 from gqa.models.custom_code import MODEL_TYPES, config_class, custom_class
 
-T = TypeVar("T")
-FILLED = 7 / 8  # of an accelerator's free memory, by weights alone
-_ADAPTED = ".base_layer.weight"  # of a layer that peft has put an adapter on
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+FILLED = 7 / 8  # of an accelerator's free memory, by weights alone
+_ADAPTED_WEIGHT = ".base_layer.weight"  # of a layer that peft has put an adapter on
+# In the names of classes that predict tokens.
+_PREDICTING = re.compile("CausalLM|Seq2SeqLM|LMHead|PreTraining|ImageTextToText|MultimodalLM")
 
 
 def load_model(
@@ -46,34 +47,37 @@ def load_model(
     """The model in the directory `name` in the class that its config names, in evaluation mode.
 
     Args:
+        name: The directory.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
         device: A device, or `auto`: accelerate's device_map, filling each accelerator to `FILLED`,
             then memory, disk.
+        attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
+        trust_remote_code: Whether code of the checkpoint may run.
         weights: Whether to load any; if not, parameters are on `meta` and nothing stored is
             checked.
-        attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
 
     Raises:
         RefusedError: It cannot be loaded, loads with keys missing, unexpected or of another shape,
             or an adapter lies beside its weights.
         RuntimeError, MemoryError: There is no memory left for it (`out_of_memory`).
     """
-    # Transformers would apply it to weights that may have it already
+    # transformers would apply the adapter to weights that may contain it already.
     if (Path(name) / "adapter_config.json").exists():
         raise RefusedError(
             f"{name} has an adapter beside its weights (adapter_config.json), which would be "
             "applied to them: remove the adapter's files if it is merged already, else merge it "
             "first (peft: merge_and_unload)"
         )
+
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
         with quiet_transformers(), _plain_config(name) as plain:
             config = read_auto_config(name, trust_remote_code)
             cls = model_class(config, trust_remote_code)
             if not weights:
-                return _empty(
-                    cls, config, dtype, options | {"trust_remote_code": trust_remote_code}
-                )
+                options["trust_remote_code"] = trust_remote_code
+                return _empty(cls, config, dtype, options)
+
             if device == "auto":
                 options |= _spread()
             if plain != name:
@@ -94,6 +98,7 @@ def load_model(
             raise
         raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from error
     _check_keys(name, info)
+
     if device != "auto":
         return model.to(device).eval()
     weakref.finalize(model, shutil.rmtree, options["offload_folder"], ignore_errors=True)
@@ -123,14 +128,16 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _spread() -> dict[str, Any]:
-    """from_pretrained options for offloading."""
+    """Options of from_pretrained that spread a model over accelerators, memory and disk."""
     from accelerate.utils import get_max_memory
 
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of offloading
-    limits = {
-        place: int(size * FILLED) if isinstance(place, int) else size
-        for place, size in get_max_memory().items()
-    }
+
+    limits = get_max_memory()
+    for place, size in limits.items():
+        is_accelerator = isinstance(place, int)
+        if is_accelerator:
+            limits[place] = int(size * FILLED)
     return {
         "device_map": "auto",
         "max_memory": limits,
@@ -139,51 +146,69 @@ def _spread() -> dict[str, Any]:
 
 
 def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device: str) -> None:
-    """Read weights from the `files` of the checkpoint `name` into an empty model whose parameters
-    are shards (DTensors on `meta`), with transformers' own loading; each process reads only its
-    rows. Parameters that are not empty, such as adapters, are not touched. Raises the errors of
+    """Read weights into an empty model whose parameters are shards (DTensors on `meta`), with
+    transformers' own loading; each process reads only its rows.
+
+    Parameters that are not empty, such as adapters, are not touched. Raises the errors of
     `load_model`.
+
+    Args:
+        model: The empty model.
+        name: The checkpoint's directory.
+        files: Paths of its weight files.
+        device: The device of this process.
     """
     from safetensors import safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
     from transformers.modeling_utils import LoadStateDictConfig
 
     from gqa.core.compat import load_weights, set_weight_conversions, weight_conversions
     from gqa.models.names import follow_prefix
 
-    adapted = [
-        re.escape(key.removesuffix(_ADAPTED))
-        for key in model.state_dict()
-        if key.endswith(_ADAPTED)
-    ]
-    mapping = [*get_model_conversion_mapping(model)]
-    more = [
-        WeightRenaming(rf"^({'|'.join(adapted)})\.{tail}$", rf"\1.base_layer.{tail}")
-        for tail in ("weight", "bias")
-    ]
+    renamings = _adapter_renamings(model)
     options = LoadStateDictConfig(
         pretrained_model_name_or_path=name,
         ignore_mismatched_sizes=True,
         device_map={"": device},
         dtype=model.dtype,
-        weight_mapping=[*mapping, *(more if adapted else ())],
+        weight_mapping=[*get_model_conversion_mapping(model), *renamings],
     )
     try:
-        with ExitStack() as opened, quiet_transformers():
-            stored = [
-                opened.enter_context(safe_open(file, "pt", backend="pread")) for file in files
-            ]
-            slices = {key: file.get_slice(key) for file in stored for key in file.offset_keys()}
+        with ExitStack() as stack, quiet_transformers():
+            slices = {}
+            for path in files:
+                file = stack.enter_context(safe_open(path, "pt", backend="pread"))
+                for key in file.offset_keys():
+                    slices[key] = file.get_slice(key)
             info = load_weights(model, slices, options)
     except Exception as error:
         if out_of_memory(error):
             raise
         raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from error
-    loaded = weight_conversions(model) or []
-    set_weight_conversions(model, [conversion for conversion in loaded if conversion not in more])
+
+    # The model is stored without its adapters: it keeps only the conversions of its class.
+    conversions = weight_conversions(model) or []
+    own_conversions = [entry for entry in conversions if entry not in renamings]
+    set_weight_conversions(model, own_conversions)
     follow_prefix(model, slices)
     _check_keys(name, info.to_dict())
+
+
+def _adapter_renamings(model: PreTrainedModel) -> list[Any]:
+    """Conversions of stored names into those of layers that peft has put an adapter on."""
+    from transformers.core_model_loading import WeightRenaming
+
+    layers = [
+        re.escape(key.removesuffix(_ADAPTED_WEIGHT))
+        for key in model.state_dict()
+        if key.endswith(_ADAPTED_WEIGHT)
+    ]
+    if not layers:
+        return []
+    return [
+        WeightRenaming(rf"^({'|'.join(layers)})\.{tail}$", rf"\1.base_layer.{tail}")
+        for tail in ("weight", "bias")
+    ]
 
 
 def _check_keys(name: str, info: dict[str, Any]) -> None:
@@ -194,9 +219,13 @@ def _check_keys(name: str, info: dict[str, Any]) -> None:
 
 
 def _empty(cls: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
+    """A model of the class whose parameters are on `meta`."""
     from gqa.core.compat import build_model
 
-    options["dtype"] = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
+    if dtype == "auto":
+        options["dtype"] = config.dtype or torch.float32
+    else:
+        options["dtype"] = getattr(torch, dtype)
     with torch.device("meta"):
         if _is_auto(cls):
             return cls.from_config(config, **options).eval()
@@ -208,37 +237,49 @@ def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
     """transformers' config object of the model in the directory `name`, whose classes may be ours,
     without the entries that say how a model is run (`RUN_FLAGS`). Raises RefusedError.
     """
-    import transformers
-
     raw = read_json(Path(name), "config.json")
     check_numbers(raw, Path(name).name)
     model_type = raw.get("model_type")
-    code = raw.get("auto_map")
     known: Any = config_class(model_type) if isinstance(model_type, str) else None
     try:
-        with quiet_transformers(), _plain_config(name) as plain:
-            if model_type in MODEL_TYPES:
-                config = known.from_pretrained(plain)
-            elif trust_remote_code and isinstance(code, dict) and "AutoConfig" in code:
-                # output_attentions is refused beside some implementations of attention.
-                options = {} if plain == name else {"output_attentions": False}
-                config = transformers.AutoConfig.from_pretrained(
-                    name, trust_remote_code=True, **options
-                )
-                if plain != name:
-                    reset_run_flags(config)
-            else:
-                config = transformers.AutoConfig.from_pretrained(plain if known else name)
+        config = _load_config(name, raw, known, trust_remote_code)
     except Exception as error:  # whatever a library, or code of a checkpoint, raises about a config
-        entry = (
-            culprit(raw, lambda other: known.from_dict(without_run_flags(other))) if known else ""
-        )
+        entry = ""
+        if known:
+            entry = culprit(raw, lambda other: known.from_dict(without_run_flags(other)))
         cause = f" because of {entry}" if entry else ""
         raise RefusedError(
             f"transformers cannot read config.json of {name}{cause}: {explain(error)}"
         ) from error
     config.name_or_path = name
     return config
+
+
+def _load_config(name: str, raw: dict[str, Any], known: Any, trust_remote_code: bool) -> Any:
+    """transformers' config object of the model in the directory `name`.
+
+    Args:
+        name: The directory.
+        raw: Its config.json.
+        known: The config class, ours or transformers'; None if neither has one.
+        trust_remote_code: Whether code of the checkpoint may run.
+    """
+    from transformers import AutoConfig
+
+    code = raw.get("auto_map")
+    with quiet_transformers(), _plain_config(name) as plain:
+        if raw.get("model_type") in MODEL_TYPES:
+            return known.from_pretrained(plain)
+
+        if trust_remote_code and isinstance(code, dict) and "AutoConfig" in code:
+            # output_attentions is refused beside some implementations of attention.
+            options = {} if plain == name else {"output_attentions": False}
+            config = AutoConfig.from_pretrained(name, trust_remote_code=True, **options)
+            if plain != name:
+                reset_run_flags(config)
+            return config
+
+        return AutoConfig.from_pretrained(plain if known else name)
 
 
 @contextmanager
@@ -252,9 +293,8 @@ def _plain_config(name: str) -> Iterator[str]:
         return
 
     with tempfile.TemporaryDirectory(prefix="gqa-config-") as directory:
-        Path(directory, "config.json").write_text(
-            json.dumps(without_run_flags(raw)), encoding="utf-8"
-        )
+        text = json.dumps(without_run_flags(raw))
+        Path(directory, "config.json").write_text(text, encoding="utf-8")
         yield directory
 
 
@@ -277,20 +317,22 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     if ours := custom_class(name, config.model_type):
         return ours
+
     if trust_remote_code and getattr(config, "auto_map", None):
         autos = [auto for auto in config.auto_map if auto.startswith("AutoModelFor")]
-        return getattr(transformers, autos[0] if autos else "AutoModelForCausalLM")
+        auto_name = autos[0] if autos else "AutoModelForCausalLM"
+        return getattr(transformers, auto_name)
+
+    named = getattr(transformers, name, None)
+    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+        return named
+
     auto = transformers.AutoModelForCausalLM
     classes = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if config.is_encoder_decoder:
         auto = transformers.AutoModelForSeq2SeqLM
         classes = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    named = getattr(transformers, name, None)
-    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
-    return named if is_model else classes.get(type(config), auto)
-
-
-_PREDICTING = re.compile("CausalLM|Seq2SeqLM|LMHead|PreTraining|ImageTextToText|MultimodalLM")
+    return classes.get(type(config), auto)
 
 
 def predicts_tokens(config: Any, trust_remote_code: bool = False) -> bool:
@@ -311,8 +353,7 @@ def check_predicts_tokens(config: Any, name: str, trust_remote_code: bool = Fals
         kind = model_class(config, trust_remote_code).__name__
         raise RefusedError(
             f"{name} is a {kind}, which does not predict the next token of a text; "
-            "give one with a language-model head "
-            "(like ...ForCausalLM)"
+            "give one with a language-model head (like ...ForCausalLM)"
         )
 
 
@@ -327,23 +368,24 @@ def cache_name(model: PreTrainedModel) -> str:
     """Name of the key/value cache among the arguments and outputs of `model`: transformers 5.24 has
     renamed it.
     """
-    return (
-        "cache"
-        if "cache" in inspect.signature(type(model).forward).parameters
-        else "past_key_values"
-    )
+    arguments = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in arguments else "past_key_values"
 
 
 def load_tokenizer(
     checkpoint: Checkpoint, trust_remote_code: bool = False, instead: str = ""
 ) -> Any:
-    """The checkpoint's tokenizer. `instead`: further advice in errors.
+    """The checkpoint's tokenizer.
 
-    Raises RefusedError if there is none that transformers can load. Without files, or with those of
-    the special tokens alone, some classes make an empty one.
+    Args:
+        checkpoint: The checkpoint.
+        trust_remote_code: Whether code of the checkpoint may run.
+        instead: Further advice in errors.
+
+    Raises:
+        RefusedError: There is none that transformers can load. Without files, or with those of the
+            special tokens alone, some classes make an empty one.
     """
-    from transformers import AutoTokenizer
-
     directory = checkpoint.directory
     advice = f", or {instead}" if instead else ""
     none = RefusedError(
@@ -352,15 +394,9 @@ def load_tokenizer(
     )
     if not any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise none
+
     try:
-        raw = read_json(directory, "config.json")  # a view's is another
-        options: dict[str, Any] = {}
-        # Else transformers reads the file itself
-        if raw.get("model_type") in MODEL_TYPES or has_run_flags(raw):
-            options["config"] = read_auto_config(str(directory), trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(directory), trust_remote_code=trust_remote_code, **options
-        )
+        tokenizer = _read_tokenizer(directory, trust_remote_code)
         words = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)
     except Exception as error:  # whatever a library raises about files that it cannot read
         if not trust_remote_code and "trust_remote_code" in str(error):
@@ -372,6 +408,21 @@ def load_tokenizer(
             f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}; "
             f"repair its files{advice}"
         ) from error
+
     if len(words) < 2:
         raise none
     return tokenizer
+
+
+def _read_tokenizer(directory: Path, trust_remote_code: bool) -> Any:
+    """The tokenizer that transformers loads from a directory."""
+    from transformers import AutoTokenizer
+
+    options: dict[str, Any] = {}
+    raw = read_json(directory, "config.json")  # a view's config is another
+    # transformers would read the file itself, with a class that is ours and with run flags.
+    if raw.get("model_type") in MODEL_TYPES or has_run_flags(raw):
+        options["config"] = read_auto_config(str(directory), trust_remote_code)
+    return AutoTokenizer.from_pretrained(
+        str(directory), trust_remote_code=trust_remote_code, **options
+    )

@@ -37,9 +37,8 @@ def saved_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict
     Marian).
     """
     unsaved = unsaved_names(model)
-    return stored_tensors(
-        model, {name: tensor for name, tensor in weights.items() if name not in unsaved}
-    )
+    saved = {name: tensor for name, tensor in weights.items() if name not in unsaved}
+    return stored_tensors(model, saved)
 
 
 def follow_prefix(model: PreTrainedModel, names: Collection[str]) -> None:
@@ -50,25 +49,27 @@ def follow_prefix(model: PreTrainedModel, names: Collection[str]) -> None:
     prefix = f"{model.base_model_prefix}."
     if prefix == "." or any(name.startswith(prefix) for name in names):
         return
-    if any(name.startswith(prefix) for name in model.state_dict()) and names:
-        conversions = weight_conversions(model)
-        if conversions is None:  # transformers has none before weights are loaded
-            mapping = get_model_conversion_mapping(model, add_legacy=False)
-            conversions = [entry for entry in mapping if not isinstance(entry, PrefixChange)]
-        set_weight_conversions(
-            model, [PrefixChange(prefix_to_add=model.base_model_prefix), *conversions]
-        )
+    model_has_prefix = any(name.startswith(prefix) for name in model.state_dict())
+    if not model_has_prefix or not names:
+        return
+
+    conversions = weight_conversions(model)
+    if conversions is None:  # transformers has none before weights are loaded
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [entry for entry in mapping if not isinstance(entry, PrefixChange)]
+    prefix_change = PrefixChange(prefix_to_add=model.base_model_prefix)
+    set_weight_conversions(model, [prefix_change, *conversions])
 
 
 def _meta_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """The state dict on `meta`, with the whole shapes of sharded tensors and without adapters."""
-    return {
-        name.replace(".base_layer.", "."): torch.empty(
-            tensor.shape, dtype=tensor.dtype, device="meta"
-        )
-        for name, tensor in model.state_dict().items()
-        if ".lora_" not in name
-    }
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if ".lora_" in name:
+            continue
+        plain_name = name.replace(".base_layer.", ".")
+        state[plain_name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return state
 
 
 def parameter_names(model: PreTrainedModel) -> dict[str, str]:
@@ -84,71 +85,87 @@ def parameter_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def sources(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], list[str]]]:
-    """Stored name -> the shape, and the names in a state dict without adapters from which
-    `saved_tensors` makes it: one if it is stored without conversion, else all of its layer that are
-    converted.
+    """What `saved_tensors` makes each stored tensor of.
+
+    Returns:
+        Stored name -> its shape, and the names in a state dict without adapters from which it is
+        made: one if it is stored without conversion, else all of its layer that are converted.
     """
     weights = _meta_state(model)
+    unconverted = set(parameter_names(model).values())
+
     groups = defaultdict[str, list[str]](list)
-    alone = set(parameter_names(model).values())
     for name in weights:
-        groups[name if name in alone else re.sub(r"(\.\d+)\..*", r"\1", name)].append(name)
-    return {
-        stored: (tuple(tensor.shape), names)
-        for names in groups.values()
-        for stored, tensor in saved_tensors(model, {name: weights[name] for name in names}).items()
-    }
+        layer = re.sub(r"(\.\d+)\..*", r"\1", name)
+        group = name if name in unconverted else layer
+        groups[group].append(name)
+
+    result = {}
+    for names in groups.values():
+        saved = saved_tensors(model, {name: weights[name] for name in names})
+        for stored, tensor in saved.items():
+            result[stored] = (tuple(tensor.shape), names)
+    return result
 
 
 class Loading:
-    """How transformers loads the stored tensors `names` into `model`: named as in checkpoints of
-    the type or of the class, with the prefix of the base model or without.
+    """How transformers loads stored tensors into a model: named as in checkpoints of the type or of
+    the class, with the prefix of the base model or without.
 
-    sources: Parameter name -> the stored tensors that it is made of.
-    whole: Stored name -> the parameter's name, for parameters that are stored without conversion.
+    Attributes:
+        sources: Parameter name -> the stored tensors that it is made of.
+        whole: Stored name -> the parameter's name, for parameters that are stored without
+            conversion.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         transforms = get_model_conversion_mapping(model)
-        known = dict.fromkeys(model.state_dict(), True)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
         converters = [
             transform for transform in transforms if isinstance(transform, WeightConverter)
         ]
+        known = dict.fromkeys(model.state_dict(), True)
+
         self._model = model
         self._rules = (renamings, converters, model.base_model_prefix, known)
         self._tied = shared_names(model)
-        self._patterns = {
-            pattern: converter for converter in converters for pattern in converter.source_patterns
-        }
+        self._patterns: dict[str, WeightConverter] = {}
+        for converter in converters:
+            self._patterns |= dict.fromkeys(converter.source_patterns, converter)
+
         self.sources = defaultdict[str, list[str]](list)
         self.whole = dict[str, str]()
         for name in sorted(names, key=dot_natural_key):
-            into, pattern = rename_source_key(name, *self._rules)
-            if into not in known:
-                into, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
-            if into in known:
-                self.sources[into].append(name)
-                if pattern is None:
-                    self.whole[name] = into
-                # Made of the same tensors
-                for other in self._patterns[pattern].target_patterns if pattern else ():
-                    first = self._patterns[pattern].target_patterns[0]
-                    self.sources.setdefault(into.replace(first, other), self.sources[into])
+            self._add(name)
+
+    def _add(self, name: str) -> None:
+        """Add a stored tensor to `sources` and `whole`, if the model has a parameter for it."""
+        _, _, prefix, known = self._rules
+        into, pattern = rename_source_key(name, *self._rules)
+        if into not in known:
+            into, pattern = rename_source_key(name, [], [], prefix, known)
+        if into not in known:
+            return
+
+        self.sources[into].append(name)
+        if pattern is None:
+            self.whole[name] = into
+            return
+
+        # One conversion may make several parameters of the same tensors.
+        targets = self._patterns[pattern].target_patterns
+        for target in targets:
+            parameter = into.replace(targets[0], target)
+            self.sources.setdefault(parameter, self.sources[into])
 
     def parts(self, name: str) -> list[str]:
         """The stored tensors that the parameter `name`, or a parameter tied to it, is made of."""
-        tied = next(
-            (
-                self.sources[alias]
-                for alias in (name, *self._tied.get(name, ()))
-                if alias in self.sources
-            ),
-            None,
-        )
-        return tied or list(
-            stored_tensors(self._model, {name: self._model.get_parameter(name).to("meta")})
-        )
+        for alias in (name, *self._tied.get(name, ())):
+            if self.sources.get(alias):
+                return self.sources[alias]
+
+        on_meta = self._model.get_parameter(name).to("meta")
+        return list(stored_tensors(self._model, {name: on_meta}))
 
     def assemble(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         """Make the parameter `name` from tensors by their stored names.
@@ -158,6 +175,7 @@ class Loading:
         first = next(iter(parts))
         if first in self.whole:
             return parts[first]
+
         converter = None
         into = name
         for part in sorted(parts, key=dot_natural_key):
@@ -166,15 +184,19 @@ class Loading:
             converter.add_tensor(into, part, pattern, parts[part])
         if converter is None:
             raise KeyError(name)
-        tensor: Tensor | list[Tensor] = converter.convert(
-            into, model=self._model, config=self._model.config
-        )[name]
+
+        converted = converter.convert(into, model=self._model, config=self._model.config)
+        tensor: Tensor | list[Tensor] = converted[name]
         return tensor[0] if isinstance(tensor, list) else tensor
 
 
 def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
     """Each name of a parameter -> all names of the parameter, in the model's order."""
-    names: dict[int, list[str]] = defaultdict(list)
+    by_identity: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return {name: same for same in names.values() for name in same}
+        by_identity[id(parameter)].append(name)
+
+    result: dict[str, list[str]] = {}
+    for names in by_identity.values():
+        result |= dict.fromkeys(names, names)
+    return result

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any
 
 from gqa.checkpoint.files import BITS
@@ -27,6 +28,7 @@ from gqa.checkpoint.model_config import (
     culprit,
     is_number,
     parts,
+    without_keys,
     without_run_flags,
     wrong,
 )
@@ -44,11 +46,18 @@ SCALE_BYTES = 4  # minimum and scale of a group, 16 bits each
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The raw config.json and transformers' config object of its text part."""
+    """config.json, and what transformers and this package make of it.
+
+    Attributes:
+        raw: config.json.
+        owner: The path in `raw` of the config with the head counts.
+        text: transformers' config object of the text model.
+        family: How the model type stores and counts its heads.
+    """
 
     raw: dict[str, Any]
-    owner: tuple[str, ...]  # path in `raw` of the config with the head counts
-    text: Any  # transformers' config object of the text model
+    owner: tuple[str, ...]
+    text: Any
     family: Family
 
     @property
@@ -81,11 +90,13 @@ class ModelConfig:
         """Heads of the main layer type, to which `--groups` refers: the config's counts without
         per-layer overrides.
         """
-        counts = [self.family.heads(self.text, layer) for layer in range(self.layers)]
-        stated = (
-            self.text.to_dict().get("num_key_value_heads") if self.family.edits is None else None
-        )
-        return next((h for h in counts if h.kv == stated), counts[0])
+        by_layer = [self.family.heads(self.text, layer) for layer in range(self.layers)]
+        if self.family.edits is None:
+            stated = self.text.to_dict().get("num_key_value_heads")
+            for heads in by_layer:
+                if heads.kv == stated:
+                    return heads
+        return by_layer[0]
 
     @property
     def average_kv(self) -> float:
@@ -129,14 +140,16 @@ def find_text(raw: dict[str, Any], name: str) -> ModelConfig:
         model_type = getattr(text, "model_type", None)
         if not isinstance(model_type, str):
             raise CorruptError(f"{name}: {step} of config.json has no model_type; correct it")
+
     refuse_model_type(model_type, text, name)
     family = next((family for family in FAMILIES if family.matches(model_type, text)), None)
     if family is None:
-        known = listing((t for f in FAMILIES for t in f.symmetries), 8)
+        supported = listing(chain.from_iterable(family.symmetries for family in FAMILIES), 8)
         raise RefusedError(
-            f"{name} is of model type {model_type}, which is not supported ({known}; see "
+            f"{name} is of model type {model_type}, which is not supported ({supported}; see "
             "docs/models.md)"
         )
+
     owner = path if _descend(raw, path) is not None else ()
     return ModelConfig(raw, owner, text, family)
 
@@ -159,6 +172,7 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
             f"{name} is of model type {model_type!r}, which transformers does not have{remote}; "
             "docs/models.md lists what is supported"
         )
+
     try:
         return transformers_config(raw)
     except Exception as error:  # any error of a config class means that the config is wrong
@@ -188,12 +202,8 @@ def _check(config: ModelConfig, name: str) -> None:
             raise wrong(name, key, value, f"{allowed} is allowed")
     shared = getattr(config.text, "num_kv_shared_layers", None) or 0
     if shared >= layers:
-        raise wrong(
-            name,
-            "num_kv_shared_layers",
-            shared,
-            f"a number below that of the layers, {layers}, is allowed",
-        )
+        allowed = f"a number below that of the layers, {layers}, is allowed"
+        raise wrong(name, "num_kv_shared_layers", shared, allowed)
 
     try:
         heads = {config.heads(layer) for layer in range(layers)}
@@ -210,14 +220,20 @@ def _check(config: ModelConfig, name: str) -> None:
         _read_rotary(config)
     except _SENSELESS as error:
         value = getattr(config.text, "rope_parameters", None)
-        reason = explain(error)
-        raise wrong(
-            name, "rope_parameters", value, f"of which no rotary embedding is made ({reason})"
-        ) from error
+        reason = f"of which no rotary embedding is made ({explain(error)})"
+        raise wrong(name, "rope_parameters", value, reason) from error
 
 
 # What arithmetic on values of another kind raises.
 _SENSELESS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+
+
+def _is_positive_integer(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_window(value: Any) -> bool:
+    return value is False or (type(value) is int and value >= -1)
 
 
 def _is_count(value: Any) -> bool:
@@ -239,17 +255,10 @@ def _is_factor(value: Any) -> bool:
 # Entries of the text part's config that this package computes with, where they are set: what they
 # may be.
 _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "hidden_size": (lambda value: type(value) is int and value > 0, "a positive integer"),
-    "vocab_size": (lambda value: type(value) is int and value > 0, "a positive integer"),
-    "max_position_embeddings": (
-        lambda value: type(value) is int and value > 0,
-        "a positive integer",
-    ),
-    # 0, -1 and false stand for none.
-    "sliding_window": (
-        lambda value: value is False or (type(value) is int and value >= -1),
-        "a number of tokens",
-    ),
+    "hidden_size": (_is_positive_integer, "a positive integer"),
+    "vocab_size": (_is_positive_integer, "a positive integer"),
+    "max_position_embeddings": (_is_positive_integer, "a positive integer"),
+    "sliding_window": (_is_window, "a number of tokens"),  # 0, -1 and false stand for none
     "attention_chunk_size": (_is_count, "a number of tokens"),
     "num_kv_shared_layers": (_is_count, "a number of layers"),
     "layer_types": (_is_names, "a list of names"),
@@ -286,19 +295,19 @@ def _read_rotary(config: ModelConfig) -> None:
 
 def _check_heads(heads: Iterable[LayerHeads], name: str) -> None:
     """Raise CorruptError for numbers of heads that do not go together."""
-    for h in heads:
-        if (
-            not all(type(n) is int and n > 0 for n in (h.query, h.kv, h.key_dim, h.value_dim))
-            or h.query % h.kv
-        ):
+    for layer in heads:
+        numbers = (layer.query, layer.kv, layer.key_dim, layer.value_dim)
+        if not all(map(_is_positive_integer, numbers)) or layer.query % layer.kv:
             raise CorruptError(
-                f"{name}: config.json asks for {h.query} query and {h.kv} key/value heads of "
-                f"dimension {h.key_dim}; "
+                f"{name}: config.json asks for {layer.query} query and {layer.kv} key/value heads "
+                f"of dimension {layer.key_dim}; "
                 "natural numbers are allowed, the second a divisor of the first"
             )
-        if max(h.key_dim, h.value_dim) > MAX_DIM:  # a list of each dimension's frequency is made
+
+        dim = max(layer.key_dim, layer.value_dim)
+        if dim > MAX_DIM:  # a list of each dimension's frequency is made
             raise CorruptError(
-                f"{name}: config.json asks for heads of dimension {max(h.key_dim, h.value_dim)}, "
+                f"{name}: config.json asks for heads of dimension {dim}, "
                 f"at most {MAX_DIM} is allowed; correct it"
             )
 
@@ -307,9 +316,9 @@ def refuse_model_type(model_type: str, text: Any, name: str) -> None:
     """Raise for architectures known not to be convertible, with the reason and what to do
     instead.
     """
-    reason = REFUSED.get(model_type) or (
-        REFUSED["deepseek_v3"] if getattr(text, "kv_lora_rank", None) else None
-    )
+    reason = REFUSED.get(model_type)
+    if not reason and getattr(text, "kv_lora_rank", None):
+        reason = REFUSED["deepseek_v3"]
     if reason:
         advice = "" if "; " in reason else "; docs/models.md lists what can be converted"
         raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}{advice}")
@@ -320,22 +329,17 @@ def valid_groups(config: ModelConfig) -> list[int]:
     main = config.main
     layers = {main, *(config.heads(layer) for layer in range(config.layers))}
 
-    def fits(heads: LayerHeads, groups: int) -> bool:
-        kv, rest = divmod(heads.kv * groups, main.kv)
-        return bool(
-            kv and not rest and heads.query % kv == 0 and (heads.kv % kv == 0 or kv % heads.kv == 0)
-        )
+    def fits(groups: int) -> bool:
+        """Whether each layer can have its share of KV heads."""
+        for heads in layers:
+            kv, rest = divmod(heads.kv * groups, main.kv)
+            if not kv or rest or heads.query % kv:
+                return False
+            if heads.kv % kv and kv % heads.kv:
+                return False
+        return groups == main.kv or _new_counts(config, {}, groups) is not None
 
-    possible = (
-        groups
-        for groups in range(1, main.query + 1)
-        if all(fits(heads, groups) for heads in layers)
-    )
-    return [
-        groups
-        for groups in possible
-        if groups == main.kv or _new_counts(config, {}, groups) is not None
-    ]
+    return [groups for groups in range(1, main.query + 1) if fits(groups)]
 
 
 def target_heads(config: ModelConfig, layer: int, groups: Groups) -> LayerHeads:
@@ -356,15 +360,49 @@ def edit_config(
     dtype: str | None = None,
     quantized: bool = False,
 ) -> tuple[ModelConfig, list[dict[str, Any]]]:
-    """The new config, read back through transformers and checked, and its changes: dictionaries of
-    a `key`, dotted from the top of config.json, and its values `before` and `after`. Keys of
-    quantization go unless tensors are `quantized`.
+    """The config of a result, edited minimally.
+
+    Args:
+        config: The config of the base model.
+        groups: KV heads of the result.
+        name: The checkpoint's name, for errors.
+        dtype: The dtype to state, if it changes.
+        quantized: Whether tensors are quantized; keys of quantization go unless they are.
+
+    Returns:
+        The new config, read back through transformers and checked, and its changes: dictionaries of
+        a `key`, dotted from the top of config.json, and its values `before` and `after`.
     """
     raw = copy.deepcopy(config.raw) if quantized else without_quantization(config.raw)
-    for part in parts(raw) if dtype else ():
-        part |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(part.get(key), str)}
+    if dtype:
+        _set_dtype(raw, dtype)
+    _set_counts(raw, config, groups)
+
+    new = read_config(raw, name)
+    for layer in range(config.layers):
+        actual = new.heads(layer)
+        expected = target_heads(config, layer, groups)
+        if actual != expected:
+            raise RefusedError(
+                f"{name}: transformers reads {actual.kv} KV heads in layer {layer} from the edited "
+                f"config, {expected.kv} were expected; please report this config"
+            )
+    return new, list(_difference("", config.raw, raw))
+
+
+def _set_dtype(raw: dict[str, Any], dtype: str) -> None:
+    """Change the dtype wherever config.json states it."""
+    for part in parts(raw):
+        for key in ("torch_dtype", "dtype"):
+            if isinstance(part.get(key), str):
+                part[key] = dtype
+
+
+def _set_counts(raw: dict[str, Any], config: ModelConfig, groups: Groups) -> None:
+    """Change the counts of KV heads in config.json."""
     owner: dict[str, Any] = _descend(raw, config.owner)
     most = groups if isinstance(groups, int) else max(groups)
+
     for dotted, value in (_new_counts(config, owner, most) or {}).items():
         *steps, key = dotted.split(".")
         part = owner
@@ -373,32 +411,23 @@ def edit_config(
         part[key] = value
         if config.owner and not steps and key in raw:
             raw[key] = value  # some larger models state the counts of their text part twice
+
     for override in (owner.get("per_layer_config") or {}).values():
-        if override.get("num_key_value_heads") is not None:
-            override["num_key_value_heads"] = (
-                override["num_key_value_heads"] * most // config.main.kv
-            )
+        count = override.get("num_key_value_heads")
+        if count is not None:
+            override["num_key_value_heads"] = count * most // config.main.kv
+
     if isinstance(groups, tuple):
-        fewer = {
-            str(layer): {"num_key_value_heads": kept}
-            for layer, kept in enumerate(groups)
-            if kept < most
+        owner["per_layer_config"] = {
+            str(layer): {"num_key_value_heads": count}
+            for layer, count in enumerate(groups)
+            if count < most
         }
-        owner["per_layer_config"] = fewer
-    # llama.cpp's converter reads nothing but config.json
+
+    # llama.cpp's converter reads nothing but config.json.
     if loads_as_decilm(config.text.model_type):
         counts = [target_heads(config, layer, groups).kv for layer in range(config.layers)]
         owner["num_key_value_heads_per_layer"] = counts
-    again = read_config(raw, name)
-    for layer in range(config.layers):
-        actual = again.heads(layer)
-        expected = target_heads(config, layer, groups)
-        if actual != expected:
-            raise RefusedError(
-                f"{name}: transformers reads {actual.kv} KV heads in layer {layer} from the edited "
-                f"config, {expected.kv} were expected; please report this config"
-            )
-    return again, list(_difference("", config.raw, raw))
 
 
 def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edits | None:
@@ -408,34 +437,34 @@ def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edit
     """
     if config.family.edits is not None:
         return config.family.edits(groups, config.main, config.text)
+
     first, *rest = config.family.kv_fields
-    return {first: groups} | {
-        key: owner[key] * groups // config.main.kv
-        for key in rest
-        if isinstance(owner.get(key), int)
-    }
+    counts = {first: groups}
+    for key in rest:
+        count = owner.get(key)
+        if isinstance(count, int):
+            counts[key] = count * groups // config.main.kv
+    return counts
 
 
 def _difference(prefix: str, before: Any, after: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        for key in after | before:
-            if (key in before) != (key in after) or before[key] != after[key]:
-                yield from _difference(
-                    f"{prefix}.{key}" if prefix else key, before.get(key), after.get(key)
-                )
-    else:
+    """The changes from one JSON value to another, as `edit_config` returns them."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
         yield {"key": prefix, "before": before, "after": after}
+        return
+
+    for key in after | before:
+        is_equal = key in before and key in after and before[key] == after[key]
+        if not is_equal:
+            dotted = f"{prefix}.{key}" if prefix else key
+            yield from _difference(dotted, before.get(key), after.get(key))
 
 
 def without_quantization(raw: dict[str, Any]) -> dict[str, Any]:
     """A copy of a config, and of every config inside it, without the keys that say how weights are
     quantized.
     """
-    copied = copy.deepcopy(raw)
-    for part in parts(copied):
-        for key in QUANTIZATION & part.keys():
-            del part[key]
-    return copied
+    return without_keys(raw, QUANTIZATION)
 
 
 def _descend(raw: Any, path: tuple[str, ...]) -> Any:
@@ -457,10 +486,12 @@ def _read(text: str) -> Any:
     """Cached, since a conversion needs the same config several times and transformers reads it
     slowly.
     """
-    # transformers writes infinities, which JSON lacks, as `{"__float__": "Infinity"}`.
-    raw = json.loads(
-        text, object_hook=lambda part: float(part["__float__"]) if "__float__" in part else part
-    )
+
+    def restore_float(part: dict[str, Any]) -> Any:
+        """transformers writes infinities, which JSON lacks, as `{"__float__": "Infinity"}`."""
+        return float(part["__float__"]) if "__float__" in part else part
+
+    raw = json.loads(text, object_hook=restore_float)
     with quiet_transformers():
         config = config_class(raw["model_type"]).from_dict(raw)
         config.to_dict()  # raises for values that it accepted but cannot write
@@ -469,15 +500,19 @@ def _read(text: str) -> Any:
 
 def groups_per_head(dim: int) -> int:
     """Number of equal quantization groups in a head's key or value of `dim` numbers."""
-    return next(
-        count for count in range(-(-dim // QUANTIZATION_GROUP), dim + 1) if dim % count == 0
-    )
+    fewest = -(-dim // QUANTIZATION_GROUP)
+    return next(count for count in range(fewest, dim + 1) if dim % count == 0)
 
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """KV heads of one layer, dimensions of a key and of a value per head, and the window,
-    if any.
+    """What one layer caches.
+
+    Attributes:
+        heads: Its KV heads.
+        key_dim: Numbers of a key of one head.
+        value_dim: Numbers of a value of one head.
+        window: Tokens that are cached at most; None without such a limit.
     """
 
     heads: int
@@ -489,30 +524,40 @@ class CachedLayer:
         """Bytes of all heads for one token, with `number` bytes per number or quantized to
         `bits`.
         """
-        dims = self.key_dim, self.value_dim
         if bits is None:
-            return self.heads * sum(dims) * number
-        return self.heads * sum(
-            -(-dim * bits // 8) + SCALE_BYTES * groups_per_head(dim) for dim in dims
-        )
+            return self.heads * (self.key_dim + self.value_dim) * number
+
+        per_head = 0
+        for dim in (self.key_dim, self.value_dim):
+            packed = -(-dim * bits // 8)
+            scales = SCALE_BYTES * groups_per_head(dim)
+            per_head += packed + scales
+        return self.heads * per_head
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """`cross`: whether each layer has cross-attention too, which caches the keys and values of the
-    source.
+    """The KV cache of a model.
+
+    Attributes:
+        layers: What each layer caches.
+        bytes_per_number: Bytes of a number in it.
+        context: Tokens of the model's longest text; None if it has no limit.
+        bits: Bits of a number in a quantized cache, without scales; None if it is not quantized.
+        cross: Whether each layer has cross-attention too, which caches the keys and values of the
+            source.
     """
 
     layers: tuple[CachedLayer, ...]
     bytes_per_number: int
     context: int | None
-    bits: int | None = None  # per number in a quantized cache, without scales
+    bits: int | None = None
     cross: bool = False
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one more token while no window is full."""
-        return sum(layer.bytes_per_token(self.bytes_per_number, self.bits) for layer in self.layers)
+        return sum(self._layer_bytes(layer) for layer in self.layers)
 
     @property
     def cross_bytes_per_token(self) -> int:
@@ -524,27 +569,38 @@ class KVCache:
 
         An encoder-decoder also caches as many of the source.
         """
-        sizes = (
-            (layer.bytes_per_token(self.bytes_per_number, self.bits), layer.window)
-            for layer in self.layers
-        )
-        written = sum(size * min(tokens, window or tokens) for size, window in sizes)
-        return written + self.cross_bytes_per_token * tokens
+        size = self.cross_bytes_per_token * tokens
+        for layer in self.layers:
+            cached = min(tokens, layer.window or tokens)
+            size += self._layer_bytes(layer) * cached
+        return size
+
+    def _layer_bytes(self, layer: CachedLayer) -> int:
+        return layer.bytes_per_token(self.bytes_per_number, self.bits)
 
 
 def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache:
-    """The KV cache of a model in `dtype`; `numbers`: the layers with their own keys and values."""
+    """The KV cache of a model.
+
+    Args:
+        config: Its config.
+        numbers: The layers with their own keys and values.
+        dtype: The dtype of the cache, as safetensors names it.
+    """
     text = config.text
     block_types = getattr(text, "layers_block_type", None) or []
     if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
         numbers = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
-    crosses = (
-        bool(config.family.cross_attention) and transformers_config(config.raw).is_encoder_decoder
-    )
+
     layers = []
-    for layer in sorted(layer for layer in numbers if not config.shares_kv(layer)):
+    for layer in sorted(numbers):
+        if config.shares_kv(layer):
+            continue
         heads = config.heads(layer)
         layers.append(CachedLayer(heads.kv, heads.key_dim, heads.value_dim, _window(text, layer)))
+
+    has_cross_attention = bool(config.family.cross_attention)
+    crosses = has_cross_attention and transformers_config(config.raw).is_encoder_decoder
     context = getattr(text, "max_position_embeddings", None)
     return KVCache(tuple(layers), BITS[dtype] // 8, context, cross=crosses)
 
@@ -561,5 +617,6 @@ def _window(text: Any, layer: int) -> int | None:
     if not (chunked or slides):
         return None
 
-    window = getattr(text, "attention_chunk_size" if chunked else "sliding_window", None) or 0
+    key = "attention_chunk_size" if chunked else "sliding_window"
+    window = getattr(text, key, None) or 0
     return window if window > 0 else None

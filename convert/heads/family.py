@@ -56,10 +56,14 @@ def groups_text(groups: Groups) -> str:
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """The heads of one attention layer: `query` H, `kv` Hk, and the rows of one key and one value
-    head.
+    """The heads of one attention layer.
 
-    `keys_only` where its values are its keys and none are stored.
+    Attributes:
+        query: H, the number of query heads.
+        kv: Hk, the number of KV heads.
+        key_dim: Rows of one key head.
+        value_dim: Rows of one value head.
+        keys_only: Whether its values are its keys, so that none are stored.
     """
 
     query: int
@@ -69,9 +73,11 @@ class LayerHeads:
     keys_only: bool = False
 
     def count(self, role: Role) -> int:
+        """Number of heads of a role."""
         return self.query if role in QUERY_ROLES else self.kv
 
     def dim(self, role: Role) -> int:
+        """Rows of one head of a role."""
         return self.value_dim if role in ("value", "output") else self.key_dim
 
 
@@ -101,16 +107,21 @@ class Layout:
 
 
 def _require(actual: int, expected: int, meaning: str) -> None:
+    """Raise CorruptError unless a tensor has as many rows as expected."""
     if actual != expected:
         raise CorruptError(f"has {actual} rows where the config asks for {expected} ({meaning})")
 
 
 @dataclass(frozen=True)
 class Separate(Layout):
-    """All heads of one role, one after another on `axis`: (Hk * d, *rest); a bias (Hk * d,) (none
-    on axis 1).
+    """All heads of one role, one after another on one axis: (Hk * d, *rest).
 
-    `width`: rows of one head: its `dim`, or `one` (a norm (Hk, d), a scalar).
+    A bias is (Hk * d,); on axis 1 it has no heads.
+
+    Attributes:
+        role: What the heads are.
+        width: Rows of one head: its `dim`, or `one` (a norm (Hk, d), a scalar).
+        axis: The axis with the heads.
     """
 
     role: Role
@@ -120,6 +131,7 @@ class Separate(Layout):
     def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
         if tensor.ndim <= self.axis:
             return {"whole": tensor}
+
         tensor = tensor.transpose(0, self.axis)
         count = heads.count(self.role)
         rows = heads.dim(self.role) if self.width == "dim" else 1
@@ -142,36 +154,45 @@ class Separate(Layout):
 class Fused(Layout):
     """Queries, keys and values in one tensor, in one of two orders of rows.
 
-    `stacked`: all of Q, then all of K, then all of V (Phi-3, DBRX). `grouped`: for each KV head its
-    queries, its key, its value (Falcon, GPTBigCode): with Hk = H one [q, k, v] after the other,
-    with Hk = 1 the same as `stacked`.
+    Attributes:
+        order: `stacked`: all of Q, then all of K, then all of V (Phi-3, DBRX). `grouped`: for each
+            KV head its queries, its key, its value (Falcon, GPTBigCode): with Hk = H one [q, k, v]
+            after the other, with Hk = 1 the same as `stacked`.
     """
 
     order: Literal["stacked", "grouped"]
 
     def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
-        dim, rest = heads.key_dim, tensor.shape[1:]
-        rows = (heads.query + 2 * heads.kv) * dim
-        _require(
-            tensor.shape[0], rows, f"({heads.query} query + 2 x {heads.kv} key/value heads) x {dim}"
-        )
+        dim = heads.key_dim
+        rest = tensor.shape[1:]
+        count = heads.query + 2 * heads.kv
+        meaning = f"({heads.query} query + 2 x {heads.kv} key/value heads) x {dim}"
+        _require(tensor.shape[0], count * dim, meaning)
+
         if self.order == "stacked":
-            per_head = tensor.reshape(heads.query + 2 * heads.kv, dim, *rest)
-            q, k, v = per_head.split([heads.query, heads.kv, heads.kv])
-            return {"query": q, "key": k, "value": v}
+            per_head = tensor.reshape(count, dim, *rest)
+            query, key, value = per_head.split([heads.query, heads.kv, heads.kv])
+            return {"query": query, "key": key, "value": value}
+
         repeat = heads.query // heads.kv
         per_group = tensor.reshape(heads.kv, repeat + 2, dim, *rest)  # (Hk, r + 2, d, *rest)
-        q = per_group[:, :repeat].flatten(0, 1)
-        return {"query": q, "key": per_group[:, repeat], "value": per_group[:, repeat + 1]}
+        return {
+            "query": per_group[:, :repeat].flatten(0, 1),
+            "key": per_group[:, repeat],
+            "value": per_group[:, repeat + 1],
+        }
 
     def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
         import torch
 
-        q, k, v = parts["query"], parts["key"], parts["value"]
+        query = parts["query"]
+        key = parts["key"]
+        value = parts["value"]
         if self.order == "stacked":
-            return torch.cat([q, k, v]).flatten(0, 1)
-        per_group = q.unflatten(0, (len(k), -1))  # (G, r, d, *rest)
-        return torch.cat([per_group, k[:, None], v[:, None]], dim=1).flatten(0, 2)
+            return torch.cat([query, key, value]).flatten(0, 1)
+
+        per_group = query.unflatten(0, (len(key), -1))  # (G, r, d, *rest)
+        return torch.cat([per_group, key[:, None], value[:, None]], dim=1).flatten(0, 2)
 
     def shape(self, shape: Shape, heads: LayerHeads, groups: int) -> Shape:
         return ((heads.query + 2 * groups) * heads.key_dim, *shape[1:])
@@ -179,19 +200,23 @@ class Fused(Layout):
 
 @dataclass(frozen=True)
 class Conv1D(Layout):
-    """The weight of transformers' Conv1D, stored (in, out): `layout` with its axes swapped.
+    """The weight of transformers' Conv1D, stored (in, out); a bias is unchanged.
 
-    A bias is unchanged.
+    Attributes:
+        layout: The layout of the tensor with its axes swapped.
     """
 
     layout: Layout
 
     def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
-        return self.layout.split(tensor.T if tensor.ndim == 2 else tensor, heads)
+        return self.layout.split(self._swapped(tensor), heads)
 
     def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
-        joined = self.layout.join(parts, heads)
-        return joined.T if joined.ndim == 2 else joined
+        return self._swapped(self.layout.join(parts, heads))
+
+    @staticmethod
+    def _swapped(tensor: Tensor) -> Tensor:
+        return tensor.T if tensor.ndim == 2 else tensor
 
     def shape(self, shape: Shape, heads: LayerHeads, groups: int) -> Shape:
         if len(shape) != 2:
@@ -201,11 +226,14 @@ class Conv1D(Layout):
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of tensor below an attention module: its name (without `.weight`/`.bias`) and its
-    layout.
+    """One kind of tensor below an attention module.
 
-    `projection`: whether it makes keys or values, and not what belongs to their heads (norms,
-    convolutions, gates). `when`: a config field, and the value for which the rule holds.
+    Attributes:
+        tensor: Its name, without `.weight` or `.bias`.
+        layout: Where the heads lie in it.
+        projection: Whether it makes keys or values, and not what belongs to their heads (norms,
+            convolutions, gates).
+        when: A config field, and the value for which the rule holds.
     """
 
     tensor: str
@@ -217,8 +245,11 @@ class Rule:
         """Whether the rule applies to the tensor `tail`, its name below the module, of a model with
         this config.
         """
-        holds = self.when is None or getattr(text, self.when[0], None) == self.when[1]
-        return holds and tail in (self.tensor, f"{self.tensor}.weight", f"{self.tensor}.bias")
+        if self.when is not None:
+            key, value = self.when
+            if getattr(text, key, None) != value:
+                return False
+        return tail in (self.tensor, f"{self.tensor}.weight", f"{self.tensor}.bias")
 
 
 Pairing = Literal["half", "interleaved"]
@@ -226,9 +257,13 @@ Pairing = Literal["half", "interleaved"]
 
 @dataclass(frozen=True)
 class Rotary:
-    """Which of a head's dimensions are rotated: the first `dims` = n, in pairs (f, f + n / 2)
-    (`half`) or (2 f, 2 f + 1) (`interleaved`). `frequencies`: radians per position of every pair,
-    empty if unknown; `longest`: positions of the longest text.
+    """Which of a head's dimensions are rotated.
+
+    Attributes:
+        dims: n, the number of dimensions that are rotated: the first ones.
+        pairing: Whether their pairs are (f, f + n / 2) (`half`) or (2 f, 2 f + 1) (`interleaved`).
+        frequencies: Radians per position of every pair; empty if unknown.
+        longest: Positions of the longest text.
     """
 
     dims: int
@@ -253,7 +288,9 @@ def _rope_parameters(config: Any, layer: int) -> tuple[dict[str, Any] | None, st
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None)
     kind = at_layer(kinds, layer) if kinds else None
-    return (parameters[kind], kind) if kind in parameters else (parameters, None)
+    if kind in parameters:
+        return parameters[kind], kind
+    return parameters, None
 
 
 def _frequencies(config: Any, layer: int, dims: int, length: int) -> list[float]:
@@ -261,29 +298,47 @@ def _frequencies(config: Any, layer: int, dims: int, length: int) -> list[float]
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters, kind = _rope_parameters(config, layer)
-    if initialize := ROPE_INIT_FUNCTIONS.get((parameters or {}).get("rope_type")):
-        frequencies: list[float] = initialize(config, seq_len=length, layer_type=kind)[0].tolist()
+    parameters = parameters or {}
+    initialize = ROPE_INIT_FUNCTIONS.get(parameters.get("rope_type"))
+    if initialize:
+        tensor, *_ = initialize(config, seq_len=length, layer_type=kind)
+        frequencies: list[float] = tensor.tolist()
         return frequencies if 2 * len(frequencies) == dims else []
-    base = (parameters or {}).get("rope_theta")
-    return [base ** (-2 * pair / dims) for pair in range(dims // 2)] if base else []
+
+    base = parameters.get("rope_theta")
+    if not base:
+        return []
+    return [base ** (-2 * pair / dims) for pair in range(dims // 2)]
+
+
+def embedding_multiplier(config: Any) -> float:
+    """The usual factor of the embeddings."""
+    return float(getattr(config, "embedding_multiplier", None) or 1.0)
 
 
 @dataclass(frozen=True)
 class Symmetry:
     """How heads can be changed without changing the model, and the tensors that change with them.
 
-    rotates: Whether heads have rotary embeddings, or a function of (config of the text part, layer)
-        that says it. pairing: Which two dimensions make a rotated pair (`Rotary`). query, output:
-        Names of W_Q (None if fused with keys and values) and W_O, which absorb the inverse map.
-        `transposed`: they are stored (in, out).
-    norms: Possible names, below the layer, of the norm whose output attention reads; empty if it
-        reads the residual stream. `one_plus`: the norm's gain is 1 + the weight.
-    embedded: Function from the config of the text part to the factor of the embeddings. keys:
-    Whether keys can be aligned; or the config field that forbids it if set: a norm before the
-    scores. places: Whether heads can be reordered; or the config field that forbids it: a head's
-    index sets its ALiBi slope. per_query: Further tensors with a part for each query head, which
-    moves with it when heads are regrouped. unless: Why none of this holds (values are clipped, or
-    gated by dimension), and for which configs.
+    Attributes:
+        rotates: Whether heads have rotary embeddings, or a function of (config of the text part,
+            layer) that says it.
+        pairing: Which two dimensions make a rotated pair (`Rotary`).
+        query: The name of W_Q, which absorbs the inverse map; None if fused with keys and values.
+        output: The name of W_O, which absorbs it, too.
+        transposed: Whether W_Q and W_O are stored (in, out).
+        norms: Possible names, below the layer, of the norm whose output attention reads; empty if
+            it reads the residual stream.
+        one_plus: Whether that norm's gain is 1 + the weight.
+        embedded: Function from the config of the text part to the factor of the embeddings.
+        keys: Whether keys can be aligned; or the config field that forbids it if set: a norm before
+            the scores.
+        places: Whether heads can be reordered; or the config field that forbids it: a head's index
+            sets its ALiBi slope.
+        per_query: Further tensors with a part for each query head, which moves with it when heads
+            are regrouped.
+        unless: Why none of this holds (values are clipped, or gated by dimension), and for which
+            configs.
     """
 
     rotates: bool | Callable[[Any, int], bool] = True
@@ -293,9 +348,7 @@ class Symmetry:
     transposed: bool = False
     norms: tuple[str, ...] = ("input_layernorm",)
     one_plus: bool = False
-    embedded: Callable[[Any], float] = lambda config: float(
-        getattr(config, "embedding_multiplier", None) or 1.0
-    )
+    embedded: Callable[[Any], float] = embedding_multiplier
     keys: bool | str = True
     places: bool | str = True
     per_query: tuple[Rule, ...] = ()
@@ -305,20 +358,23 @@ class Symmetry:
     def rules(self) -> tuple[Rule, ...]:
         """Rules of the tensors beside keys and values that change with heads."""
         columns: Layout = Separate("output", axis=1)
-        output = Rule(self.output, Conv1D(columns) if self.transposed else columns)
-        return (
-            *([Rule(self.query, Separate("query"))] if self.query else []),
-            output,
-            *self.per_query,
-        )
+        if self.transposed:
+            columns = Conv1D(columns)
+        output = Rule(self.output, columns)
+
+        if self.query is None:
+            return (output, *self.per_query)
+        return (Rule(self.query, Separate("query")), output, *self.per_query)
 
     def free_keys(self, config: Any) -> bool:
+        """Whether keys can be aligned in a model with this config."""
         return self.keys if isinstance(self.keys, bool) else not getattr(config, self.keys, None)
 
     def regroups(self, config: Any) -> bool:
-        return (
-            self.places if isinstance(self.places, bool) else not getattr(config, self.places, None)
-        )
+        """Whether heads can be reordered in a model with this config."""
+        if isinstance(self.places, bool):
+            return self.places
+        return not getattr(config, self.places, None)
 
     def rotary(self, config: Any, layer: int, dim: int, length: int = 1) -> Rotary:
         """RoPE of a layer with heads of `dim` numbers.
@@ -329,6 +385,7 @@ class Symmetry:
         rotates = self.rotates if isinstance(self.rotates, bool) else self.rotates(config, layer)
         if parameters is None or not rotates:
             return Rotary(0, self.pairing)
+
         share = parameters.get("partial_rotary_factor")
         # Type `proportional` rotates all pairs, those beyond the factor by zero.
         if share is None or parameters.get("rope_type") == "proportional":
@@ -336,10 +393,12 @@ class Symmetry:
         if not 0 <= share <= 1:
             raise ValueError(f"{share} of a head's dimensions are rotated, 0 to 1 are possible")
         dims = int(dim * share)
+
         longest = getattr(config, "max_position_embeddings", None)
         if not longest or not self.free_keys(config):
             return Rotary(dims, self.pairing)
-        return Rotary(dims, self.pairing, tuple(_frequencies(config, layer, dims, length)), longest)
+        frequencies = tuple(_frequencies(config, layer, dims, length))
+        return Rotary(dims, self.pairing, frequencies, longest)
 
 
 Edits = dict[str, Any]
@@ -359,7 +418,8 @@ def uniform_heads(config: Any, kv: int | None = None) -> LayerHeads:
     """
     query = query_heads(config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // query
-    return LayerHeads(query, kv or getattr(config, "num_key_value_heads", None) or query, dim, dim)
+    kv = kv or getattr(config, "num_key_value_heads", None) or query
+    return LayerHeads(query, kv, dim, dim)
 
 
 def layer_heads(config: Any, layer: int) -> LayerHeads:
@@ -369,26 +429,34 @@ def layer_heads(config: Any, layer: int) -> LayerHeads:
     per_layer = getattr(config, "per_layer_config", None)
     if per_layer is not None and getattr(config, "is_heterogeneous", False):
         return uniform_heads(per_layer[layer])
-    heads, queries = uniform_heads(config), getattr(config, "num_attention_heads_per_layer", None)
-    return replace(heads, query=queries[layer]) if queries else heads
+
+    heads = uniform_heads(config)
+    query_counts = getattr(config, "num_attention_heads_per_layer", None)
+    return replace(heads, query=query_counts[layer]) if query_counts else heads
 
 
 @dataclass(frozen=True)
 class Family:
     """Model types that store and count attention heads in the same way.
 
-    symmetries: Model type -> how its heads can be changed, or one sentence that says why they
-        cannot. note: A remark for users, in the table of docs/models.md and in errors. attention,
-        cross_attention: Names of the attention modules below a layer. rules: For tensors below
-        these modules that depend on KV heads. `unchanged`: patterns of other tensors, except those
-        that a symmetry names.
-    kv_fields: Keys of config.json that count KV heads, dotted from the config of the text part. The
-        first is always written; the others, if present, are scaled alike.
-    layers: The attribute of transformers' config that counts layers. heads: Function from (config,
-    layer) to its heads. edits: Function from (G, heads, config) to the keys to write instead of
-    `kv_fields`; None if G is impossible. when: Values of config fields that distinguish families
-    with the same model types. not_layerwise: Model type -> why models of it cannot be run layer by
-    layer on text, if known.
+    Attributes:
+        name: How heads are stored, in words.
+        symmetries: Model type -> how its heads can be changed, or one sentence that says why they
+            cannot.
+        note: A remark for users, in the table of docs/models.md and in errors.
+        attention: Names of the self-attention modules below a layer.
+        cross_attention: Names of the cross-attention modules below a layer.
+        rules: For tensors below these modules that depend on KV heads.
+        unchanged: Patterns of other tensors, except those that a symmetry names.
+        kv_fields: Keys of config.json that count KV heads, dotted from the config of the text part.
+            The first is always written; the others, if present, are scaled alike.
+        layers: The attribute of transformers' config that counts layers.
+        heads: Function from (config, layer) to its heads.
+        edits: Function from (G, heads, config) to the keys to write instead of `kv_fields`; None if
+            G is impossible.
+        when: Values of config fields that distinguish families with the same model types.
+        not_layerwise: Model type -> why models of it cannot be run layer by layer on text, if
+            known.
     """
 
     name: str
@@ -406,12 +474,16 @@ class Family:
     not_layerwise: Mapping[str, str] = field(default_factory=dict)
 
     def matches(self, model_type: str, config: Any) -> bool:
-        return listed_as(model_type) in self.symmetries and all(
-            getattr(config, name, None) == value for name, value in self.when.items()
-        )
+        """Whether a model of this type and with this config is one of the family."""
+        if listed_as(model_type) not in self.symmetries:
+            return False
+        return all(getattr(config, name, None) == value for name, value in self.when.items())
 
     def symmetry(self, config: Any) -> Symmetry | str:
         """How the heads of a model with this config can be changed, or why they cannot."""
         entry = self.symmetries[listed_as(config.model_type)]
-        exception = entry.unless if isinstance(entry, Symmetry) else None
-        return exception[0] if exception and exception[1](config) else entry
+        if isinstance(entry, Symmetry) and entry.unless:
+            reason, applies = entry.unless
+            if applies(config):
+                return reason
+        return entry

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 class Recipe:
     """How to compute one tensor of a view from stored ones.
 
-    sources: Stored tensors, possibly of several files; the first determines dtype and order.
+    Attributes:
+        sources: Stored tensors, possibly of several files; the first determines dtype and order.
         compute: Sources -> tensor, in float32 (float64 for F64), rounded only when written, so that
-        merging does not round twice; None for the first source unchanged.
+            merging does not round twice; None for the first source unchanged.
     """
 
     sources: tuple[TensorSpec, ...]
@@ -53,12 +54,12 @@ class Recipe:
                 f"{first.name} is stored as {first.dtype}: quantized or packed weights cannot be "
                 "laid out anew; convert the original and quantize the result"
             )
+
+        inputs = [torch.empty(source.shape, device="meta") for source in self.sources]
         try:
-            shape = tuple(
-                self.compute([torch.empty(s.shape, device="meta") for s in self.sources]).shape
-            )
+            shape = tuple(self.compute(inputs).shape)
         except (CorruptError, RuntimeError, IndexError, ValueError) as error:
-            shapes = " and ".join(f"{s.name} {list(s.shape)}" for s in self.sources)
+            shapes = " and ".join(f"{source.name} {list(source.shape)}" for source in self.sources)
             why = f": {error}" if isinstance(error, CorruptError) else ""
             raise CorruptError(
                 f"{shapes} cannot become {name}{why}; is it of another model?"
@@ -68,7 +69,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class View(Checkpoint):
-    """`source` as a checkpoint of another class."""
+    """A checkpoint as one of another class.
+
+    Attributes:
+        source: The stored checkpoint.
+        recipes: How to compute each tensor of the view, by name.
+    """
 
     source: Checkpoint = field(kw_only=True)
     recipes: Mapping[str, Recipe] = field(kw_only=True)
@@ -95,9 +101,10 @@ class View(Checkpoint):
         """Number of source parameters in use, without stored masks and zeros that the target
         adds.
         """
-        return sum(
-            {spec.name: spec.numel for r in self.recipes.values() for spec in r.sources}.values()
-        )
+        used = set[TensorSpec]()
+        for recipe in self.recipes.values():
+            used.update(recipe.sources)
+        return sum(spec.numel for spec in used)
 
 
 Stored = Mapping[str, TensorSpec]  # the source's tensors by name without the base model's prefix
@@ -109,14 +116,18 @@ Rows = Callable[["Tensor"], "Tensor"]
 class Recasting:
     """From the model type `source` to the model type `target`.
 
-    architecture: The target's class; None for custom modeling code: then our counterpart of the
-        source's class, config.json gets the new keys only, and tensors are unchanged.
-    config: transformers' config of the source -> config.json of the target with `kv = query` heads,
-        without `architectures`, `model_type`, token ids, `tie_word_embeddings` and dtype, which are
-        set for all. Raises RefusedError with the reason for a config that cannot be expressed.
-    tensors: (stored tensors, config of the source) -> every tensor of the target. prefix: The base
-    model's prefix of tensor names in the source; a checkpoint may lack it. note: What a user should
-    know, in words.
+    Attributes:
+        source: The model type of checkpoints that are recast.
+        target: The model type of the result.
+        note: What a user should know, in words.
+        architecture: The target's class; None for custom modeling code: then our counterpart of the
+            source's class, config.json gets the new keys only, and tensors are unchanged.
+        config: transformers' config of the source -> config.json of the target with `kv = query`
+            heads, without `architectures`, `model_type`, token ids, `tie_word_embeddings` and
+            dtype, which are set for all. Raises RefusedError with the reason for a config that
+            cannot be expressed.
+        tensors: (stored tensors, config of the source) -> every tensor of the target.
+        prefix: The base model's prefix of tensor names in the source; a checkpoint may lack it.
     """
 
     source: str
@@ -139,42 +150,70 @@ def _linear(
 ) -> Recipes:
     """Weight W (out, in) and bias b (out,), if any, of a module, unchanged or rearranged.
 
-    rows: Selects and orders the rows of W and b.
-    norm: The LayerNorm n * w + c before the module, folded into it: W diag(w) n + (b + W c).
-    always_bias: Whether to add a zero bias if the source has none.
-    tied: The embedding to use as weight if none is stored.
+    Args:
+        target: The module in the target.
+        stored: The source's tensors.
+        source: The module in the source.
+        rows: Selects and orders the rows of W and b.
+        norm: The LayerNorm n * w + c before the module, folded into it: W diag(w) n + (b + W c).
+        always_bias: Whether to add a zero bias if the source has none.
+        tied: The embedding to use as weight if none is stored.
     """
+    order = rows or _unchanged
     bias = stored.get(f"{source}.bias")
-    order = rows or (lambda tensor: tensor)
+    shift = stored.get(f"{norm}.bias")
+
     if tied and f"{source}.weight" not in stored:
         weight = _need(stored, f"{tied}.weight")
     else:
         weight = _need(stored, f"{source}.weight")
-        plain = (lambda t: order(t[0])) if rows else None
-        gain = (_need(stored, f"{norm}.weight"),) if norm else ()
-        yield (
-            f"{target}.weight",
-            Recipe((weight, *gain), (lambda t: order(t[0]) * t[1]) if norm else plain),
-        )
-    if shift := stored.get(f"{norm}.bias"):  # b + W c, of (W, c) or (W, c, b)
-        sources = (weight, shift, bias) if bias else (weight, shift)
-        yield (
-            f"{target}.bias",
-            Recipe(sources, lambda t: sum(map(order, t[2:]), order(t[0]) @ t[1])),
-        )
+        yield f"{target}.weight", _weight(stored, weight, rows, norm)
+
+    if shift:
+        yield f"{target}.bias", _shifted_bias(weight, shift, bias, order)
     elif bias:
-        yield f"{target}.bias", Recipe((bias,), (lambda t: order(t[0])) if rows else None)
+        yield f"{target}.bias", Recipe((bias,), _rearranged(rows))
     elif always_bias:
         yield f"{target}.bias", Recipe((weight,), lambda t: t[0].new_zeros(len(order(t[0]))))
 
 
+def _weight(stored: Stored, weight: TensorSpec, rows: Rows | None, norm: str | None) -> Recipe:
+    """W diag(w) if a LayerNorm is folded, else W, with its rows in order."""
+    if not norm:
+        return Recipe((weight,), _rearranged(rows))
+
+    order = rows or _unchanged
+    gain = _need(stored, f"{norm}.weight")
+    return Recipe((weight, gain), lambda t: order(t[0]) * t[1])
+
+
+def _shifted_bias(
+    weight: TensorSpec, shift: TensorSpec, bias: TensorSpec | None, order: Rows
+) -> Recipe:
+    """b + W c, or W c without a bias, with its rows in order."""
+    if bias is None:
+        return Recipe((weight, shift), lambda t: order(t[0]) @ t[1])
+    return Recipe((weight, shift, bias), lambda t: order(t[0]) @ t[1] + order(t[2]))
+
+
+def _rearranged(rows: Rows | None) -> Callable[[Sequence[Tensor]], Tensor] | None:
+    """What a recipe computes of one source: its rows in order, or None if it is unchanged."""
+    return None if rows is None else lambda t: rows(t[0])
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _need(stored: Stored, name: str) -> TensorSpec:
+    """The stored tensor of this name. Raises CorruptError if there is none."""
     if name not in stored:
         raise CorruptError(f"the checkpoint has no {name}; give a checkpoint of the whole model")
     return stored[name]
 
 
 def _heads(config: Any) -> LayerHeads:
+    """The heads of each layer of a source: all have as many KV heads as query heads."""
     query = config.num_attention_heads
     dim = config.hidden_size // config.num_attention_heads
     return LayerHeads(query, query, dim, dim)
@@ -184,44 +223,47 @@ def _phi_tensors(stored: Stored, config: Any) -> Recipes:
     """GPT-NeoX as Phi, which has one LayerNorm per layer: both are folded into the linear layers,
     Phi's is neutral.
     """
+    yield from _linear("model.embed_tokens", stored, "embed_in")
+    for layer in range(config.num_hidden_layers):
+        yield from _phi_layer(stored, config, layer)
+    yield from _linear("model.final_layernorm", stored, "final_layer_norm")
+
+    head = "lm_head" if "lm_head.weight" in stored else "embed_out"
+    tied = "embed_in" if config.tie_word_embeddings else None
+    yield from _linear("lm_head", stored, head, always_bias=True, tied=tied)
+
+
+def _phi_layer(stored: Stored, config: Any, layer: int) -> Recipes:
+    """The tensors of one layer of Phi."""
     heads = _heads(config)
 
     def rows(role: Role) -> Rows:
         """Select one of [q, k, v] of every head: (3 * H * d, *rest) -> (H * d, *rest)."""
         return lambda tensor: Fused("grouped").split(tensor, heads)[role].flatten(0, 1)
 
-    yield from _linear("model.embed_tokens", stored, "embed_in")
-    for layer in range(config.num_hidden_layers):
-        old = f"layers.{layer}"
-        new = f"model.layers.{layer}"
-        norm = f"{old}.input_layernorm"
-        qkv = f"{old}.attention.query_key_value"
+    old = f"layers.{layer}"
+    new = f"model.layers.{layer}"
+    norm = f"{old}.input_layernorm"
+
+    qkv = f"{old}.attention.query_key_value"
+    projections: tuple[tuple[str, Role], ...] = (
+        ("q_proj", "query"),
+        ("k_proj", "key"),
+        ("v_proj", "value"),
+    )
+    for name, role in projections:
         yield from _linear(
-            f"{new}.self_attn.q_proj", stored, qkv, rows("query"), norm, always_bias=True
+            f"{new}.self_attn.{name}", stored, qkv, rows(role), norm, always_bias=True
         )
-        yield from _linear(
-            f"{new}.self_attn.k_proj", stored, qkv, rows("key"), norm, always_bias=True
-        )
-        yield from _linear(
-            f"{new}.self_attn.v_proj", stored, qkv, rows("value"), norm, always_bias=True
-        )
-        yield from _linear(
-            f"{new}.self_attn.dense", stored, f"{old}.attention.dense", always_bias=True
-        )
-        yield from _linear(
-            f"{new}.mlp.fc1",
-            stored,
-            f"{old}.mlp.dense_h_to_4h",
-            norm=f"{old}.post_attention_layernorm",
-        )
-        yield from _linear(f"{new}.mlp.fc2", stored, f"{old}.mlp.dense_4h_to_h")
-        gain = (stored[f"{norm}.weight"],)
-        yield f"{new}.input_layernorm.weight", Recipe(gain, lambda t: t[0].new_ones(len(t[0])))
-        yield f"{new}.input_layernorm.bias", Recipe(gain, lambda t: t[0].new_zeros(len(t[0])))
-    yield from _linear("model.final_layernorm", stored, "final_layer_norm")
-    head = "lm_head" if "lm_head.weight" in stored else "embed_out"
-    tied = config.tie_word_embeddings
-    yield from _linear("lm_head", stored, head, always_bias=True, tied="embed_in" if tied else None)
+    yield from _linear(f"{new}.self_attn.dense", stored, f"{old}.attention.dense", always_bias=True)
+
+    mlp_norm = f"{old}.post_attention_layernorm"
+    yield from _linear(f"{new}.mlp.fc1", stored, f"{old}.mlp.dense_h_to_4h", norm=mlp_norm)
+    yield from _linear(f"{new}.mlp.fc2", stored, f"{old}.mlp.dense_4h_to_h")
+
+    gain = (stored[f"{norm}.weight"],)
+    yield f"{new}.input_layernorm.weight", Recipe(gain, lambda t: t[0].new_ones(len(t[0])))
+    yield f"{new}.input_layernorm.bias", Recipe(gain, lambda t: t[0].new_zeros(len(t[0])))
 
 
 def _bigcode_tensors(stored: Stored, config: Any) -> Recipes:
@@ -242,18 +284,21 @@ def _bigcode_tensors(stored: Stored, config: Any) -> Recipes:
         scale = 1 / (layer + 1) if config.scale_attn_by_inverse_layer_idx else 1
         attention = f"h.{layer}.attn.c_attn"
         yield from _linear(f"transformer.{attention}", stored, attention, partial(per_head, scale))
-        for name in (f"h.{layer}.{name}" for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")):
+        for tail in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+            name = f"h.{layer}.{tail}"
             yield from _linear(f"transformer.{name}", stored, name, transpose)
-        for name in (f"h.{layer}.ln_1", f"h.{layer}.ln_2"):
+        for tail in ("ln_1", "ln_2"):
+            name = f"h.{layer}.{tail}"
             yield from _linear(f"transformer.{name}", stored, name)
+
     for name in ("wte", "wpe", "ln_f"):
         yield from _linear(f"transformer.{name}", stored, name)
-    yield from _linear(
-        "lm_head", stored, "lm_head", tied="wte" if config.tie_word_embeddings else None
-    )
+    tied = "wte" if config.tie_word_embeddings else None
+    yield from _linear("lm_head", stored, "lm_head", tied=tied)
 
 
 def _copied(config: Any, *names: str) -> dict[str, Any]:
+    """Attributes of a config by name."""
     return {name: getattr(config, name) for name in names}
 
 
@@ -265,8 +310,7 @@ def _phi_config(config: Any) -> dict[str, Any]:
         raise RefusedError(
             "no class with a number of KV heads has its layers (use_parallel_residual: false)"
         )
-    rope = dict(config.rope_parameters)
-    part = rope.pop("partial_rotary_factor")
+
     fields = _copied(
         config,
         "vocab_size",
@@ -281,21 +325,22 @@ def _phi_config(config: Any) -> dict[str, Any]:
         "use_cache",
         "layer_norm_eps",
     )
-    return (
-        fields
-        | {
-            "num_key_value_heads": config.num_attention_heads,
-            "rope_theta": rope.pop("rope_theta"),
-            "partial_rotary_factor": part,
-            "resid_pdrop": config.hidden_dropout,
-            "embd_pdrop": config.hidden_dropout,
-        }
-        | ({"rope_scaling": rope} if rope.get("rope_type") != "default" else {})
-    )
+    fields["num_key_value_heads"] = config.num_attention_heads
+
+    rope = dict(config.rope_parameters)
+    share = rope.pop("partial_rotary_factor")
+    fields["rope_theta"] = rope.pop("rope_theta")
+    fields["partial_rotary_factor"] = share
+    fields["resid_pdrop"] = config.hidden_dropout
+    fields["embd_pdrop"] = config.hidden_dropout
+    if rope.get("rope_type") != "default":
+        fields["rope_scaling"] = rope
+    return fields
 
 
 def _bigcode_config(config: Any) -> dict[str, Any]:
-    return _copied(
+    """The config of GPT-2, with all KV heads."""
+    fields = _copied(
         config,
         "vocab_size",
         "n_positions",
@@ -311,7 +356,9 @@ def _bigcode_config(config: Any) -> dict[str, Any]:
         "initializer_range",
         "scale_attn_weights",
         "use_cache",
-    ) | {"multi_query": False}
+    )
+    fields["multi_query"] = False
+    return fields
 
 
 NATIVE: tuple[Recasting, ...] = (

@@ -53,23 +53,24 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
     name = checkpoint.name
     model_type = checkpoint.config.get("model_type")
     by_layer = isinstance(groups, tuple)
-    entries = [
-        entry for entry in (_BY_LAYER if by_layer else RECASTINGS) if entry.source == model_type
-    ]
+    recastings = _BY_LAYER if by_layer else RECASTINGS
+    entries = [entry for entry in recastings if entry.source == model_type]
     if by_layer and not entries and model_type not in [entry.target for entry in _BY_LAYER]:
         raise RefusedError(
             f"{name} ({model_type}) must have the same number of key/value heads in all layers; it "
             f"can differ in models of type {listing(BY_LAYER, 40)}: give one number"
         )
+
     config = read_top(checkpoint.config, name) if entries else None
     for entry in entries:
+        is_last = entry is entries[-1]
         try:
             raw = _target_config(checkpoint, entry, config)
             # If the last class does not support `groups` either, the plan refuses them.
-            if entry is entries[-1] or groups in valid_groups(read_config(raw, name)):
+            if is_last or groups in valid_groups(read_config(raw, name)):
                 return _view(checkpoint, entry, config, raw)
         except RefusedError as error:
-            if entry is entries[-1] or isinstance(error, CorruptError):
+            if is_last or isinstance(error, CorruptError):
                 raise
     return checkpoint
 
@@ -100,28 +101,10 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
 
     Raises RefusedError with the reason if the target cannot compute what the source does.
     """
-    raw = checkpoint.config
     target = recasting.target
+    make_config = _native_config if recasting.architecture else _custom_config
     try:
-        if recasting.architecture:  # keys that every class has are taken from the source's config
-            new = {
-                "architectures": [recasting.architecture],
-                "model_type": target,
-            } | recasting.config(config)
-            new |= {
-                key: getattr(config, key, None)
-                for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-            }
-            new["tie_word_embeddings"] = bool(config.tie_word_embeddings)
-            new |= {
-                key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)
-            }
-        else:
-            new = {**raw, "model_type": target, "auto_map": auto_map(target)}
-            new |= {} if recasting in _BY_LAYER else {"num_key_value_heads": query_heads(config)}
-            new["architectures"] = [stand_in(config.architectures, target)]
-            if loads_as_decilm(target):
-                new |= {key: getattr(config, key) for key in _EXPLICIT_KEYS if key not in raw}
+        new = make_config(checkpoint.config, recasting, config)
         transformers_config(new)
     except RefusedError as error:
         raise RefusedError(
@@ -135,6 +118,39 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
     return new
 
 
+def _native_config(raw: dict[str, Any], recasting: Recasting, config: Any) -> dict[str, Any]:
+    """config.json of a class of transformers.
+
+    Keys that every class has are taken from the source's config.
+    """
+    new: dict[str, Any] = {
+        "architectures": [recasting.architecture],
+        "model_type": recasting.target,
+    }
+    new |= recasting.config(config)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        new[key] = getattr(config, key, None)
+    new["tie_word_embeddings"] = bool(config.tie_word_embeddings)
+    for key in ("torch_dtype", "dtype"):
+        if isinstance(raw.get(key), str):
+            new[key] = raw[key]
+    return new
+
+
+def _custom_config(raw: dict[str, Any], recasting: Recasting, config: Any) -> dict[str, Any]:
+    """config.json of a class of ours: that of the source with a few other keys."""
+    target = recasting.target
+    new = {**raw, "model_type": target, "auto_map": auto_map(target)}
+    if recasting not in _BY_LAYER:
+        new["num_key_value_heads"] = query_heads(config)
+    new["architectures"] = [stand_in(config.architectures, target)]
+    if loads_as_decilm(target):
+        for key in _EXPLICIT_KEYS:
+            if key not in raw:
+                new[key] = getattr(config, key)
+    return new
+
+
 def _recipes(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[str, Recipe]:
     """How to make every tensor of the target, by name. Raises RefusedError and CorruptError."""
     parameters = {
@@ -142,6 +158,7 @@ def _recipes(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[
     }
     if not recasting.architecture:
         return {name: Recipe((spec,)) for name, spec in parameters.items()}
+
     stored = {name.removeprefix(recasting.prefix): spec for name, spec in parameters.items()}
     if len(stored) < len(parameters):
         raise CorruptError(
@@ -149,10 +166,15 @@ def _recipes(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[
             "names"
         )
     recipes = dict(recasting.tensors(stored, config))
-    used = {spec.name for recipe in recipes.values() for spec in recipe.sources}
-    if unknown := [name for name, spec in stored.items() if spec.name not in used]:
+
+    used = set[str]()
+    for recipe in recipes.values():
+        used.update(spec.name for spec in recipe.sources)
+    unknown = [name for name, spec in stored.items() if spec.name not in used]
+    if unknown:
+        verb = "is" if len(unknown) == 1 else "are"
         raise RefusedError(
-            f"{listing(unknown)} {'is' if len(unknown) == 1 else 'are'} not part of a language "
+            f"{listing(unknown)} {verb} not part of a language "
             f"model of type {recasting.source}; only such a model can become {recasting.target}"
         )
     return recipes
@@ -164,17 +186,27 @@ def _view(
     """The checkpoint as one of the target class.
 
     Its tensors have the order of their source tensors.
+
+    Args:
+        checkpoint: The stored checkpoint.
+        recasting: The classes.
+        config: transformers' config of the source.
+        raw: config.json of the target.
     """
     recipes = _recipes(checkpoint, recasting, config)
-    edits, files = _tokenizer_edits(checkpoint, recasting.source, recasting.target)
-    files |= {} if recasting.architecture else [file_of(recasting.target)]
     position = {name: index for index, name in enumerate(checkpoint.tensors)}
     ordered = sorted(recipes, key=lambda name: position[recipes[name].sources[0].name])
-    tensors = {name: recipes[name].spec(name) for name in ordered}
-    way = "native" if recasting.architecture else "custom modeling code"
+
+    edits, files = _tokenizer_edits(checkpoint, recasting.source, recasting.target)
+    way = "native"
+    if not recasting.architecture:
+        way = "custom modeling code"
+        name, text = file_of(recasting.target)
+        files[name] = text
+
     fields = {
         "config": raw | edits,
-        "tensors": tensors,
+        "tensors": {name: recipes[name].spec(name) for name in ordered},
         "source": checkpoint,
         "way": way,
         "added": files,
@@ -182,19 +214,32 @@ def _view(
     return View(**vars(checkpoint) | fields, recipes=recipes)
 
 
-# Transformers chooses the tokenizer class by model type, but the tokenizer must stay the same: its
-# files are copied. If only the old model type determined the class, the new config.json names it.
-# If transformers has a generic class for the new type, without special tokens and unable to read
-# vocab and merges files, both are written explicitly.
-_FILES = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
-_GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend")
+# Any of these makes a tokenizer.
+_TOKENIZER_FILES = {
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+}
+# Classes of tokenizers without special tokens, which cannot read vocab and merges files.
+_GENERIC_TOKENIZERS = (
+    "TokenizersBackend",
+    "PreTrainedTokenizerFast",
+    "PythonBackend",
+)
+_SETTINGS = "tokenizer_config.json"
 
 
 def _tokenizer_edits(
     checkpoint: Checkpoint, source: str, target: str
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Keys of config.json and additional files that keep the tokenizer the same under the new model
-    type.
+    type, by which transformers chooses the tokenizer's class.
+
+    The tokenizer's files are copied. If only the old model type determined the class, the new
+    config.json names it. If transformers has a generic class for the new type, `_explicit_files`
+    are added.
 
     Raises CorruptError if transformers cannot load the tokenizer, RefusedError if the target cannot
     have it.
@@ -202,30 +247,50 @@ def _tokenizer_edits(
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     present = set(checkpoint.side_files)
-    file = "tokenizer_config.json"
-    if not present & _FILES:
+    if not present & _TOKENIZER_FILES:
         return {}, {}
-    settings = read_json(checkpoint.directory, file) if file in present else {}
-    if TOKENIZER_MAPPING_NAMES.get(target) not in _GENERIC:
-        name = checkpoint.config.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source)
-        return {"tokenizer_class": name} if name and not settings.get("tokenizer_class") else {}, {}
-    whole = "tokenizer.json" in present
-    if whole and settings.keys() >= {"tokenizer_class", "bos_token", "eos_token", "unk_token"}:
-        return {}, {}
+
+    settings = read_json(checkpoint.directory, _SETTINGS) if _SETTINGS in present else {}
+    if TOKENIZER_MAPPING_NAMES.get(target) in _GENERIC_TOKENIZERS:
+        return {}, _explicit_files(checkpoint, target, settings)
+
+    class_name = checkpoint.config.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source)
+    if class_name and not settings.get("tokenizer_class"):
+        return {"tokenizer_class": class_name}, {}
+    return {}, {}
+
+
+def _explicit_files(
+    checkpoint: Checkpoint, target: str, settings: dict[str, Any]
+) -> dict[str, str]:
+    """Files that say everything about a tokenizer to a generic class: contents by name.
+
+    Raises CorruptError and RefusedError as `_tokenizer_edits`.
+    """
+    is_whole = "tokenizer.json" in checkpoint.side_files
+    needed = {"tokenizer_class", "bos_token", "eos_token", "unk_token"}
+    if is_whole and settings.keys() >= needed:
+        return {}
+
     try:
         tokenizer = load_tokenizer(checkpoint)
     except RefusedError as error:  # no other target could load it, either
         raise CorruptError(str(error)) from error
+
+    files = {}
+    if not is_whole:
+        # After a refusal `recast` goes on to custom modeling code, which keeps the class.
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise RefusedError(
+                f"{type(tokenizer).__name__} has no tokenizer.json, which {target} needs"
+            )
+        files["tokenizer.json"] = tokenizer.backend_tokenizer.to_str(pretty=True)
+
     special = {
         name: str(token)
         for name, token in tokenizer.special_tokens_map.items()
         if isinstance(token, str)
     }
     settings = {"tokenizer_class": type(tokenizer).__name__} | special | settings
-    # Custom modeling code keeps the class
-    if not (whole or hasattr(tokenizer, "backend_tokenizer")):
-        raise RefusedError(
-            f"{type(tokenizer).__name__} has no tokenizer.json, which {target} needs"
-        )
-    files = {} if whole else {"tokenizer.json": tokenizer.backend_tokenizer.to_str(pretty=True)}
-    return {}, files | {file: json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}
+    files[_SETTINGS] = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    return files

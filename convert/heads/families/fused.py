@@ -26,7 +26,8 @@ _CUSTOM_ATTENTION = {
 
 
 def _multi_query_heads(config: Any, layer: int) -> LayerHeads:
-    return uniform_heads(config, 1 if config.multi_query else config.num_attention_heads)
+    kv = 1 if config.multi_query else config.num_attention_heads
+    return uniform_heads(config, kv)
 
 
 def _falcon_old_edits(groups: int, heads: LayerHeads, config: Any) -> Edits | None:

@@ -60,19 +60,13 @@ def _slides(config: Any, layer: int) -> bool:
 
 def _mimo_heads(config: Any, layer: int) -> LayerHeads:
     heads = uniform_heads(config)
-    return LayerHeads(
-        heads.query,
-        heads.kv * (2 if _slides(config, layer) else 1),
-        heads.key_dim,
-        config.v_head_dim,
-    )
+    kv = heads.kv * 2 if _slides(config, layer) else heads.kv
+    return LayerHeads(heads.query, kv, heads.key_dim, config.v_head_dim)
 
 
 def _gemma4_heads(config: Any, layer: int) -> LayerHeads:
-    shared = (
-        getattr(config, "attention_k_eq_v", True)
-        and config.layer_types[layer] != "sliding_attention"
-    )
+    may_share = getattr(config, "attention_k_eq_v", True)
+    shared = may_share and config.layer_types[layer] != "sliding_attention"
     return replace(layer_heads(config, layer), keys_only=shared)
 
 
