@@ -3,11 +3,12 @@ record next to the result.
 """
 
 import math
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.provenance import relative_path, stamp
+from gqa.checkpoint.provenance import relative_path, stamp, versions
 from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.family import groups_text
 from gqa.convert.plan import Plan
@@ -268,16 +269,24 @@ def provenance(
     requested = request.get("options", {})
     record: dict[str, Any] = {
         **stamp("gqa-convert", request.get("argv", ())),
-        "source": {name: planned[name] for name in ("model", "revision")},
-        **{name: planned[name] for name in ("model_type", "family")},
-        "options": {
-            **requested,
-            **options_used(plan, maps, out, requested),
+        "source": {"model": planned["model"], "revision": planned["revision"]},
+        "model_type": planned["model_type"],
+        "family": planned["family"],
+        "options": {**requested, **options_used(plan, maps, out, requested)},
+        "heads": planned["heads"],
+        "kv_cache": planned["kv_cache"],
+        "config_edits": planned["config_edits"],
+        "changed_tensors": [tensor.name for tensor in plan.changed],
+        "versions": {
+            **versions("torch", "transformers", "safetensors"),
+            "python": platform.python_version(),
         },
     }
+
     # Where training looks for its teacher; without the user's name.
     if plan.checkpoint.hub_id is None:
         record["source"]["path"] = relative_path(plan.checkpoint.directory, out)
+
     optional = {"recast": planned["recast"]}
     if maps is not None:
         optional |= {
