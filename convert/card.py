@@ -7,11 +7,18 @@ from typing import Any
 
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.convert.head_maps import StoredMaps
-from gqa.convert.heads.config import KVCache, transformers_config
+from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.family import groups_text
 from gqa.convert.options import ConvertOptions, options_of
 from gqa.convert.plan import Plan
-from gqa.convert.summary import BY_LAYER, cache_change, quality_loss, quality_text, size
+from gqa.convert.summary import (
+    BY_LAYER,
+    cache_change,
+    plan_record,
+    quality_loss,
+    quality_text,
+    size,
+)
 from gqa.convert.verdict import MEANINGS, Level
 from gqa.core.escape import code_span, markdown
 from gqa.models.card import (
@@ -81,20 +88,26 @@ def limits(level: Level | None) -> str:
     return "\n".join(f"- {point}" for point in points)
 
 
-def cache_rows(before: KVCache, after: KVCache) -> list[tuple[str, str, str]]:
-    """Rows of a table: bytes of the KV cache of two models."""
-    rows = [
-        ("KV cache per token", before.bytes_per_token, after.bytes_per_token),
-    ]
-    if after.cross:
-        title = "KV cache per token of the source"
-        rows.append((title, before.cross_bytes_per_token, after.cross_bytes_per_token))
-    if context := after.context:
-        title = f"KV cache at {context:,} tokens"
-        rows.append((title, before.bytes_at(context), after.bytes_at(context)))
-    return [
-        (title, size(bytes_before), size(bytes_after)) for title, bytes_before, bytes_after in rows
-    ]
+def cache_rows(cache: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows of a table: bytes of the KV cache of the base model and of the converted one.
+
+    `cache`: the entry `kv_cache` of a conversion's record. Users edit records: what is no number is
+    left out.
+    """
+    titles = {"bytes_per_token": "KV cache per token"}
+    if cache.get("cross_bytes_per_token_after"):
+        titles["cross_bytes_per_token"] = "KV cache per token of the source"
+    context = cache.get("context")
+    if isinstance(context, int) and context:
+        titles["bytes_at_context"] = f"KV cache at {context:,} tokens"
+
+    rows = []
+    for name, title in titles.items():
+        before = cache.get(f"{name}_before")
+        after = cache.get(f"{name}_after")
+        if isinstance(before, int) and isinstance(after, int):
+            rows.append((title, size(before), size(after)))
+    return rows
 
 
 def quality_paragraph(level: Level, text: str) -> str:
@@ -132,13 +145,14 @@ def _summary(plan: Plan) -> str:
 
 
 def _changes(plan: Plan) -> list[tuple[str, str, str]]:
-    before = plan.checkpoint
+    """Rows of a table: what differs from the base model."""
+    base = plan.checkpoint
     return [
         ("", "base model", "this model"),
         ("key/value heads", str(plan.config.main.kv), groups_text(plan.groups)),
-        *cache_rows(plan.cache_before, plan.cache_after),
-        ("parameters", f"{before.parameters:,}", f"{plan.parameters_after:,}"),
-        ("weights", size(before.nbytes), size(plan.total_bytes)),
+        *cache_rows(plan_record(plan)["kv_cache"]),
+        ("parameters", f"{base.parameters:,}", f"{plan.parameters_after:,}"),
+        ("weights", size(base.nbytes), size(plan.total_bytes)),
     ]
 
 

@@ -40,6 +40,7 @@ def kv_line(plan: Plan) -> str:
         f"{size(before.bytes_per_token)} per token before, {size(after.bytes_per_token)} after"
         f" ({cache_change(ratio)})"
     )
+
     if after.cross:
         cross_before = size(before.cross_bytes_per_token)
         cross_after = size(after.cross_bytes_per_token)
@@ -135,6 +136,7 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
     """The plan as one JSON-ready object; the plan's text and the provenance are made from it."""
     checkpoint = plan.checkpoint
     main = plan.config.main
+
     record: dict[str, Any] = {
         "model": checkpoint.hub_id or checkpoint.name,
         "revision": checkpoint.revision,
@@ -165,6 +167,7 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
         "kv_cache": _cache_record(plan),
         "warnings": list(plan.warnings),
     }
+
     if plan.losses:
         record["allotment"] = {
             "kv_budget": kv_budget,

@@ -175,7 +175,9 @@ class Text(click.ParamType[Any]):
     def _is_name(self, text: Any) -> bool:
         if not isinstance(text, str) or "\0" in text:
             return False
-        return bool(text if self._blank else text.strip())
+        if self._blank:
+            return bool(text)
+        return bool(text.strip())
 
 
 class Several(click.ParamType[tuple[Any, ...]]):

@@ -241,6 +241,7 @@ def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
     check_numbers(raw, Path(name).name)
     model_type = raw.get("model_type")
     known: Any = config_class(model_type) if isinstance(model_type, str) else None
+
     try:
         config = _load_config(name, raw, known, trust_remote_code)
     except Exception as error:  # whatever a library, or code of a checkpoint, raises about a config
@@ -272,14 +273,15 @@ def _load_config(name: str, raw: dict[str, Any], known: Any, trust_remote_code: 
             return known.from_pretrained(plain)
 
         if trust_remote_code and isinstance(code, dict) and "AutoConfig" in code:
-            # output_attentions is refused beside some implementations of attention.
+            # Some implementations of attention refuse output_attentions.
             options = {} if plain == name else {"output_attentions": False}
             config = AutoConfig.from_pretrained(name, trust_remote_code=True, **options)
             if plain != name:
                 reset_run_flags(config)
             return config
 
-        return AutoConfig.from_pretrained(plain if known else name)
+        source = plain if known else name
+        return AutoConfig.from_pretrained(source)
 
 
 @contextmanager
@@ -323,9 +325,9 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
         auto_name = autos[0] if autos else "AutoModelForCausalLM"
         return getattr(transformers, auto_name)
 
-    named = getattr(transformers, name, None)
-    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-        return named
+    cls = getattr(transformers, name, None)
+    if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+        return cls
 
     auto = transformers.AutoModelForCausalLM
     classes = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING

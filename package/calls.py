@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Model: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
 T = TypeVar("T")
+# Options -> the function that takes them.
 _FUNCTIONS = {
     "ConvertOptions": "convert_model",
     "TrainOptions": "uptrain_model",
@@ -37,69 +38,106 @@ def options_of_call(
     kind: type[T], options: dict[str, Any], tokenizer: Any = None, **models: Any
 ) -> Iterator[tuple[T, object]]:
     """Yield the options of a call, and what keeps temporary directories while it is referenced: its
-    own, and that of a result among the models. Models in memory are copied to its own until the
-    block ends. `models`: the fields that name models; the first may be a `kind` with all options
-    instead.
+    own, and that of a result among the models.
 
-    Raises TypeError for unknown options. Errors name parameters, not options of the command.
-    Meanwhile transformers logs errors only.
+    Models in memory are copied to the call's own directory until the block ends. Errors name
+    parameters, not options of the command. Meanwhile transformers logs errors only.
+
+    Args:
+        kind: The class of the options.
+        options: Options by name.
+        tokenizer: That of the models in memory.
+        models: The fields that name models; the first may be a `kind` with all options instead.
+
+    Raises:
+        TypeError: An option is unknown, or given beside a `kind`.
     """
     from transformers.utils import logging
 
-    from gqa.models.loading import quiet_transformers
-
-    directory = TemporaryDirectory(prefix="gqa-", ignore_cleanup_errors=True)
-    copies = list[Path]()
-
-    def path_of(model: Any) -> Any:
-        if isinstance(model, tuple):
-            return tuple(map(path_of, model))
-        if isinstance(model, str | os.PathLike):
-            return os.fspath(model)
-        copies.append(path := Path(directory.name, str(len(copies)), _name(model)))
-        saved = copy.copy(model)  # `save_pretrained` changes the config
-        configs = {
-            name: vars(model)[name]
-            for name in ("config", "generation_config")
-            if name in vars(model)
-        }
-        vars(saved).update(copy.deepcopy(configs))
-        with quiet_transformers():
-            saved.save_pretrained(path)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(path)
-        return str(path)
-
     options = _by_name(kind, options)
     first = next(iter(models.values()))
+    copies = _Copies(tokenizer)
     verbosity = logging.get_verbosity()
     bars = without_bars.set(bool(getattr(first, "quiet", options.get("quiet"))))
     logging.set_verbosity_error()
     try:
-        if isinstance(first, kind) and (options or models.get("teacher", "auto") != "auto"):
-            given = ", ".join(options) or "teacher"
-            raise TypeError(
-                f"{kind.__name__} holds all options: change it instead of giving {given} too"
-            )
         if isinstance(first, kind):
+            if options or models.get("teacher", "auto") != "auto":
+                names = ", ".join(options) or "teacher"
+                raise TypeError(
+                    f"{kind.__name__} holds all options: change it instead of giving {names} too"
+                )
             settings = first
         else:
-            settings = kind(**{name: path_of(model) for name, model in models.items()}, **options)
-        if tokenizer is not None and not copies:
+            paths = {name: copies.path_of(model) for name, model in models.items()}
+            settings = kind(**paths, **options)
+
+        if tokenizer is not None and not copies.paths:
             raise RefusedError(
                 "tokenizer is for loaded models, and the model is a path; leave it out"
             )
         if getattr(settings, "dry_run", False):
             raise RefusedError("dry_run is for the command line; leave it out")
+
+        result = first if isinstance(first, os.PathLike) else None
         with parameters_in_errors(kind):
-            yield settings, (directory, first if isinstance(first, os.PathLike) else None)
+            yield settings, (copies.directory, result)
     finally:
         logging.set_verbosity(verbosity)
         without_bars.reset(bars)
-        for path in copies:
+        copies.remove()
+
+
+class _Copies:
+    """Copies of models in memory, in a temporary directory.
+
+    Attributes:
+        directory: The directory; its `TemporaryDirectory` removes it when nothing refers to it.
+        paths: The copies.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.directory = TemporaryDirectory(prefix="gqa-", ignore_cleanup_errors=True)
+        self.paths = list[Path]()
+        self._tokenizer = tokenizer
+
+    def path_of(self, model: Any) -> Any:
+        """The path or hub id of a model, which is copied if it is in memory; of a tuple of models a
+        tuple.
+        """
+        if isinstance(model, tuple):
+            return tuple(map(self.path_of, model))
+        if isinstance(model, str | os.PathLike):
+            return os.fspath(model)
+
+        path = Path(self.directory.name, str(len(self.paths)), _name(model))
+        self.paths.append(path)
+        self._save(model, path)
+        return str(path)
+
+    def remove(self) -> None:
+        """Remove the copies, and the directory if there were none.
+
+        If there were, the result may be in the directory too.
+        """
+        for path in self.paths:
             shutil.rmtree(path, ignore_errors=True)
-        if not copies:
-            directory.cleanup()
+        if not self.paths:
+            self.directory.cleanup()
+
+    def _save(self, model: Any, path: Path) -> None:
+        from gqa.models.loading import quiet_transformers
+
+        # `save_pretrained` changes the configs of a model: those of a copy.
+        saved = copy.copy(model)
+        for name in ("config", "generation_config"):
+            if name in vars(model):
+                vars(saved)[name] = copy.deepcopy(vars(model)[name])
+
+        with quiet_transformers():
+            saved.save_pretrained(path)
+            if self._tokenizer is not None:
+                self._tokenizer.save_pretrained(path)
 
 
 def _by_name(kind: type, options: dict[str, Any]) -> dict[str, Any]:
@@ -109,19 +147,21 @@ def _by_name(kind: type, options: dict[str, Any]) -> dict[str, Any]:
     """
     function = _FUNCTIONS[kind.__name__]
     known = [field.name for field in fields(kind)]
-    named = dict(options)
-    if "groups" in named and "kv_heads" in known:
-        if "kv_heads" in named:
+
+    by_field = dict(options)
+    if "groups" in by_field and "kv_heads" in known:
+        if "kv_heads" in by_field:
             raise TypeError(
                 f"{function}() got both kv_heads and groups, which are the same: give one"
             )
-        named["kv_heads"] = named.pop("groups")
-    for name in named:
+        by_field["kv_heads"] = by_field.pop("groups")
+
+    for name in by_field:
         if name not in known:
             similar = difflib.get_close_matches(name, [*known, "groups"], 1)
             hint = f"did you mean {similar[0]}?" if similar else f"it has {', '.join(known)}"
             raise TypeError(f"{function}() has no option {name}; {hint}")
-    return named
+    return by_field
 
 
 def _name(model: Any) -> str:

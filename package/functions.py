@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 class Result:
     """A checkpoint written by `convert_model` or `uptrain_model`.
 
-    Every function accepts it as a model. `record`: the JSON file next to its weights.
+    Every function accepts it as a model.
+
+    Attributes:
+        path: Its directory.
+        record: The JSON file next to its weights.
     """
 
     path: Path
@@ -43,15 +47,18 @@ class Result:
         from gqa.core.devices import find_device
         from gqa.models.loading import load_model
 
-        return load_model(
-            str(self.path), dtype=dtype, device=device if device == "auto" else find_device(device)
-        )
+        if device != "auto":
+            device = find_device(device)
+        return load_model(str(self.path), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Results of `evaluate`: `record` is results.json of gqa-eval, `path` the directory of the
-    report, if any. `str` returns the verdicts and tables that gqa-eval prints.
+    """Results of `evaluate`. `str` returns the verdicts and tables that gqa-eval prints.
+
+    Attributes:
+        path: The directory of the report, if any.
+        record: results.json of gqa-eval.
     """
 
     path: Path | None = None
@@ -65,8 +72,12 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Results of `ablate`: `rows` of results.jsonl, one per cell; `path`, the directory of the
-    report; the `recommendation`, and as `str` the table, that gqa-ablate prints.
+    """Results of `ablate`. `str` returns the table that gqa-ablate prints.
+
+    Attributes:
+        path: The directory of the report.
+        rows: Those of results.jsonl, one per configuration.
+        recommendation: What gqa-ablate prints.
     """
 
     path: Path

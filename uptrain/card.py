@@ -7,9 +7,9 @@ from typing import Any
 
 from gqa.checkpoint.provenance import UPTRAINING
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.card import limits
+from gqa.convert.card import cache_rows, limits
 from gqa.convert.heads.family import groups_text
-from gqa.convert.summary import describe_quality, loss_of, measured_text, size
+from gqa.convert.summary import describe_quality, loss_of, measured_text
 from gqa.core.errors import plural
 from gqa.core.escape import code_span, markdown
 from gqa.models.card import (
@@ -28,24 +28,25 @@ from gqa.uptrain.options import TrainOptions
 __all__ = ["CARD", "trained_card"]
 
 Record = Mapping[str, Any]
-# Held-out losses by their name in the record.
-_MEASURES = {"distillation": "KL divergence from the teacher", "heldout": "cross-entropy"}
+# Held-out losses, by their name in the record.
+_MEASURES = {
+    "distillation": "KL divergence from the teacher",
+    "heldout": "cross-entropy",
+}
 
 
 def trained_card(checkpoint: Checkpoint, name: str, model_class: Any, record: Record) -> str:
     """Text of README.md for the training `record` of a checkpoint, whose result is `name`."""
     conversion = Conversion(record["conversion"])
     source = source_card(checkpoint)
-    metadata = hub_metadata(
-        source,
-        _base_models(checkpoint, conversion, source),
-        model_class,
-        ["gqa-uptrain"],
-        checkpoint.side_files,
-    )
+
+    base_models = _base_models(checkpoint, conversion, source)
+    side_files = checkpoint.side_files
+    metadata = hub_metadata(source, base_models, model_class, ["gqa-uptrain"], side_files)
+
     parts = [
         _summary(checkpoint, conversion, record),
-        loading_code(model_class, name, checkpoint.side_files),
+        loading_code(model_class, name, side_files),
     ]
     if changes := conversion.changes():
         parts += ["## What changed", table(changes)]
@@ -68,6 +69,7 @@ class Conversion:
         self._record = record if isinstance(record, dict) else {}
 
     def _part(self, name: str) -> Record:
+        """An object in the record; empty if it is none."""
         part = self._record.get(name)
         return part if isinstance(part, dict) else {}
 
@@ -82,48 +84,47 @@ class Conversion:
 
     @property
     def base_is_on_hub(self) -> bool:
+        """Whether the name of the base model is a hub id."""
         return bool(self.base) and "path" not in self._part("source")
 
     @property
     def method(self) -> str:
+        """The conversion's method; empty if it is not known."""
         method = self._part("options").get("method")
         return method if isinstance(method, str) else ""
 
     @property
     def heads(self) -> tuple[str, str] | None:
-        """KV heads before and after, in words."""
-        before, after = (self._part("heads").get(name) for name in ("kv_before", "kv_after"))
-        listed = after if isinstance(after, list) else [after]
-        counts = [count for count in listed if isinstance(count, int)]
-        if not isinstance(before, int) or not counts or len(counts) < len(listed):
+        """KV heads before and after, in words; None if they are not known."""
+        before = self._part("heads").get("kv_before")
+        after = self._part("heads").get("kv_after")
+        counts: list[Any] = after if isinstance(after, list) else [after]
+        if not isinstance(before, int) or not counts:
             return None
-        return str(before), groups_text(tuple(counts) if len(counts) > 1 else counts[0])
+        if not all(isinstance(count, int) for count in counts):
+            return None
+
+        groups = tuple(counts) if len(counts) > 1 else counts[0]
+        return str(before), groups_text(groups)
 
     def changes(self) -> list[tuple[str, str, str]]:
         """Rows of a table: KV heads and bytes of the cache."""
         if not self.heads:
             return []
-        rows = [("", "base model", "this model"), ("key/value heads", *self.heads)]
-        cache = self._part("kv_cache")
-        context = cache.get("context")
-        titles = {"bytes_per_token": "KV cache per token"}
-        if cache.get("cross_bytes_per_token_after"):
-            titles["cross_bytes_per_token"] = "KV cache per token of the source"
-        if isinstance(context, int) and context:
-            titles["bytes_at_context"] = f"KV cache at {context:,} tokens"
-        for name, title in titles.items():
-            before, after = (cache.get(f"{name}_{when}") for when in ("before", "after"))
-            if isinstance(before, int) and isinstance(after, int):
-                rows.append((title, size(before), size(after)))
-        return rows
+        return [
+            ("", "base model", "this model"),
+            ("key/value heads", *self.heads),
+            *cache_rows(self._part("kv_cache")),
+        ]
 
     def quality(self) -> str:
         """The quality that the conversion measured, with its verdict, in words; empty if it
         measured none.
         """
+        quality = self._part("quality")
         try:
-            quality, sources = self._part("quality"), self._part("maps")["text"]["sources"]
-            text = describe_quality(quality, measured_text([str(source) for source in sources]))
+            sources = [str(source) for source in self._part("maps")["text"]["sources"]]
+            text = describe_quality(quality, measured_text(sources))
             level = loss_of(quality).level
         except (KeyError, TypeError, ValueError):
             return ""
@@ -134,20 +135,23 @@ def _base_models(checkpoint: Checkpoint, conversion: Conversion, source: SourceC
     """Hub ids of what the result is made from, as far as they are known."""
     if checkpoint.hub_id:
         return [checkpoint.hub_id]
-    return [conversion.base] if conversion.base_is_on_hub else [*source.base_models]
+    if conversion.base_is_on_hub:
+        return [conversion.base]
+    return [*source.base_models]
 
 
 def _summary(checkpoint: Checkpoint, conversion: Conversion, record: Record) -> str:
+    """A paragraph that says what the model is."""
+    start = f"{model_name(record['model'], checkpoint.hub_id is not None)}, further "
     if conversion.base and conversion.heads:
         before, after = conversion.heads
         base = model_name(conversion.base, conversion.base_is_on_hub)
-        method = (
-            f" (`gqa-convert`, method {code_span(conversion.method)})" if conversion.method else ""
-        )
-        start = f"{base} with {after} instead of {before} key/value heads{method}, then "
-    else:
-        start = f"{model_name(record['model'], checkpoint.hub_id is not None)}, further "
+        start = f"{base} with {after} instead of {before} key/value heads"
+        if conversion.method:
+            start += f" (`gqa-convert`, method {code_span(conversion.method)})"
+        start += ", then "
     text = f"{start}{_training(record)}."
+
     losses = record["losses"]
     if losses["heldout_before"] is not None and not losses["best_step"]:
         measure = _MEASURES[losses["chosen_by"]]
@@ -158,23 +162,25 @@ def _summary(checkpoint: Checkpoint, conversion: Conversion, record: Record) -> 
 
 
 def _training(record: Record) -> str:
+    """How the model was trained, as the rest of a sentence."""
     teacher = record["teacher"]
-    text = "trained on text"
     if record["teacher_is_base"]:
-        text = "distilled from the base model"
+        goal = "distilled from the base model"
     elif teacher and teacher == record["model"]:
-        text = "distilled from another model of the same name"
+        goal = "distilled from another model of the same name"
     elif teacher:
-        text = f"distilled from {code_span(teacher)}"
-    share = _share_of_data(record)
+        goal = f"distilled from {code_span(teacher)}"
+    else:
+        goal = "trained on text"
+
     data = ", ".join(record["data"])
     source = "self-generated text" if data.startswith("self") else code_span(data)
     steps = plural(record["steps"], "step")
-    before = record["trained_before"]
-    again = ", after an earlier training" if isinstance(before, dict) else ""
-    return (
-        f"{text} (`gqa-uptrain`): {record['tokens']:,} tokens of {source} in {steps}{share}{again}"
-    )
+    amount = f"{record['tokens']:,} tokens of {source} in {steps}{_share_of_data(record)}"
+
+    was_trained_before = isinstance(record["trained_before"], dict)
+    again = ", after an earlier training" if was_trained_before else ""
+    return f"{goal} (`gqa-uptrain`): {amount}{again}"
 
 
 def _share_of_data(record: Record) -> str:
@@ -182,11 +188,11 @@ def _share_of_data(record: Record) -> str:
     parts = []
     if record["alpha"]:
         parts.append(f"alpha {record['alpha']:g}")
-    if record["distinct_tokens"] is not None:
-        parts.append(
-            f"{record['distinct_tokens']:,} of the {record['data_tokens']:,} tokens of the data"
-        )
-        if record["tokens"] > record["distinct_tokens"]:
+
+    distinct = record["distinct_tokens"]
+    if distinct is not None:
+        parts.append(f"{distinct:,} of the {record['data_tokens']:,} tokens of the data")
+        if record["tokens"] > distinct:
             parts.append("with repeated passages")
     return f" ({', '.join(parts)})" if parts else ""
 
@@ -196,16 +202,13 @@ def _quality(conversion: Conversion, record: Record) -> list[str]:
     model.
     """
     losses = record["losses"]
-    pairs = {
-        title: [losses.get(f"{name}_{when}") for when in ("before", "after")]
-        for name, title in _MEASURES.items()
-    }
-    rows = [
-        (title, f"{before:.4f}", f"{after:.4f}")
-        for title, (before, after) in pairs.items()
-        if before is not None and after is not None
-    ]
-    parts = ["No text was held out, so it was not measured what the training gained."]
+    rows = []
+    for name, title in _MEASURES.items():
+        before = losses.get(f"{name}_before")
+        after = losses.get(f"{name}_after")
+        if before is not None and after is not None:
+            rows.append((title, f"{before:.4f}", f"{after:.4f}"))
+
     if rows:
         chosen = _MEASURES[losses["chosen_by"]]
         parts = [
@@ -213,6 +216,9 @@ def _quality(conversion: Conversion, record: Record) -> list[str]:
             table([("", "before training", "after training"), *rows]),
             f"The weights are those of the step with the lowest {chosen}.",
         ]
+    else:
+        parts = ["No text was held out, so it was not measured what the training gained."]
+
     measured = conversion.quality()
     if measured:
         parts.append(
@@ -229,9 +235,9 @@ def _quality(conversion: Conversion, record: Record) -> list[str]:
 def _options(record: Record) -> dict[str, Any]:
     """The options that determine the result."""
     fields = TrainOptions.__dataclass_fields__
-    unused = set() if record["options"]["train"] == "lora" else {"lora_rank"}
-    return {
-        name: value
-        for name, value in record["options"].items()
-        if not fields[name].metadata["free"] and name not in unused
-    }
+    options = {}
+    for name, value in record["options"].items():
+        is_unused = name == "lora_rank" and record["options"]["train"] != "lora"
+        if not fields[name].metadata["free"] and not is_unused:
+            options[name] = value
+    return options

@@ -31,30 +31,32 @@ _MODULES = (
     nn.FeatureAlphaDropout,
 )
 _RATES_OF_DROP_CLASSES = ("p", "prob", "rate")  # attributes of custom classes like `DropPath`
-_NOT_OF_THIS_HEAD = ("classifier", "summary")  # rates of heads that predict no tokens
+_OTHER_HEADS = ("classifier", "summary")  # in names of rates of heads that predict no tokens
 
 
 def turn_off_dropout(model: Any) -> dict[str, float]:
     """Set every dropout rate of a model to zero.
 
-    Return the rates of its config that were not zero, by name, and under the names of their classes
-    those of modules that no rate in the config explains.
+    Returns:
+        The rates of its config that were not zero, by name, and under the names of their classes
+        those of modules that no rate in the config explains.
     """
     rates = dict[str, float]()
     for config in _configs_of(model):
         for name, rate in _rates_of(config, "drop"):
-            if not any(part in name for part in _NOT_OF_THIS_HEAD):
+            if not any(part in name for part in _OTHER_HEADS):
                 rates[name] = rate
-            _set(config, name)
+            _set_to_zero(config, name)
 
     for module in model.modules():
-        is_dropout = isinstance(module, _MODULES)
-        if is_dropout and module.p and module.p not in rates.values():
-            rates[type(module).__name__] = float(module.p)
-        if is_dropout:
+        if isinstance(module, _MODULES):
+            if module.p and module.p not in rates.values():
+                rates[type(module).__name__] = float(module.p)
             module.p = 0.0
+
         for name, _ in [*_rates_of(module, "drop")]:
             setattr(module, name, 0.0)
+
         if "drop" in type(module).__name__.lower():
             for name in _RATES_OF_DROP_CLASSES:
                 if isinstance(getattr(module, name, None), float):
@@ -73,39 +75,35 @@ def _configs_of(model: nn.Module) -> Iterator[Any]:
     """All configs that modules of a model have, and all in them, each once: objects or
     dictionaries.
     """
-    found = dict[int, Any]()
-    waiting = [
-        value
-        for module in model.modules()
-        for value in vars(module).values()
-        if hasattr(value, "to_dict")
-    ]
+    waiting = list[Any]()
+    for module in model.modules():
+        waiting += [value for value in vars(module).values() if hasattr(value, "to_dict")]
+
+    configs = dict[int, Any]()
     while waiting:
         config = waiting.pop()
-        if id(config) in found:
+        if id(config) in configs:
             continue
-        found[id(config)] = config
-        values = config.values() if isinstance(config, dict) else vars(config).values()
-        waiting += [
-            value for value in values if isinstance(value, dict) or hasattr(value, "to_dict")
-        ]
-    yield from found.values()
+        configs[id(config)] = config
+
+        entries = config if isinstance(config, dict) else vars(config)
+        for value in entries.values():
+            if isinstance(value, dict) or hasattr(value, "to_dict"):
+                waiting.append(value)
+    yield from configs.values()
 
 
 def _rates_of(owner: Any, word: str) -> Iterator[tuple[str, float]]:
     """The attributes, or entries, with a word in their names that are a rate above zero."""
     entries = owner if isinstance(owner, dict) else vars(owner)
     for name, value in [*entries.items()]:
-        if (
-            isinstance(name, str)
-            and word in name.lower()
-            and isinstance(value, float)
-            and value > 0
-        ):
+        has_word = isinstance(name, str) and word in name.lower()
+        if has_word and isinstance(value, float) and value > 0:
             yield name, value
 
 
-def _set(owner: Any, name: str) -> None:
+def _set_to_zero(owner: Any, name: str) -> None:
+    """Set an attribute of an object, or an entry of a dictionary, to zero."""
     if isinstance(owner, dict):
         owner[name] = 0.0
     else:

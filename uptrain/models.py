@@ -39,66 +39,99 @@ _LINEAR = ("Linear", "FalconLinear")  # classes that adapters fit
 def settle(
     options: TrainOptions, checkpoint: Checkpoint
 ) -> tuple[TrainOptions, Checkpoint | None, str]:
-    """The options with teacher, data, length, repeats and scope decided; the teacher's checkpoint;
-    and its name, or why there is none. Raises RefusedError if there is neither text nor a teacher
-    to write it.
+    """Decide what the options leave open and the checkpoint determines.
+
+    Returns:
+        The options with teacher, data, length, repeats and scope decided; the teacher's checkpoint;
+        and its name, or why there is none.
+
+    Raises:
+        RefusedError: There is neither text nor a teacher to write it.
     """
     record = read_record(checkpoint, PROVENANCE)
-    conversion = record if isinstance(record, dict) else {}  # users edit such files
-    parts = (conversion.get("source"), conversion.get("options"))
-    source, conversion_options = (part if isinstance(part, dict) else {} for part in parts)
-    teacher = None
-    name = NO_TEACHER
-    teacher_text = "--teacher none"
-    if options.teacher == AUTO_TEACHER:
-        teacher, teacher_text = find_base(checkpoint, source)
-        name = (teacher.hub_id or str(teacher.directory)) if teacher else NO_TEACHER
-    elif options.teacher != NO_TEACHER:
-        name = options.teacher
-        converted = name == source.get("model") and not Path(name).exists()
-        teacher = open_model(name, source.get("revision") if converted else None)
-        teacher_text = name + _at_commit(teacher)
+    source = _part(record, "source")
+    teacher, name, teacher_text = _find_teacher(options, checkpoint, source)
     if not options.data and teacher is None:
         raise RefusedError(
             f"no --data is given, and there is no teacher that could write it ({teacher_text}); "
             "give text, or the model before conversion with --teacher"
         )
+
     data = options.data or ("self",)
-    sampled = is_self(data[0])
-    tokens = options.tokens if options.lengths or (sampled and parse_self(data[0])[0]) else TOKENS
-    method = METHODS.get(str(conversion_options.get("method")))
-    has_maps = method is not None and method.reads != "nothing"
-    train = options.train or ("attention" if has_maps else "all")
+    is_sampled = is_self(data[0])
+    data_has_length = is_sampled and parse_self(data[0])[0]
+    tokens = options.tokens if options.lengths or data_has_length else TOKENS
+
     repeats = options.repeats
-    if repeats is None and not sampled:
+    if repeats is None and not is_sampled:
         # Without a teacher the model would learn that text repeats itself. Pairs do not repeat.
         repeats = teacher is not None and not checkpoint.config.get("is_encoder_decoder")
-    return (
-        replace(options, teacher=name, data=data, tokens=tokens, train=train, repeats=repeats),
-        teacher,
-        teacher_text,
-    )
+
+    method = METHODS.get(str(_part(record, "options").get("method")))
+    has_maps = method is not None and method.reads != "nothing"
+    usual_scope: Scope = "attention" if has_maps else "all"
+    train = options.train or usual_scope
+
+    options = replace(options, teacher=name, data=data, tokens=tokens, train=train, repeats=repeats)
+    return options, teacher, teacher_text
+
+
+def _part(record: Any, name: str) -> dict[str, Any]:
+    """An object in a conversion's record, which users edit; empty if it is none."""
+    part = record.get(name) if isinstance(record, dict) else None
+    return part if isinstance(part, dict) else {}
+
+
+def _find_teacher(
+    options: TrainOptions, checkpoint: Checkpoint, source: dict[str, Any]
+) -> tuple[Checkpoint | None, str, str]:
+    """The teacher's checkpoint; its name as an option; and its name in words, or why there is
+    none.
+    """
+    if options.teacher == NO_TEACHER:
+        return None, NO_TEACHER, "--teacher none"
+
+    if options.teacher == AUTO_TEACHER:
+        base, text = find_base(checkpoint, source)
+        if base is None:
+            return None, NO_TEACHER, text
+        return base, base.hub_id or str(base.directory), text
+
+    name = options.teacher
+    is_base_at_hub = name == source.get("model") and not Path(name).exists()
+    revision = source.get("revision") if is_base_at_hub else None  # the one that was converted
+    teacher = open_model(name, revision)
+    return teacher, name, name + _at_commit(teacher)
 
 
 def find_base(checkpoint: Checkpoint, source: dict[str, Any]) -> tuple[Checkpoint | None, str]:
-    """The base model, which the `source` of a conversion's provenance names, at the commit that was
-    converted, or None; and its name in words, or why there is none.
+    """The base model at the commit that was converted.
 
     A local base model is looked up by its path relative to the result, then beside the result.
+
+    Args:
+        checkpoint: The converted model.
+        source: The part of the conversion's record that names the base model.
+
+    Returns:
+        The base model or None; and its name in words, or why there is none.
     """
-    if not (name := source.get("model")) or not isinstance(name, str):
+    name = source.get("model")
+    if not name or not isinstance(name, str):
         return None, f"{checkpoint.name} has no {PROVENANCE} that names its base model"
+
     local = find_local_base(checkpoint, source)
     if local is None and "path" in source:  # it was local at the conversion
         return None, f"the base model {name} was moved or deleted; name it with --teacher"
+
+    location = local or name
+    revision = None if local else source.get("revision")
     try:
-        base = open_model(local or name, None if local else source.get("revision"))
+        base = open_model(location, revision)
     except (RefusedError, OSError) as error:
         return None, f"the base model {name} cannot be read: {explain(error)}"
-    return (
-        base,
-        f"{local or name}{_at_commit(base)}, the base model (--teacher none: train on text alone)",
-    )
+    text = f"{location}{_at_commit(base)}, the base model (--teacher none: train on text alone)"
+    return base, text
 
 
 def find_local_base(checkpoint: Checkpoint, source: Mapping[str, Any]) -> str | None:
@@ -108,12 +141,17 @@ def find_local_base(checkpoint: Checkpoint, source: Mapping[str, Any]) -> str | 
     """
     name = source.get("model")
     directory = checkpoint.directory.resolve()
+
     candidates: list[Path] = []
     if path := path_of_record(source.get("path")):
         candidates.append(directory / path)
     if path_of_record(name) and Path(str(name)).name == name:
         candidates.append(directory.with_name(str(name)))
-    return next((str(path.resolve()) for path in candidates if os.path.isdir(path)), None)
+
+    for candidate in candidates:
+        if os.path.isdir(candidate):
+            return str(candidate.resolve())
+    return None
 
 
 def is_base_model(teacher: Checkpoint, checkpoint: Checkpoint, source: Mapping[str, Any]) -> bool:
@@ -126,6 +164,7 @@ def is_base_model(teacher: Checkpoint, checkpoint: Checkpoint, source: Mapping[s
 
 
 def _at_commit(teacher: Checkpoint) -> str:
+    """The commit of a checkpoint, as the end of its name; empty if it is not from the hub."""
     return f" at commit {teacher.revision[:12]}" if teacher.revision else ""
 
 
@@ -142,8 +181,10 @@ def build_model(
         raise RefusedError(
             f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it out"
         )
+
     set_seed(options.seed)  # initializes adapters
     freeze_parameters(model, checkpoint, options.train or "all", options.lora_rank)
+
     if options.checkpointing:
         enable = getattr(
             model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
@@ -169,6 +210,7 @@ def build_teacher(
 def _load(
     checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dtype: str
 ) -> PreTrainedModel:
+    """The model of a checkpoint on this process's device; empty under FSDP2."""
     return load_model(
         str(checkpoint.directory),
         dtype=dtype,
@@ -182,11 +224,17 @@ def _load(
 def freeze_parameters(
     model: PreTrainedModel, checkpoint: Checkpoint, scope: Scope, rank: int = 16
 ) -> None:
-    """Freeze the parameters outside the scope; `lora` adds adapters of that rank to the other
-    linear layers.
+    """Freeze the parameters outside the scope.
 
-    `all` freezes only parameters that the class does not store, like sinusoids. Raises
-    RefusedError.
+    Args:
+        model: The model.
+        checkpoint: Its checkpoint.
+        scope: What trains. `all` freezes only parameters that the class does not store, like
+            sinusoids; `lora` adds adapters to the other linear layers.
+        rank: Of the adapters.
+
+    Raises:
+        RefusedError: The model does not allow the scope.
     """
     if scope == "all":
         unsaved = unsaved_names(model)
@@ -194,6 +242,7 @@ def freeze_parameters(
             if name in unsaved:
                 parameter.requires_grad_(False)
         return
+
     attention, keys_and_values = attention_parameters(model, checkpoint)
     trained = attention if scope == "attention" else keys_and_values
     if scope == "lora":
@@ -213,19 +262,23 @@ def attention_parameters(
     the class combines the tensors of a projection with others.
     """
     config = read_config(checkpoint.config, checkpoint.name)
-    modules = attention_modules(checkpoint, config)
-    inside = {f"{module.path}.{tail}" for module in modules for tail in module.tensors}
-    projections = {
-        f"{m.path}.{tail}" for m in modules for tail in m.tensors if rule_of(tail, config)
-    }
+    stored = set[str]()
+    projections = set[str]()
+    for module in attention_modules(checkpoint, config):
+        for tail in module.tensors:
+            stored.add(f"{module.path}.{tail}")
+            if rule_of(tail, config):
+                projections.add(f"{module.path}.{tail}")
+
     parameters = parameter_names(model)
-    trainable = {name for name, _ in model.named_parameters()}
     if missing := [name for name in projections if name not in parameters]:
         raise RefusedError(
             f"{type(model).__name__} stores {listing(missing)} inside a larger parameter, so keys "
             "and values cannot train alone; use --train all"
         )
-    attention = {parameters[name] for name in inside if parameters.get(name) in trainable}
+
+    trainable = {name for name, _ in model.named_parameters()}
+    attention = {parameters[name] for name in stored if parameters.get(name) in trainable}
     return attention, {parameters[name] for name in projections} & trainable
 
 
@@ -241,30 +294,26 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
         raise RefusedError(
             "--train lora needs peft; install it with: pip install 'gqa[lora]'"
         ) from error
-    table = model.get_output_embeddings()
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module).__name__ in _LINEAR
-        and module is not table
-        and f"{name}.weight" not in trained
-        and not (
-            name.endswith("out_proj")
-            and hasattr(model.get_submodule(name.rpartition(".")[0]), "conv1d")
-        )
-    }
+
+    head = model.get_output_embeddings()
+    layers = {}
+    for name, module in model.named_modules():
+        is_linear = type(module).__name__ in _LINEAR and module is not head
+        if is_linear and f"{name}.weight" not in trained and not _is_of_mamba(model, name):
+            layers[name] = module
     if not layers:
-        name = type(model).__name__
+        class_name = type(model).__name__
         raise RefusedError(
-            f"--train lora: {name} has no other linear layers to adapt; use --train attention or "
-            "all"
+            f"--train lora: {class_name} has no other linear layers to adapt; use --train "
+            "attention or all"
         )
+
+    # peft puts adapters on the device of the weight, which must not be meta.
     empty = {module: module.weight for module in layers.values() if module.weight.is_meta}
-    # Peft puts adapters on the device of the weight: not on meta
     for module, weight in empty.items():
-        module.weight = nn.Parameter(
-            torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False
-        )
+        zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        module.weight = nn.Parameter(zeros, requires_grad=False)
+
     # peft has rules for some model types (it adapts experts instead of dense layers, and refuses
     # out_proj), which it does not apply to a module without a config.
     shell = nn.ModuleDict({"model": model})
@@ -274,6 +323,12 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
     )
     for module, weight in empty.items():
         module.weight = weight
+
+
+def _is_of_mamba(model: PreTrainedModel, name: str) -> bool:
+    """Whether a layer is the output projection of a Mamba mixer."""
+    parent = name.rpartition(".")[0]
+    return name.endswith("out_proj") and hasattr(model.get_submodule(parent), "conv1d")
 
 
 def trained_names(model: PreTrainedModel) -> list[str]:
@@ -289,21 +344,25 @@ def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
     """Raise RefusedError if the model's class would store other tensors or shapes than its source
     has.
     """
+    known = {name: spec.shape for name, spec in source.tensors.items()}
     stored = {name: shape for name, (shape, _) in sources(model).items()}
     tied = {
         name.replace(".base_layer.", ".")
         for name, same in shared_names(model).items()
         if len(same) > 1
     }
-    known = {name: spec.shape for name, spec in source.tensors.items()}
-    wrong = [
-        name
-        for name, shape in stored.items()
-        if known.get(name) != shape and (name in known or name not in tied)
-    ]
-    if wrong or not known.keys() & stored.keys():
+
+    different = []
+    for name, shape in stored.items():
+        has_other_shape = name in known and known[name] != shape
+        # A checkpoint need not contain each name of a tied parameter.
+        is_missing = name not in known and name not in tied
+        if has_other_shape or is_missing:
+            different.append(name)
+
+    if different or not known.keys() & stored.keys():
         raise RefusedError(
-            f"{type(model).__name__} would store {listing(wrong or stored)} differently from "
+            f"{type(model).__name__} would store {listing(different or stored)} differently from "
             f"{source.name}; load it with transformers, save it again and train that"
         )
 
@@ -317,28 +376,30 @@ def check_teacher(
     The number of rows of their embeddings may differ: some are padded to a multiple of 64, 128 or
     more.
     """
-    theirs, ours = (one.config.get_text_config(decoder=True).vocab_size for one in (teacher, model))
     vocabulary = tokenizer.get_vocab()
-    needed = max(vocabulary.values()) + 1
-    same = teacher_tokenizer.get_vocab() == vocabulary
-    if same and theirs != ours and theirs < needed:
-        raise RefusedError(
-            f"the teacher {name} knows {theirs:,} tokens, fewer than the {needed:,} of the model's "
-            "tokenizer; give the checkpoint from which the model was converted"
-        )
-    if not same:
+    if teacher_tokenizer.get_vocab() != vocabulary:
         raise RefusedError(
             f"the teacher {name} has another tokenizer than the model, "
             "so their predictions cannot be compared; give "
             "the checkpoint from which the model was converted"
         )
 
+    needed = max(vocabulary.values()) + 1
+    teacher_rows = teacher.config.get_text_config(decoder=True).vocab_size
+    model_rows = model.config.get_text_config(decoder=True).vocab_size
+    if teacher_rows != model_rows and teacher_rows < needed:
+        raise RefusedError(
+            f"the teacher {name} knows {teacher_rows:,} tokens, fewer than the {needed:,} of the "
+            "model's tokenizer; give the checkpoint from which the model was converted"
+        )
+
 
 def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
     """AdamW (fused if the device supports it), or Adafactor with an external learning rate (arXiv
-    1804.04235, section 3.1). Matrices decay; vectors (norms, biases, gates) do not, even if stored
-    as matrices. There is no empty parameter group, which torch's distributed state dicts cannot
-    hold.
+    1804.04235, section 3.1).
+
+    Matrices decay; vectors (norms, biases, gates) do not, even if stored as matrices. There is no
+    empty parameter group, which torch's distributed state dicts cannot hold.
     """
     matrices = list[nn.Parameter]()
     vectors = list[nn.Parameter]()
@@ -346,10 +407,13 @@ def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optim
         if parameter.requires_grad:
             is_vector = parameter.ndim < 2 or re.search(r"norm|bias", name.lower())
             (vectors if is_vector else matrices).append(parameter)
-    decays = (matrices, options.weight_decay), (vectors, 0.0)
-    groups: list[dict[str, Any]] = [
-        {"params": part, "weight_decay": decay} for part, decay in decays if part
-    ]
+
+    groups: list[dict[str, Any]] = []
+    if matrices:
+        groups.append({"params": matrices, "weight_decay": options.weight_decay})
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
+
     if options.optimizer == "adafactor":
         from transformers import Adafactor
 
@@ -361,5 +425,6 @@ def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optim
             warmup_init=False,
         )
         return adafactor
-    fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
+
+    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in (*matrices, *vectors))
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused)

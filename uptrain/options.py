@@ -18,7 +18,6 @@ from gqa.core.options import (
     SHARE,
     Number,
     Options,
-    flag,
     option,
     same_as,
     tokens_type,
@@ -53,8 +52,8 @@ class TrainOptions(Options):
     data: tuple[str, ...] = option(
         (),
         "Training text: a file, a directory, a glob, a hub data set, stdlib:train, "
-        "self (sampled from the teacher) "
-        "or self:TOKENS. Repeat it or use commas for several.  [default: self]",
+        "self (sampled from the teacher) or self:TOKENS. "
+        "Repeat it or use commas for several.  [default: self]",
         metavar="SOURCE[,...]",
     )
     field: str = same_as(ConvertOptions, "field", methods="")
@@ -72,8 +71,8 @@ class TrainOptions(Options):
     heldout: str | None = option(
         None,
         "Held-out text: the step with the lowest loss on it is written (with a teacher the KL "
-        "divergence from "
-        "it, else the cross-entropy).  [default: a part of the data; none of a stream]",
+        "divergence from it, else the cross-entropy).  "
+        "[default: a part of the data; none of a stream]",
         metavar="SOURCE",
     )
     heldout_fraction: float = option(0.0, "Share of the documents to hold out.", SHARE)
@@ -168,14 +167,18 @@ class TrainOptions(Options):
     json: bool = same_as(ConvertOptions, "json", free=True)
     verbose: bool = option(False, "Show tracebacks.", short="-v", free=True)
     quiet: bool = same_as(ConvertOptions, "quiet", free=True)
-    # For Python callers.
-    lora_rank: int = option(16, "", COUNT, expert=True)  # of the adapters of train="lora"
+
+    # The rest are for Python callers.
+    # Rank of the adapters of train="lora".
+    lora_rank: int = option(16, "", COUNT, expert=True)
     weight_decay: float = option(0.1, "", FROM_ZERO, expert=True)
-    # Half of the blocks repeat themselves; None: with a teacher
+    # Whether half of the blocks repeat themselves; None: if there is a teacher.
     repeats: bool | None = option(None, expert=True)
-    clip: float = option(1.0, "", POSITIVE, expert=True)  # the norm of the gradient, at most
-    # Steps; None: four times
+    # The greatest norm of the gradient.
+    clip: float = option(1.0, "", POSITIVE, expert=True)
+    # Steps between evaluations on held-out text; None: four evaluations.
     eval_every: int | None = option(None, "", COUNT, free=True, expert=True)
+    # Of a hub id: a branch, tag or commit.
     revision: str | None = option(None, expert=True)
 
     @property
@@ -203,74 +206,97 @@ class TrainOptions(Options):
         return self.batch_size
 
     def check(self, ranks: int) -> None:
-        """Raise RefusedError and CorpusError if options contradict each other."""
+        """Raise RefusedError and CorpusError if options contradict each other, or do not fit the
+        number of processes.
+        """
         for applies, message in self._conflicts(ranks):
             if applies:
                 raise RefusedError(message)
-        check_text_options([*self.data, *filter(None, [self.heldout])], self.field, self.separator)
+        texts = [*self.data, *filter(None, [self.heldout])]
+        check_text_options(texts, self.field, self.separator)
 
     def _conflicts(self, ranks: int) -> Iterator[tuple[bool, str]]:
         """Whether a conflict applies, and what to do."""
-        given = " and ".join(self.lengths)
-        sampled = any(map(is_self, self.data))
-        part = self.heldout_fraction > 0
-        has_alpha = self.alpha is not None
-        stands_alone = len(self.data) == 1 and not self.streaming and not part
+        yield from self._length_conflicts()
+        yield from self._source_conflicts()
+        yield from self._expert_conflicts()
+        if any(map(is_self, self.data)):
+            yield from self._self_conflicts()
+        if self.batch_size is not None:  # else `settle_steps` decides it
+            yield from self._batch_conflicts(self.batch_size, ranks)
+
+    def _length_conflicts(self) -> Iterator[tuple[bool, str]]:
+        """Conflicts among the options for the length."""
+        lengths = " and ".join(self.lengths)
         yield (
             len(self.lengths) > 1,
-            f"the length is given by {given}; give one of --alpha, --tokens and --steps",
+            f"the length is given by {lengths}; give one of --alpha, --tokens and --steps",
         )
+
+    def _source_conflicts(self) -> Iterator[tuple[bool, str]]:
+        """Conflicts among the options for data and held-out text."""
+        has_fraction = self.heldout_fraction > 0
         yield (
-            part and self.heldout is not None,
+            has_fraction and self.heldout is not None,
             "--heldout and --heldout-fraction both name held-out text; give one",
         )
         yield (
-            part and self.streaming,
+            has_fraction and self.streaming,
             "--heldout-fraction cannot be used with a stream; name other text with --heldout",
         )
-        several = self.streaming and len(self.data) > 1
-        yield several, "--streaming reads one source; give all files as one directory or pattern"
         yield (
-            has_alpha and self.streaming,
+            self.streaming and len(self.data) > 1,
+            "--streaming reads one source; give all files as one directory or pattern",
+        )
+        yield (
+            self.alpha is not None and self.streaming,
             "--alpha needs data of known length, not a stream; give --tokens or --steps",
         )
-        for name, applies, needed in (
-            ("lora_rank", self.train == "lora", "--train lora"),
-            (
-                "assistant_only_loss",
-                not sampled,
-                "chats of your own (--data self is text without roles)",
-            ),
-            ("repeats", not sampled, "your own text (self has repeats, self:plain has none)"),
-        ):
-            shown = flag(name) if name == "assistant_only_loss" else name
-            yield (
-                self.is_set(name) and not applies,
-                f"{shown} needs {needed}; give both or leave it out",
-            )
-        if sampled:
-            yield (
-                not stands_alone,
-                "--data self excludes other sources, --streaming and --heldout-fraction",
-            )
-            yield (
-                not self.distills,
-                "--data self is generated by the --teacher; give the model before conversion",
-            )
-            endless = parse_self(self.data[0])[0] is None
-            yield (
-                has_alpha and endless,
-                "--alpha needs data of known length; give --data self:1M or the like",
-            )
-        if self.batch_size is not None:  # else `settle_steps` decides it
-            share, rest = divmod(self.batch_size, ranks)
-            multiple = (
-                f"--batch-size {self.batch_size} is not a multiple of the {ranks} processes; give "
-                "one that is"
-            )
-            yield rest > 0, multiple
-            divisor = (
-                f"--micro-batch {self.micro_batch} does not divide the {share} blocks of a "
-                "process in a batch"
-            )
-            yield share % (self.micro_batch or share) > 0, divisor
+
+    def _expert_conflicts(self) -> Iterator[tuple[bool, str]]:
+        """Options for Python callers, and that of chats, without what they need."""
+        yield (
+            self.is_set("lora_rank") and self.train != "lora",
+            "lora_rank needs --train lora; give both or leave it out",
+        )
+        yield (
+            self.is_set("assistant_only_loss") and any(map(is_self, self.data)),
+            "--assistant-only-loss needs chats of your own (--data self is text without roles); "
+            "give both or leave it out",
+        )
+        yield (
+            self.is_set("repeats") and any(map(is_self, self.data)),
+            "repeats needs your own text (self has repeats, self:plain has none); "
+            "give both or leave it out",
+        )
+
+    def _self_conflicts(self) -> Iterator[tuple[bool, str]]:
+        """Conflicts with `--data self`."""
+        stands_alone = len(self.data) == 1 and not self.streaming and self.heldout_fraction <= 0
+        yield (
+            not stands_alone,
+            "--data self excludes other sources, --streaming and --heldout-fraction",
+        )
+        yield (
+            not self.distills,
+            "--data self is generated by the --teacher; give the model before conversion",
+        )
+        is_endless = parse_self(self.data[0])[0] is None
+        yield (
+            self.alpha is not None and is_endless,
+            "--alpha needs data of known length; give --data self:1M or the like",
+        )
+
+    def _batch_conflicts(self, batch_size: int, ranks: int) -> Iterator[tuple[bool, str]]:
+        """Blocks that cannot be shared among processes and forward passes."""
+        share, rest = divmod(batch_size, ranks)
+        yield (
+            rest > 0,
+            f"--batch-size {batch_size} is not a multiple of the {ranks} processes; give "
+            "one that is",
+        )
+        yield (
+            share % (self.micro_batch or share) > 0,
+            f"--micro-batch {self.micro_batch} does not divide the {share} blocks of a "
+            "process in a batch",
+        )

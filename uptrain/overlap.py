@@ -26,9 +26,13 @@ from gqa.corpus.tokens import Heldout
 
 @dataclass(frozen=True)
 class Overlap:
-    """documents: how many of the data, except exact copies of held-out ones, contain passages of
-    held-out text. share: the share of the passages of held-out text that they contain. whole:
-    whether all held-out text was looked for.
+    """How much of the held-out text is in other documents of the data.
+
+    Attributes:
+        documents: How many of the data, except exact copies of held-out ones, contain passages of
+            held-out text.
+        share: The share of the passages of held-out text that they contain.
+        whole: Whether all held-out text was looked for.
     """
 
     documents: int
@@ -41,11 +45,9 @@ class Overlap:
             f"{self.share:.0%} of the held-out text is also in {documents} of the data, which "
             "train without it"
         )
-        return (
-            text
-            if self.whole
-            else f"{text} (of the beginning of the held-out text, which is large)"
-        )
+        if self.whole:
+            return text
+        return f"{text} (of the beginning of the held-out text, which is large)"
 
 
 def heldout_texts(sources: Sequence[Source], heldout: Heldout, encoders: Encoders) -> Iterator[str]:
@@ -56,11 +58,14 @@ def heldout_texts(sources: Sequence[Source], heldout: Heldout, encoders: Encoder
     for source in sources:
         for row in source.rows():
             digest = row_digest(*row)
-            if digest in heldout.limits and digest not in seen:
-                seen.add(digest)
-                limit, text = heldout.limits[digest], searched_text(row)
-                beginning = encoders.text.beginning(text, limit) if limit else ""
-                yield text[len(beginning) :]
+            if digest not in heldout.limits or digest in seen:
+                continue
+            seen.add(digest)
+
+            text = searched_text(row)
+            limit = heldout.limits[digest]
+            start = len(encoders.text.beginning(text, limit)) if limit else 0
+            yield text[start:]
 
 
 def find_overlap(
@@ -70,33 +75,44 @@ def find_overlap(
 
     The result is stored in the cache of `datasets`: a large data set takes minutes.
     """
-    from datasets.config import HF_DATASETS_CACHE
-
-    limits = sorted((digest.hex(), limit) for digest, limit in heldout.limits.items())
-    key = f"{[source.identify() for source in sources]} {exclusion.identity} {limits}"
-    path = (
-        Path(HF_DATASETS_CACHE)
-        / "gqa-overlap"
-        / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    )
+    path = _cache_path(sources, exclusion, heldout)
     with suppress(OSError, ValueError, TypeError):  # it is not there, or damaged
         return Overlap(**json.loads(path.read_text()))
 
-    passages = exclusion.passages
-    documents, found = 0, np.zeros(len(passages.hashes), bool)
-    for source in sources:
-        for row in source.rows():
-            limit = heldout.limits.get(row_digest(*row))
-            if limit == 0:
-                continue
-            trained = row if limit is None else (encoders.text.beginning(row[0], limit),)
-            numbers = passages.found_in(searched_text(trained))
-            if len(numbers) or exclusion.remainder(trained) != [trained]:
-                documents += 1
-                found[numbers] = True
-    overlap = Overlap(documents, float(found.mean()) if len(found) else 0.0, passages.whole)
-
+    overlap = _count_overlap(sources, exclusion, heldout, encoders)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(asdict(overlap)))
     return overlap
+
+
+def _cache_path(sources: Sequence[Source], exclusion: Exclusion, heldout: Heldout) -> Path:
+    """Where the overlap of this data with this held-out text is stored."""
+    from datasets.config import HF_DATASETS_CACHE
+
+    limits = sorted((digest.hex(), limit) for digest, limit in heldout.limits.items())
+    key = f"{[source.identify() for source in sources]} {exclusion.identity} {limits}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:32]
+    return Path(HF_DATASETS_CACHE) / "gqa-overlap" / f"{digest}.json"
+
+
+def _count_overlap(
+    sources: Sequence[Source], exclusion: Exclusion, heldout: Heldout, encoders: Encoders
+) -> Overlap:
+    passages = exclusion.passages
+    documents = 0
+    is_repeated = np.zeros(len(passages.hashes), bool)  # by passage of the held-out text
+    for source in sources:
+        for row in source.rows():
+            limit = heldout.limits.get(row_digest(*row))
+            if limit == 0:  # all of it is held out
+                continue
+
+            trained = row if limit is None else (encoders.text.beginning(row[0], limit),)
+            numbers = passages.found_in(searched_text(trained))
+            if len(numbers) or exclusion.remainder(trained) != [trained]:
+                documents += 1
+                is_repeated[numbers] = True
+
+    share = float(is_repeated.mean()) if len(is_repeated) else 0.0
+    return Overlap(documents, share, passages.whole)

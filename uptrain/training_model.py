@@ -57,17 +57,24 @@ class TrainingModel(nn.Module):
         self.model.tie_weights()
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
-        """`input_ids` (B, T), perhaps with a `loss_mask` (B, T), or for an encoder-decoder the
-        encoder's inputs and `labels` (B, T) -> the loss summed over predictions with a target, and
-        the sums (predictions, nats, distillation) over them.
+        """The loss of a batch.
+
+        Args:
+            batch: `input_ids` (B, T), perhaps with a `loss_mask` (B, T), or for an encoder-decoder
+                the encoder's inputs and `labels` (B, T).
+
+        Returns:
+            The loss summed over predictions with a target, and the sums (predictions, nats,
+            distillation) over them.
         """
         inputs, targets = split_batch(batch)
         if "labels" in batch:
             inputs["decoder_input_ids"] = shift_right(self.model, batch["labels"])
-        teacher = self._teacher
         hidden = self._head.hidden(**inputs).flatten(0, 1)
+
+        teacher = self._teacher
         shards = teacher.model if teacher and isinstance(teacher.model, FSDPModule) else None
-        # Gather the parameters outside of its layers until all slices have passed its head
+        # Keep the parameters outside of its layers until all slices have passed its head.
         if shards:
             shards.unshard()
         with torch.no_grad():
@@ -84,17 +91,23 @@ class TrainingModel(nn.Module):
         loss, sums = chunked_sum(slice_loss, self._head.vocabulary, hidden, self._head_parameters())
         if shards:
             shards.reshard()
-        return loss, torch.cat([(targets >= 0).sum(dtype=sums.dtype).reshape(1), sums])
+
+        predictions = (targets >= 0).sum(dtype=sums.dtype).reshape(1)
+        return loss, torch.cat([predictions, sums])
 
     def _head_parameters(self) -> list[nn.Parameter]:
         """Trainable parameters of the head: those outside the backbone, and a tied embedding."""
         if not self._head.split:
             return []
-        inside = {id(p) for p in self._head.backbone.parameters()}
-        outside = [p for p in self.model.parameters() if id(p) not in inside]
+
+        inside = {id(parameter) for parameter in self._head.backbone.parameters()}
+        parameters = [
+            parameter for parameter in self.model.parameters() if id(parameter) not in inside
+        ]
         table = self.model.get_output_embeddings()
-        tied = [p for p in (table.parameters() if table is not None else ()) if id(p) in inside]
-        return [p for p in (*outside, *tied) if p.requires_grad]
+        if table is not None:
+            parameters += [parameter for parameter in table.parameters() if id(parameter) in inside]
+        return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def split_batch(batch: Batch) -> tuple[Batch, Tensor]:
@@ -104,9 +117,9 @@ def split_batch(batch: Batch) -> tuple[Batch, Tensor]:
     `shift_right` makes a decoder's inputs from `labels`.
     """
     if "labels" in batch:
-        return {name: tensor for name, tensor in batch.items() if name != "labels"}, batch[
-            "labels"
-        ].flatten()
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        return inputs, batch["labels"].flatten()
+
     ids = batch["input_ids"]
     targets = ids[:, 1:]
     if "loss_mask" in batch:
@@ -119,17 +132,22 @@ def shift_right(model: PreTrainedModel, labels: Tensor) -> Tensor:
     language), then all labels but the last, with padding in place of -100.
     """
     pad = model.config.pad_token_id
-    if (
-        method := getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    ) and pad is not None:
+    method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if method and pad is not None:
         shifted: Tensor = method(labels)
         return shifted
-    ids = labels.roll(1, -1)  # e.g. M2M-100, which has the function but not the method
+
+    # M2M-100, for example, has the function but not the method.
+    ids = labels.roll(1, -1)
     ids[:, 0] = model.config.decoder_start_token_id
     return ids.masked_fill(ids == -100, pad or 0)
 
 
 class _ChunkedSum(torch.autograd.Function):
+    """`chunked_sum`: computes the gradients of each slice in the forward pass, so that the logits
+    of one slice exist at a time.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -143,35 +161,38 @@ class _ChunkedSum(torch.autograd.Function):
         report = None
         row_gradient = torch.empty_like(rows) if differentiate else None
         sums: list[Tensor | None] = [None] * len(parameters)
+
         for piece in chunks(len(rows), vocabulary, rows.device):
             with torch.set_grad_enabled(differentiate):
                 leaf = rows[piece].detach().requires_grad_(differentiate)
                 value, numbers = loss(leaf, piece)
             total += value.detach()
             report = numbers.detach() if report is None else report + numbers.detach()
+
             if row_gradient is not None:
                 with torch.autocast(rows.device.type, enabled=False):  # as in any backward pass
                     row_gradient[piece], *gradients = torch.autograd.grad(
                         value, [leaf, *parameters], allow_unused=True
                     )
                 sums = [_add(before, part) for before, part in zip(sums, gradients, strict=True)]
-        ctx.gradients = None if row_gradient is None else (row_gradient, sums)
+
+        ctx.gradients = None if row_gradient is None else (row_gradient, *sums)
         assert report is not None
         ctx.mark_non_differentiable(report)
         return total, report
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        # Scaled in place below, so usable only once
-        (rows, sums) = ctx.gradients
+        # They are scaled in place, so they can be used only once.
+        gradients = ctx.gradients
         ctx.gradients = None
+
         # In float32, as the slices are added; autograd casts the result.
-        return (
-            None,
-            None,
-            None,
-            *(None if part is None else part.float().mul_(upstream[0]) for part in (rows, *sums)),
-        )
+        scaled = [
+            None if gradient is None else gradient.float().mul_(upstream[0])
+            for gradient in gradients
+        ]
+        return None, None, None, *scaled
 
 
 def _add(before: Tensor | None, part: Tensor | None) -> Tensor | None:
@@ -184,10 +205,17 @@ def _add(before: Tensor | None, part: Tensor | None) -> Tensor | None:
 def chunked_sum(
     loss: SliceLoss, vocabulary: int, rows: Tensor, parameters: Sequence[nn.Parameter]
 ) -> tuple[Tensor, Tensor]:
-    """Sum of `loss` over slices of (N, D) rows, differentiable (once) in the rows and in the head's
-    `parameters`.
+    """Sum of `loss` over slices of rows, differentiable (once) in the rows and in the head's
+    parameters.
 
-    Return the sum and the summed numbers to report. All `parameters` need a gradient.
+    Args:
+        loss: The loss of a slice.
+        vocabulary: V, which sizes the slices.
+        rows: (N, D).
+        parameters: Those of the head; all need a gradient.
+
+    Returns:
+        The sum, and the summed numbers to report.
     """
     differentiate = torch.is_grad_enabled()
     sums: tuple[Tensor, Tensor] = _ChunkedSum.apply(
@@ -199,8 +227,7 @@ def chunked_sum(
 def next_token_loss(
     logits: Tensor, targets: Tensor, teacher: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The loss, summed: cross-entropy, or with a teacher distillation; and (sum of nats, sum of
-    distillation).
+    """The summed loss: cross-entropy, or with a teacher distillation.
 
     Distillation is KL(teacher || student) (Hinton et al., arXiv 1503.02531, section 2), over the
     tokens that both have: checkpoints of one tokenizer may be padded to different numbers of rows.
@@ -209,11 +236,15 @@ def next_token_loss(
         logits: (n, V) of the student, any dtype; computed in float32.
         targets: (n,) ids; rows of -100 do not count.
         teacher: (n, W) of the teacher, or None.
+
+    Returns:
+        The loss, and (sum of nats, sum of distillation).
     """
     logits = logits.float()
     likelihood = nats(logits, targets).sum()
     if teacher is None:
         return likelihood, torch.stack([likelihood, likelihood.new_zeros(())])
+
     p, q = common_log_probabilities(teacher.float(), logits)
     kl = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
     divergence = kl.where(targets >= 0, 0.0).sum()

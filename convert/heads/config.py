@@ -92,9 +92,9 @@ class ModelConfig:
         """
         by_layer = [self.family.heads(self.text, layer) for layer in range(self.layers)]
         if self.family.edits is None:
-            stated = self.text.to_dict().get("num_key_value_heads")
+            count = self.text.to_dict().get("num_key_value_heads")
             for heads in by_layer:
-                if heads.kv == stated:
+                if heads.kv == count:
                     return heads
         return by_layer[0]
 

@@ -8,6 +8,7 @@ before, which is then converted like any other model.
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from gqa.checkpoint.read import Checkpoint, read_json
@@ -27,14 +28,17 @@ from gqa.core.errors import CorruptError, RefusedError, explain, listing
 from gqa.models.custom_code import BY_LAYER, PREFIX, auto_map, file_of, loads_as_decilm, stand_in
 from gqa.models.loading import load_tokenizer
 
-# Our own classes allow any G; with all KV heads they reproduce the source's logits
-# (tests/test_custom_code.py).
-_CUSTOM = tuple(
-    Recasting(target.removeprefix(PREFIX), target, family.note)
-    for family in custom.FAMILIES
-    for target in family.symmetries
-)
-RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *_CUSTOM)
+
+def _custom_recastings() -> Iterator[Recasting]:
+    """Our own classes allow any G; with all KV heads they reproduce the source's logits
+    (tests/test_custom_code.py).
+    """
+    for family in custom.FAMILIES:
+        for target in family.symmetries:
+            yield Recasting(target.removeprefix(PREFIX), target, family.note)
+
+
+RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *_custom_recastings())
 RECAST_TYPES = tuple(entry.source for entry in RECASTINGS)
 # For numbers of heads that differ between layers, which no class of transformers supports.
 _BY_LAYER = tuple(Recasting(source, f"{PREFIX}{source}") for source in BY_LAYER)

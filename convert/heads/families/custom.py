@@ -10,7 +10,9 @@ _BART = Symmetry(rotates=False, output="out_proj", norms=())
 _NORMS = ("self_attn_layer_norm",)
 _UNNORMED = "with do_layer_norm_before=false, no known norm precedes attention"
 _OPT = replace(
-    _BART, norms=_NORMS, unless=(_UNNORMED, lambda config: not config.do_layer_norm_before)
+    _BART,
+    norms=_NORMS,
+    unless=(_UNNORMED, lambda config: not config.do_layer_norm_before),
 )
 _T5 = Symmetry(rotates=False, query="q", output="o", norms=("layer.0.layer_norm",), places=False)
 

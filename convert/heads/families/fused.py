@@ -26,11 +26,13 @@ _CUSTOM_ATTENTION = {
 
 
 def _multi_query_heads(config: Any, layer: int) -> LayerHeads:
+    """Heads of a config that counts 1 or all KV heads by `multi_query`."""
     kv = 1 if config.multi_query else config.num_attention_heads
     return uniform_heads(config, kv)
 
 
 def _falcon_old_edits(groups: int, heads: LayerHeads, config: Any) -> Edits | None:
+    """Edits of old Falcon, which only the new architecture can give between 1 and H heads."""
     if groups in (1, heads.query):
         return {"multi_query": groups == 1, "num_kv_heads": groups}
     if not config.parallel_attn:

@@ -16,24 +16,33 @@ from gqa.convert.heads.family import (
     uniform_heads,
 )
 
+# Symmetries that several model types share.
 LLAMA = Symmetry()
 QWEN3 = Symmetry(keys=False)  # query and key norms: only values can be transformed
 ONE_PLUS = Symmetry(one_plus=True)
 GEMMA = replace(ONE_PLUS, embedded=lambda config: math.sqrt(config.hidden_size))
 GLM = Symmetry(pairing="interleaved")
 OLMO2 = Symmetry(
-    norms=(), keys=False, per_query=(Rule("q_norm", Separate("query"), projection=False),)
+    norms=(),
+    keys=False,
+    per_query=(Rule("q_norm", Separate("query"), projection=False),),
 )
 LFM2 = Symmetry(norms=("operator_norm",), keys=False, output="out_proj")
-CLIPPED = "with clip_qkv, values are clipped elementwise", lambda config: bool(config.clip_qkv)
+# Why some configs have no symmetry (`unless`).
+CLIPPED = (
+    "with clip_qkv, values are clipped elementwise",
+    lambda config: bool(config.clip_qkv),
+)
+# Why some model types have none.
 GATED = "a gate scales each dimension of the heads' output"
 GATED_IF = (
     f"unless gating is per head, {GATED}",
     lambda config: config.gating not in (True, "per-head"),
 )
-LAYER_EMBEDDINGS = "each layer adds its own token embeddings"
 VALUE_NORM = "its value norm commutes with rotations only"
 
+# Why models cannot be run layer by layer on text; `_SHARED` is also why they have no symmetry.
+LAYER_EMBEDDINGS = "each layer adds its own token embeddings"
 _AUDIO = "its encoder takes audio and contains convolutions"
 _SHARED = (
     "several layers share one block, which reads their hidden states concatenated with the "
@@ -50,21 +59,24 @@ def per_head(*tensors: str) -> tuple[Rule, ...]:
 
 def _rotates_by_list(config: Any, layer: int) -> bool:
     """Whether the layer uses RoPE: `no_rope_layers` is 1 for layers that do."""
-    listed = getattr(config, "no_rope_layers", None)
-    return not listed or bool(at_layer(listed, layer))
+    flags = getattr(config, "no_rope_layers", None)
+    return not flags or bool(at_layer(flags, layer))
 
 
 def _slides(config: Any, layer: int) -> bool:
+    """Whether the layer has a sliding window."""
     return bool(at_layer(config.layer_types, layer) == "sliding_attention")
 
 
 def _mimo_heads(config: Any, layer: int) -> LayerHeads:
+    """Heads of MiMo: sliding layers have twice the KV heads."""
     heads = uniform_heads(config)
     kv = heads.kv * 2 if _slides(config, layer) else heads.kv
     return LayerHeads(heads.query, kv, heads.key_dim, config.v_head_dim)
 
 
 def _gemma4_heads(config: Any, layer: int) -> LayerHeads:
+    """Heads of Gemma 4: in layers without a window, values may be the keys."""
     may_share = getattr(config, "attention_k_eq_v", True)
     shared = may_share and config.layer_types[layer] != "sliding_attention"
     return replace(layer_heads(config, layer), keys_only=shared)
