@@ -394,7 +394,7 @@ def convert(part: Part) -> None:
     def run(method: str, *more: str) -> dict[str, Any]:
         words = [
             random_model(part, "large", scale.large, "bfloat16"),
-            "--groups",
+            "--kv-heads",
             str(scale.convert_heads),
         ]
         words += [
@@ -489,7 +489,7 @@ def distilled(
         command(
             "convert",
             str(base),
-            "--groups",
+            "--kv-heads",
             str(heads),
             *part.scale.method,
             "-o",

@@ -141,7 +141,7 @@ def copy_files(source: Path, out: Path) -> Iterator[Any]:
 
 
 def convert_by_mean(source: Path, out: Path) -> Iterator[Any]:
-    words = "--method", "mean", "--quiet", "--overwrite", "--groups"
+    words = "--method", "mean", "--quiet", "--overwrite", "--kv-heads"
     # Imports what it needs
     run_command("convert", str(EMBEDDED), *words, "2", "-o", str(out.with_name("small")))
     yield
@@ -369,7 +369,7 @@ def uptrain(model: str | None, steps: int, repeats: int, scratch: Path) -> None:
     if model is None:
         model = f"{scratch}/model"
         run_command(
-            "convert", str(EMBEDDED), "--groups", "2", "--method", "mean", "-o", model, "--quiet"
+            "convert", str(EMBEDDED), "--kv-heads", "2", "--method", "mean", "-o", model, "--quiet"
         )
     contestants = {"gqa-uptrain": uptrain_loop, "Trainer": trainer}
     runs = rounds(contestants, repeats, (model, steps, scratch))

@@ -155,7 +155,7 @@ def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> s
     """
     counts = (plan.groups,) if isinstance(plan.groups, int) else plan.groups
     heads = ",".join(map(str, counts))
-    words = ["gqa-convert", operand(options.model), "--groups", heads, "--method", method.name]
+    words = ["gqa-convert", operand(options.model), "--kv-heads", heads, "--method", method.name]
 
     if options.output:
         if options.output.name in ("", ".."):  # `-o .`: the directory's own name is not in its path

@@ -37,10 +37,10 @@ Methods (text: --data, or self-generated), with input, time and algorithm:
 {_METHODS}
 \b
 Examples:
-  gqa-convert --groups 8 ./Llama-2-7b-hf
-  gqa-convert --groups 8 --dry-run meta-llama/Llama-2-7b-hf
-  gqa-convert --groups 8 --method refined ./Llama-2-7b-hf
-  gqa-convert --groups 8 --method mean ./Llama-2-7b-hf    # as in the GQA paper; it needs training
+  gqa-convert --kv-heads 8 ./Llama-2-7b-hf
+  gqa-convert --kv-heads 8 --dry-run meta-llama/Llama-2-7b-hf
+  gqa-convert --kv-heads 8 --method refined ./Llama-2-7b-hf
+  gqa-convert --kv-heads 8 --method mean ./Llama-2-7b-hf    # as in the GQA paper; it needs training
 """
 
 

@@ -29,11 +29,12 @@ class ConvertOptions(Options):
         "or one number per layer: 3,1,1,3.",
         KVHeads(),
         short="-g",
+        alias="--groups",
         metavar="G",
     )
     kv_budget: float | None = option(
         None,
-        "Instead of --groups: the share of the KV cache to keep, like 0.5. "
+        "Instead of --kv-heads: the share of the KV cache to keep, like 0.5. "
         "The number of heads of each layer is "
         "chosen by its loss on calibration text.",
         Number(float, "above 0 below 1"),
@@ -164,7 +165,7 @@ class ConvertOptions(Options):
         """Raise RefusedError if options exclude each other, or the method does not use one."""
         if (self.kv_heads is None) == (self.kv_budget is None):
             raise RefusedError(
-                "the number of KV heads is not clear; give either --groups G or --kv-budget SHARE"
+                "the number of KV heads is not clear; give either --kv-heads G or --kv-budget SHARE"
             )
         if self.kv_budget and self.dry_run:
             raise RefusedError(

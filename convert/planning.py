@@ -150,20 +150,20 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
     if isinstance(groups, tuple):
         if len(groups) != config.layers:
             raise RefusedError(
-                f"--groups names {len(groups)} layers, {name} has {config.layers}; give one number "
-                "for each, or one"
+                f"--kv-heads names {len(groups)} layers, {name} has {config.layers}; give one "
+                "number for each, or one"
             )
         if len({config.heads(layer).kv for layer in range(config.layers)}) > 1:
             raise RefusedError(
-                f"--groups by layer is not possible for {name}, whose layers already have "
+                f"--kv-heads by layer is not possible for {name}, whose layers already have "
                 "different numbers of key/value heads; convert the base model"
             )
         allowed = [count for count in allowed if count <= main.kv]
     for count in sorted(set(requested) - set(allowed)):
         note = f" ({config.family.note})" if config.family.note else ""
         raise RefusedError(
-            f"--groups {count} is not possible for the {main.kv} key/value heads and {main.query} "
-            f"query heads of {name}{note}; choose {alternatives(allowed)}"
+            f"--kv-heads {count} is not possible for the {main.kv} key/value heads and "
+            f"{main.query} query heads of {name}{note}; choose {alternatives(allowed)}"
         )
 
 

@@ -227,6 +227,7 @@ def option(
     *,
     metavar: str = "",
     short: str = "",
+    alias: str = "",
     argument: str = "",
     free: bool = False,
     needs: Sequence[str] = (),
@@ -241,6 +242,7 @@ def option(
         kind: The click type of a value, where the type of the field does not determine it.
         metavar: What --help calls a value.
         short: `-o`.
+        alias: Another name, `--groups`.
         argument: The metavar of an argument of the command, which is no option.
         free: May differ between a run and its continuation.
         needs: It means nothing unless one of these other options is given.
@@ -255,6 +257,7 @@ def option(
             "kind": kind,
             "metavar": metavar,
             "short": short,
+            "alias": alias,
             "argument": argument,
             "free": free,
             "needs": needs,
@@ -362,19 +365,18 @@ class Options:
 
 def flag(name: str) -> str:
     """The option of a field."""
-    word = "groups" if name == "kv_heads" else name
-    return "--" + word.replace("_", "-")
+    return "--" + name.replace("_", "-")
 
 
 @contextmanager
 def parameters_in_errors(command: type) -> Iterator[None]:
-    """Errors of the block are for Python callers: `kv_heads=3` instead of `--groups 3`,
+    """Errors of the block are for Python callers: `kv_heads=3` instead of `--kv-heads 3`,
     `overwrite=True` instead of `--overwrite`, `output` instead of `-o`.
     """
 
     def parameter_of(match: re.Match[str]) -> str:
         no, word, rest = match.groups(default="")
-        name = "kv_heads" if word == "groups" else word.replace("-", "_")
+        name = word.replace("-", "_")
         kind, _ = _types(command).get(name, (None, False))
         if kind is _FLAG:
             return f"{name}={not no}{rest}"
@@ -424,6 +426,8 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
     names = [name, flag(name)]
     if metadata["short"]:
         names.insert(1, metadata["short"])
+    if metadata["alias"]:
+        names.append(metadata["alias"])
     text = metadata["help"] + default_text(one.default)
     if kind is _FLAG:
         if one.default is not False:

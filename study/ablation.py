@@ -91,7 +91,7 @@ class Ablation:
         heads = plans[0].config.main.kv
         if max(counts) > heads:
             raise RefusedError(
-                f"--groups {max(counts)} is more than the {heads} key/value heads of "
+                f"--kv-heads {max(counts)} is more than the {heads} key/value heads of "
                 f"{self.subject.name}"
             )
         return heads

@@ -11,7 +11,7 @@ from gqa.study.options import ADVICE, AblateOptions, Cell
 _EPILOG = """\b
 Examples:
   gqa-ablate ./Llama-2-7b-hf --data corpus.jsonl --heldout-fraction 0.01 -o study
-  gqa-ablate MODEL --data stdlib:train --methods mean,first,refined --groups 1,2,4,8 \\
+  gqa-ablate MODEL --data stdlib:train --methods mean,first,refined --kv-heads 1,2,4,8 \\
       --alphas 0,0.01,0.05,0.1 -o study
   gqa-ablate -o study --max-loss-increase 0.05
 """

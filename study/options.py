@@ -94,6 +94,7 @@ class AblateOptions(Options):
         "all, as the control, with --teacher none]",
         COUNT,
         short="-g",
+        alias="--groups",
         metavar="G[,...]",
         free=True,
     )
@@ -239,7 +240,7 @@ class AblateOptions(Options):
         words = [
             "gqa-convert",
             operand(self.model),
-            "--groups",
+            "--kv-heads",
             str(cell.groups),
             "--method",
             cell.method,

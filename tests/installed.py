@@ -67,7 +67,7 @@ def check(artifact: Path, dependencies: Path) -> None:
         site = next((environment / "lib").glob("python*/site-packages"))
         (site / "dependencies.pth").write_text(f"{dependencies}\n")
         run(binaries / "python", "-c", CHECK, cwd=Path(scratch))
-        assert "--groups" in run(binaries / "gqa-convert", "--help", cwd=Path(scratch))
+        assert "--kv-heads" in run(binaries / "gqa-convert", "--help", cwd=Path(scratch))
         out = Path(scratch) / "out"
         model = ROOT / "examples" / "stdlib-mha"
         run(

@@ -422,11 +422,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "groups that do not divide": (
         {"groups": "1,3"},
-        ["--groups 3 is not possible", "choose 1, 2 or 4"],
+        ["--kv-heads 3 is not possible", "choose 1, 2 or 4"],
     ),
     "more groups than heads": (
         {"model": "bitnet", "groups": "1,4"},
-        ["--groups 4 is more than the 2 key/value heads"],
+        ["--kv-heads 4 is more than the 2 key/value heads"],
     ),
     "alpha of less than a step": ({"alphas": "0.0001"}, ["alpha 0.0001 is", "less than one block"]),
     "no data": ({"data": None}, ["no data is named", "--data"]),
@@ -475,7 +475,9 @@ def test_a_directory_with_something_else(tmp_path: Path) -> None:
             refused(tmp_path / name, says, overwrite=overwrite)
     check_refused(gqa_ablate("-o", tmp_path / "rows"), "holds no rows of a study")
     check_refused(gqa_ablate("-o", tmp_path / "none"), "has no measured study")
-    check_refused(gqa_ablate("-o", tmp_path, "--groups", 2), "--groups has no effect without MODEL")
+    check_refused(
+        gqa_ablate("-o", tmp_path, "--kv-heads", 2), "--kv-heads has no effect without MODEL"
+    )
 
 
 def test_intermediate_files_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
@@ -571,7 +573,7 @@ def test_overwrite_starts_over(tmp_path: Path) -> None:
         place() / "model", 1, out / ".work" / "mean-g1" / "converted", method="first"
     )
     assert untimed(measured(out, methods="mean", alphas="0")) == untimed(rows(study()))[:2]
-    refused(out, "--groups 3 is not possible", **grid, groups="3")
+    refused(out, "--kv-heads 3 is not possible", **grid, groups="3")
     for directory, options in ((out, grid), (tmp_path / "new", {"alphas": "0"})):
         with StudyDirectory(directory).held():
             refused(directory, "another run is working on", **options)

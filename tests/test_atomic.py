@@ -151,7 +151,7 @@ def test_two_at_a_time(runs: Runs, big: Path, tmp_path: Path) -> None:
         time.sleep(0.001)
     os.kill(first.pid, signal.SIGSTOP)  # it is still writing when the second comes
     try:
-        second = runs.begin("--groups", 1, "--method", "mean", "-q", "-o", out, big)
+        second = runs.begin("--kv-heads", 1, "--method", "mean", "-q", "-o", out, big)
         assert second.wait() == 2
     finally:
         os.kill(first.pid, signal.SIGCONT)
@@ -193,7 +193,7 @@ def test_full_disk(disk: Path, tmp_path: Path, more: int, says: str) -> None:
     }
     model, out = llama(tmp_path / "m", tensors=tensors, shards=2), disk / "out"
     (model / "vocab.txt").write_bytes(bytes(500_000))
-    assert run("--groups", 1, "--method", "mean", "-o", out, small(tmp_path / "other")).code == 0
+    assert run("--kv-heads", 1, "--method", "mean", "-o", out, small(tmp_path / "other")).code == 0
     before = snapshot(disk)
     result = run(*MERGED, "--overwrite", "-o", out, model)
     check_refused(result, "no space left", "free some", says, code=1)
@@ -225,7 +225,7 @@ def test_error_anywhere(tmp_path: Path, monkeypatch: Any, where: str, number: in
         raise OSError(number, os.strerror(number)) if number else ZeroDivisionError
 
     model, out = llama(tmp_path / "m"), tmp_path / "out"
-    assert run("--groups", 1, "--method", "mean", "-o", out, model).code == 0
+    assert run("--kv-heads", 1, "--method", "mean", "-o", out, model).code == 0
     before = snapshot(tmp_path)
     monkeypatch.setattr(PLACES[where], where, fail)
     result = run(*MERGED, "--overwrite", "-o", out, model)
@@ -261,7 +261,7 @@ def test_an_error_in_one_shard_stops_the_others(
 def test_failed_second_rename_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the new one cannot be put in place, the old one is."""
     model, out = small(tmp_path / "m"), tmp_path / "out"
-    assert run("--groups", 1, "--method", "mean", "-o", out, model).code == 0
+    assert run("--kv-heads", 1, "--method", "mean", "-o", out, model).code == 0
     before, rename = snapshot(tmp_path), Path.rename
 
     def fail(path: Path, target: Path) -> Path:

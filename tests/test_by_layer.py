@@ -286,7 +286,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path: Path) -> None:
-    """And says what it took; --groups with those numbers gives the same bytes."""
+    """And says what it took; --kv-heads with those numbers gives the same bytes."""
     words = ("--method", "calibrated", "--tokens", 512, "--context", 16, "--json")
     made = run(uneven, "--kv-budget", 0.625, *words, "-o", tmp_path / "budget")
     told = json.loads(made.out)
@@ -299,7 +299,7 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     )
     cache = told["kv_cache"]
     assert cache["bytes_per_token_after"] == 0.625 * cache["bytes_per_token_before"]
-    run(uneven, "--groups", "1,4,1,4", *words, "-o", tmp_path / "named")
+    run(uneven, "--kv-heads", "1,4,1,4", *words, "-o", tmp_path / "named")
     assert contents(tmp_path / "budget") == contents(tmp_path / "named")
     record = json.loads((tmp_path / "budget/gqa_conversion.json").read_text())
     assert record["options"]["kv_heads"] == [1, 4, 1, 4]
@@ -311,11 +311,11 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--groups", "1,2"), "--groups names 2 layers, model has 4"),
-        (("--groups", "1,3,1,1"), "--groups 3 is not possible for the 4 key/value heads"),
-        (("--groups", "1,x,1,1"), "'x' is not a whole number from 1"),
-        (("--groups", "1", "--kv-budget", "0.5"), "give either --groups G or"),
-        ((), "give either --groups G or --kv-budget SHARE"),
+        (("--kv-heads", "1,2"), "--kv-heads names 2 layers, model has 4"),
+        (("--kv-heads", "1,3,1,1"), "--kv-heads 3 is not possible for the 4 key/value heads"),
+        (("--kv-heads", "1,x,1,1"), "'x' is not a whole number from 1"),
+        (("--kv-heads", "1", "--kv-budget", "0.5"), "give either --kv-heads G or"),
+        ((), "give either --kv-heads G or --kv-budget SHARE"),
         # Measuring takes them
         (("--kv-budget", "0.2", "--method", "mean", "--tokens", "512"), "the least is 0.25"),
         (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs nothing"),
@@ -350,13 +350,13 @@ def test_a_class_that_is_not_known_to_allow_it(tmp_path: Path) -> None:
     model = write_checkpoint(build(TINY["starcoder2"], QUERY_HEADS), tmp_path / "model")
     head = "LlamaForSequenceClassification"
     edit_json(model / "config.json", lambda raw: raw | {"model_type": "nemotron"})
-    for words in (("--kv-budget", "0.5"), ("--groups", "1,4")):
+    for words in (("--kv-budget", "0.5"), ("--kv-heads", "1,4")):
         assert "the same number of key/value heads in all layers" in refusal(model, *words)
     edit_json(
         model / "config.json", lambda raw: raw | {"model_type": "llama", "architectures": [head]}
     )
-    assert f"no class with the head of {head}" in refusal(model, "--groups", "1,4")
+    assert f"no class with the head of {head}" in refusal(model, "--kv-heads", "1,4")
     different = llama(tmp_path / "llama")
     out = convert_checkpoint(different, (1, 4), method="mean").out
     assert out.name == "llama-kv62-mean"  # of the key/value heads, not of the query heads
-    assert "convert the base model" in refusal(out, "--groups", "1,2")
+    assert "convert the base model" in refusal(out, "--kv-heads", "1,2")

@@ -141,7 +141,7 @@ def test_a_tokenizer_that_is_code_is_run_only_where_that_is_asked_for(tmp_path: 
     bring_tokenizer(model := copy_source(tmp_path))
     words = (
         model,
-        "--groups",
+        "--kv-heads",
         2,
         "--method",
         "calibrated",
@@ -335,7 +335,7 @@ def test_the_decoder_writes(pair_models: Path, name: str, monkeypatch: pytest.Mo
 
 
 def test_the_command(pair_models: Path, tmp_path: Path) -> None:
-    words = ("--groups", 1, "--method", "refined", "--refine-steps", 4, "--tokens", 960)
+    words = ("--kv-heads", 1, "--method", "refined", "--refine-steps", 4, "--tokens", 960)
     words = (*words, "--field", "said", "--target-field", "meant")
     done = run(
         pair_models / "t5",
@@ -399,7 +399,7 @@ def test_refused_pairs(pair_models: Path, tmp_path: Path, name: str, words: str,
     named = [str(pair_models / word) if "." in word else word for word in words.split()]
     done = run(
         model,
-        "--groups",
+        "--kv-heads",
         2,
         "--method",
         "calibrated",

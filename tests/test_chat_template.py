@@ -91,7 +91,7 @@ def test_the_command_names_the_template_that_does_not_end(tmp_path: Path) -> Non
     model = with_template(tmp_path, "x")
     (model / "chat_template.jinja").write_text(LOOPS)
 
-    result = run("--groups", 2, "--tokens", 2048, "-o", tmp_path / "out", model)
+    result = run("--kv-heads", 2, "--tokens", 2048, "-o", tmp_path / "out", model)
 
     check_refused(
         result,

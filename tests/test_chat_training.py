@@ -285,7 +285,7 @@ def test_a_run_on_chats_is_continued_bit_for_bit(runs: Runs, tmp_path: Path, cha
 
 
 COMMANDS = {
-    "convert": ("gqa-convert", ["--groups", 2, "--method", "calibrated", "--tokens", 512]),
+    "convert": ("gqa-convert", ["--kv-heads", 2, "--method", "calibrated", "--tokens", 512]),
     "uptrain": ("gqa-uptrain", ["--teacher", "none", "--steps", 2]),
     "eval": ("gqa-eval", []),
 }

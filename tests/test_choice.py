@@ -138,7 +138,7 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     model = llama(tmp_path / "m", shards=1)
 
     def estimates(*words: object) -> dict[str, dict[str, float]]:
-        done = run("--groups", 2, "--dry-run", "--json", *words)
+        done = run("--kv-heads", 2, "--dry-run", "--json", *words)
         assert done.err.count("estimate    ") == (
             0 if "-q" in words else len(json.loads(done.out)["estimates"])
         )

@@ -81,7 +81,7 @@ def test_messages_name_options_that_are_there() -> None:
         ("gqa-convert", "--tokens 1.005m", "tokens", 1_005_000),  # not those of the nearest float
         ("gqa-eval", "--memory 1.001MB", "memory", 1_001_000),
         ("gqa-convert", "--data a.txt@2,self --data b", "data", ("a.txt@2", "self", "b")),
-        ("gqa-convert", "--groups 1,2", "kv_heads", (1, 2)),
+        ("gqa-convert", "--kv-heads 1,2", "kv_heads", (1, 2)),
         ("gqa-uptrain", "--tokens 1M", "tokens", 10**6),
         ("gqa-uptrain", "--data a,b@2", "data", ("text", "a", "b@2")),
         ("gqa-eval", "--memory 80GiB", "memory", 80 * 2**30),
@@ -105,7 +105,7 @@ def test_values(program: str, words: str, name: str, value: object) -> None:
             "--metod mean",
             "No such option '--metod'. (Did you mean one of: '--method'",
         ),
-        ("gqa-convert", "--kv-heads 2", "No such option '--kv-heads'"),
+        ("gqa-convert", "--heads 2", "No such option '--heads'"),
         ("gqa-convert", "--data ,", "is empty; give one or more values"),
         (
             "gqa-convert",
@@ -205,7 +205,7 @@ def test_an_option_is_refused_by_the_methods_that_do_not_use_it(
 )
 def test_the_name_says_the_method_if_there_is_any(groups: int, name: str, tmp_path: Path) -> None:
     """4 heads become fewer, stay, or are repeated; a method that has nothing to do is told of."""
-    done = run("--groups", groups, "--method", "first", llama(tmp_path / "m"))
+    done = run("--kv-heads", groups, "--method", "first", llama(tmp_path / "m"))
     assert (done.code, leftovers(tmp_path)) == (0, [])
     assert (tmp_path / name / "config.json").is_file()
     assert ("--method is not used: none of the 4 heads are merged" in done.out) == (groups >= 4)
@@ -360,3 +360,12 @@ def test_every_error_has_a_traceback_with_its_cause_on_request(
     *shown, last = capsys.readouterr().err.splitlines()
     assert (leaving.value.code, last.startswith(line)) == (code, True), last
     assert ("the cause" in "".join(shown)) == ("v" in words)
+
+
+@pytest.mark.parametrize("name", ["--kv-heads", "--groups", "-g"])
+def test_the_number_of_heads_has_the_names_of_the_field_and_of_the_paper(
+    small: Path, tmp_path: Path, name: str
+) -> None:
+    done = run(small, name, 2, "--method", "mean", "-q", "-o", tmp_path / "out")
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_key_value_heads"] == 2

@@ -245,7 +245,7 @@ def test_layers_are_counted_before_they_are_built(tmp_path: Path) -> None:
     edit_json(model / "config.json", lambda config: config.update(num_hidden_layers=MAX_COUNT))
 
     for program, words in (
-        ("gqa-convert", ["--groups", 2]),
+        ("gqa-convert", ["--kv-heads", 2]),
         ("gqa-eval", ["--data", "stdlib:heldout"]),
     ):
         result = run(*words, model, program=program)

@@ -319,6 +319,6 @@ def test_our_commands_need_no_trust(all_converted: dict[str, Path], tmp_path: Pa
     assert done.code == 0, done.err
     assert (trained / "modeling_gqa.py").is_file()
     assert "verified, loads in transformers with trust_remote_code=True" in done.said
-    done = run("--groups", 1, "--method", "mean", "-o", tmp_path / "one", trained)
+    done = run("--kv-heads", 1, "--method", "mean", "-o", tmp_path / "one", trained)
     assert (done.code, tiny_of(tmp_path / "one").name) == (0, "gqa_gpt2"), done.err
     assert "trust_remote_code=True" in done.err

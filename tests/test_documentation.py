@@ -154,7 +154,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def shortened(program: str, words: list[str]) -> list[str]:
     """The same command on little text, and with two of several numbers of heads."""
-    limits = LIMITS | ({"--groups": "1"} if program == "gqa-ablate" else {})
+    limits = LIMITS | ({"--kv-heads": "1"} if program == "gqa-ablate" else {})
     small = [limits.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     small = [re.sub(r"^self((?::\w+)?):\w+$", r"self\1:512", word) for word in small]
     small = [re.sub(r"^(\d+,\d+)(,\d+)+$", r"\1", word) for word in small]

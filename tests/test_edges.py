@@ -69,7 +69,7 @@ def convert(model: Path, *words: object, groups: int = 2) -> Path:
     read.
     """
     before, out = snapshot(model), model.parent / "out"
-    result = run("--groups", groups, "--method", "mean", "-o", out, *words, model)
+    result = run("--kv-heads", groups, "--method", "mean", "-o", out, *words, model)
     assert result.code == 0, result
     assert re.fullmatch(
         "(warning: transformers' LlamaForCausalLM does not read .*\n)?", result.complaints
@@ -144,9 +144,9 @@ def test_attention_that_is_not_quantized_is_converted(method: str, tmp_path: Pat
     check_result(out := convert(model), merged(made, 4, 2))
     assert json.loads((out / "config.json").read_text())["quantization_config"] == key
     assert "cannot be run layer by layer: its other weights are quantized" in refusal(
-        model, "--groups", 2, "--method", "calibrated", "-o", tmp_path / "no"
+        model, "--kv-heads", 2, "--method", "calibrated", "-o", tmp_path / "no"
     )
-    words = ("--groups", 2, "--method", "mean")
+    words = ("--kv-heads", 2, "--method", "mean")
     assert "--dtype does not go with quantized weights" in refusal(
         model, *words, "--dtype", "float16"
     )
@@ -333,7 +333,7 @@ def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert run(*MERGED, f"{model}/").code == 0
     json.loads((tmp_path / f"{name}-gqa2-mean" / "gqa_conversion.json").read_text())
     monkeypatch.chdir(model)
-    assert run("--groups", 1, "--method", "mean", ".").code == 0
+    assert run("--kv-heads", 1, "--method", "mean", ".").code == 0
     assert {path.name for path in tmp_path.iterdir()} == {
         name,
         f"{name}-gqa2-mean",

@@ -64,7 +64,7 @@ def test_the_command_refuses_it(file: str, tmp_path: Path) -> None:
     model = llama(tmp_path / "m")
     (model / file).write_text(HOSTILE["deep"])
 
-    result = run("--groups", 2, "--method", "mean", "--dry-run", model)
+    result = run("--kv-heads", 2, "--method", "mean", "--dry-run", model)
 
     check_refused(result, f"{file} is not JSON", f"nested deeper than {MAX_DEPTH} levels")
 

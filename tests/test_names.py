@@ -169,7 +169,7 @@ def test_a_study(hostile: Path, tmp_path: Path) -> None:
     options = (
         "--methods",
         "mean",
-        "--groups",
+        "--kv-heads",
         1,
         "--alphas",
         0,

@@ -224,7 +224,7 @@ def source(
         (
             "gpt2",
             2,
-            r"--groups 2 is not possible for the 4 key/value heads .* of source \(G = 1 or H\); "
+            r"--kv-heads 2 is not possible for the 4 key/value heads .* of source \(G = 1 or H\); "
             r"choose 1 or "
             r"4",
         ),
@@ -290,7 +290,7 @@ def test_what_no_target_expresses(
         change if isinstance(change, dict) else {},
     )
     directory = source(tmp_path, name, *([change] if callable(change) else []), **options)
-    said = refusal(directory, "--groups", groups, "--method", "mean")
+    said = refusal(directory, "--kv-heads", groups, "--method", "mean")
     assert re.search(says, said), said
 
 
@@ -303,7 +303,7 @@ def test_every_entry_has_a_tiny_model() -> None:
 def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     directory = source(tmp_path, "gpt_neox")
     (directory / "notes.txt").write_bytes(b"\x00\xff carried along")
-    done = run("--groups", 2, "--method", "mean", "--json", directory)
+    done = run("--kv-heads", 2, "--method", "mean", "--json", directory)
     assert "class       gpt_neox (GPTNeoXForCausalLM) -> phi (PhiForCausalLM), native" in done.err
     record, out = json.loads(done.out), tmp_path / "source-gqa2-mean"
     written = json.loads((out / "gqa_conversion.json").read_text())
@@ -393,12 +393,12 @@ def test_refused(tmp_path: Path) -> None:
         directory / "config.json",
         lambda raw: raw.update(architectures=["GPT2ForSequenceClassification"]),
     )
-    said = refusal(directory, "--groups", 2, "--method", "mean")
+    said = refusal(directory, "--kv-heads", 2, "--method", "mean")
     assert (
         "custom modeling code has no class with the head of GPT2ForSequenceClassification" in said
     )
     (directory / "tokenizer.json").write_text("{}")
-    assert "transformers cannot load the tokenizer of source" in refusal(directory, "--groups", 1)
+    assert "transformers cannot load the tokenizer of source" in refusal(directory, "--kv-heads", 1)
 
 
 # Of each option that changes what is merged the mean; the others differ in the config alone, which

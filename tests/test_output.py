@@ -38,15 +38,15 @@ def model(tmp_path: Path) -> Path:
 NO_PATHS = ("./nothing", "/nothing/there", "a/b/c", "../m\n")
 NO_IDS = ("two words", "a\x1b[2Jb")  # nor paths
 WRONG_USAGE = {
-    "--groups 3 m": "4 key/value heads and 8 query heads of m; choose 1, 2, 4 or 8",
-    "--groups 16 m": "choose 1, 2, 4 or 8",
+    "--kv-heads 3 m": "4 key/value heads and 8 query heads of m; choose 1, 2, 4 or 8",
+    "--kv-heads 16 m": "choose 1, 2, 4 or 8",
     **{
-        f"--groups {word} m": f"'{word[-3:]}' is not a whole number"
+        f"--kv-heads {word} m": f"'{word[-3:]}' is not a whole number"
         for word in ("0", "-2", "two", "2.0", "1,two")
     },
     "-g2 m a b": "unexpected extra argument",
     "-g2 m --revision main": "--revision is for hub ids",
-    "m": "give either --groups G or --kv-budget SHARE",
+    "m": "give either --kv-heads G or --kv-budget SHARE",
     "-g2": "Missing argument 'MODEL'",
     "-g2 m/config.json": "config.json is not a directory; give the one",
     "-g2 empty": "empty has no config.json; give a checkpoint",
@@ -182,7 +182,7 @@ def test_a_hidden_directory_of_somebody_else_is_left_alone(
     (foreign / "thesis.txt").write_text("mine")
     before = snapshot(tmp_path)
     words = [
-        "--groups",
+        "--kv-heads",
         2,
         "--method",
         "aligned",
@@ -214,7 +214,7 @@ def test_output_with_dots(model: Path, tmp_path: Path, monkeypatch: pytest.Monke
         assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
         assert (tmp_path / "out" / "assets" / "a.txt").is_file()
     monkeypatch.chdir(tmp_path / "out")
-    assert run("--groups", 1, "--method", "mean", "--overwrite", "-o", ".", model).code == 0
+    assert run("--kv-heads", 1, "--method", "mean", "--overwrite", "-o", ".", model).code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
 
 

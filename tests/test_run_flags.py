@@ -90,7 +90,7 @@ def test_conversion_is_the_same_and_copies_them(
 ) -> None:
     for name, model in (("plain", plain), ("flagged", flagged)):
         words = [
-            "--groups",
+            "--kv-heads",
             2,
             "--tokens",
             512,

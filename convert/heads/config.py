@@ -87,7 +87,7 @@ class ModelConfig:
 
     @cached_property
     def main(self) -> LayerHeads:
-        """Heads of the main layer type, to which `--groups` refers: the config's counts without
+        """Heads of the main layer type, to which `--kv-heads` refers: the config's counts without
         per-layer overrides.
         """
         by_layer = [self.family.heads(self.text, layer) for layer in range(self.layers)]

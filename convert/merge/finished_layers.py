@@ -25,7 +25,7 @@ _INTERVAL = 20  # seconds between states, which may take gigabytes
 # What the entries of a run's description are called in errors; others have their own names.
 _NAMES = {
     "method": "--method",
-    "groups": "--groups",
+    "groups": "--kv-heads",
     "grouping": "--grouping",
     "name": "name of the model",
     "model": "content of the model",

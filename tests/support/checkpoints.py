@@ -43,7 +43,7 @@ K0, V0 = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "kv")
 NEEDS_TRAINING = re.compile(
     r"^warning: --method \w+ does not run the model on text, .*\n", re.MULTILINE
 )
-MERGED = ("--groups", 2, "--method", "mean")  # what most conversions of the tests are asked for
+MERGED = ("--kv-heads", 2, "--method", "mean")  # what most conversions of the tests are asked for
 SIDE_FILES = {
     "tokenizer.json": b'{"version": "1.0", "unused": "\\u00e9"}\r\n',
     "chat_template.jinja": "{{ bös }}\n".encode(),
