@@ -363,22 +363,22 @@ def _bigcode_config(config: Any) -> dict[str, Any]:
 
 NATIVE: tuple[Recasting, ...] = (
     Recasting(
-        "gpt_neox",
-        "phi",
-        "Pythia, GPT-NeoX-20B, Dolly; both LayerNorms are folded into the linear layers that read "
-        "them",
-        "PhiForCausalLM",
-        _phi_config,
-        _phi_tensors,
-        "gpt_neox.",
+        source="gpt_neox",
+        target="phi",
+        note="Pythia, GPT-NeoX-20B, Dolly; both LayerNorms are folded into the linear layers that "
+        "read them",
+        architecture="PhiForCausalLM",
+        config=_phi_config,
+        tensors=_phi_tensors,
+        prefix="gpt_neox.",
     ),
     Recasting(
-        "gpt2",
-        "gpt_bigcode",
-        "Cerebras-GPT, DialoGPT, distilgpt2; G = 1 or H",
-        "GPTBigCodeForCausalLM",
-        _bigcode_config,
-        _bigcode_tensors,
-        "transformer.",
+        source="gpt2",
+        target="gpt_bigcode",
+        note="Cerebras-GPT, DialoGPT, distilgpt2; G = 1 or H",
+        architecture="GPTBigCodeForCausalLM",
+        config=_bigcode_config,
+        tensors=_bigcode_tensors,
+        prefix="transformer.",
     ),
 )
