@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import math
 import re
 import subprocess
