@@ -185,10 +185,8 @@ def verify(plan: Plan, work: Path) -> None:
         written = replace(read_checkpoint(work), name=plan.checkpoint.name)
         config = read_config(written.config, written.name)
         for layer in range(config.layers):
-            actual, expected = (
-                config.heads(layer).kv,
-                target_heads(plan.config, layer, plan.groups).kv,
-            )
+            actual = config.heads(layer).kv
+            expected = target_heads(plan.config, layer, plan.groups).kv
             if actual != expected:
                 raise OutputError(
                     f"layer {layer} of the result has {actual} KV heads instead of {expected}"

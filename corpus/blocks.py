@@ -77,7 +77,9 @@ class Blocks:
         n_blocks: int | None = None,
         lengths: Ints | None = None,
     ) -> None:
-        self.text, self.order, self.size = text, order, size
+        self.text = text
+        self.order = order
+        self.size = size
         self.lengths = text.lengths if lengths is None else lengths
         self._ends = np.cumsum(self.lengths[order])
         tokens = int(self._ends[-1:].sum())
@@ -149,7 +151,8 @@ def with_repeats(
     """
     plain = blocks(index)
     lead = int(plain.flat[0] == start)  # the first id, also where each has a mask
-    head, block = plain[:lead], plain[lead:]
+    head = plain[:lead]
+    block = plain[lead:]
     # As `is_plain`.
     kind = list(MIX)[
         int(np.searchsorted(np.cumsum(list(MIX.values())), index * _GOLDEN % 1.0, side="right"))

@@ -75,7 +75,8 @@ def _message(entry: Any, column: str, where: str) -> Message:
 
     message = {str(key): value for key, value in entry.items() if value is not None}
     if "role" not in message and "from" in message:
-        speaker, content = message.pop("from"), message.pop("value", None)
+        speaker = message.pop("from")
+        content = message.pop("value", None)
         role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
         if role is None:
             raise _not_messages(column, where, f"a message is from {speaker!r}")

@@ -163,7 +163,8 @@ class ChatEncoder:
                 f"--assistant-only-loss needs a fast tokenizer, which knows where its tokens are; "
                 f"that of {name} is {type(tokenizer).__name__}: leave it out"
             )
-        self.tokenizer, self.name = tokenizer, name
+        self.tokenizer = tokenizer
+        self.name = name
         self.masks = assistant_only_loss
         self.start = start_token(tokenizer)
         self._template = template
@@ -303,7 +304,8 @@ class Encoders:
         assistant_only_loss: bool = False,
         text_encoder: Callable[[Any], Encoder] = TextEncoder,
     ) -> None:
-        self.tokenizer, self.name = tokenizer, name
+        self.tokenizer = tokenizer
+        self.name = name
         self._assistant_only_loss = assistant_only_loss
         self._text_encoder = text_encoder
 

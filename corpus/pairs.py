@@ -18,7 +18,9 @@ from gqa.corpus.tokens import Block, Documents, Ints, first_token, join, tokeniz
 TokenPair = tuple[list[int], list[int]]  # tokens of a source, and of the target to predict
 
 # As T5 was trained (arXiv 1910.10683, section 3.3.4).
-NOISE, SPAN = 0.15, 3.0  # share of the tokens left out, and mean tokens of a span
+# share of the tokens left out, and mean tokens of a span
+NOISE = 0.15
+SPAN = 3.0
 _SENTINELS = 100  # of T5
 
 
@@ -32,8 +34,10 @@ class PairEncoder:
     """
 
     def __init__(self, config: Any, tokenizer: Any, name: str) -> None:
-        self.name, self.tokenizer = name, tokenizer
-        self.start, self.pad = first_token(config, name), int(config.pad_token_id or 0)
+        self.name = name
+        self.tokenizer = tokenizer
+        self.start = first_token(config, name)
+        self.pad = int(config.pad_token_id or 0)
         end = config.get_text_config(decoder=True).eos_token_id
         self.end = self.start if end is None else int(end[0] if isinstance(end, list) else end)
         self.marks: list[int] = []
@@ -42,7 +46,8 @@ class PairEncoder:
         if tokenizer is not None:
             if getattr(tokenizer, "tgt_lang", "") is None:  # M2M-100 then encodes no target
                 tokenizer.tgt_lang = tokenizer.src_lang
-            vocabulary, mask = tokenizer.get_vocab(), tokenizer.mask_token_id
+            vocabulary = tokenizer.get_vocab()
+            mask = tokenizer.mask_token_id
             sentinels = (vocabulary.get(f"<extra_id_{i}>") for i in range(_SENTINELS))
             self.marks = [i for i in sentinels if i is not None] or ([] if mask is None else [mask])
             before, after = _frame(tokenizer, "text_target")
@@ -147,11 +152,14 @@ def corrupt_spans(ids: Ints, marks: Sequence[int], generator: np.random.Generato
         ends = np.sort(generator.choice(total - 1, spans - 1, replace=False)) + 1
         return [int(size) for size in np.diff([0, *ends, total])]
 
-    source, target, begin = list[int](), list[int](), 0
+    source = list[int]()
+    target = list[int]()
+    begin = 0
     for number, (plain_size, span_size) in enumerate(
         zip(cut(len(ids) - noise), cut(noise), strict=True)
     ):
-        mark, middle = marks[number % len(marks)], begin + plain_size
+        mark = marks[number % len(marks)]
+        middle = begin + plain_size
         source += [*ids[begin:middle].tolist(), mark]
         target += [mark, *ids[middle : middle + span_size].tolist()]
         begin = middle + span_size

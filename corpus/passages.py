@@ -25,7 +25,10 @@ MOST = 1 << 24  # passages of held-out text that are hashed: 128 MiB
 _SYMBOLS = re.compile(r"[\W_]+")
 _CHUNK = 1 << 20  # letters that are hashed at a time
 _FILTER_BITS = 24
-_BASE, _SPREAD, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # odd
+# odd
+_BASE = 0x9E3779B97F4A7C15
+_SPREAD = 0xBF58476D1CE4E5B9
+_MIX = 0x94D049BB133111EB
 
 Hashes = NDArray[np.uint64]
 Codes = NDArray[np.uint32]
@@ -54,7 +57,10 @@ class Passages:
     @classmethod
     def of(cls, texts: Iterable[str]) -> Passages:
         """The passages of texts."""
-        parts, short, count, digest = list[Hashes](), set[str](), 0, hashlib.sha256()
+        parts = list[Hashes]()
+        short = set[str]()
+        count = 0
+        digest = hashlib.sha256()
         whole = True
         for text in texts:
             letters = letters_of(text)

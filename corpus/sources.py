@@ -202,7 +202,8 @@ class Source:
         data = self._load()
         if hasattr(data, "to_iterable_dataset"):
             data = data.to_iterable_dataset()
-        columns, present = list(self.columns), data.column_names
+        columns = list(self.columns)
+        present = data.column_names
         if present is not None and (missing := [name for name in columns if name not in present]):
             names = listing(map(repr, present)) or "none"
             raise CorpusError(f"{self.spec} has no field {missing[0]!r}; it has {names}")
@@ -220,7 +221,8 @@ class Source:
 
     def _texts(self, batch: dict[str, list[Any]]) -> dict[str, list[str]]:
         """The rows of a batch with text in all columns, cut at the separator."""
-        columns, chats = self.columns, self.chats
+        columns = self.columns
+        chats = self.chats
         rows = list[tuple[str, ...]]()
         for values in zip(*(batch[column] for column in columns), strict=True):
             row = Chat((chat_text(values[0], columns[0], self.spec),)) if chats else values
@@ -292,7 +294,8 @@ def parse_source(
     if spec == "stdlib" or spec.startswith("stdlib:"):
         if (side := spec.removeprefix("stdlib:")) not in ("train", "heldout"):
             raise CorpusError(f"there is no {spec}; allowed are stdlib:train and stdlib:heldout")
-        plain, source = True, Source(spec, partial(_load_stdlib, side))
+        plain = True
+        source = Source(spec, partial(_load_stdlib, side))
     elif (
         os.path.exists(spec)  # else it is written as a path or a pattern
         or spec.startswith(("/", ".", "~"))

@@ -27,7 +27,8 @@ def stdlib_texts(split: str) -> Iterator[str]:
     A module is held out if the SHA-256 of its dotted name, modulo 1000, is below
     `HELDOUT_PER_MILLE`.
     """
-    root, paths = Path(sysconfig.get_path("stdlib")), list[Path]()
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = list[Path]()
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = {*subfolders} - _EXCLUDED_PARTS  # site-packages has far more files
         paths += [Path(folder, name) for name in files if name.endswith(".py")]

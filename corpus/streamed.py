@@ -53,13 +53,17 @@ class StreamedBlocks:
         heldout: Heldout,
         batch: int = 1,
     ) -> None:
-        self.source, self.encoder, self._heldout = source, encoder, heldout
-        self._size, self._shards = block_size, source.n_shards
+        self.source = source
+        self.encoder = encoder
+        self._heldout = heldout
+        self._size = block_size
+        self._shards = source.n_shards
         self.lanes = max(
             n for n in range(1, min(self._shards, _LANES, batch) + 1) if batch % n == 0
         )
         # Of each lane: its next block, the position before it, and the blocks from there on.
-        self._numbers, self._states = [0] * self.lanes, [State()] * self.lanes
+        self._numbers = [0] * self.lanes
+        self._states = [State()] * self.lanes
         self._blocks = [self._read(lane) for lane in range(self.lanes)]
 
     def __str__(self) -> str:
@@ -90,15 +94,14 @@ class StreamedBlocks:
     def seek(self, positions: list[Any]) -> None:
         """Continue each lane from its furthest position."""
         for lane, number, state in sorted(positions, key=lambda position: position[:2]):
-            self._numbers[lane], self._states[lane] = (
-                number,
-                state | {"rest": np.array(state.get("rest", ()), int)},
-            )
+            self._numbers[lane] = number
+            self._states[lane] = state | {"rest": np.array(state.get("rest", ()), int)}
             self._blocks[lane] = self._read(lane)
 
     def _read(self, lane: int) -> Iterator[tuple[Block, State]]:
         """The blocks of a lane, each with the state after it."""
-        part, state = self.source.shard(self.lanes, lane), self._states[lane]
+        part = self.source.shard(self.lanes, lane)
+        state = self._states[lane]
         position = state.get("data")
         columns = list(part.columns)
         data = part.dataset().map(

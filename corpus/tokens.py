@@ -285,7 +285,8 @@ def hold_back(documents: Documents, tokens: int) -> dict[bytes, int]:
     for i in np.argsort(hashes, kind="stable"):
         if tokens <= 0:
             break
-        digest, length = documents.digests[i].tobytes(), int(documents.lengths[i])
+        digest = documents.digests[i].tobytes()
+        length = int(documents.lengths[i])
         if digest not in limits:
             limits[digest] = max(length - tokens, 0) if documents.divisible else 0
             tokens -= length - limits[digest]

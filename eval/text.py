@@ -185,7 +185,11 @@ def make_text(
     """Collect `documents`: each is the scored text, its windows, and whether they are cut to the
     context. Words and bytes count the whole text. Raises RefusedError for less than `least` tokens.
     """
-    windows, documents_read, n_bytes, words, cuts = list[Window](), 0, 0, 0, 0
+    windows = list[Window]()
+    documents_read = 0
+    n_bytes = 0
+    words = 0
+    cuts = 0
     for text, parts, cut in documents:
         windows += parts
         documents_read += 1
@@ -240,7 +244,8 @@ def pair_windows(
     is scored, after the decoder start token. Sources and targets are cut to the context; pairs with
     an empty target are skipped.
     """
-    number, left = 0, max_tokens or sys.maxsize
+    number = 0
+    left = max_tokens or sys.maxsize
     for source, target in pairs:
         ids = encoder.encode([source])[0], encoder.encode([target], target=True)[0]
         if ids[1]:
@@ -249,7 +254,8 @@ def pair_windows(
                 (encoder.start, *target_ids), len(target_ids), number, tuple(source_ids)
             )
             yield target, [window], encoder.cuts(*ids, context)
-            number, left = number + 1, left - len(target_ids)
+            number = number + 1
+            left = left - len(target_ids)
         if left <= 0:
             break
 

@@ -65,9 +65,12 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.overlap import Overlap, find_overlap, heldout_texts
 
 # Tokens of a block; of a source or target with relative positions, as for T5
-MAX_BLOCK, MAX_PAIR = 2048, 512
+MAX_BLOCK = 2048
+MAX_PAIR = 512
 _STEPS = 250  # of a run at least, if smaller batches and blocks allow it
-_BATCH, _BLOCK = 8, 256  # most blocks of a step, fewest tokens of a block
+# most blocks of a step, fewest tokens of a block
+_BATCH = 8
+_BLOCK = 256
 _ENDLESS = 2**62  # tokens of a stream
 # (stored block, seeds) -> the block that the model reads
 MakeBlock = Callable[[Block, list[int]], Block]
@@ -140,9 +143,11 @@ class Dataloader:
             return self.make(block, [self.options.seed, index]) if self.make else block
         if isinstance(self.blocks, StreamedBlocks):
             # A stream cannot go back to earlier blocks: a block repeats passages of its own text.
-            read, first = self._streamed_tokens, index
+            read = self._streamed_tokens
+            first = index
         else:
-            read, first = self._latest_text, self.first
+            read = self._latest_text
+            first = self.first
         tokens = with_repeats(read, index, self.options.seed, None, first=first)
         return block_of(tokens.astype(np.int64))
 
@@ -226,7 +231,8 @@ class DataBuilder:
                 remaining = [source.excluding(exclusion) for source in sources]
                 text = tokenize(remaining, self.encoders)
 
-        lengths, size = heldout.lengths(text), options.block
+        lengths = heldout.lengths(text)
+        size = options.block
         data_tokens = int(lengths.sum())
         steps = count_steps(count_blocks(options, data_tokens), options)
         all_blocks = steps * options.blocks_per_step
@@ -356,7 +362,8 @@ class DataBuilder:
         sources = data_sources(options)
         table = tokenize_pairs(sources, encoder)
         tokens = np.stack([table.count("source"), table.count("target")])
-        count, mean = len(table), float(np.minimum(tokens, size).sum(0).mean())
+        count = len(table)
+        mean = float(np.minimum(tokens, size).sum(0).mean())
 
         def pairs(tokens: int) -> int:
             return max(1, int(tokens / mean))
@@ -495,7 +502,9 @@ def count_blocks(options: TrainOptions, data_tokens: int) -> int:
     that `steps` need. With repeats alpha counts the blocks of text alone. Raises CorpusError if
     that is less than one block.
     """
-    alpha, tokens, size = options.alpha, options.tokens, options.block
+    alpha = options.alpha
+    tokens = options.tokens
+    size = options.block
     if not data_tokens:
         raise CorpusError(
             "all documents are held out and none is left to train on; hold out other or fewer "
@@ -581,7 +590,8 @@ def settle_steps(options: TrainOptions, data_tokens: int, longest: int, ranks: i
         tokens = int(options.alpha * data_tokens)
         tokens = int(tokens / MIX["plain"]) if options.repeats else tokens
     short = options.steps is None and options.schedule != "constant"
-    block, batch = options.context or longest, options.batch_size
+    block = options.context or longest
+    batch = options.batch_size
     while short and options.context is None and tokens < _STEPS * block and block // 2 >= _BLOCK:
         block //= 2
     if batch is None:

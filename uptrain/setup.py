@@ -151,12 +151,10 @@ def open_run(
 
 def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
     """Load models and text of a run. Raises RefusedError and CorpusError."""
-    options, checkpoint, base, accelerator = (
-        run.options,
-        run.checkpoint,
-        run.teacher_checkpoint,
-        run.accelerator,
-    )
+    options = run.options
+    checkpoint = run.checkpoint
+    base = run.teacher_checkpoint
+    accelerator = run.accelerator
     processes = ranks().num_processes
     if run.start:  # the default batch may depend on the number of processes
         options = replace(options, batch_size=run.start.record["batch_size"])

@@ -9,7 +9,8 @@ from gqa.uptrain.setup import Run, Setup
 from gqa.uptrain.state_files import TrainingProgress
 
 # The two held-out losses, in words.
-DISTILLATION, CROSS_ENTROPY = "KL divergence", "cross-entropy"
+DISTILLATION = "KL divergence"
+CROSS_ENTROPY = "cross-entropy"
 
 
 def plan_lines(run: Run) -> list[str]:

@@ -120,7 +120,8 @@ class Change:
         those it replaces.
         """
         parts = self.rule.layout.split(tensor, replace(self.heads, kv=self.groups))
-        times, shared = self.heads.kv // self.groups, ("key", "value")
+        times = self.heads.kv // self.groups
+        shared = ("key", "value")
         repeated = {
             k: t.repeat_interleave(times, 0) if k in shared else t for k, t in parts.items()
         }
@@ -243,7 +244,8 @@ def module_changes(
 
 def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: ModelConfig) -> None:
     """Raise RefusedError for a tensor without a rule that is not known to stay as it is."""
-    name, family = re.sub(r"\.(weight|bias)$", "", tail), config.family
+    name = re.sub(r"\.(weight|bias)$", "", tail)
+    family = config.family
     if (
         tail in _BUFFERS
         or name in _QUERY_SIDE
@@ -317,7 +319,8 @@ def find_mlp(
     """
     from transformers.activations import ACT2FN
 
-    prefix, inside = f"{module.layer_path}.", {spec.name for spec in module.tensors.values()}
+    prefix = f"{module.layer_path}."
+    inside = {spec.name for spec in module.tensors.values()}
     rest = {
         n.removeprefix(prefix): s for n, s in checkpoint.tensors.items() if n.startswith(prefix)
     }
@@ -376,7 +379,8 @@ def can_guess_inputs(
     checkpoint: Checkpoint, config: ModelConfig, modules: Iterable[AttentionModule]
 ) -> bool:
     """Whether the inputs of all layers can be estimated from the weights."""
-    symmetry, text = config.symmetry, config.text
+    symmetry = config.symmetry
+    text = config.text
     width = int(getattr(text, "hidden_size", 0))
     if not isinstance(symmetry, Symmetry) or not find_embeddings(checkpoint, text, width):
         return False

@@ -80,11 +80,13 @@ class CalibrationText:
                     f"{checkpoint.name} has {longest} positions, --context is {self.length}; give "
                     f"at most {longest}"
                 )
-            inputs, heldout_blocks = self._pairs(checkpoint, device, watcher), None
+            inputs = self._pairs(checkpoint, device, watcher)
+            heldout_blocks = None
         else:
             blocks, heldout_blocks = self.split(checkpoint, device, watcher, heldout)
             inputs = {"input_ids": blocks}
-        count, most = len(inputs["input_ids"]), max(1, self.taken // self.length)
+        count = len(inputs["input_ids"])
+        most = max(1, self.taken // self.length)
         count += 0 if heldout_blocks is None else len(heldout_blocks)
         if count + len(self.sources) <= most:  # of several sources each is rounded
             kind = "pairs" if config.is_encoder_decoder else "blocks"
@@ -101,7 +103,8 @@ class CalibrationText:
                 "out"
             )
         trusted = self.trust_remote_code
-        maker, pairs = PairMaker(checkpoint, device, self.length, self.seed, watcher, trusted), []
+        maker = PairMaker(checkpoint, device, self.length, self.seed, watcher, trusted)
+        pairs = []
         for number, (source, tokens) in enumerate(self.shares()):
             if is_self(source):
                 watcher.stage(
@@ -136,13 +139,13 @@ class CalibrationText:
                 f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it "
                 "out"
             )
-        shares, trusted, length = self.shares(), self.trust_remote_code, self.length
-        load, parts = (
-            partial(
-                load_model, str(checkpoint.directory), device=device, trust_remote_code=trusted
-            ),
-            [],
+        shares = self.shares()
+        trusted = self.trust_remote_code
+        length = self.length
+        load = partial(
+            load_model, str(checkpoint.directory), device=device, trust_remote_code=trusted
         )
+        parts = []
         for number, (source, tokens) in enumerate(shares):
             most = heldout * tokens // self.taken // length
             if not is_self(source):
@@ -152,11 +155,9 @@ class CalibrationText:
                 )
                 parts.append((pair[0], without_copies(pair[1], pair[0], source, watcher)))
                 continue
-            plain, seed, count = (
-                parse_self(source)[1] or not self.repeats,
-                self._seed(number),
-                -(-tokens // length),
-            )
+            plain = parse_self(source)[1] or not self.repeats
+            seed = self._seed(number)
+            count = -(-tokens // length)
             written = sampled_blocks(
                 load,
                 device,
@@ -295,7 +296,8 @@ def read_blocks(
         *((row_digest(text), len(text)) for text in source.texts()), strict=True
     )
     order = permutation(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32), seed)
-    read, needed = np.cumsum(np.array(characters)[order]), _CHARACTERS * tokens
+    read = np.cumsum(np.array(characters)[order])
+    needed = _CHARACTERS * tokens
     stream = _encoded(source, order[: int(np.searchsorted(read, needed)) + 1], encoder)
     if len(stream) < tokens:  # long words
         stream = _encoded(source, order, encoder)
@@ -311,7 +313,8 @@ def read_blocks(
     if len(rest) < heldout:
         rest = np.arange(len(pieces))
     rest = rest[np.linspace(0, len(rest) - 1, heldout).astype(int)]
-    blocks, spare = pieces[np.setdiff1d(picks, rest)], pieces[rest]
+    blocks = pieces[np.setdiff1d(picks, rest)]
+    spare = pieces[rest]
     config = read_config(checkpoint.config, checkpoint.name).text
     check_ids(int(pieces.max()), config.vocab_size, checkpoint.name)
     if not encoder.starts_documents and not config.is_encoder_decoder:

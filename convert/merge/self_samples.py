@@ -123,7 +123,8 @@ def sampled_blocks(
     rows_of_model = int(read_config(source.config, source.name).text.vocab_size)
     vocabulary = None if vocabulary is None or vocabulary >= rows_of_model else vocabulary
     start = first_token(read_config(source.config, source.name).text, source.name)
-    lead, chat = 0, None
+    lead = 0
+    chat = None
     if tokenizer := _tokenizer(checkpoint, trust_remote_code):
         lead = int(tokenizer("a")["input_ids"][:1] != [start])
         chat = first_of_chat(tokenizer, checkpoint, start)
@@ -362,7 +363,9 @@ class Draw:
 
         `second`: what is not sampled first; -1 is.
         """
-        self._generators, self._second, self._progress = generators, second, progress
+        self._generators = generators
+        self._second = second
+        self._progress = progress
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(B, V) logits -> the same shape, 0 for the token that is drawn and -inf for all
@@ -408,7 +411,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append keys (B, G, t, d) and values (B, G, t, e); return those of all tokens."""
-        first, states = self.get_seq_length(), (key_states, value_states)
+        first = self.get_seq_length()
+        states = (key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(*states)
             self._buffers = [new[:, :, :0] for new in states]
@@ -477,7 +481,8 @@ def attend_one(
     """(B, H, 1, d) queries, (B, G, T, d) keys, (B, G, T, e) values, a mask (B, 1 or H, 1, T) -> (B,
     1, H, e).
     """
-    groups, scaling = key.shape[1], query.shape[-1] ** -0.5 if scaling is None else scaling
+    groups = key.shape[1]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     length = key.shape[2]
     # matmul would copy the slice, so multiply the whole buffer; its rest is zero.
     key, value = (getattr(states, "buffer", states) for states in (key, value))

@@ -52,9 +52,14 @@ class PairMaker:
         """`vocabulary`: token ids of self-generated pairs are below it, if another model with fewer
         rows reads them.
         """
-        config, self.name = transformers_config(checkpoint.config), checkpoint.name
-        self._checkpoint, self._device, self._watcher = checkpoint, device, watcher
-        self.length, self._seed, self._trusted = length, seed, trust_remote_code
+        config = transformers_config(checkpoint.config)
+        self.name = checkpoint.name
+        self._checkpoint = checkpoint
+        self._device = device
+        self._watcher = watcher
+        self.length = length
+        self._seed = seed
+        self._trusted = trust_remote_code
         self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
         self._limit = (
             vocabulary if vocabulary is not None and vocabulary < self._vocabulary else None
@@ -100,7 +105,8 @@ class PairMaker:
         Source: what the decoder writes for an empty source, with spans replaced by marks if the
         tokenizer has them; target: what the decoder writes for that source.
         """
-        encoder, generator = self._encoder, np.random.default_rng(seed)
+        encoder = self._encoder
+        generator = np.random.default_rng(seed)
         texts = self._write([[encoder.end]] * count, seed, [*encoder.marks, encoder.end])
         sources = [
             encoder.corrupt(np.array(text), generator)[0]
