@@ -10,7 +10,8 @@ from typing import Literal
 
 import click
 
-from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.merge.calibration_text import CalibrationText
+from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.methods.base import Method
 from gqa.convert.methods.table import DEFAULT, METHODS
 from gqa.core.errors import RefusedError

@@ -12,7 +12,8 @@ import click
 
 from gqa.checkpoint.hub import default_output
 from gqa.checkpoint.provenance import checkpoint_digest, portable
-from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.merge.calibration_text import CalibrationText
+from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.methods.table import METHODS
 from gqa.convert.options import ConvertOptions, options_of, refuse_unused
 from gqa.core.console import operand

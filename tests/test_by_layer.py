@@ -27,7 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.merge.budget import allotted
-from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.merge.calibration_text import CalibrationText
+from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.eval.subjects import Subject
 from gqa.models import modeling
 from gqa.models.custom_code import BY_LAYER

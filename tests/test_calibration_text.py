@@ -28,13 +28,14 @@ from test_calibration import pairs
 from torch import Tensor
 from transformers import M2M100Tokenizer
 
-import gqa.convert.merge.options as module
+import gqa.convert.merge.calibration_text as module
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import plan_conversion
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge import budget, text_pairs
 from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.options import CalibrationText, MapsOptions
+from gqa.convert.merge.calibration_text import CalibrationText
+from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.quality import CHECKED
 from gqa.core.console import SILENT
 from gqa.core.errors import RefusedError

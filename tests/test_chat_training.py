@@ -32,7 +32,7 @@ from support.tiny_models import TINY, build
 from support.training import Runs, difference, losses, material, training_model
 
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.merge.options import CalibrationText
+from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.console import SILENT
 from gqa.corpus.blocks import Blocks, with_repeats
 from gqa.corpus.chats import Chat

@@ -14,7 +14,7 @@ from support.documents import lines, open_data, write
 from support.embedded import SOURCE
 
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.merge.options import COPIED, without_copies
+from gqa.convert.merge.calibration_text import COPIED, without_copies
 from gqa.core.console import SILENT, Watcher
 from gqa.corpus.passages import LENGTH, Passages, letters_of
 from gqa.corpus.sources import Exclusion, parse_source

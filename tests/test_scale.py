@@ -46,7 +46,8 @@ from pathlib import Path
 import gqa.convert.merge.sensitivity as module
 from gqa.convert.api import plan_conversion
 from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.merge.calibration_text import CalibrationText
+from gqa.convert.merge.options import MapsOptions, Refinement
 
 def resident(key):
     lines = Path("/proc/self/status").read_text().splitlines()

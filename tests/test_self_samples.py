@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 import gqa.convert.merge.self_samples as module
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.merge.options import CalibrationText
+from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.self_samples import (
     Draw,
     SampledBlocks,

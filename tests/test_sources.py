@@ -15,7 +15,7 @@ import pytest
 from support.documents import lines, write
 from support.hub_server import Hub, Machine
 
-from gqa.convert.merge.options import CalibrationText
+from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.errors import CorpusError
 from gqa.corpus.sources import ALLOWED, check_text_options, parse_source, parse_sources
 from gqa.uptrain.dataloader import data_sources, heldout_sources

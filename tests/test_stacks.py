@@ -30,7 +30,8 @@ from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.families.table import FAMILIES, NESTED
 from gqa.convert.merge.budget import heads_within
-from gqa.convert.merge.options import CalibrationText, Refinement
+from gqa.convert.merge.calibration_text import CalibrationText
+from gqa.convert.merge.options import Refinement
 from gqa.convert.merge.pair import ModelPair
 from gqa.core.errors import RefusedError
 from gqa.models.loading import load_model

@@ -24,7 +24,8 @@ from gqa.convert.find_maps import with_maps
 from gqa.convert.heads.config import ModelConfig, read_config
 from gqa.convert.heads.family import LayerHeads, Rotary, Symmetry
 from gqa.convert.heads.modules import attention_modules
-from gqa.convert.merge.options import CalibrationText, MapsOptions
+from gqa.convert.merge.calibration_text import CalibrationText
+from gqa.convert.merge.options import MapsOptions
 from gqa.convert.plan import Plan
 
 Change = Callable[[Tensor], Tensor]

@@ -1,0 +1,497 @@
+"""The text that a model is calibrated on: where it comes from, its blocks, and other blocks of it
+that measure the result. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from gqa.core.console import Watcher
+from gqa.core.errors import RefusedError
+from gqa.corpus.sources import (
+    Exclusion,
+    Source,
+    check_text_options,
+    in_lowest_fraction,
+    is_self,
+    parse_self,
+    parse_source,
+    parse_sources,
+    row_digest,
+    searched_text,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gqa.checkpoint.read import Checkpoint
+    from gqa.corpus.encoders import Encoder
+    from gqa.corpus.tokens import Ints
+
+_CHARACTERS = 256  # of text to tokenize for each token that is used (a token has about four)
+COPIED = 13  # tokens in a row that show that text is the same
+_COPY_SHARE = 0.5  # of a block in calibration text, from which on it does not measure the quality
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """Calibration text in blocks; for an encoder-decoder, in pairs.
+
+    Attributes:
+        sources: Arguments of `parse_sources`, or `self[:plain][:TOKENS]`.
+        tokens: Tokens of all sources together, except those that state their number.
+        length: Tokens of a block; of a pair, the most on each side.
+        seed: Of the generated text, and of the choice among documents.
+        field: The column of text in tables.
+        target_field: The column of an encoder-decoder's targets.
+        repeats: Whether half of the blocks repeat themselves (`with_repeats` in corpus/blocks.py),
+            except for `self:plain` and pairs.
+        trust_remote_code: Whether code of the checkpoint may run.
+        heldout: A source whose documents are left out.
+        heldout_fraction: The share of the documents, by hash, that is left out.
+        separator: What separates documents in text files.
+    """
+
+    sources: tuple[str, ...] = ("self",)
+    tokens: int = 65_536
+    length: int = 256
+    seed: int = 0
+    field: str = "text"
+    target_field: str | None = None
+    repeats: bool = True
+    trust_remote_code: bool = False
+    heldout: str | None = None
+    heldout_fraction: float = 0.0
+    separator: str | None = None
+
+    # ------------------------------------------------------------------------- what a model reads
+
+    def inputs(
+        self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Read, or have the model write, the text.
+
+        Returns:
+            The inputs of the model's forward by name, and held-out text (M, length) of at most
+            `heldout` tokens; None for an encoder-decoder.
+
+        Raises:
+            RefusedError, CorpusError: The text cannot be used.
+        """
+        from gqa.convert.heads.config import transformers_config
+
+        config = transformers_config(checkpoint.config)
+        heldout_blocks = None
+        if config.is_encoder_decoder:
+            self._check_length(checkpoint, config)
+            inputs = self._pairs(checkpoint, device, watcher)
+        else:
+            blocks, heldout_blocks = self.split(checkpoint, device, watcher, heldout)
+            inputs = {"input_ids": blocks}
+
+        count = len(inputs["input_ids"])
+        if heldout_blocks is not None:
+            count += len(heldout_blocks)
+        self._warn_of_little(count, "pairs" if config.is_encoder_decoder else "blocks", watcher)
+        return inputs, heldout_blocks
+
+    def split(
+        self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """The text of a decoder.
+
+        Returns:
+            Token ids (N, length), from each source its share; and (M, length) other blocks of the
+            same sources, at most `heldout` tokens, without repeats: the last of self-generated text
+            (at most an eighth), and what is left of other text.
+
+        Raises:
+            RefusedError, CorpusError: The text cannot be used.
+        """
+        import numpy as np
+        import torch
+
+        if self.target_field:
+            raise RefusedError(
+                f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it "
+                "out"
+            )
+
+        blocks = []
+        heldout_blocks = []
+        for number, (source, tokens) in enumerate(self.shares()):
+            most = heldout * tokens // self.taken // self.length
+            if is_self(source):
+                used, spare = self._generated(checkpoint, device, watcher, number, tokens, most)
+            else:
+                text = self._parse(source)
+                used, spare = self._read(checkpoint, text, tokens, self.repeats, most)
+                spare = without_copies(spare, used, source, watcher)
+            blocks.append(used)
+            heldout_blocks.append(spare)
+        return (
+            torch.from_numpy(np.concatenate(blocks)),
+            torch.from_numpy(np.concatenate(heldout_blocks)),
+        )
+
+    def _generated(
+        self,
+        checkpoint: Checkpoint,
+        device: str,
+        watcher: Watcher,
+        number: int,
+        tokens: int,
+        heldout: int,
+    ) -> tuple[Ints, Ints]:
+        """Blocks that the model writes for the source of this number, and at most `heldout` more of
+        its last ones, which do not repeat themselves.
+        """
+        import numpy as np
+
+        from gqa.convert.merge.self_samples import sampled_blocks
+        from gqa.models.loading import load_model
+
+        directory = str(checkpoint.directory)
+        trusted = self.trust_remote_code
+        count = -(-tokens // self.length)
+        is_plain = parse_self(self.sources[number])[1] or not self.repeats
+        written = sampled_blocks(
+            partial(load_model, directory, device=device, trust_remote_code=trusted),
+            device,
+            checkpoint,
+            self.length,
+            count,
+            self._seed(number),
+            is_plain,
+            watcher,
+            trust_remote_code=trusted,
+        )
+
+        used = count - min(heldout, count // 8)
+        rows = [written[i]["input_ids"] for i in range(used)]
+        if used < count:
+            plain = replace(written, plain=True)
+            rows += [plain[i]["input_ids"] for i in range(used, count)]
+        stacked = np.stack(rows)
+        return stacked[:used], stacked[used:]
+
+    def _read(
+        self, checkpoint: Checkpoint, text: Source, tokens: int, repeats: bool, heldout: int = 0
+    ) -> tuple[Ints, Ints]:
+        return read_blocks(
+            checkpoint,
+            text,
+            tokens,
+            self.length,
+            self.seed,
+            repeats,
+            self.trust_remote_code,
+            heldout,
+        )
+
+    def _pairs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
+        """The inputs of an encoder-decoder: pairs that it writes, that a table has, or that are
+        made of text by masking spans.
+        """
+        from gqa.convert.merge.text_pairs import PairMaker
+
+        if self.target_field and all(map(is_self, self.sources)):
+            raise RefusedError(
+                "--target-field is a column of --data; self has no columns: name data, or leave it "
+                "out"
+            )
+
+        maker = PairMaker(
+            checkpoint, device, self.length, self.seed, watcher, self.trust_remote_code
+        )
+        pairs = []
+        for number, (source, tokens) in enumerate(self.shares()):
+            count = tokens // self.length
+            if is_self(source):
+                watcher.stage(f"{checkpoint.name} writes", 2 * count * self.length)
+                pairs += maker.write(count, self._seed(number))
+            elif self.target_field:
+                pairs += maker.read(self._parse(source), count)
+            else:
+                blocks, _ = self._read(checkpoint, self._parse(source), tokens, repeats=False)
+                pairs += maker.corrupt(blocks)
+        return maker.inputs(pairs)
+
+    def _warn_of_little(self, count: int, kind: str, watcher: Watcher) -> None:
+        """Warn if the sources have fewer blocks or pairs than are wanted."""
+        wanted = max(1, self.taken // self.length)
+        # Of several sources each is rounded.
+        if count + len(self.sources) > wanted:
+            return
+        there = f"only {count:,} of {wanted:,} {kind} of {self.length} tokens"
+        watcher.warn(f"{', '.join(self.sources)}: {there}; give more text")
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def check_sources(self, checkpoint: Checkpoint) -> None:
+        """Raise RefusedError or CorpusError for text that cannot be used.
+
+        Of local files the beginning is read; others are not fetched yet.
+        """
+        from gqa.corpus.encoders import check_template
+        from gqa.models.loading import load_tokenizer
+
+        self.shares()
+        specs = (*self.sources, *filter(None, [self.heldout]))
+        check_text_options(specs, self.field, self.separator)
+        data = [spec for spec in self.sources if not is_self(spec)]
+        if not data:
+            return
+
+        sources = parse_sources(data, field=self.field, target_field=self.target_field)
+        local = [source for source in sources if source.files]
+        for source in local:
+            next(source.texts())
+
+        if not checkpoint.hub_id:
+            tokenizer = load_tokenizer(checkpoint, self.trust_remote_code, instead="use self")
+            if any(source.chats for source in local):
+                check_template(tokenizer, checkpoint.name)
+
+    def _check_length(self, checkpoint: Checkpoint, config: object) -> None:
+        """Raise RefusedError for blocks that are longer than the model's positions.
+
+        Decoder classes raise this themselves, or accept it.
+        """
+        from gqa.models.loading import positions
+
+        longest = positions(config)
+        if longest and self.length > longest:
+            raise RefusedError(
+                f"{checkpoint.name} has {longest} positions, --context is {self.length}; give at "
+                f"most {longest}"
+            )
+
+    # ------------------------------------------------------------------------------------ sources
+
+    def identify(self) -> list[str]:
+        """Hashes of the content of each source and of `heldout`; names of self-generated text.
+
+        Raises CorpusError.
+        """
+        specs = (*self.sources, *filter(None, [self.heldout]))
+        return [spec if is_self(spec) else self._source(spec).identify() for spec in specs]
+
+    @property
+    def taken(self) -> int:
+        """Tokens of all sources. Raises RefusedError and CorpusError."""
+        return sum(tokens for _, tokens in self.shares())
+
+    def shares(self) -> Sequence[tuple[str, int]]:
+        """The sources with their numbers of tokens.
+
+        `self:TOKENS` states it, the others share `tokens` equally. Raises RefusedError and
+        CorpusError.
+        """
+        stated = [_stated_tokens(source) for source in self.sources]
+        shares = [
+            (source, tokens or self.tokens // stated.count(0))
+            for source, tokens in zip(self.sources, stated, strict=True)
+        ]
+        for source, tokens in shares:
+            if tokens < self.length:
+                raise RefusedError(
+                    f"{source} gives less than a block of {self.length} tokens; give more "
+                    "calibration tokens (--tokens; in gqa-ablate --calibration-tokens)"
+                )
+        return shares
+
+    def _source(self, spec: str) -> Source:
+        """The source of a spec, held-out documents included."""
+        return parse_source(
+            spec, field=self.field, target_field=self.target_field, separator=self.separator
+        )
+
+    def _parse(self, spec: str) -> Source:
+        """The source of a spec without what is held out: documents by a hash of their text, and
+        passages of them in other documents.
+        """
+        from gqa.corpus.passages import Passages
+
+        source = self._source(spec)
+        if self.heldout_fraction:
+            source = source.without(partial(in_lowest_fraction, fraction=self.heldout_fraction))
+            specs = [one for one in self.sources if not is_self(one)]
+            heldout = [self._source(one).part(self.heldout_fraction) for one in specs]
+        elif self.heldout:
+            heldout = [self._source(self.heldout)]
+            source = source.without({row_digest(*row) for row in heldout[0].rows()}.__contains__)
+        else:
+            return source
+
+        # A small source may have no document in the fraction.
+        rows = chain.from_iterable(one.rows_if_any() for one in heldout)
+        return source.excluding(Exclusion(Passages.of(map(searched_text, rows))))
+
+    def _seed(self, number: int) -> int:
+        """The seed of self-generated text for the source of that number: each text has another."""
+        from gqa.convert.merge.self_samples import derive_seed
+
+        before = sum(map(is_self, self.sources[:number]))
+        return derive_seed(self.seed, f"self {before}") if before else self.seed
+
+
+def _stated_tokens(source: str) -> int:
+    """The number of tokens that a source states; 0 if it states none."""
+    if not is_self(source):
+        return 0
+    return parse_self(source)[0] or 0
+
+
+def read_blocks(
+    checkpoint: Checkpoint,
+    source: Source,
+    tokens: int,
+    length: int,
+    seed: int,
+    repeats: bool,
+    trust_remote_code: bool = False,
+    heldout: int = 0,
+) -> tuple[Ints, Ints]:
+    """Cut text into blocks: pieces of many documents, which are better than a few whole ones.
+
+    If a decoder's tokenizer adds no BOS to texts, one of START_EVERY pieces begins with it in place
+    of its own first token; chats have what their template writes.
+
+    Args:
+        repeats: Whether some blocks repeat themselves, in the same shares as in self-generated
+            text.
+        heldout: The most blocks that are held out; of short text an eighth.
+
+    Returns:
+        Token ids (N, length), and (M, length) of the blocks that are held out.
+
+    Raises:
+        RefusedError, CorpusError: The text cannot be used.
+    """
+    import numpy as np
+
+    from gqa.convert.heads.config import read_config
+    from gqa.corpus.blocks import START_EVERY, with_repeats
+    from gqa.corpus.encoders import Encoders
+    from gqa.corpus.tokens import check_ids
+    from gqa.models.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code, instead="use self")
+    encoder = Encoders(tokenizer, checkpoint.name).of(source)
+    stream = _shuffled_tokens(source, encoder, tokens, seed)
+    if len(stream) < length:
+        raise RefusedError(
+            f"{source.spec} has {len(stream)} tokens, fewer than one block of {length}; give more "
+            "text"
+        )
+
+    pieces = stream[: len(stream) // length * length].reshape(-1, length)
+    config = read_config(checkpoint.config, checkpoint.name).text
+    check_ids(int(pieces.max()), config.vocab_size, checkpoint.name)
+
+    chosen, spare = _choose(len(pieces), tokens // length, heldout)
+    blocks: Ints = pieces[chosen]
+    heldout_blocks: Ints = pieces[spare]
+    begins_with_start = not encoder.starts_documents and not config.is_encoder_decoder
+    if begins_with_start and encoder.start is not None:
+        blocks[START_EVERY - 1 :: START_EVERY, 0] = encoder.start
+        heldout_blocks[START_EVERY - 1 :: START_EVERY, 0] = encoder.start
+
+    if repeats:
+        blocks = np.stack(
+            [with_repeats(blocks.__getitem__, i, seed, encoder.start) for i in range(len(blocks))]
+        )
+    return blocks, heldout_blocks
+
+
+def _shuffled_tokens(source: Source, encoder: Encoder, tokens: int, seed: int) -> Ints:
+    """At least that many tokens of a source, if it has them, in an order of its documents by the
+    hashes of their texts and the seed.
+
+    Only documents with _CHARACTERS per token are tokenized.
+    """
+    import numpy as np
+
+    from gqa.corpus.tokens import permutation
+
+    digests = []
+    characters = []
+    for text in source.texts():
+        digests.append(row_digest(text))
+        characters.append(len(text))
+
+    order = permutation(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32), seed)
+    characters_read = np.cumsum(np.array(characters)[order])
+    documents = int(np.searchsorted(characters_read, _CHARACTERS * tokens)) + 1
+    stream = _encoded(source, order[:documents], encoder)
+    if len(stream) < tokens:  # long words
+        stream = _encoded(source, order, encoder)
+    return stream
+
+
+def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
+    """The tokens of the documents with the `chosen` numbers, joined in that order."""
+    import numpy as np
+
+    numbers = set(chosen.tolist())
+    texts = [text for number, text in enumerate(source.texts()) if number in numbers]
+    encoded = dict(zip(sorted(numbers), encoder.encode(texts), strict=True))
+    parts = [np.array(encoded[number].tokens, np.int64) for number in chosen.tolist()]
+    return np.concatenate(parts)
+
+
+def _choose(pieces: int, wanted: int, heldout: int) -> tuple[Ints, Ints]:
+    """The numbers of pieces that are used, evenly spaced, and of at most `heldout` others.
+
+    Of short text, which is used up, an eighth is held out.
+    """
+    import numpy as np
+
+    used = np.linspace(0, pieces - 1, min(wanted, pieces)).astype(int)
+    rest = np.setdiff1d(np.arange(pieces), used)
+    count = min(heldout, max(len(rest), pieces // 8))
+    if len(rest) < count:
+        rest = np.arange(pieces)
+    spare = rest[np.linspace(0, len(rest) - 1, count).astype(int)]
+    return np.setdiff1d(used, spare), spare
+
+
+def without_copies(heldout: Ints, blocks: Ints, name: str, watcher: Watcher) -> Ints:
+    """The held-out blocks (M, T) of which less than half is in calibration blocks (N, T), by COPIED
+    tokens in a row.
+
+    Text that repeats itself, or is read twice, would make the result look better. A warning says
+    how many blocks are left out.
+    """
+    import numpy as np
+
+    if not len(heldout) or heldout.shape[1] < COPIED:
+        return heldout
+    windows = partial(np.lib.stride_tricks.sliding_window_view, window_shape=COPIED, axis=1)
+
+    # Only the windows of held-out blocks, which are few, are in memory.
+    windows_of_blocks = [list(map(_as_bytes, block)) for block in windows(heldout)]
+    wanted = set(chain.from_iterable(windows_of_blocks))
+    copied = set[bytes]()
+    for block in windows(blocks):
+        copied.update(wanted.intersection(map(_as_bytes, block)))
+
+    shares = np.array(
+        [np.mean([window in copied for window in block]) for block in windows_of_blocks]
+    )
+    is_copy = shares >= _COPY_SHARE
+    if is_copy.any():
+        watcher.warn(
+            f"{is_copy.sum():,} of {len(heldout):,} blocks of {name} that would measure the "
+            "quality are in the calibration text too: they are left out"
+        )
+    return heldout[~is_copy]
+
+
+def _as_bytes(window: Ints) -> bytes:
+    return window.tobytes()
