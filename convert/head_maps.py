@@ -28,11 +28,16 @@ if TYPE_CHECKING:
 class HeadMaps:
     """Linear maps that merge the heads of one attention module.
 
-    key: (G, d, m * d), `W_K'[j] = key[j] @ stack(W_K of the group)`; or (G, m) weights, short for
-    blocks key[j, a] * I. value: (G, e, m * e) or (G, m), the same for values. Both hold for biases
-    too. query: (H, d, d), `W_Q'[i] = query[i] @ W_Q[i]`; None for the identity. output: (H * e, H *
-    e), `W_O' = W_O @ output` with W_O (D, H * e); None for the identity. order: (Hk,) source heads
-    in the order in which neighbors are merged; query heads move with them.
+    Maps of keys and values hold for biases too.
+
+    Attributes:
+        key: (G, d, m * d), `W_K'[j] = key[j] @ stack(W_K of the group)`; or (G, m) weights, short
+            for blocks key[j, a] * I.
+        value: (G, e, m * e) or (G, m), the same for values.
+        query: (H, d, d), `W_Q'[i] = query[i] @ W_Q[i]`; None for the identity.
+        output: (H * e, H * e), `W_O' = W_O @ output` with W_O (D, H * e); None for the identity.
+        order: (Hk,), source heads in the order in which neighbors are merged; query heads move with
+            them. None for their own order.
     """
 
     key: Tensor
@@ -138,14 +143,17 @@ MAPS = ("key", "value", "query", "output")
 
 @dataclass(frozen=True)
 class StoredMaps:
-    """The maps of a model in safetensors `files`, one for each finished layer (of methods that read
-    weights: module).
+    """What a method found for a model: maps, trained tensors, errors, quality.
 
     Each attention module has `MODULE/key`, `/value`, `/query`, `/output`, `/order` (see HeadMaps).
-    Tensors that replace whole tensors of the result have the names of those. description: What made
-    them, as JSON: the method, its options, the text. errors: If the method reads text, for each
-    layer the squared error of attention's output relative to the base model's; None if nothing is
-    merged. quality: Of both models on held-out text (`Check`); None if not measured.
+    Tensors that replace whole tensors of the result (trained ones) have the names of those.
+
+    Attributes:
+        files: Safetensors, one for each finished layer (of methods that read weights: module).
+        description: What made them, as JSON: the method, its options, the text.
+        errors: If the method reads text, for each layer the largest `FittedModule.error` of its
+            modules; None for a layer in which nothing is merged.
+        quality: Of both models on held-out text (`QualityCheck`); None if not measured.
     """
 
     files: tuple[Path, ...]

@@ -159,7 +159,9 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
                 "different numbers of key/value heads; convert the base model"
             )
         allowed = [count for count in allowed if count <= main.kv]
-    for count in sorted(set(requested) - set(allowed)):
+    impossible = set(requested) - set(allowed)
+    if impossible:
+        count = min(impossible)
         note = f" ({config.family.note})" if config.family.note else ""
         raise RefusedError(
             f"--kv-heads {count} is not possible for the {main.kv} key/value heads and "

@@ -245,7 +245,8 @@ def option(
         alias: Another name, `--groups`.
         argument: The metavar of an argument of the command, which is no option.
         free: May differ between a run and its continuation.
-        needs: It means nothing unless one of these other options is given.
+        needs: It means nothing unless one of these other options is given (`check_needs`, which the
+            command has to call).
         methods: What it sets, if only some methods of conversion use it
             (`gqa.convert.methods.base.Method.settings`).
         expert: For Python callers only: no option of the command.

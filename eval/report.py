@@ -145,17 +145,21 @@ def _of_section(column: Column, section: str) -> Column:
 
 
 def _quality(models: list[Record], text: Record) -> Table:
+    metrics = metrics_of_table("quality")
     dtypes = " and ".join(dict.fromkeys(model["dtype"] for model in models if "dtype" in model))
-    note = f"{describe_text(text)}; in {dtypes}"
-    columns = [_NAME, Column("KV heads", "{heads[kv]}"), *_columns(metrics_of_table("quality"))]
+    note = "; ".join([describe_text(text), f"in {dtypes}", *_notes(metrics)])
+    columns = [_NAME, Column("KV heads", "{heads[kv]}"), *_columns(metrics)]
     return table(f"Quality on {text['data']}", columns, models, note)
+
+
+def _notes(metrics: Sequence[Metric]) -> list[str]:
+    return [metric.note for metric in metrics if metric.note]
 
 
 def _distributions(models: list[Record]) -> Table:
     metrics = metrics_of_table("distributions")
     title = f"Next-token distributions against {models[0]['name']}"
-    note = "; ".join(metric.note for metric in metrics if metric.note)
-    return table(title, [_NAME, *_columns(metrics)], models[1:], note)
+    return table(title, [_NAME, *_columns(metrics)], models[1:], "; ".join(_notes(metrics)))
 
 
 def describe_text(text: Record) -> str:

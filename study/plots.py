@@ -20,8 +20,16 @@ from gqa.study.rows import Row
 
 # Okabe and Ito's palette, which color-blind readers can distinguish; markers repeat the
 # information.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#F0E442", "#CC79A7", "#E69F00", "#000000")
-_MARKERS = ("s", "^", "D", "*", "v", "P", "X", "o")
+_STYLES = {
+    "mean": ("#0072B2", "s"),
+    "first": ("#D55E00", "^"),
+    "random": ("#009E73", "D"),
+    "procrustes": ("#F0E442", "*"),
+    "aligned": ("#CC79A7", "v"),
+    "calibrated": ("#E69F00", "P"),
+    "refined": ("#000000", "X"),
+}
+_OTHER_STYLE = ("#56B4E9", "o")  # of methods without an entry
 _LOSS = row_number("loss_increase")  # the y axis of all pictures
 _STYLE: dict[Any, Any] = {
     "font.size": 13,
@@ -116,15 +124,16 @@ def _plot_losses(axis: Axes, cells: Any, column: str) -> None:
     A method has the same color and marker in every study.
     """
     lines = cells.groupby(["method", column])["loss"].min()
-    for number, method in enumerate(METHODS):
+    for method in METHODS:
         if method not in lines:
             continue
+        color, marker = _STYLES.get(method, _OTHER_STYLE)
         axis.plot(
             lines[method].index,
             lines[method],
             label=method,
-            color=_COLORS[number % len(_COLORS)],
-            marker=_MARKERS[number % len(_MARKERS)],
+            color=color,
+            marker=marker,
             markeredgecolor="#333333",
         )
 

@@ -18,7 +18,7 @@ from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.fit import FitTask, FittedModule, fit_module
 from gqa.convert.merge.options import Refinement
-from gqa.convert.merge.refine import Refined, refine
+from gqa.convert.merge.refine import TrainedWeights, refine
 from gqa.convert.methods.table import METHODS
 
 SHORT = Refinement(steps=8, batch=8, learning_rate=0.02, heldout=0.25)
@@ -61,7 +61,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     """The held-out errors of one module after another, before and after it is trained."""
     errors: list[tuple[float, float]] = []
 
-    def refine_and_record(*args: Any) -> Refined:
+    def refine_and_record(*args: Any) -> TrainedWeights:
         result = refine(*args)
         errors.append((result.error_before, result.error))
         return result
@@ -139,7 +139,7 @@ def refined(
     targets: Tensor,
     counts: Tensor | None = None,
     **how: Any,
-) -> Refined:
+) -> TrainedWeights:
     """What `refine` finds in steps of 8 blocks; every position counts one unless it is said."""
     counted = torch.ones(targets.shape[:2]) if counts is None else counts
     return refine(

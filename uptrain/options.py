@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
+from gqa.convert.methods.table import METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.core.errors import RefusedError
 from gqa.core.options import (
@@ -27,6 +28,8 @@ from gqa.corpus.sources import check_text_options, is_self, parse_self
 Schedule = Literal["constant", "linear", "cosine"]
 Scope = Literal["all", "attention", "kv", "lora"]
 AUTO_TEACHER = "auto"
+# Methods after which attention fits the rest of the model, and is all that trains by default.
+_FITTED = [method.name for method in METHODS.values() if method.reads != "nothing"]
 NO_TEACHER = "none"
 
 
@@ -115,8 +118,8 @@ class TrainOptions(Options):
     train: Scope | None = option(
         None,
         "Which weights train. kv: key and value projections (and queries if fused); lora: kv, plus "
-        "adapters on the other layers, merged at the end.  [default: attention after procrustes, "
-        "aligned, calibrated and refined, else all]",
+        "adapters on the other layers, merged at the end.  [default: attention after "
+        f"{', '.join(_FITTED[:-1])} and {_FITTED[-1]}, else all]",
     )
     optimizer: Literal["adamw", "adafactor"] = option("adamw", "Optimizer.")
     learning_rate: float = option(3e-4, "Peak learning rate.", POSITIVE)

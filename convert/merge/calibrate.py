@@ -70,7 +70,7 @@ class Calibrator:
         targets = self._first_targets(len(modules), scale)
         for rows, outputs in base.advance_and_observe(self.text.base, attentions):
             for target, output in zip(targets, outputs, strict=True):
-                target[rows] += output.cpu()
+                target[rows] += output.cpu()  # the first has the drift already
         self._advance_other_texts(base)
 
         results = []

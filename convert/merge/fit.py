@@ -21,10 +21,10 @@ from gqa.convert.merge.rope import unrotate
 from gqa.convert.merge.sensitivity import output_roots, query_sensitivity, visible_keys
 from gqa.core.devices import as_float64, float64_device
 
-# Tokens that key and value maps are fitted to: more hardly improve them, unlike W_O
+# Tokens that key and value maps are fitted to. More hardly improve them; W_O's refit uses all.
 SAMPLED = 16_384
-# Scores of all heads: with more, values are split to a key's width, so that kernels store no
-# scores.
+# Scores (H T S) of a batch. If there are more, one value of width e is attended at a time, for
+# which fused kernels need not store the scores.
 MAX_SCORES = 1 << 28
 
 
@@ -32,9 +32,14 @@ MAX_SCORES = 1 << 28
 class FittedModule:
     """The maps of one attention module, and their error.
 
-    error: Squared error of the attention output relative to its targets' square: on the calibration
-        text after the refit of W_O, on held-out blocks after refinement. NaN if not measured.
-    weights: Tensors that refinement trained, by stored name.
+    Attributes:
+        module: The module.
+        maps: Its maps.
+        error: Squared error of the attention output relative to the energy of its targets (which
+            include the drift, `Calibrator._first_targets`), positions weighted. After the refit of
+            W_O: on the text that it was fitted to, without the bias. After training: on blocks that
+            were not trained on, over the energy of all blocks, bias included. NaN if not measured.
+        weights: Tensors that were trained, by stored name. They take the place of the maps.
     """
 
     module: AttentionModule
@@ -47,12 +52,18 @@ class FittedModule:
 class FitTask:
     """One attention module to merge.
 
-    base: The module in the base model. Modules before it in the same layer are converted, so that
-        it computes from `stream` what the converted module will read.
-    converted: The same module in the converted model. stream: The converted model's hidden states
-    before this layer, which the merged heads will read. targets: (N, T, D) attention output with
-    which the hidden states are the base model's again. position_weights: (N, T), what a squared
-    error at a position counts.
+    Attributes:
+        pair: Both models, and how heads are merged.
+        module: The module.
+        base: It in the base model. Modules before it in the same layer are converted, so that it
+            computes from `stream` what the converted module will read.
+        converted: It in the converted model.
+        stream: The converted model's hidden states before this layer, which the merged heads will
+            read.
+        targets: (N, T, D), the attention output with which the hidden states are the base model's
+            again.
+        position_weights: (N, T), what a squared error at a position counts (`position_weights` in
+            sensitivity.py).
     """
 
     pair: ModelPair
@@ -68,8 +79,8 @@ class FitTask:
         self.converted.layer.set_tensors(self.pair.merged_tensors(self.module, maps))
 
     def sample(self) -> tuple[Tensor, ...]:
-        """Indices of the blocks of each batch of about SAMPLED tokens,
-        evenly spaced in the text.
+        """Every k-th batch of the text, together at least SAMPLED tokens if the text has them: one
+        tensor of indices of blocks for each batch.
         """
         step = max(1, self.position_weights.numel() // SAMPLED)
         return self.stream.batches()[::step]
@@ -90,6 +101,10 @@ def fit_module(task: FitTask) -> FittedModule:
     3. Fit the shared key of each group.
     4. Fit the shared value of each group, under the attention that merged keys give.
     5. Refit W_O, so that the output comes closest to the targets.
+
+    What counts how much: in step 1 a query its sensitivity times the weight of its position, keys
+    and values all alike (none of blocks that are held out); attended values (4) and outputs (5) the
+    weight of their position. A variant of this method composes the same steps.
     """
     pair = task.pair
     plan = pair.plan
@@ -104,10 +119,11 @@ def fit_module(task: FitTask) -> FittedModule:
     w_o = stored["output"]  # transposed: (H, e, D)
     check_finite(task.module.layer, w_o)
 
-    # 1. With a search the whole layer is one group at first: any partition follows from it.
+    # 1. Second moments. With a search the whole layer is one group at first, from which any
+    # partition follows.
     moments = _measure(task, rotary, w_o, groups=1 if search else groups)
 
-    # 2.
+    # 2. The heads of each group; the search itself is small, and runs on the CPU.
     order = None
     if search:
         order = find_order(moments.cpu(), w_o.double(), groups, rotary, free_keys)
@@ -115,16 +131,18 @@ def fit_module(task: FitTask) -> FittedModule:
     if order:
         w_o = w_o[query_order(order, heads.query)]
 
-    # 3. Keys that pass a norm before the scores are averaged.
+    # 3. The shared keys. Those that pass a norm before the scores are averaged.
     keys = moments.shared_keys(rotary) if free_keys else []
 
-    # 4.
-    attended = _attended_values(task, head_maps(heads, groups, keys, [], order))
+    # 4. The shared values; to attend, only keys are needed, and values are placeholders.
+    only_keys = head_maps(heads, groups, keys=keys, values=[], order=order)
+    attended = _attended_values(task, only_keys)
     w_o = w_o.to(attended.device).double()
     values = moments.shared_values(attended.unflatten(0, (groups, -1)), w_o)
 
-    # 5.
-    return _refit(task, head_maps(heads, groups, keys, values, order), w_o.flatten(0, 1))
+    # 5. W_O.
+    merged = head_maps(heads, groups, keys=keys, values=values, order=order)
+    return _refit(task, merged, w_o.flatten(0, 1))
 
 
 def _rotary(task: FitTask, key_dim: int) -> Rotary:
@@ -162,7 +180,7 @@ def _measure(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> Moments
             bias=capture.options.get("position_bias"),
             causal=getattr(task.base.module, "is_causal", True),
         )
-        # Blocks without weight, which refinement holds out, count for keys neither.
+        # Blocks without weight, which refinement holds out, must not count for keys either.
         visible = visible_keys(capture.mask, k) * weights.any(1, keepdim=True)
         moments.add(unrotate(q, rotary), unrotate(k, rotary), v, sensitivity, visible, distances)
     return moments.averaged()
@@ -208,11 +226,17 @@ def _attended_values(task: FitTask, maps: HeadMaps) -> Tensor:
 
 
 def _refit(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
-    """Refit W_O (H e, D) by weighted ridge regression of the targets on merged heads' outputs."""
+    """Refit W_O by weighted ridge regression of the targets on merged heads' outputs.
+
+    Args:
+        maps: With `output` (H e, H e), from which the refit starts: each query head's way back from
+            the shared value; the identity for values that are only averaged.
+        w_o: (H e, D), the base model's W_O, transposed.
+    """
     assert maps.output is not None
     assert task.converted.projection is not None
     heads, _ = task.pair.heads(task.module)
-    task.apply(replace(maps, output=None))
+    task.apply(replace(maps, output=None))  # heads' outputs are captured before W_O
     device = task.pair.converted.device
     bias = getattr(task.converted.projection, "bias", None)
 
@@ -237,8 +261,9 @@ def _refit(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
         gram / count, cross / count, start, task.pair.options.ridge, block=heads.value_dim
     )
 
-    # The new W_O as a map of the base model's, which is how it is stored: all of it, unless W_O has
-    # fewer rows than columns.
+    # The new W_O as a map of the base model's, which is how it is stored: exact if H e is at most
+    # D, else only the part of the change in the row space of w_o. CUT is squared, because
+    # eigenvalues of w_o^T w_o are.
     change = (fitted - start) @ pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T
     output = maps.output.to(w_o).T + change
     fitted = output @ w_o

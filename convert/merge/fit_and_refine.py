@@ -14,7 +14,8 @@ from gqa.convert.merge.refine import refine, without_heldout
 
 def fit_and_refine(task: FitTask) -> FittedModule:
     """Maps in closed form, and the weights of the module after training."""
-    # Blocks on which the best step is selected are not fitted to either.
+    # Blocks on which the best step is selected are not fitted to either: they weigh 0 here. The
+    # training below gets the weights of all.
     fitted_weights = without_heldout(task.position_weights, task.pair.options.refinement)
     result = fit_or_average(replace(task, position_weights=fitted_weights))
 
@@ -32,7 +33,7 @@ def _refine(task: FitTask, result: FittedModule) -> FittedModule:
     def arguments(rows: Tensor) -> Arguments:
         return attention.capture_blocks(task.stream, rows, "arguments").arguments
 
-    with torch.enable_grad():
+    with torch.enable_grad():  # `Calibrator.run` disables gradients
         refined = refine(
             attention.module,
             start,

@@ -216,8 +216,9 @@ def residual_scale(
 ) -> float | None:
     """Scale s with which a layer adds attention to its input: h + s * attention(h).
 
-    None if the output of attention is transformed before it is added, as by a norm after it: then
-    a change x of h and a change x / s of attention's output have different effects.
+    None if a change x of h and a change x / s of attention's output have different effects: if the
+    output is transformed before it is added, as by a norm after it, or if an MLP beside attention
+    reads h. The targets of such layers are without the drift.
 
     multiplier: The scale to test, from the model's config.
     """

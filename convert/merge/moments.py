@@ -186,8 +186,8 @@ def head_maps(
 ) -> HeadMaps:
     """The maps of a module from those of its groups.
 
-    Without `keys`, keys are averaged. Without `values`, each group keeps the values of its first
-    head.
+    Without `keys`, keys are averaged. Without `values`, each group has the values of its first
+    head, a placeholder for a module of which only the attention is wanted.
     """
     key = mean_maps(heads.kv, groups).key
     query = None

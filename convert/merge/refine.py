@@ -24,12 +24,14 @@ _CHECKS = 8  # measurements of the held-out error in a run
 
 
 @dataclass(frozen=True)
-class Refined:
+class TrainedWeights:
     """The parameters with the least held-out error, which may be those of the start.
 
-    weights: By name below the module.
-    error_before, error: Squared error of the output relative to the targets' energy, on held-out
-        blocks, at the start and with these weights.
+    Attributes:
+        weights: By name below the module.
+        error_before: At the start: squared error of the output on held-out blocks, relative to the
+            energy of the targets of all blocks.
+        error: The same with these weights.
     """
 
     weights: dict[str, Tensor]
@@ -44,7 +46,7 @@ def refine(
     targets: Tensor,
     position_weights: Tensor,
     settings: Refinement,
-) -> Refined:
+) -> TrainedWeights:
     """Train parameters of an attention module towards `targets` (N, T, D).
 
     Args:
@@ -59,6 +61,7 @@ def refine(
         autocast = native_bfloat16(str(device))
 
     generator = torch.Generator().manual_seed(settings.seed)
+    # The same seed and first draw as in `without_heldout`, so the same blocks.
     heldout, train = split_blocks(len(targets), settings, generator)
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
     optimizers = _optimizers(list(weights.values()), settings.learning_rate)
@@ -110,7 +113,7 @@ def refine(
             if error < least:
                 best = copy_weights()
                 least = error
-    return Refined(best, error_before, least)
+    return TrainedWeights(best, error_before, least)
 
 
 def without_heldout(position_weights: Tensor, settings: Refinement) -> Tensor:
