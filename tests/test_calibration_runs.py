@@ -427,7 +427,9 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
     for method, seconds, names in ((("procrustes",), 0, []), (text, 99, []), (text, 0, left)):
         with monkeypatch.context() as patch:
             patch.setattr("gqa.convert.merge.finished_layers._INTERVAL", seconds)
-            patch.setattr("gqa.convert.api.write", Mock(side_effect=KeyboardInterrupt()))
+            patch.setattr(
+                "gqa.convert.api.ConvertedCheckpoint.write", Mock(side_effect=KeyboardInterrupt())
+            )
             done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", *method)
         assert (done.code, [path.name for path in tmp_path.iterdir()]) == (130, names)
         assert (

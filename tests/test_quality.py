@@ -30,7 +30,7 @@ from gqa.corpus.stdlib import stdlib_texts
 
 WINDOWS, WINDOW = 24, 512  # of held-out text, which perplexity is measured on
 TOKENS = 16_384  # of calibration text, a quarter of the default
-REFINE_STEPS = 100  # half of the default
+REFINE_STEPS = 50  # a quarter of the default
 
 # Perplexity of the converted model with 2 of 8 KV heads / base model, at most; `mean` shows that a
 # floor can be missed.

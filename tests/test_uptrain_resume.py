@@ -366,7 +366,7 @@ def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_pa
     """
     out = tmp_path / "out"
     full = (
-        "import gqa.checkpoint.files as m; m.write_bytes = lambda *_: (_ for _ in "
+        "import gqa.checkpoint.writer as m; m.write_bytes = lambda *_: (_ for _ in "
         "()).throw(OSError(28, 'full'))"
     )
     message = refused(runs, *saving(runs, out), code=1, before=full)

@@ -119,8 +119,9 @@ def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> Iterator[N
     trained parameters rounded to the dtype of the checkpoint. The training weights wait in the
     host's memory.
     """
-    parameters = dict(model.named_parameters())
+    # First: reading the state dict has FSDP2 replace the local tensors of its parameters.
     dtypes = _stored_dtypes(model, checkpoint)
+    parameters = dict(model.named_parameters())
     training_weights: dict[str, Tensor] = {}
     try:
         with torch.no_grad():
