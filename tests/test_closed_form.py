@@ -461,3 +461,56 @@ def test_a_fused_gate_is_the_first_half(tmp_path: Path, monkeypatch: pytest.Monk
     two = given(write_checkpoint(apart, tmp_path / "two"), 2, monkeypatch)
     for a, b in zip(one, two, strict=True):
         torch.testing.assert_close(a, b)
+
+
+# --------------------------------------------------------------- the size in which heads are stored
+
+
+def second_moments(*shape: int, seed: int) -> Tensor:
+    """(..., n, n) of random vectors of which some directions are rare, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(*shape[:-1], 200, shape[-1], generator=generator, dtype=torch.float64)
+    rows = rows * torch.logspace(0, -2, shape[-1], dtype=torch.float64)
+    return rows.mT @ rows / 200
+
+
+SIZES = torch.tensor([1.0, 1e4, 1e-4], dtype=torch.float64)  # of three heads
+HEAD_DIM = 4
+
+
+def test_the_size_of_keys_that_are_not_rotated_changes_no_score() -> None:
+    """Keys times a number, and queries over it: the model is the same, and so is what is merged."""
+    keys = second_moments(3 * HEAD_DIM, seed=0)
+    queries = second_moments(3, HEAD_DIM, seed=1)
+    by_row = SIZES.repeat_interleave(HEAD_DIM)
+    no_means = torch.zeros(3 * HEAD_DIM, dtype=torch.float64)
+    no_distances = torch.zeros(3, 0, dtype=torch.float64)
+    rotary = Rotary(0)
+
+    one = shared_key(keys, queries, no_means, no_distances, rotary)
+    other = shared_key(
+        keys * by_row[:, None] * by_row,
+        queries / SIZES[:, None, None] ** 2,
+        no_means,
+        no_distances,
+        rotary,
+    )
+    scores = one.back.mT @ one.merge  # (m, d, m d)
+    same_scores = other.back.mT @ other.merge * by_row / SIZES[:, None, None]
+    assert torch.allclose(scores, same_scores, rtol=1e-6, atol=1e-9)
+
+
+def test_the_size_of_values_changes_no_output() -> None:
+    """Values times a number, and their rows of W_O over it."""
+    values = second_moments(3 * HEAD_DIM, seed=2)
+    outputs = second_moments(3, HEAD_DIM, seed=3)
+    by_row = SIZES.repeat_interleave(HEAD_DIM)
+    owner = torch.arange(3)
+
+    one = shared_value(values[None], values, outputs, owner)
+    resized = values * by_row[:, None] * by_row
+    other = shared_value(resized[None], resized, outputs / SIZES[:, None, None] ** 2, owner)
+
+    restored = one.back @ one.merge  # (m, d, m d)
+    same_restored = other.back @ other.merge * by_row / SIZES[:, None, None]
+    assert torch.allclose(restored, same_restored, rtol=1e-6, atol=1e-9)

@@ -44,6 +44,12 @@ def energy_factor(before: Tensor, after: Tensor) -> Tensor:
     return factor.where((factor > 0) & (after > 0), torch.ones_like(factor))
 
 
+def root_mean_squares(moments: Tensor, dim: int) -> Tensor:
+    """Sizes (m,) of heads with the second moments (m * d, m * d); 1 for a head that is zero."""
+    energies: Tensor = moments.diagonal().unflatten(0, (-1, dim)).mean(1)
+    return energies.sqrt().where(energies > 0, torch.ones_like(energies))
+
+
 def root_and_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """S^1/2 and its pseudo-inverse, without eigenvalues of S below CUT times the largest."""
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)

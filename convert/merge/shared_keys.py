@@ -17,6 +17,7 @@ from gqa.convert.merge.linear_algebra import (
     energy_factor,
     pseudo_inverse,
     root_and_inverse,
+    root_mean_squares,
 )
 from gqa.convert.merge.rope import complex_basis, complex_moments, pairs, put_complex
 
@@ -101,16 +102,22 @@ def _merge_plain(keys: Tensor, queries: Tensor, dims: Tensor, merge: Tensor, bac
 
     The shared key is the subspace of the stacked keys that keeps most of the scores' energy: the
     top eigenvectors of S^1/2 B S^1/2 with S = `keys` and B = blockdiag(E[q q^T]).
+
+    Heads are brought to equal energy first, as values are in `shared_value`: the size in which a
+    head is stored is no property of the model.
     """
     heads, dim = queries.shape[:2]
     count = len(dims)
     stacked = (torch.arange(heads)[:, None] * dim + dims).flatten()
     covariance = keys[stacked][:, stacked]
-    root, inverse = root_and_inverse(covariance)
     energy = torch.block_diag(*(queries[head][dims][:, dims] for head in range(heads)))
-    top = torch.linalg.eigh(root @ energy @ root)[1][:, -count:]
-    combine = top.T @ inverse  # (n, m n)
-    restore = root @ top  # (m n, n)
+
+    sizes = root_mean_squares(covariance, count).repeat_interleave(count)  # by row, (m n,)
+    root, inverse = root_and_inverse(covariance / sizes[:, None] / sizes)
+    scaled_energy = energy * sizes[:, None] * sizes
+    top = torch.linalg.eigh(root @ scaled_energy @ root)[1][:, -count:]
+    combine = top.T @ inverse / sizes  # (n, m n)
+    restore = root @ top * sizes[:, None]  # (m n, n)
 
     merged_energy = (combine @ covariance @ combine.T).trace()
     scale = energy_factor(covariance.trace() / heads, merged_energy)

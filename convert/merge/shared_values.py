@@ -10,6 +10,7 @@ from gqa.convert.merge.linear_algebra import (
     energy_factor,
     pseudo_inverse,
     root_and_inverse,
+    root_mean_squares,
 )
 
 _SWEEPS = 10  # of alternating least squares; more change the fourth digit of the error
@@ -34,7 +35,7 @@ def shared_value(attended: Tensor, values: Tensor, outputs: Tensor, owner: Tenso
         owner: (R,), which of the m heads each query head reads.
     """
     dim = outputs.shape[1]
-    sizes = _root_mean_squares(values, dim)  # (m,)
+    sizes = root_mean_squares(values, dim)  # (m,)
     by_row = sizes.repeat_interleave(dim)
     by_query_head = sizes[owner.to(sizes.device)][:, None, None]
 
@@ -45,12 +46,6 @@ def shared_value(attended: Tensor, values: Tensor, outputs: Tensor, owner: Tenso
     merged_energy = (merge @ values @ merge.T).trace()
     scale = energy_factor(values.trace() / len(sizes), merged_energy)
     return GroupMaps(merge * scale, shared.back * by_query_head / scale)
-
-
-def _root_mean_squares(values: Tensor, dim: int) -> Tensor:
-    """Sizes (m,) of heads with the second moments (m * d, m * d); 1 for a head that is zero."""
-    energies: Tensor = values.diagonal().unflatten(0, (-1, dim)).mean(1)
-    return energies.sqrt().where(energies > 0, torch.ones_like(energies))
 
 
 def _shared_value_of_equal_heads(attended: Tensor, outputs: Tensor, owner: Tensor) -> GroupMaps:
