@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.bin_files import save_bin
 from support.checkpoints import (
     MERGED,
     Tensors,
@@ -30,7 +31,6 @@ from support.checkpoints import (
 )
 from support.processes import small_disk
 from support.training import Runs
-from test_edges import save_bin
 from torch import Tensor
 
 from gqa.checkpoint import output_directory, writer

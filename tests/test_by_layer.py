@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.checkpoints import check_refused, contents, edit_json, llama, load, refusal, run
+from support.families import error, write_checkpoint
 from support.tiny_models import QUERY_HEADS, TINY, build
 from support.training import options_for, tiny_checkpoint, trained
-from test_families import error, write_checkpoint
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 

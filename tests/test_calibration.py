@@ -8,24 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from support.calibrations import SHORT, pairs, plan_of
+from support.families import attention_of, write_checkpoint
+from support.families import load as load_tiny
 from support.scrambled import Ids, find_maps, on_ids, relative
 from support.tiny_models import TINY, build, inputs, logits
-from test_families import attention_of, write_checkpoint
-from test_families import load as load_tiny
 from torch import Tensor
 
-from gqa.convert.api import Plan, convert_checkpoint, plan_conversion
+from gqa.convert.api import convert_checkpoint
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.fit import FitTask, FittedModule, fit_module
 from gqa.convert.merge.options import Refinement
 from gqa.convert.merge.refine import TrainedWeights, refine
 from gqa.convert.methods.table import METHODS
-
-SHORT = Refinement(steps=8, batch=8, learning_rate=0.02, heldout=0.25)
-
-
-def plan_of(source: Path, method: str = "calibrated", groups: int = 2) -> Plan:
-    return plan_conversion(source, groups, method=method)
 
 
 def layer_errors(source: Path, groups: int = 2, **how: Any) -> list[float]:
@@ -93,20 +88,6 @@ def test_refinement_lowers_the_error(
         for place in (directory, refined, mean)
     )
     assert (after - source).square().mean() < (pooled - source).square().mean()
-
-
-def pairs(high: int, padding: int = 0) -> dict[str, Tensor]:
-    """32 sources of 24 tokens and targets of 16; behind them,
-    `padding` other ones that are none.
-    """
-    generator = torch.Generator().manual_seed(0)
-    made, real = dict[str, Tensor](), {24: "attention_mask", 16: "decoder_attention_mask"}
-    for length, name in ((24, "input_ids"), (16, "decoder_input_ids")):
-        ids = torch.randint(10, high, (32, length), generator=generator)
-        mask = torch.ones(32, length + padding, dtype=torch.long)
-        mask[:, length:] = 0
-        made |= {name: torch.cat([ids, ids[:, :padding].flip(1)], 1), real[length]: mask}
-    return made
 
 
 def test_every_module_of_an_encoder_decoder_is_refined(

@@ -17,13 +17,13 @@ import pytest
 import torch
 import transformers
 from support import checkpoints
+from support.calibrations import SHORT, plan_of
 from support.embedded import counting
 from support.evaluations import with_tokenizer
+from support.families import write_checkpoint
 from support.scrambled import find_maps, on_ids
 from support.tiny_models import TINY, build
 from support.training import Runs, difference
-from test_calibration import SHORT, plan_of
-from test_families import write_checkpoint
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.api import convert_checkpoint

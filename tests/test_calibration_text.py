@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from sentencepiece import SentencePieceTrainer
+from support.calibrations import pairs
 from support.checkpoints import Recorder, check_refused, edit_json, run
 from support.documents import Counted
 from support.embedded import (
@@ -24,7 +25,6 @@ from support.embedded import (
     without_bos,
 )
 from support.training import PAIRS
-from test_calibration import pairs
 from torch import Tensor
 from transformers import M2M100Tokenizer
 

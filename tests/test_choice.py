@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import check_refused, edit_tensors, llama, run, weights
+from support.families import write_checkpoint
 from support.tiny_models import TINY, build
-from test_families import write_checkpoint
 
 from gqa.convert import api, estimate
 from gqa.convert.api import plan_conversion

@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.checkpoints import edit_tensors
 from support.embedded import SOURCE, copy_source, load, texts, tokenizer
+from support.families import write_checkpoint
 from support.tiny_models import TINY, build
-from test_families import write_checkpoint
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from transformers.activations import ACT2FN

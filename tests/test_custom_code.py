@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import run
+from support.custom_code import THEIRS
 from support.embedded import counting
-from support.tiny_configs import COPIES, CUSTOM, SOURCES
-from support.tiny_models import QUERY_HEADS, Tiny, build, inputs, logits
-from test_families import (
+from support.families import (
     CONTROL,
     all_tensors,
     check_same_tensors,
@@ -32,6 +31,8 @@ from test_families import (
     tiled_heads,
     write_checkpoint,
 )
+from support.tiny_configs import COPIES, CUSTOM
+from support.tiny_models import QUERY_HEADS, Tiny, build, inputs, logits
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -44,7 +45,6 @@ from gqa.models.loading import load_tokenizer
 
 TOLERANCE = 1e-5
 OURS = {tiny.name.removeprefix("gqa_"): tiny for tiny in CUSTOM}
-THEIRS = {tiny.name: tiny for tiny in SOURCES}
 
 
 @pytest.fixture(autouse=True)

@@ -24,12 +24,12 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 from support.checkpoints import run
+from support.custom_code import THEIRS
 from support.embedded import SOURCE
 from support.evaluations import few_questions
+from support.native_models import CASES
 from support.tiny_models import TINY
 from support.training import fresh_accelerator, tiny_checkpoint, write_corpus
-from test_custom_code import THEIRS
-from test_native import CASES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gqa

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bin_files import save_bin
 from support.checkpoints import (
     DTYPES,
     INDEX,
@@ -29,7 +30,6 @@ from support.checkpoints import (
     snapshot,
     tensor_bytes,
     weights,
-    write_json,
 )
 from torch import Tensor
 
@@ -191,22 +191,6 @@ def test_cast(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }
     check_result(out, expected)
     assert json.loads((out / "config.json").read_text()) == config(2, torch_dtype=dtype)
-
-
-def save_bin(model: Path, tensors: Tensors, shards: int) -> None:
-    """torch.save files in place of the safetensors ones, sharded by layer."""
-    for path in [*model.glob("*.safetensors"), *model.glob("*.json")]:
-        if path.name != "config.json":
-            path.unlink()
-    if shards == 1:
-        torch.save(tensors, model / "pytorch_model.bin")
-        return
-    files = {name: f"pytorch_model-0000{1 + ('v_proj' in name)}-of-00002.bin" for name in tensors}
-    for file in set(files.values()):
-        torch.save(
-            {name: tensor for name, tensor in tensors.items() if files[name] == file}, model / file
-        )
-    write_json(model / "pytorch_model.bin.index.json", {"metadata": {}, "weight_map": files})
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.loss_oracles import VOCABULARY, assert_equals, gradients, set_slices
 from support.tiny_models import TINY, build
 from support.training import training_model
 from torch import Tensor, nn
@@ -15,13 +16,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-import gqa.corpus.likelihood
-import gqa.models.chunked_head
 from gqa.corpus.likelihood import nats
 from gqa.models.chunked_head import ChunkedHead
 from gqa.uptrain.training_model import chunked_sum
 
-VOCABULARY = 96
 # Tied, with a bias in the head (Phi), soft-capped (Gemma 2), scaled (Cohere, Granite), mixtures,
 # inside a larger model.
 HEADS = [
@@ -51,46 +49,6 @@ def made(name: str = "llama", **options: Any) -> PreTrainedModel:
 def pair(name: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
     """A model and its teacher."""
     return made(name), build(TINY[name], 2, seed=1).eval()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-5) -> None:
-    """Gradients of the mean: the largest number is about 1."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        error = float((found[name] - tensor).abs().max())
-        assert error <= atol * max(1.0, float(tensor.abs().max())), (name, error)
-
-
-def assert_equals(
-    monkeypatch: pytest.MonkeyPatch,
-    expected: Tensor,
-    model: PreTrainedModel,
-    given: dict[str, Tensor],
-    **options: Any,
-) -> None:
-    """The mean loss as training computes it, and its gradients, for any number of slices."""
-    expected.backward()
-    wanted = gradients(model)
-    for rows in (7, 20, 999):
-        set_slices(monkeypatch, rows)
-        training = training_model(model, **options)
-        loss, told = training(**given)
-        assert training._head.split, "its head is not taken apart"
-        (loss / told[0]).backward()
-        assert float(loss.detach() / told[0]) == pytest.approx(expected.item(), abs=1e-5)
-        assert_close(gradients(model), wanted)
-
-
-def set_slices(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", rows * VOCABULARY)
-    monkeypatch.setattr(gqa.models.chunked_head, "CHUNK_NUMBERS", rows * VOCABULARY)
-    monkeypatch.setattr(gqa.models.chunked_head, "LEAST_ROWS", 1)
 
 
 @pytest.mark.parametrize("name", HEADS)

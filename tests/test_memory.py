@@ -14,8 +14,8 @@ import pytest
 import torch
 from support.embedded import SOURCE, load
 from support.evaluations import model_directory, results
+from support.families import write_checkpoint
 from support.tiny_models import QUERY_HEADS, TINY, build
-from test_families import write_checkpoint
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 

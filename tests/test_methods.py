@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import all_tensors, load, write_checkpoint
 from support.scrambled import on_ids, rearrange, relative
 from support.tiny_models import TINY, build, inputs, logits
-from test_families import all_tensors, load, write_checkpoint
 from torch import Tensor
 
 from gqa.convert.api import convert_checkpoint, plan_conversion

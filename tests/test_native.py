@@ -10,7 +10,6 @@ are relative to the range of the logits, in float32.
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ import pytest
 import torch
 from support.checkpoints import edit_json, edit_tensors, refusal, run
 from support.evaluations import cache_bytes
+from support.families import all_tensors, decode, error, left_padded, write_checkpoint
+from support.native_models import CASES
 from support.scrambled import equal, on_ids, relative
-from support.tiny_configs import Tiny, tiny_model
 from support.tiny_models import build, inputs, logits
-from test_families import all_tensors, decode, error, left_padded, write_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -35,66 +34,6 @@ from gqa.convert.recast.targets import checkpoint_cache
 
 SAME = 1e-5
 CONTROL = 100 * SAME
-
-
-@dataclass(frozen=True)
-class Case:
-    """A tiny source, what becomes of it, and the heads that the target holds.
-
-    exact: Whether not even the last bit of a logit changes at G = H.
-    """
-
-    tiny: Tiny
-    target: str
-    groups: tuple[int, ...] = (4, 2, 1)
-    exact: bool = False
-
-
-def _neox(name: str, **options: Any) -> Case:
-    return Case(tiny_model(name, **options, kv=lambda kv_heads: {}), "phi")
-
-
-def _gpt2(name: str, exact: bool = True, **options: Any) -> Case:
-    return Case(tiny_model(name, **options, kv=lambda kv_heads: {}), "gpt_bigcode", (4, 1), exact)
-
-
-_DROPOUT: dict[str, Any] = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "layer_norm_eps": 1e-3}
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 2.0,
-    "original_max_position_embeddings": 32,
-    "partial_rotary_factor": 0.5,
-}
-CASES: dict[str, Case] = {
-    case.tiny.name: case
-    for case in (
-        _neox("gpt_neox", **_DROPOUT),
-        _neox(
-            "gpt_neox+plain",
-            attention_bias=False,
-            tie_word_embeddings=True,
-            hidden_act="relu",
-            rotary_pct=1.0,
-        ),
-        _neox("gpt_neox+yarn", **_DROPOUT, rope_parameters=_YARN),
-        _gpt2("gpt2"),
-        _gpt2(
-            "gpt2+scaled",
-            exact=False,
-            scale_attn_by_inverse_layer_idx=True,
-            activation_function="relu",
-            n_inner=48,
-            n_layer=3,
-        ),
-        _gpt2(
-            "gpt2+unscaled",
-            scale_attn_weights=False,
-            tie_word_embeddings=False,
-            layer_norm_epsilon=1e-3,
-        ),
-    )
-}
 
 
 @cache

@@ -17,11 +17,11 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from support import checkpoints
 from support.checkpoints import MERGED, check_refused, leftovers, llama, run, snapshot
+from support.custom_code import THEIRS
+from support.families import all_tensors, write_checkpoint
+from support.native_models import CASES
 from support.tiny_models import TINY, build
 from support.training import fresh_accelerator, tiny_checkpoint, write_corpus
-from test_custom_code import THEIRS
-from test_families import all_tensors, write_checkpoint
-from test_native import CASES
 from torch import Tensor
 
 from gqa.checkpoint.output_directory import OutputDirectory

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import snapshot
+from support.families import CONTROL, TOLERANCE, check_same_tensors, error, tiled_heads
 from support.real_model import real_checkpoint
-from test_families import CONTROL, TOLERANCE, check_same_tensors, error, tiled_heads
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.checkpoints import edit_json, edit_tensors, write_hollow
+from support.families import all_tensors, write_checkpoint
 from support.scrambled import Ids, equal, find_maps, on_ids
 from support.tiny_configs import Tiny
 from support.tiny_models import TINY, build, config, model_class
 from support.tiny_nested import LARGER, larger
 from support.training import options_for, tiny_checkpoint, trained
-from test_families import all_tensors, write_checkpoint
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

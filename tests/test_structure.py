@@ -154,3 +154,10 @@ def test_models_page_shows_every_model_type() -> None:
 
 if __name__ == "__main__":
     MODELS.write_text(models_page(), encoding="utf-8")
+
+
+def test_no_test_module_imports_another() -> None:
+    """What they share is in tests/support."""
+    for path in (ROOT / "tests").glob("test_*.py"):
+        imports = re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text(), re.MULTILINE)
+        assert not imports, f"{path.name} imports {', '.join(imports)}"

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import attention_of, load, louder, planned, write_checkpoint
 from support.scrambled import Ids, on_ids, rearrange, relative, scramble
 from support.tiny_models import QUERY_HEADS, TINY, Tiny, build, inputs, logits
-from test_families import attention_of, load, louder, planned, write_checkpoint
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

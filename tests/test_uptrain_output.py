@@ -12,9 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.checkpoints import load, tensor_bytes
+from support.families import write_checkpoint
 from support.tiny_models import TINY, build
 from support.training import difference, losses, options_for, tiny_checkpoint, trained
-from test_families import write_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import check_refused, run
+from support.loss_oracles import assert_equals
 from support.tiny_models import TINY, build
 from support.training import (
     Runs,
@@ -25,7 +26,6 @@ from support.training import (
     training_model,
     words_for,
 )
-from test_losses import assert_equals
 from torch import Tensor
 from transformers import PreTrainedModel
 
