@@ -111,7 +111,7 @@ def fit_module(task: FitTask) -> FittedModule:
     symmetry = pair.symmetry
     assert symmetry is not None
     heads, groups = pair.heads(task.module)
-    rotary = _rotary(task, heads.key_dim)
+    rotary = rotary_of(task, heads.key_dim)
     free_keys = symmetry.free_keys(plan.config.text)
     search = plan.searches(pair.options.grouping)
 
@@ -121,7 +121,7 @@ def fit_module(task: FitTask) -> FittedModule:
 
     # 1. Second moments. With a search the whole layer is one group at first, from which any
     # partition follows.
-    moments = _measure(task, rotary, w_o, groups=1 if search else groups)
+    moments = measure_moments(task, rotary, w_o, groups=1 if search else groups)
 
     # 2. The heads of each group; the search itself is small, and runs on the CPU.
     order = None
@@ -136,16 +136,16 @@ def fit_module(task: FitTask) -> FittedModule:
 
     # 4. The shared values; to attend, only keys are needed, and values are placeholders.
     only_keys = head_maps(heads, groups, keys=keys, values=[], order=order)
-    attended = _attended_values(task, only_keys)
+    attended = attended_values(task, only_keys)
     w_o = w_o.to(attended.device).double()
     values = moments.shared_values(attended.unflatten(0, (groups, -1)), w_o)
 
     # 5. W_O.
     merged = head_maps(heads, groups, keys=keys, values=values, order=order)
-    return _refit(task, merged, w_o.flatten(0, 1))
+    return refit_output(task, merged, w_o.flatten(0, 1))
 
 
-def _rotary(task: FitTask, key_dim: int) -> Rotary:
+def rotary_of(task: FitTask, key_dim: int) -> Rotary:
     """The rotary embedding of the module's keys."""
     symmetry = task.pair.symmetry
     assert symmetry is not None
@@ -156,7 +156,7 @@ def _rotary(task: FitTask, key_dim: int) -> Rotary:
     return rotary
 
 
-def _measure(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> Moments:
+def measure_moments(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> Moments:
     """Moments of the base model's heads on the converted model's hidden states."""
     heads, _ = task.pair.heads(task.module)
     length = task.stream.hidden.shape[1]
@@ -186,7 +186,7 @@ def _measure(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> Moments
     return moments.averaged()
 
 
-def _attended_values(task: FitTask, maps: HeadMaps) -> Tensor:
+def attended_values(task: FitTask, maps: HeadMaps) -> Tensor:
     """Second moments (H, m e, m e) of the attention-weighted stacked values of each query head.
 
     Attention is that of the merged keys in `maps`, values are the base model's.
@@ -225,7 +225,7 @@ def _attended_values(task: FitTask, maps: HeadMaps) -> Tensor:
     return moments / positions
 
 
-def _refit(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
+def refit_output(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
     """Refit W_O by weighted ridge regression of the targets on merged heads' outputs.
 
     Args:
