@@ -31,7 +31,12 @@ class NoMemoryError(RefusedError):
 
 
 class LayerwiseError(RefusedError):
-    """A model that cannot be run layer by layer."""
+    """A model that cannot be run layer by layer; `not_layerwise` makes it."""
+
+
+def not_layerwise(subject: str, reason: str) -> LayerwiseError:
+    """The error `SUBJECT cannot be run layer by layer: REASON`."""
+    return LayerwiseError(f"{subject} cannot be run layer by layer: {reason}")
 
 
 class CorpusError(RefusedError):

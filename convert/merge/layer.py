@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gqa.core.compat import tree_map_only
 from gqa.core.devices import out_of_memory
-from gqa.core.errors import LayerwiseError, RefusedError, explain
+from gqa.core.errors import RefusedError, explain, not_layerwise
 from gqa.models.attention_functions import OBSERVER
 
 # Arguments of a call besides the hidden states: positional, and by keyword.
@@ -204,9 +204,9 @@ class Attention:
             del vars(self.module)[OBSERVER]
 
         if missing:
-            raise LayerwiseError(
-                f"{type(self.layer.module).__name__} does not call transformers' attention "
-                "functions"
+            raise not_layerwise(
+                type(self.layer.module).__name__,
+                "it does not call transformers' attention functions",
             )
         return capture
 
@@ -281,7 +281,7 @@ def layerwise_errors(name: str) -> Iterator[None]:
     ) as error:
         if isinstance(error, RefusedError) or out_of_memory(error):
             raise
-        raise LayerwiseError(f"{name} cannot be run layer by layer: {explain(error)}") from error
+        raise not_layerwise(name, explain(error)) from error
 
 
 def check_finite(layer: int, *tensors: Tensor) -> None:

@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.merge.layer import Arguments, Layer, Stream, layerwise_errors, send
 from gqa.core.compat import build_model, initialize, supports_sdpa, unsaved_names
-from gqa.core.errors import LayerwiseError, RefusedError
+from gqa.core.errors import RefusedError, not_layerwise
 from gqa.models.attention_functions import Attend, attend_eager, attend_sdpa
 from gqa.models.loading import model_class
 from gqa.models.names import Loading
@@ -61,10 +61,7 @@ def _empty_model(config: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, Atte
     """
     cls = model_class(config)
     if not issubclass(cls, PreTrainedModel):
-        raise LayerwiseError(
-            f"transformers has no model of {config.model_type} alone; it cannot be run layer by "
-            "layer"
-        )
+        raise not_layerwise(config.model_type, "transformers has no model of it alone")
 
     text = config.get_text_config(decoder=True)
     caps_scores = getattr(text, "attn_logit_softcapping", None) is not None
@@ -74,9 +71,8 @@ def _empty_model(config: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, Atte
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = build_model(cls, config, attn_implementation=name, dtype=dtype)
     except (KeyError, ValueError) as error:  # a class with its own table of attention classes
-        raise LayerwiseError(
-            f"{cls.__name__} does not call transformers' attention functions; it cannot be run "
-            "layer by layer"
+        raise not_layerwise(
+            cls.__name__, "it does not call transformers' attention functions"
         ) from error
 
     model.tie_weights()  # empty weights are not tied
@@ -145,10 +141,8 @@ class LayerRunner:
         )
         match = re.match(r"(.+?)\.\d+\.", next(inside, ""))
         if match is None:
-            raise LayerwiseError(
-                f"{type(self.model).__name__} has no layer with {attention_path}; it cannot be run "
-                "layer by layer"
-            )
+            reason = f"it has no layer with {attention_path}"
+            raise not_layerwise(type(self.model).__name__, reason)
         return match[1]
 
     def _load_outside_layers(self) -> None:
@@ -231,10 +225,8 @@ class LayerRunner:
             return replaced[name]
         spec = self._checkpoint.tensors.get(name)
         if spec is None or spec.dtype not in TORCH_DTYPES:
-            problem = f"stores {name} as {spec.dtype}" if spec else f"does not store {name}"
-            raise LayerwiseError(
-                f"{self._checkpoint.name} {problem}; it cannot be run layer by layer"
-            )
+            problem = f"it stores {name} as {spec.dtype}" if spec else f"it does not store {name}"
+            raise not_layerwise(self._checkpoint.name, problem)
         return self._checkpoint.read(spec)
 
     # ------------------------------------------------------------------------- hidden states
@@ -259,7 +251,8 @@ class LayerRunner:
 
         complete = len(calls) >= len(self.layers)
         if not complete or output.shape != calls[0][0].shape:
-            raise LayerwiseError(f"{type(self.model).__name__} cannot be run layer by layer")
+            reason = "its decoder does more than call each layer once"
+            raise not_layerwise(type(self.model).__name__, reason)
         hidden = calls[0][0]
         return hidden, {index: arguments for index, (_, arguments) in calls.items()}
 

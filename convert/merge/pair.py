@@ -23,7 +23,7 @@ from gqa.convert.merge.layer_runner import LayerRunner
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.plan import Plan
 from gqa.core.compat import tree_leaves, tree_map
-from gqa.core.errors import LayerwiseError
+from gqa.core.errors import not_layerwise
 from gqa.models.names import stored_tensors
 
 # (N, T) token ids and masks, by argument name of the model's forward.
@@ -85,8 +85,9 @@ class ModelPair:
             if module.layer == layer and module.path in self.plan.changes
         ]
         if len({module.kind for module in modules}) < len(modules):
-            raise LayerwiseError(
-                f"layer {layer} has several attention modules of one kind, which is not supported"
+            raise not_layerwise(
+                self.plan.checkpoint.name,
+                f"layer {layer} has several attention modules of one kind",
             )
         return modules
 
@@ -203,9 +204,9 @@ class ModelPair:
             return not isinstance(a, Tensor) or torch.equal(a, b)
 
         if not all(tree_leaves(tree_map(same, one, other))):
-            raise LayerwiseError(
-                f"layers of {type(self.base.model).__name__} read more of the text than hidden "
-                "states; it cannot be run layer by layer"
+            raise not_layerwise(
+                type(self.base.model).__name__,
+                "its layers read more of the text than hidden states",
             )
 
     def state(self) -> dict[str, Tensor]:
