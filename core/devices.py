@@ -148,6 +148,11 @@ def float64_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
+def fast_dtype(device: str) -> torch.dtype:
+    """The dtype that the device multiplies fastest: bfloat16, or float32 where it is emulated."""
+    return torch.bfloat16 if native_bfloat16(device) else torch.float32
+
+
 def native_bfloat16(device: str) -> bool:
     """Whether the device multiplies bfloat16 natively, not through float32."""
     if device.startswith("cpu"):  # one of several processes has `cpu:0`

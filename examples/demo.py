@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 import gqa
 from gqa.convert.methods.table import METHODS
-from gqa.core.devices import native_bfloat16
+from gqa.core.devices import fast_dtype
 
 SOURCE = Path(__file__).parent / "stdlib-mha"
 ALPHAS = [0.0, 0.002]  # of the data: about ten steps
@@ -39,7 +39,7 @@ def study(output: Path) -> gqa.Study:
         kv_heads=[2],
         alphas=ALPHAS,
         batch_size=4,
-        precision="bfloat16" if native_bfloat16("cpu") else "float32",  # what is faster
+        precision=str(fast_dtype("cpu")).removeprefix("torch."),
         calibration_tokens=16_384,
         refine_steps=50,
         eval_tokens=16_384,

@@ -214,7 +214,7 @@ def test_as_many_at_a_time_as_memory_holds(
     """The same text as batch by batch; a CPU takes what a GiB holds, and what fills a device is
     loaded to several.
     """
-    monkeypatch.setattr(module, "native_bfloat16", lambda device: False)
+    monkeypatch.setattr(module, "fast_dtype", lambda device: torch.float32)
     weights = 4 * sum(tensor.numel() for tensor in teacher.parameters())
     batches, loads, texts, plain, float32 = (
         list[int](),

@@ -25,6 +25,7 @@ from gqa.convert.heads.config import read_config
 from gqa.convert.heads.modules import attention_modules, rule_of
 from gqa.convert.methods.table import METHODS
 from gqa.core.compat import unsaved_names
+from gqa.core.devices import native_bfloat16
 from gqa.core.errors import RefusedError, explain, listing
 from gqa.corpus.sources import is_self, parse_self
 from gqa.models.loading import load_model
@@ -199,8 +200,14 @@ def build_model(
 def build_teacher(
     options: TrainOptions, base: Checkpoint, accelerator: Accelerator
 ) -> PreTrainedModel:
-    """The model of `base` in its stored dtype, without gradients."""
-    teacher = _load(base, options, accelerator, "auto")
+    """The model of `base`, without gradients.
+
+    It has its stored dtype, except on a CPU that emulates 16 bits, where float32 is faster: the
+    example model trains on 1,300 instead of 600 tokens a second.
+    """
+    device = str(accelerator.device)
+    emulates = device.startswith("cpu") and not native_bfloat16(device)
+    teacher = _load(base, options, accelerator, "float32" if emulates else "auto")
     teacher.requires_grad_(False)
     if accelerator.is_fsdp2:
         shard_teacher(teacher, base, accelerator)

@@ -18,7 +18,7 @@ from gqa.convert.merge.layer import Arguments, first_tensor
 from gqa.convert.merge.muon import Muon
 from gqa.convert.merge.options import AT_ONCE, Refinement
 from gqa.convert.merge.sensitivity import mean_squares
-from gqa.core.devices import native_bfloat16
+from gqa.core.devices import fast_dtype, native_bfloat16
 
 _CHECKS = 8  # measurements of the held-out error in a run
 
@@ -148,7 +148,7 @@ def _optimizers(parameters: list[Tensor], rate: float) -> list[torch.optim.Optim
     zeros gets the size of the smallest other one.
     """
     device = str(parameters[0].device)
-    muon_dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
+    muon_dtype = fast_dtype(device)
     sizes = [_size(parameter.detach()) for parameter in parameters]
     smallest = min((size for size in sizes if size), default=1.0)
 

@@ -42,7 +42,7 @@ from gqa.convert.heads.config import read_config
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.core.compat import attention_name
 from gqa.core.console import SILENT, Watcher
-from gqa.core.devices import free_memory, native_bfloat16
+from gqa.core.devices import fast_dtype, free_memory
 from gqa.core.errors import RefusedError, explain
 from gqa.corpus.blocks import MIX, START_EVERY, with_repeats
 from gqa.corpus.cache import cache_errors, datasets_cache
@@ -130,7 +130,7 @@ def sampled_blocks(
         chat = first_of_chat(tokenizer, checkpoint, start)
 
     # Sampling is random anyway, so use the device's fast dtype, whatever the stored one is.
-    dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
+    dtype = fast_dtype(device)
     batch = max(1, min(SAMPLED, SAMPLED_BYTES // _cache_bytes(source, size, dtype)))
 
     def sample(numbers: Sequence[int]) -> Iterable[Tensor]:

@@ -23,7 +23,7 @@ from gqa.convert.merge.self_samples import (
     store_batches,
 )
 from gqa.core.console import Watcher
-from gqa.core.devices import native_bfloat16
+from gqa.core.devices import fast_dtype
 from gqa.core.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder, TokenPair
 from gqa.corpus.sources import Source, row_digest
@@ -65,7 +65,7 @@ class PairMaker:
             vocabulary if vocabulary is not None and vocabulary < self._vocabulary else None
         )
         self._model: Any = None  # loaded by the first `_write`
-        self._dtype = "bfloat16" if native_bfloat16(device) else "float32"
+        self._dtype = str(fast_dtype(device)).removeprefix("torch.")
         try:
             tokenizer = load_tokenizer(checkpoint, trust_remote_code)
         except RefusedError:  # raised later, when text is read
