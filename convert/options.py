@@ -16,7 +16,7 @@ from gqa.convert.methods.base import Method
 from gqa.convert.methods.table import DEFAULT, METHODS
 from gqa.core.errors import RefusedError
 from gqa.core.options import COUNT, SEED, KVHeads, Number, Options, Text, flag, option, tokens_type
-from gqa.corpus.sources import is_self, parse_self
+from gqa.corpus.specs import is_self, parse_self
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from gqa.convert.heads.family import groups_text
 from gqa.convert.plan import Plan
 from gqa.convert.verdict import Loss
 from gqa.core.errors import one_line
-from gqa.corpus.sources import is_self
+from gqa.corpus.specs import is_self
 
 BY_LAYER = (
     "`config.num_key_value_heads` raises an error in transformers, since layers differ; "

@@ -17,7 +17,8 @@ import numpy as np
 from gqa.core.errors import CorpusError, RefusedError
 from gqa.corpus.blocks import pack
 from gqa.corpus.encoders import Encoder
-from gqa.corpus.sources import Source, row_digest
+from gqa.corpus.rows import row_digest
+from gqa.corpus.sources import Source
 from gqa.corpus.tokens import LOSS_MASK, Block, Heldout, encode_rows, nothing_counts
 
 _LANES = 64  # at most: each has a shard open

@@ -22,7 +22,8 @@ from gqa.checkpoint.hub import local_cause, quiet
 from gqa.core.errors import CorpusError, RefusedError, explain, listing
 from gqa.corpus.cache import cache_errors, datasets_cache
 from gqa.corpus.encoders import Encoder, Encoders
-from gqa.corpus.sources import Source, row_digest
+from gqa.corpus.rows import row_digest
+from gqa.corpus.sources import Source
 
 Ints = NDArray[np.int64]
 Block = dict[str, Ints]

@@ -17,7 +17,7 @@ from gqa.core.errors import RefusedError, plural
 from gqa.corpus.chats import Chat
 from gqa.corpus.encoders import Encoders, HarnessEncoder, start_token
 from gqa.corpus.pairs import PairEncoder
-from gqa.corpus.sources import check_text_options, parse_sources
+from gqa.corpus.specs import check_text_options, parse_sources
 from gqa.corpus.tokens import check_ids
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.scoring import Window, rolling_windows

@@ -28,7 +28,8 @@ from gqa.core.errors import (
     one_line,
     plural,
 )
-from gqa.corpus.sources import parse_sources, row_digest
+from gqa.corpus.rows import row_digest
+from gqa.corpus.specs import parse_sources
 from gqa.eval.evaluate import Comparison, environment
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import open_subjects

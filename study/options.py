@@ -20,7 +20,7 @@ from gqa.core.console import operand
 from gqa.core.errors import RefusedError
 from gqa.core.escape import shell_line
 from gqa.core.options import COUNT, FROM_ZERO, SHARE, Options, flag, option, same_as, tokens_type
-from gqa.corpus.sources import is_self
+from gqa.corpus.specs import is_self
 from gqa.eval.options import EvaluateOptions
 from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
 

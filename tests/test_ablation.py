@@ -38,7 +38,7 @@ from support.training import (
 
 from gqa.core.errors import NoMemoryError, RefusedError
 from gqa.core.run_directory import RunDirectory
-from gqa.corpus.sources import row_digest
+from gqa.corpus.rows import row_digest
 from gqa.study import ablation
 from gqa.study import rows as study_rows
 from gqa.study.directory import WORK_PURPOSE, StudyDirectory

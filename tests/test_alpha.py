@@ -22,7 +22,7 @@ from gqa.core.errors import CorpusError
 from gqa.corpus.blocks import Blocks, pack
 from gqa.corpus.encoders import Encoders, TextEncoder
 from gqa.corpus.pairs import PairEncoder
-from gqa.corpus.sources import parse_source
+from gqa.corpus.specs import parse_source
 from gqa.corpus.tokens import (
     Documents,
     Heldout,

@@ -42,7 +42,7 @@ from gqa.core.errors import RefusedError
 from gqa.corpus.blocks import Blocks
 from gqa.corpus.encoders import Encoders
 from gqa.corpus.pairs import PairEncoder, corrupt_spans
-from gqa.corpus.sources import parse_source
+from gqa.corpus.specs import parse_source
 from gqa.corpus.tokens import permutation, tokenize
 from gqa.models.loading import load_tokenizer
 

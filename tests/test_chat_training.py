@@ -37,7 +37,7 @@ from gqa.core.console import SILENT
 from gqa.corpus.blocks import Blocks, with_repeats
 from gqa.corpus.chats import Chat
 from gqa.corpus.encoders import Encoders, HarnessEncoder
-from gqa.corpus.sources import parse_source
+from gqa.corpus.specs import parse_source
 from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import Heldout, tokenize
 from gqa.eval.text import document_windows

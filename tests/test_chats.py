@@ -29,7 +29,7 @@ from gqa.checkpoint import chat_template
 from gqa.core.errors import CorpusError, RefusedError
 from gqa.corpus.chats import Chat, chat_text, spoken_text
 from gqa.corpus.encoders import ChatEncoder, Encoded
-from gqa.corpus.sources import parse_source
+from gqa.corpus.specs import parse_source
 
 CHATS = [chat(number, turns=1 + number % 3) for number in range(6)]
 

@@ -218,7 +218,7 @@ def small_world(
         monkeypatch.setattr(kind.__init__, "__defaults__", defaults)
     monkeypatch.setattr("gqa.uptrain.models.TOKENS", 512)
     monkeypatch.setattr(
-        "gqa.corpus.sources.stdlib_texts",
+        "gqa.corpus.specs.stdlib_texts",
         lambda side: (text[:1200] for text in islice(stdlib_texts(side), 10)),
     )
     few_questions(monkeypatch)

@@ -16,8 +16,9 @@ from support.embedded import SOURCE
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.calibration_text import COPIED, without_copies
 from gqa.core.console import SILENT, Watcher
+from gqa.corpus.exclusion import Exclusion
 from gqa.corpus.passages import LENGTH, Passages, letters_of
-from gqa.corpus.sources import Exclusion, parse_source
+from gqa.corpus.specs import parse_source
 from gqa.study.options import AblateOptions
 from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.options import TrainOptions

@@ -29,7 +29,7 @@ from gqa.convert.merge.self_samples import (
 )
 from gqa.core.console import SILENT
 from gqa.core.errors import CorpusError, OutputError, RefusedError
-from gqa.corpus.sources import is_self, parse_self
+from gqa.corpus.specs import is_self, parse_self
 from gqa.eval.recall import SAMPLES, self_samples
 from gqa.eval.subjects import Subject
 from gqa.models.loading import load_tokenizer

@@ -17,7 +17,8 @@ from support.hub_server import Hub, Machine
 
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.errors import CorpusError
-from gqa.corpus.sources import ALLOWED, check_text_options, parse_source, parse_sources
+from gqa.corpus.files import ALLOWED
+from gqa.corpus.specs import check_text_options, parse_source, parse_sources
 from gqa.uptrain.dataloader import data_sources, heldout_sources
 from gqa.uptrain.options import TrainOptions
 

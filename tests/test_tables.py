@@ -17,7 +17,8 @@ from support.checkpoints import run
 from support.documents import lines, open_data
 
 from gqa.core.errors import CorpusError
-from gqa.corpus.sources import find_files, parse_source
+from gqa.corpus.files import find_files
+from gqa.corpus.specs import parse_source
 from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.options import TrainOptions
 

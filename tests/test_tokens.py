@@ -23,7 +23,8 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.core.errors import CorpusError, RefusedError
 from gqa.corpus.blocks import Blocks, pack, with_repeats
 from gqa.corpus.encoders import Encoded, Encoders, TextEncoder
-from gqa.corpus.sources import Source, parse_source
+from gqa.corpus.sources import Source
+from gqa.corpus.specs import parse_source
 from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import Documents, Heldout, tokenize
 from gqa.models.loading import load_tokenizer

@@ -38,17 +38,12 @@ from gqa.corpus.blocks import (
     with_repeats,
 )
 from gqa.corpus.encoders import Encoders
+from gqa.corpus.exclusion import Exclusion
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenize_pairs
 from gqa.corpus.passages import Passages
-from gqa.corpus.sources import (
-    Exclusion,
-    Source,
-    is_self,
-    parse_self,
-    parse_source,
-    parse_sources,
-    searched_text,
-)
+from gqa.corpus.rows import searched_text
+from gqa.corpus.sources import Source
+from gqa.corpus.specs import is_self, parse_self, parse_source, parse_sources
 from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import (
     Block,

@@ -12,7 +12,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.core.devices import native_bfloat16, ranks
 from gqa.core.escape import shell_line
 from gqa.core.options import flag
-from gqa.corpus.sources import is_self
+from gqa.corpus.specs import is_self
 from gqa.uptrain.dataloader import data_sources, heldout_sources
 from gqa.uptrain.options import TrainOptions
 

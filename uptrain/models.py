@@ -27,7 +27,7 @@ from gqa.convert.methods.table import METHODS
 from gqa.core.compat import unsaved_names
 from gqa.core.devices import native_bfloat16
 from gqa.core.errors import RefusedError, explain, listing
-from gqa.corpus.sources import is_self, parse_self
+from gqa.corpus.specs import is_self, parse_self
 from gqa.models.loading import load_model
 from gqa.models.names import follow_prefix, parameter_names, shared_names, sources
 from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, Scope, TrainOptions

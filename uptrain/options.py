@@ -23,7 +23,7 @@ from gqa.core.options import (
     same_as,
     tokens_type,
 )
-from gqa.corpus.sources import check_text_options, is_self, parse_self
+from gqa.corpus.specs import check_text_options, is_self, parse_self
 
 Schedule = Literal["constant", "linear", "cosine"]
 Scope = Literal["all", "attention", "kv", "lora"]

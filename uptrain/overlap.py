@@ -20,7 +20,9 @@ import numpy as np
 from gqa.checkpoint.write import replacing
 from gqa.core.errors import plural
 from gqa.corpus.encoders import Encoders
-from gqa.corpus.sources import Exclusion, Source, row_digest, searched_text
+from gqa.corpus.exclusion import Exclusion
+from gqa.corpus.rows import row_digest, searched_text
+from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Heldout
 
 

@@ -16,7 +16,7 @@ from gqa.checkpoint.provenance import (
     versions,
 )
 from gqa.checkpoint.write import finite
-from gqa.corpus.sources import parse_self
+from gqa.corpus.specs import parse_self
 from gqa.uptrain.models import is_base_model
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import evaluation_interval, warmup_steps

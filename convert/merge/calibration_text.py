@@ -12,18 +12,10 @@ from typing import TYPE_CHECKING
 
 from gqa.core.console import Watcher
 from gqa.core.errors import RefusedError
-from gqa.corpus.sources import (
-    Exclusion,
-    Source,
-    check_text_options,
-    in_lowest_fraction,
-    is_self,
-    parse_self,
-    parse_source,
-    parse_sources,
-    row_digest,
-    searched_text,
-)
+from gqa.corpus.exclusion import Exclusion
+from gqa.corpus.rows import in_lowest_fraction, row_digest, searched_text
+from gqa.corpus.sources import Source
+from gqa.corpus.specs import check_text_options, is_self, parse_self, parse_source, parse_sources
 
 if TYPE_CHECKING:
     from torch import Tensor

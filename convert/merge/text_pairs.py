@@ -26,7 +26,8 @@ from gqa.core.console import Watcher
 from gqa.core.devices import fast_dtype
 from gqa.core.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder, TokenPair
-from gqa.corpus.sources import Source, row_digest
+from gqa.corpus.rows import row_digest
+from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Ints, check_ids
 from gqa.models.loading import load_model, load_tokenizer
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
 from gqa.convert.plan import Plan
-from gqa.corpus.sources import is_self
+from gqa.corpus.specs import is_self
 
 # Passes of the whole model over the text: both streams, attention once more, products for W_O
 _PASSES = 4.0

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 
 from gqa.corpus.encoders import Encoded, Encoders, TextEncoder
-from gqa.corpus.sources import parse_source
+from gqa.corpus.specs import parse_source
 from gqa.corpus.tokens import Documents, tokenize
 from gqa.uptrain.dataloader import DataBuilder, Dataloader
 

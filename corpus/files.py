@@ -1,0 +1,144 @@
+"""The files that a path, a directory or a pattern names."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from gqa.core.errors import CorpusError, listing
+from gqa.corpus.readers import FORMATS, file_format
+
+_SKIPPED = re.compile(r"(readme|license)\.txt|cache-.*\.arrow", re.I)  # of directories and patterns
+_SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(?![a-z])")
+_SUFFIXES = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
+ALLOWED = f"{_SUFFIXES} (text, JSON and CSV also with .gz or .zst)"
+
+
+def find_files(spec: str) -> tuple[Path, ...]:
+    """The files of one format that a file, a directory or a glob names, sorted by path, without
+    those of no bytes.
+
+    Directories are searched recursively, without hidden files, cards, and caches of `datasets`.
+    Links are followed; a file that has several paths counts once, with the first of them. Raises
+    CorpusError if there is no file, or files of several formats, or a directory holds several
+    splits.
+    """
+    # `os.path`: pathlib raises where there is no such user, or a name is too long
+    path = Path(os.path.expanduser(spec))
+    is_file = os.path.isfile(path)
+    is_directory = os.path.isdir(path)
+    if is_file:
+        paths = [path]
+    elif is_directory:
+        paths = [file for file in _below(path) if not file.is_dir()]
+    else:
+        paths = [*_matches(Path(path.anchor), path.relative_to(path.anchor).parts)]
+
+    files = [file for file in sorted(paths) if file_format(file) and os.path.isfile(file)]
+    if not is_file:
+        files = [file for file in files if not _SKIPPED.fullmatch(file.name)]
+    files = _without_repeats(files)
+    if not files:
+        raise CorpusError(
+            f"there is no file or directory {spec} with text; allowed are {ALLOWED}, and patterns"
+        )
+
+    if is_directory:
+        _check_one_split(spec, [str(file.relative_to(path)) for file in files])
+    _check_one_format(spec, files)
+
+    with_content = [file for file in files if file.stat().st_size]
+    if not with_content:
+        raise CorpusError(f"{spec} holds no text: it is empty or blank, or held out")
+    return tuple(with_content)
+
+
+def _check_one_split(directory: str, names: Sequence[str]) -> None:
+    """Raise CorpusError if files of these names in a directory are of several splits."""
+    splits = set[str]()
+    for name in names:
+        splits.update(_SPLITS.findall(name))
+    if len(splits) > 1:
+        pattern = shlex.quote(f"{glob.escape(directory.rstrip('/'))}/**/*train*")
+        raise CorpusError(
+            f"the directory {directory} holds several splits ({listing(splits)}); give the files "
+            f"of one, like {pattern}"
+        )
+
+
+def _check_one_format(spec: str, files: Sequence[Path]) -> None:
+    """Raise CorpusError if files have several formats."""
+    formats = {file_format(file): str(file) for file in files}
+    if len(formats) > 1:
+        examples = listing(formats.values())
+        raise CorpusError(
+            f"{spec} names files of several formats ({examples}); give a pattern that names those "
+            "of one"
+        )
+
+
+def _without_repeats(files: Sequence[Path]) -> list[Path]:
+    """The files without links, symbolic or hard, to those before."""
+    first = dict[tuple[int, int], Path]()
+    for file in files:
+        status = file.stat()
+        first.setdefault((status.st_dev, status.st_ino), file)
+    return list(first.values())
+
+
+def _matches(directory: Path, pattern: Sequence[str]) -> Iterator[Path]:
+    """The paths that a glob names, as `glob.iglob` does, but a part that exists as it is written is
+    no pattern, and `**` ends where directories contain links to themselves.
+    """
+    if not pattern:
+        yield directory
+        return
+
+    part, *rest = pattern
+    if part == "**":
+        for path in [directory, *_below(directory)]:
+            if path.is_dir():
+                yield from _matches(path, rest)
+            elif not rest:
+                yield path
+    elif os.path.lexists(directory / part):
+        yield from _matches(directory / part, rest)
+    elif glob.has_magic(part):
+        for path in _entries(directory):
+            is_hidden = path.name.startswith(".") and not part.startswith(".")
+            if fnmatchcase(path.name, part) and not is_hidden:
+                yield from _matches(path, rest)
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    """Files and directories below a directory, in any depth, without hidden ones.
+
+    Links to directories are followed, but each directory is searched once.
+    """
+    searched = {os.path.realpath(directory)}
+    waiting = [directory]
+    while waiting:
+        for path in _entries(waiting.pop()):
+            if path.name.startswith("."):
+                continue
+            if path.is_dir():
+                real = os.path.realpath(path)
+                if real in searched:
+                    continue
+                searched.add(real)
+                waiting.append(path)
+            yield path
+
+
+def _entries(directory: Path) -> list[Path]:
+    """The paths in a directory, sorted; none of what cannot be listed."""
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return []
+    return [directory / name for name in names]

@@ -1,0 +1,44 @@
+"""Data sets of the Hugging Face hub, loaded by `datasets`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from gqa.checkpoint.hub import cache_error, error_chain, hub_reason, local_cause, quiet
+from gqa.core.errors import CacheError, CorpusError, explain
+from gqa.corpus.cache import datasets_cache
+
+
+def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
+    """Load a data set (`datasets.Dataset`, or `IterableDataset` when streaming) at its newest
+    commit. Raises CorpusError.
+    """
+    import datasets
+    from huggingface_hub import HfApi, constants
+
+    datasets_cache()
+    try:
+        with quiet("datasets"):
+            # The hub's own error comes first: `datasets` retries for half a minute and says less.
+            revision = None
+            if not constants.HF_HUB_OFFLINE:
+                revision = HfApi().dataset_info(name).sha
+            return datasets.load_dataset(
+                name, config, split=split, revision=revision, streaming=streaming
+            )
+    # datasets, huggingface_hub, its HTTP client and fsspec raise many kinds
+    except Exception as error:
+        raise hub_error(error, name) from error
+
+
+def hub_error(error: BaseException, name: str) -> CorpusError | CacheError:
+    """The one-line error for a data set that cannot be loaded: its cause, and what to do."""
+    if cause := local_cause(error):
+        return cache_error(cause)
+    if reason := hub_reason(error):
+        return CorpusError(f"there is no file or directory {name}, and {reason}")
+    message = explain(error_chain(error)[-1]).partition(" Example of usage")[0].rstrip(".")
+    if re.match("config name|builderconfig|unknown split|bad split", message, re.IGNORECASE):
+        message += f"; write {name}:CONFIG or {name}:CONFIG:SPLIT"
+    return CorpusError(f"the data set {name} cannot be loaded: {message}")

@@ -1,0 +1,218 @@
+"""What is typed after `--data` names a source: the built-in corpus, local files, a data set of the
+Hugging Face hub, or text that the model writes.
+
+    stdlib:train   stdlib:heldout                          the source of Python's standard library
+    notes.txt   data/   'data/**/*.jsonl.gz'               files of one format (`FORMATS`)
+    org/name   org/name:config   org/name:config:split     a data set of the hub
+    self   self:1M   self:plain                            generated text, which is no `Source`
+
+`datasets` reads all but generated text; HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE mean what
+they mean there.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from gqa.core.errors import CorpusError, listing
+from gqa.core.options import read_amount
+from gqa.corpus.chat_column import chat_column_of_data, chat_column_of_files
+from gqa.corpus.files import find_files
+from gqa.corpus.hub_datasets import load_hub
+from gqa.corpus.readers import file_format, load_files
+from gqa.corpus.sources import Source
+from gqa.corpus.stdlib import stdlib_texts
+
+_NO_DATA = (
+    "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train"
+)
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
+
+
+def is_self(spec: str) -> bool:
+    """Whether a spec means self-generated text: `self`, `self:1M`, `self:plain`."""
+    return spec.split(":")[0] == "self"
+
+
+def parse_self(spec: str) -> tuple[int | None, bool]:
+    """Tokens of a spec like `self:plain:1M`, if given, and whether it is plain: without repeats.
+
+    Raises CorpusError.
+    """
+    refusal = CorpusError(
+        f"{spec} is not a source of text; give self, self:1M for a number of tokens, "
+        "or self:plain (self:plain:1M) "
+        "for text without repeats"
+    )
+    match = re.fullmatch("self(:plain)?(?::(.+))?", spec)
+    if match is None:
+        raise refusal
+    is_plain = bool(match[1])
+    if match[2] is None:
+        return None, is_plain
+
+    tokens = read_amount(match[2])
+    if not tokens:
+        raise refusal
+    return tokens, is_plain
+
+
+def parse_source(
+    spec: str,
+    *,
+    field: str = "text",
+    target_field: str | None = None,
+    split: str = "train",
+    streaming: bool = False,
+    separator: str | None = None,
+) -> Source:
+    """The source of a spec. Nothing of a hub data set is fetched before its documents are read.
+
+    Documents are chats if `field` is one of CHAT_COLUMNS and contains lists, or if the data has
+    such a column and none of the name `field`.
+
+    Args:
+        field: The column of text in JSON, CSV, Parquet, Arrow and hub data sets.
+        target_field: The column of targets, which makes documents pairs.
+        split: Of a hub data set whose spec names none.
+        streaming: Whether a hub data set is read without being stored.
+        separator: Cuts text files into documents; without it each file is one.
+
+    Raises:
+        CorpusError: The spec names nothing, or plain text that has no target.
+    """
+    if not spec.strip():
+        raise CorpusError(_NO_DATA)
+    if target_field == field:
+        raise CorpusError(f"--field and --target-field of {spec} are the same column; name two")
+
+    fields: tuple[str, ...] = (field,)
+    if target_field:
+        fields = (field, target_field)
+
+    if spec == "stdlib" or spec.startswith("stdlib:"):
+        return _stdlib_source(spec, fields)
+    if _names_files(spec):
+        return _file_source(spec, fields, separator)
+    if match := _HUB_NAME.fullmatch(spec):
+        name, config, named_split = match.groups()
+        return _hub_source(spec, name, config, named_split or split, fields, streaming)
+    raise CorpusError(
+        f"there is no file or directory {spec}, and it is not a data set name "
+        "(org/name[:config[:split]])"
+    )
+
+
+def _stdlib_source(spec: str, fields: tuple[str, ...]) -> Source:
+    """The built-in corpus."""
+    side = spec.removeprefix("stdlib:")
+    if side not in ("train", "heldout"):
+        raise CorpusError(f"there is no {spec}; allowed are stdlib:train and stdlib:heldout")
+    _refuse_target(spec, fields)
+    return Source(spec, partial(_load_stdlib, side))
+
+
+def _load_stdlib(side: str, columns: Sequence[str], chats: bool) -> Any:
+    """The data set of the built-in corpus, a `Load`."""
+    import datasets
+
+    return datasets.Dataset.from_dict({"text": list(stdlib_texts(side))})
+
+
+def _names_files(spec: str) -> bool:
+    """Whether a spec is a path or a pattern: it exists, or is written like one."""
+    return (
+        os.path.exists(spec)
+        or spec.startswith(("/", ".", "~"))
+        or spec.endswith("/")
+        or file_format(Path(spec)) is not None
+        or glob.has_magic(spec)
+    )
+
+
+def _file_source(spec: str, fields: tuple[str, ...], separator: str | None) -> Source:
+    """Files of one format."""
+    files = find_files(spec)
+    if file_format(files[0]) == "text":
+        _refuse_target(spec, fields)
+        fields = ("text",)
+        if separator:
+            separator = separator.replace("\\n", "\n")  # as it is typed in a shell
+    else:
+        separator = None
+    return Source(
+        spec,
+        partial(load_files, files),
+        fields,
+        chat_column=cache(partial(chat_column_of_files, files, fields)),
+        files=files,
+        separator=separator,
+    )
+
+
+def _hub_source(
+    spec: str, name: str, config: str | None, split: str, fields: tuple[str, ...], streaming: bool
+) -> Source:
+    """A data set of the hub."""
+    # Cached: a branch may move while its files are read.
+    load = cache(partial(load_hub, name, config, split, streaming))
+    return Source(
+        spec,
+        lambda columns, chats: load(),
+        fields,
+        chat_column=cache(partial(chat_column_of_data, name, load, fields)),
+    )
+
+
+def _refuse_target(spec: str, fields: tuple[str, ...]) -> None:
+    """Raise CorpusError if plain text is asked for a column of targets."""
+    if len(fields) > 1:
+        raise CorpusError(f"{spec} is plain text and has no field {fields[1]!r}")
+
+
+def check_text_options(specs: Iterable[str], field: str, separator: str | None) -> None:
+    """Raise CorpusError if `field` or `separator` is given and none of the sources uses it."""
+    if field == "text" and separator is None:
+        return
+    sources = [
+        parse_source(spec, field=field, separator=separator) for spec in specs if not is_self(spec)
+    ]
+    names = listing(source.spec for source in sources) or "self-generated text"
+    if field != "text" and all(source.fields == ("text",) for source in sources):
+        raise CorpusError(
+            f"--field {field} is a column of tables and data sets; {names} has no columns: leave "
+            "it out"
+        )
+    if separator is not None and not any(source.separator is not None for source in sources):
+        raise CorpusError(
+            f"--separator splits text files into documents; {names} is not a text file: leave it "
+            "out"
+        )
+
+
+def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
+    """The sources of specs; `options` are those of `parse_source`.
+
+    Raises CorpusError, also for a file or data set that is named twice.
+    """
+    if not specs:
+        raise CorpusError(_NO_DATA)
+    sources = tuple(parse_source(spec, **options) for spec in specs)
+
+    names = list[str | Path]()
+    for source in sources:
+        if source.files:
+            names += [file.resolve() for file in source.files]
+        else:
+            names.append(source.spec)
+    (name, count), *_ = Counter(names).most_common()
+    if count > 1:
+        raise CorpusError(f"the data names {name} {count} times; name every file and data set once")
+    return sources
