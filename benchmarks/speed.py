@@ -292,7 +292,7 @@ def prepare_training(model: str, steps: int, scratch: Path) -> Any:
         )
     )
     torch.set_num_threads(THREADS)  # after accelerate, which sets its own
-    return replace(setup, dataloader=replace(setup.dataloader, heldout=[]))
+    return replace(setup, dataloader=replace(setup.dataloader, heldout_blocks=[]))
 
 
 def uptrain_loop(*arguments: Any) -> Iterator[Any]:
@@ -373,13 +373,14 @@ def uptrain(model: str | None, steps: int, repeats: int, scratch: Path) -> None:
         )
     contestants = {"gqa-uptrain": uptrain_loop, "Trainer": trainer}
     runs = rounds(contestants, repeats, (model, steps, scratch))
-    of_steps = {
-        name: [
-            run._replace(seconds=(run.value[-1][0] - run.value[WARM_UP - 1][0]) / steps)
-            for run in entries
-        ]
-        for name, entries in runs.items()
-    }
+
+    def seconds_of_step(ticks: list[tuple[float, float]]) -> float:
+        """The mean time of a step after the warm-up."""
+        return (ticks[-1][0] - ticks[WARM_UP - 1][0]) / steps
+
+    of_steps = {}
+    for name, entries in runs.items():
+        of_steps[name] = [run._replace(seconds=seconds_of_step(run.value)) for run in entries]
     report(of_steps, "gqa-uptrain", BATCH * CONTEXT)
     print(
         "losses of the first step",

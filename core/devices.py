@@ -71,9 +71,9 @@ def from_main(function: Callable[[], T]) -> T:
 
 def default_device() -> str:
     """The accelerator, or else the CPU."""
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
+    if not torch.accelerator.is_available():
+        return "cpu"
+    accelerator = torch.accelerator.current_accelerator()
     return accelerator.type if accelerator else "cpu"
 
 
@@ -97,10 +97,12 @@ def out_of_memory(error: BaseException) -> bool:
     """Whether a device, or the host, ran out of memory: torch has an error class for devices
     only.
     """
-    message = str(error) if isinstance(error, RuntimeError) else ""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        words in message for words in _NO_MEMORY
-    )
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error)
+    return any(words in message for words in _NO_MEMORY)
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -116,9 +118,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def total_memory(device: str) -> int | None:
-    """Total bytes of memory of an accelerator, or of this host or its container;
-    None if unknown.
-    """
+    """Bytes of memory of an accelerator, or of this host or its container; None if unknown."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[1]
     try:

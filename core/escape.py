@@ -76,10 +76,10 @@ def code_span(text: str, limit: int = 300) -> str:
 
 def code_block(lines: Iterable[str], language: str = "") -> str:
     """Lines as a block of code of Markdown."""
-    shown = [one_line(line, _LONGEST_COMMAND) for line in lines]
-    longest = max((len(run) for line in shown for run in re.findall("`+", line)), default=0)
+    code = "\n".join(one_line(line, _LONGEST_COMMAND) for line in lines)
+    longest = max(map(len, re.findall("`+", code)), default=0)
     fence = "`" * max(3, longest + 1)
-    return "\n".join([f"{fence}{language}", *shown, fence])
+    return f"{fence}{language}\n{code}\n{fence}"
 
 
 def python_string(text: str) -> str:

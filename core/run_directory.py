@@ -78,16 +78,6 @@ class RunDirectory:
                 f"{self.path} was not {made_by}; move it away or give another directory with -o"
             )
 
-    def refuse_another(self, work: str, changed: Collection[str], advice: str) -> NoReturn:
-        """Raise RefusedError, because the directory has the work of another run.
-
-        Args:
-            work: What it has, like "layers of another run".
-            changed: What differs between that run and this one, of `differences`.
-            advice: What to do.
-        """
-        raise RefusedError(f"{self.path} holds {work} ({'; '.join(changed)}); {advice}")
-
     # ------------------------------------------------------------------------- making, working
 
     def claim(self) -> None:
@@ -160,7 +150,9 @@ class RunDirectory:
     def contents(self) -> list[Path]:
         """What is in the directory under names of ours, except the mark and the lock."""
         patterns = ["*"] if self.ours is None else self.ours
-        paths = {path for pattern in patterns for path in self.path.glob(pattern)}
+        paths = set[Path]()
+        for pattern in patterns:
+            paths.update(self.path.glob(pattern))
         return sorted(path for path in paths if path.name not in (MARK, LOCK))
 
     # -------------------------------------------------------------------------------- removing
@@ -261,6 +253,18 @@ def differences(
             name = (names or {}).get(key, key)
             changed[name] = f"{name}: {_value_text(value_before)} -> {_value_text(value_now)}"
     return [text for _, text in sorted(changed.items())]
+
+
+def refuse_another(path: Path, work: str, changed: Collection[str], advice: str) -> NoReturn:
+    """Raise RefusedError, because a directory has the work of another run.
+
+    Args:
+        path: The directory.
+        work: What it has, like "layers of another run".
+        changed: What differs between that run and this one, of `differences`.
+        advice: What to do.
+    """
+    raise RefusedError(f"{path} holds {work} ({'; '.join(changed)}); {advice}")
 
 
 def _flat(identity: Mapping[str, Any], group: str = "") -> dict[str, Any]:

@@ -71,9 +71,7 @@ def register(run: str, directory: Path) -> Path | None:
 
 
 def _open_entry(name: str) -> Path | None:
-    """A directory of this name on the first of the `shelves` that can be written;
-    None if none can.
-    """
+    """A directory of this name on the first of the `shelves` that can be written, or None."""
     for shelf in shelves():
         entry = shelf / name
         with suppress(OSError):
@@ -95,8 +93,11 @@ def entries(run: str) -> list[Path]:
     """The entries of a run on all shelves, as far as only this user can write to them."""
     if not run:
         return []
-    private = [shelf for shelf in shelves() if is_private(shelf)]
-    paths = [entry for shelf in private for entry in sorted(shelf.glob(f"{run}-*"))]
+
+    paths = list[Path]()
+    for shelf in shelves():
+        if is_private(shelf):
+            paths += sorted(shelf.glob(f"{run}-*"))
     return [entry for entry in paths if is_private(entry)]
 
 

@@ -63,10 +63,15 @@ class Blocks:
     """Documents in a given order, cut into blocks: a map-style data set for a DataLoader without
     shuffling.
 
-    `order`: (N,) document numbers, repeated in several epochs. `lengths`: (D,) tokens to read from
-    the start of each document, by default all. Block b is tokens b * size to (b + 1) * size of the
-    stream: {"input_ids": (size,) int64}, and of documents with masks {"loss_mask": (size,)}.
-    `n_blocks`: by default all.
+    Block b is tokens b * size to (b + 1) * size of the stream: {"input_ids": (size,) int64}, and of
+    documents with masks {"loss_mask": (size,)}.
+
+    Attributes:
+        text: The documents.
+        order: (N,) document numbers, repeated in several epochs.
+        size: Tokens of a block.
+        n_blocks: By default all.
+        lengths: (D,) tokens to read from the start of each document, by default all.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class Blocks:
         """Block `index`. Raises IndexError if it is out of range."""
         if not 0 <= index < self.n_blocks:
             raise IndexError(f"block {index} of {self.n_blocks}")
+
         begin = int(index) * self.size
         first = int(np.searchsorted(self._ends, begin, "right"))
         last = int(np.searchsorted(self._ends, begin + self.size, "left"))
@@ -136,6 +142,13 @@ def is_plain(numbers: Any) -> Any:
     return numbers * _GOLDEN % 1.0 < MIX["plain"]
 
 
+def _kind(index: int) -> str:
+    """The kind of block `index`, a key of `MIX`, by the same rule as `is_plain`."""
+    upper_bounds = np.cumsum(list(MIX.values()))
+    number = int(np.searchsorted(upper_bounds, index * _GOLDEN % 1.0, side="right"))
+    return list(MIX)[number]
+
+
 def with_repeats(
     blocks: Callable[[int], Ints], index: int, seed: int, start: int | None, *, first: int = 0
 ) -> Ints:
@@ -153,16 +166,13 @@ def with_repeats(
     lead = int(plain.flat[0] == start)  # the first id, also where each has a mask
     head = plain[:lead]
     block = plain[lead:]
-    # As `is_plain`.
-    kind = list(MIX)[
-        int(np.searchsorted(np.cumsum(list(MIX.values())), index * _GOLDEN % 1.0, side="right"))
-    ]
+    kind = _kind(index)
     if kind == "plain" or len(block) < 2 * SHORTEST:
         return plain
+
     random = np.random.default_rng([seed, index])
     if kind == "random":
-        before = [
-            blocks(number)[lead:] for number in range(max(first, index - EARLIER_BLOCKS), index)
-        ]
+        numbers = range(max(first, index - EARLIER_BLOCKS), index)
+        before = [blocks(number)[lead:] for number in numbers]
         block = random.choice(np.concatenate([*before, block]), len(block))
     return np.concatenate([head, repeat_start(block, random)])

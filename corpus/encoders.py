@@ -88,7 +88,7 @@ class TextEncoder:
 
     def encode(self, documents: Sequence[str]) -> list[Encoded]:
         """Encode texts, all at once."""
-        before = [] if self.bos is None else [self.bos]
+        before = [self.bos] if self.bos is not None else []
         ids_of_texts = self.tokenizer(
             list(documents),
             add_special_tokens=False,
@@ -188,15 +188,18 @@ class ChatEncoder:
             return_offsets_mapping=self.masks,
             verbose=False,
         )
+        ids_of_texts = encoded["input_ids"]
         if not self.masks:
-            return [
-                Encoded(text, ids) for text, ids in zip(texts, encoded["input_ids"], strict=True)
-            ]
+            return [Encoded(text, ids) for text, ids in zip(texts, ids_of_texts, strict=True)]
+
         masks = [
             overlapping(offsets, spans)
             for offsets, spans in zip(encoded["offset_mapping"], spans_of_texts, strict=True)
         ]
-        return [Encoded(*row) for row in zip(texts, encoded["input_ids"], masks, strict=True)]
+        return [
+            Encoded(text, ids, mask)
+            for text, ids, mask in zip(texts, ids_of_texts, masks, strict=True)
+        ]
 
     def beginning(self, text: str, count: int) -> str:
         """The beginning of a rendered chat that the first `count` tokens spell."""
@@ -263,17 +266,20 @@ class ChatEncoder:
         """What the template writes. Raises RefusedError and CorpusError."""
         length = sum(len(str(message.get("content", ""))) for message in messages)
         answer = self._renderer.render(messages, CHARACTERS + 2 * length, **settings)
+
         if "error" in answer:
             raise RefusedError(
                 f"the chat template of {self.name} cannot be used: for a chat of {length:,} "
                 f"characters {answer['error']}; repair it, or name a column of text with --field"
             )
         if "raised" in answer:
-            said = str(messages[0].get("content", ""))[:_SHOWN] if messages else ""
+            beginning = ""
+            if messages:
+                beginning = str(messages[0].get("content", ""))[:_SHOWN]
             reason = explain(ValueError(answer["raised"]))
             raise CorpusError(
-                f"the chat template of {self.name} refuses the chat that begins with {said!r}: "
-                f"{reason}; repair or remove that chat"
+                f"the chat template of {self.name} refuses the chat that begins with "
+                f"{beginning!r}: {reason}; repair or remove that chat"
             )
         return answer
 
@@ -365,9 +371,9 @@ def text_of_first_tokens(text: str, tokenizer: Any, count: int, **settings: Any)
     if not getattr(tokenizer, "is_fast", False):
         total = len(tokenizer(text, verbose=False, **settings)["input_ids"])
         return text[: round(len(text) * count / total)]
-    offsets = tokenizer(text, verbose=False, return_offsets_mapping=True, **settings)[
-        "offset_mapping"
-    ]
+
+    encoded = tokenizer(text, verbose=False, return_offsets_mapping=True, **settings)
+    offsets = encoded["offset_mapping"]
     # Special tokens have the offsets (0, 0), also in the middle.
     return text[: max((end for _, end in offsets[:count]), default=0)]
 
@@ -383,11 +389,11 @@ def tokenizer_content(tokenizer: Any) -> Any:
         content.pop("padding", None)
         return content
 
-    flags = {
-        name: value for name, value in tokenizer.init_kwargs.items() if isinstance(value, bool)
-    }
-    names = flags.keys() - {"is_local", "local_files_only"}
-    settings = sorted((name, flags[name]) for name in names)
+    settings = list[tuple[str, bool]]()
+    for name, value in sorted(tokenizer.init_kwargs.items()):
+        if isinstance(value, bool) and name not in ("is_local", "local_files_only"):
+            settings.append((name, value))
+
     # The files also have merges or scores, get_vocab() does not
     with TemporaryDirectory() as directory:
         tokenizer.save_vocabulary(directory)

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 
 from gqa.core.errors import CorpusError, listing
@@ -15,7 +16,7 @@ from gqa.corpus.readers import FORMATS, file_format
 
 _SKIPPED = re.compile(r"(readme|license)\.txt|cache-.*\.arrow", re.I)  # of directories and patterns
 _SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(?![a-z])")
-_SUFFIXES = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
+_SUFFIXES = ", ".join(chain.from_iterable(FORMATS.values()))
 ALLOWED = f"{_SUFFIXES} (text, JSON and CSV also with .gz or .zst)"
 
 

@@ -13,9 +13,12 @@ from gqa.models.chunked_head import CHUNK_NUMBERS
 
 def nats(logits: Tensor, targets: Tensor) -> Tensor:
     """-ln p(target): (n, V) float32 logits, (n,) ids -> (n,) float32."""
+    rows = len(logits)
     # On a CPU, large results need new memory pages, small ones reuse them: 7 times as fast.
-    small = logits.device.type == "cpu" and not logits.requires_grad
-    rows = max(1, CHUNK_NUMBERS // 2 // logits.shape[-1] if small else len(logits))
+    if logits.device.type == "cpu" and not logits.requires_grad:
+        rows = CHUNK_NUMBERS // 2 // logits.shape[-1]
+    rows = max(1, rows)
+
     pieces = zip(logits.split(rows), targets.split(rows), strict=True)
     return torch.cat(
         [torch.nn.functional.cross_entropy(*piece, reduction="none") for piece in pieces]

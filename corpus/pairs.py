@@ -16,21 +16,26 @@ from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Block, Documents, Ints, first_token, join, tokenize_source
 
 TokenPair = tuple[list[int], list[int]]  # tokens of a source, and of the target to predict
+Frame = tuple[list[int], list[int]]  # special tokens before a text, and after it
 
 # As T5 was trained (arXiv 1910.10683, section 3.3.4).
-# share of the tokens left out, and mean tokens of a span
-NOISE = 0.15
-SPAN = 3.0
+NOISE = 0.15  # share of the tokens left out
+SPAN = 3.0  # mean tokens of a span
 _SENTINELS = 100  # of T5
 
 
 class PairEncoder:
     """Text -> pairs for the encoder-decoder of a transformers `config`.
 
-    start: the decoder's first token; end: the last token of a text; pad: the padding token; marks:
-    tokens in place of spans that are left out: T5's sentinels in order, or one mask token (BART),
-    or empty. `tokenizer` may be None if no text is encoded. Raises RefusedError if the config names
-    no first token.
+    `tokenizer` may be None if no text is encoded. Raises RefusedError if the config names no first
+    token.
+
+    Attributes:
+        start: The decoder's first token.
+        end: The last token of a text.
+        pad: The padding token.
+        marks: Tokens in place of spans that are left out: T5's sentinels in order, or one mask
+            token (BART), or empty.
     """
 
     def __init__(self, config: Any, tokenizer: Any, name: str) -> None:
@@ -39,20 +44,33 @@ class PairEncoder:
         self.start = first_token(config, name)
         self.pad = int(config.pad_token_id or 0)
         end = config.get_text_config(decoder=True).eos_token_id
-        self.end = self.start if end is None else int(end[0] if isinstance(end, list) else end)
+        if isinstance(end, list):
+            end = end[0]
+        self.end = self.start if end is None else int(end)
+
         self.marks: list[int] = []
-        nothing: tuple[list[int], list[int]] = [], [self.end]
-        self._around = nothing, nothing
+        only_end: Frame = ([], [self.end])
+        self._frames = (only_end, only_end)  # of the source, and of the target
         if tokenizer is not None:
-            if getattr(tokenizer, "tgt_lang", "") is None:  # M2M-100 then encodes no target
-                tokenizer.tgt_lang = tokenizer.src_lang
-            vocabulary = tokenizer.get_vocab()
-            mask = tokenizer.mask_token_id
-            sentinels = (vocabulary.get(f"<extra_id_{i}>") for i in range(_SENTINELS))
-            self.marks = [i for i in sentinels if i is not None] or ([] if mask is None else [mask])
-            before, after = _frame(tokenizer, "text_target")
-            target = before[before[:1] == [self.start] :], after or [self.end]
-            self._around = _frame(tokenizer, "text"), target
+            self._read_tokenizer(tokenizer)
+
+    def _read_tokenizer(self, tokenizer: Any) -> None:
+        """Find the marks and the special tokens around texts."""
+        if getattr(tokenizer, "tgt_lang", "") is None:  # M2M-100 then encodes no target
+            tokenizer.tgt_lang = tokenizer.src_lang
+
+        vocabulary = tokenizer.get_vocab()
+        for number in range(_SENTINELS):
+            sentinel = vocabulary.get(f"<extra_id_{number}>")
+            if sentinel is not None:
+                self.marks.append(sentinel)
+        if not self.marks and tokenizer.mask_token_id is not None:
+            self.marks = [tokenizer.mask_token_id]
+
+        before, after = _frame(tokenizer, "text_target")
+        if before[:1] == [self.start]:
+            before = before[1:]  # only the decoder reads it
+        self._frames = (_frame(tokenizer, "text"), (before, after or [self.end]))
 
     def encode(self, texts: Sequence[str], target: bool = False) -> list[list[int]]:
         """The tokens of sources, or of targets, without special tokens."""
@@ -67,16 +85,15 @@ class PairEncoder:
         """Add the special tokens of the tokenizer, without `start` of the target, which only the
         decoder reads; each side is cut to `length` in all.
         """
-        framed_source, framed_target = (
-            [*before, *ids[: length - len(before) - len(after)], *after]
-            for ids, (before, after) in zip((source, target), self._around, strict=True)
-        )
-        return framed_source, framed_target
+        source_frame, target_frame = self._frames
+        return _framed(source, source_frame, length), _framed(target, target_frame, length)
 
     def cuts(self, source: Sequence[int], target: Sequence[int], length: int) -> bool:
         """Whether `add_special_tokens` cuts one of them."""
-        sides = zip((source, target), self._around, strict=True)
-        return any(len(before) + len(ids) + len(after) > length for ids, (before, after) in sides)
+        source_frame, target_frame = self._frames
+        source_length = len(source) + _frame_length(source_frame)
+        target_length = len(target) + _frame_length(target_frame)
+        return max(source_length, target_length) > length
 
     def corrupt(self, ids: Ints, generator: np.random.Generator) -> TokenPair:
         """A pair from plain text (T,), with at most T tokens a side.
@@ -89,10 +106,10 @@ class PairEncoder:
                 "so plain text makes no pairs: "
                 "give pairs with --field and --target-field"
             )
-        most = len(ids) - max(len(before) + len(after) for before, after in self._around)
-        return self.add_special_tokens(
-            *corrupt_spans(ids[: max(most, 2)], self.marks, generator), len(ids)
-        )
+        length = len(ids)
+        most = length - max(map(_frame_length, self._frames))
+        source, target = corrupt_spans(ids[: max(most, 2)], self.marks, generator)
+        return self.add_special_tokens(source, target, length)
 
 
 def tokenize_pairs(sources: Sequence[Source], encoder: PairEncoder) -> Documents:
@@ -123,9 +140,7 @@ def pair_block(pair: tuple[Sequence[int] | Ints, Sequence[int] | Ints]) -> Block
 
 @dataclass(frozen=True)
 class PairBlocks:
-    """Pairs of a table as blocks, in the order of these numbers,
-    with at most `size` tokens a side.
-    """
+    """Pairs of a table as blocks, in this order, with at most `size` tokens a side."""
 
     table: Documents
     order: Ints
@@ -133,10 +148,9 @@ class PairBlocks:
     size: int
 
     def __getitem__(self, index: int) -> Block:
-        source, target = (
-            self.table.tokens(int(self.order[index]), side).tolist()
-            for side in ("source", "target")
-        )
+        number = int(self.order[index])
+        source = self.table.tokens(number, "source").tolist()
+        target = self.table.tokens(number, "target").tolist()
         return pair_block(self.encoder.add_special_tokens(source, target, self.size))
 
 
@@ -144,33 +158,48 @@ def corrupt_spans(ids: Ints, marks: Sequence[int], generator: np.random.Generato
     """Tokens (T,) -> the source, with a mark in place of each noise span, and the target: each mark
     followed by its span, or the whole text if there is one mark for all.
     """
+    one_mark = len(marks) == 1
     noise = min(max(round(NOISE * len(ids)), 1), len(ids) - 1)
-    most = noise if len(marks) == 1 else min(noise, len(marks))
+    most = noise if one_mark else min(noise, len(marks))
     spans = max(1, min(round(noise / SPAN), most, len(ids) - noise))
 
     def cut(total: int) -> list[int]:
+        """Random sizes of `spans` parts that make up `total`."""
         ends = np.sort(generator.choice(total - 1, spans - 1, replace=False)) + 1
         return [int(size) for size in np.diff([0, *ends, total])]
 
     source = list[int]()
     target = list[int]()
     begin = 0
-    for number, (plain_size, span_size) in enumerate(
-        zip(cut(len(ids) - noise), cut(noise), strict=True)
-    ):
+    plain_sizes = cut(len(ids) - noise)
+    noise_sizes = cut(noise)
+    for number, (plain_size, noise_size) in enumerate(zip(plain_sizes, noise_sizes, strict=True)):
         mark = marks[number % len(marks)]
         middle = begin + plain_size
+        end = middle + noise_size
         source += [*ids[begin:middle].tolist(), mark]
-        target += [mark, *ids[middle : middle + span_size].tolist()]
-        begin = middle + span_size
-    return source, ids.tolist() if len(marks) == 1 else target
+        target += [mark, *ids[middle:end].tolist()]
+        begin = end
+
+    if one_mark:
+        target = ids.tolist()
+    return source, target
 
 
-def _frame(tokenizer: Any, side: str) -> tuple[list[int], list[int]]:
+def _framed(ids: Sequence[int], frame: Frame, length: int) -> list[int]:
+    """The tokens of a text between special tokens, cut to `length` in all."""
+    before, after = frame
+    return [*before, *ids[: length - _frame_length(frame)], *after]
+
+
+def _frame_length(frame: Frame) -> int:
+    before, after = frame
+    return len(before) + len(after)
+
+
+def _frame(tokenizer: Any, side: str) -> Frame:
     """The special tokens before and after a text."""
-    plain, framed = (
-        tokenizer(**{side: "a"}, add_special_tokens=special)["input_ids"]
-        for special in (False, True)
-    )
+    plain = tokenizer(**{side: "a"}, add_special_tokens=False)["input_ids"]
+    framed = tokenizer(**{side: "a"}, add_special_tokens=True)["input_ids"]
     begin = next(i for i in range(len(framed)) if framed[i : i + len(plain)] == plain)
     return framed[:begin], framed[begin + len(plain) :]

@@ -25,7 +25,7 @@ MOST = 1 << 24  # passages of held-out text that are hashed: 128 MiB
 _SYMBOLS = re.compile(r"[\W_]+")
 _CHUNK = 1 << 20  # letters that are hashed at a time
 _FILTER_BITS = 24
-# odd
+# Odd numbers, so that products modulo 2^64 lose nothing
 _BASE = 0x9E3779B97F4A7C15
 _SPREAD = 0xBF58476D1CE4E5B9
 _MIX = 0x94D049BB133111EB
@@ -43,9 +43,11 @@ def letters_of(text: str) -> str:
 class Passages:
     """The passages of held-out text.
 
-    hashes: sorted and unique. short: the letters of texts with less than LENGTH, which are found as
-    whole documents. whole: whether all of the text is in `hashes`, which has at most MOST.
-    identity: a hash of the text.
+    Attributes:
+        hashes: Sorted and unique.
+        short: The letters of texts with less than LENGTH, which are found as whole documents.
+        whole: Whether all of the text is in `hashes`, which has at most MOST.
+        identity: A hash of the text.
     """
 
     hashes: Hashes
@@ -62,16 +64,19 @@ class Passages:
         count = 0
         digest = hashlib.sha256()
         whole = True
+
         for text in texts:
             letters = letters_of(text)
             digest.update(letters.encode() + b"\0")
             if len(letters) < LENGTH:
                 short.add(letters)
                 continue
+
             hashes = _sorted_unique(_hashes(_codes(letters)))
             whole = whole and count + len(hashes) <= MOST
             parts.append(hashes[: max(MOST - count, 0)])
             count += len(parts[-1])
+
         hashes = _sorted_unique(np.concatenate([np.zeros(0, np.uint64), *parts]))
         present = np.zeros(1 << _FILTER_BITS, bool)
         present[_filter_index(hashes)] = True
@@ -99,17 +104,22 @@ class Passages:
         letters = letters_of(text)
         if len(letters) < LENGTH:
             return [] if letters in self.short else [text]
+
         covered = self._covered(letters)
         if not covered.any():
             return [text]
 
         # The character in the text of each letter: one character may be several letters,
         # case-folded.
-        origin = [place for place, character in enumerate(text) for _ in letters_of(character)]
+        origin = list[int]()
+        for place, character in enumerate(text):
+            origin += [place] * len(letters_of(character))
+
         edges = np.flatnonzero(np.diff(np.concatenate([[True], covered, [True]]).astype(np.int8)))
         pieces = []
         for begin, end in edges.reshape(-1, 2).tolist():
             if end - begin >= LENGTH:
+                # What stands before the first letter and after the last belongs to the outer pieces
                 first = origin[begin] if begin else 0
                 last = origin[end - 1] + 1 if end < len(letters) else len(text)
                 pieces.append(text[first:last])
@@ -138,9 +148,12 @@ class Passages:
 def _sorted_unique(hashes: Hashes) -> Hashes:
     """As `np.unique`, whose hash table is a hundred times slower for such numbers (numpy 2.3)."""
     ordered = np.sort(hashes)
-    return (
-        ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
-    )
+    if not len(ordered):
+        return ordered
+    is_first = np.ones(len(ordered), bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    unique: Hashes = ordered[is_first]
+    return unique
 
 
 def _codes(letters: str) -> Codes:
@@ -162,9 +175,8 @@ def _hashes(codes: Codes) -> Hashes:
     parts = [np.zeros(0, np.uint64)]
     for begin in range(0, len(codes) - LENGTH + 1, _CHUNK):
         values = codes[begin : begin + _CHUNK + LENGTH - 1].astype(np.uint64) * np.uint64(_SPREAD)
-        prefix = np.concatenate(
-            [np.zeros(1, np.uint64), np.cumsum(values * _POWERS[: len(values)])]
-        )
+        sums = np.cumsum(values * _POWERS[: len(values)])
+        prefix = np.concatenate([np.zeros(1, np.uint64), sums])
         hashes = (prefix[LENGTH:] - prefix[:-LENGTH]) * _INVERSE_POWERS[: len(values) - LENGTH + 1]
         hashes ^= hashes >> np.uint64(31)
         parts.append(hashes * np.uint64(_MIX))

@@ -12,7 +12,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -221,9 +221,8 @@ def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
     """The values in a JSON file, each with its number, from 1: of JSON Lines that of its line."""
     with _open(path) as stream:
         lines = enumerate(stream, 1)
-        start, first = next(
-            ((n, line) for n, line in lines if _without_mark(line).strip()), (0, b"")
-        )
+        not_blank = ((number, line) for number, line in lines if _without_mark(line).strip())
+        start, first = next(not_blank, (0, b""))
         first = _without_mark(first)
         if not first:
             return
@@ -274,11 +273,8 @@ def _rows_of_value(value: Any) -> Iterable[Any]:
         and value
         and all(isinstance(column, list) for column in value.values())
     ):
-        length = max(map(len, value.values()))
-        padded = {
-            name: [*column, *[None] * (length - len(column))] for name, column in value.items()
-        }
-        return [{name: padded[name][number] for name in padded} for number in range(length)]
+        rows = zip_longest(*value.values())
+        return [dict(zip(value, row, strict=True)) for row in rows]
     return [value]
 
 

@@ -147,6 +147,7 @@ def _file_source(spec: str, fields: tuple[str, ...], separator: str | None) -> S
             separator = separator.replace("\\n", "\n")  # as it is typed in a shell
     else:
         separator = None
+
     return Source(
         spec,
         partial(load_files, files),
@@ -185,6 +186,7 @@ def check_text_options(specs: Iterable[str], field: str, separator: str | None) 
         parse_source(spec, field=field, separator=separator) for spec in specs if not is_self(spec)
     ]
     names = listing(source.spec for source in sources) or "self-generated text"
+
     if field != "text" and all(source.fields == ("text",) for source in sources):
         raise CorpusError(
             f"--field {field} is a column of tables and data sets; {names} has no columns: leave "

@@ -32,22 +32,24 @@ def stdlib_texts(split: str) -> Iterator[str]:
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = {*subfolders} - _EXCLUDED_PARTS  # site-packages has far more files
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
+
     for path in sorted(paths):
         parts = path.relative_to(root).with_suffix("").parts
         if _EXCLUDED_PARTS.intersection(parts) or parts[0] in _EXCLUDED_PACKAGES:
             continue
         if parts[0].startswith(("_sysconfigdata", "config-")):  # describes one machine
             continue
-        module = ".".join(parts)
-        heldout = (
-            int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "big") % 1000
-            < HELDOUT_PER_MILLE
-        )
-        if heldout != (split == "heldout"):
+        if _is_held_out(".".join(parts)) != (split == "heldout"):
             continue
+
         try:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue
         if text.strip():
             yield text
+
+
+def _is_held_out(module: str) -> bool:
+    digest = hashlib.sha256(module.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 1000 < HELDOUT_PER_MILLE

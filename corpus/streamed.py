@@ -17,9 +17,10 @@ import numpy as np
 from gqa.core.errors import CorpusError, RefusedError
 from gqa.corpus.blocks import pack
 from gqa.corpus.encoders import Encoder
+from gqa.corpus.reading_order import HeldoutDocuments
 from gqa.corpus.rows import row_digest
 from gqa.corpus.sources import Source
-from gqa.corpus.tokens import LOSS_MASK, Block, Heldout, encode_rows, nothing_counts
+from gqa.corpus.tokens import LOSS_MASK, Block, encode_rows, nothing_counts
 
 _LANES = 64  # at most: each has a shard open
 _BATCH = 64  # documents tokenized at a time
@@ -31,12 +32,11 @@ Bookmark = tuple[list[int], list[State]]  # of each lane its next block, and its
 
 def positions_of(bookmark: Bookmark) -> list[Any]:
     """`StreamedBlocks.positions` at a bookmark."""
-    lanes = enumerate(zip(*bookmark, strict=True))
-    return [
-        [lane, number, state | {"rest": state["rest"].tolist()}]
-        for lane, (number, state) in lanes
-        if number
-    ]
+    positions = list[Any]()
+    for lane, (number, state) in enumerate(zip(*bookmark, strict=True)):
+        if number:  # else nothing of the lane has been read
+            positions.append([lane, number, state | {"rest": state["rest"].tolist()}])
+    return positions
 
 
 class StreamedBlocks:
@@ -51,7 +51,7 @@ class StreamedBlocks:
         encoder: Encoder,
         *,
         block_size: int,
-        heldout: Heldout,
+        heldout: HeldoutDocuments,
         batch: int = 1,
     ) -> None:
         self.source = source
@@ -59,9 +59,8 @@ class StreamedBlocks:
         self._heldout = heldout
         self._size = block_size
         self._shards = source.n_shards
-        self.lanes = max(
-            n for n in range(1, min(self._shards, _LANES, batch) + 1) if batch % n == 0
-        )
+        most_lanes = min(self._shards, _LANES, batch)
+        self.lanes = max(n for n in range(1, most_lanes + 1) if batch % n == 0)
         # Of each lane: its next block, the position before it, and the blocks from there on.
         self._numbers = [0] * self.lanes
         self._states = [State()] * self.lanes
@@ -69,15 +68,16 @@ class StreamedBlocks:
 
     def __str__(self) -> str:
         """The source and the number of lanes, on which the blocks depend."""
-        return self.source.spec + (
-            f" ({self._shards} files, {self.lanes} at a time)" if self._shards > 1 else ""
-        )
+        if self._shards == 1:
+            return self.source.spec
+        return f"{self.source.spec} ({self._shards} files, {self.lanes} at a time)"
 
     def __getitem__(self, index: int) -> Block:
         """Block `index`; its lane is read forward, or again from the start."""
         number, lane = divmod(index, self.lanes)
         if number < self._numbers[lane]:
             self.seek([[lane, 0, {}]])
+
         for _ in range(self._numbers[lane], number + 1):
             block, self._states[lane] = next(self._blocks[lane])
         self._numbers[lane] = number + 1
@@ -118,7 +118,8 @@ class StreamedBlocks:
         def documents() -> Iterator[Any]:
             nonlocal position
             any_counts = bool(position)  # else the run before would have ended
-            for epoch in count(position["epoch"] if position else 0):
+            first_epoch = position["epoch"] if position else 0
+            for epoch in count(first_epoch):
                 data.set_epoch(epoch)
                 for row in part.read(data):
                     position = data.state_dict()
@@ -137,14 +138,13 @@ class StreamedBlocks:
     def _tokens(self, texts: list[str]) -> dict[str, list[Any]]:
         """Tokenize a batch of documents, without what is held out."""
         rows = encode_rows(self.encoder, [(text,) for text in texts])
-        limits = [
-            self._heldout.limit(row_digest(text), len(row["tokens"]))
-            for text, row in zip(texts, rows, strict=True)
-        ]
-        return {
-            column: [row[column][:limit] for row, limit in zip(rows, limits, strict=True) if limit]
-            for column in rows[0]
-        }
+        columns: dict[str, list[Any]] = {column: [] for column in rows[0]}
+        for text, row in zip(texts, rows, strict=True):
+            limit = self._heldout.limit(row_digest(text), len(row["tokens"]))
+            if limit:
+                for column, values in columns.items():
+                    values.append(row[column][:limit])
+        return columns
 
 
 def tokens_of_row(row: Mapping[str, Any]) -> Any:

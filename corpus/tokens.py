@@ -1,16 +1,10 @@
-"""Documents -> cached tokens, and the order in which they are read.
-
-Documents are ordered by a hash of their text and the seed: the same on every machine, for every
-number of ranks, and for any layout of files. Training reads a prefix, so a larger alpha first reads
-the data of a smaller one. Held-out documents are identified by a hash of their text, so no seed,
-alpha or other source brings them back.
-"""
+"""Documents -> tokens, which stay in the cache of `datasets`."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any
@@ -36,10 +30,11 @@ _BATCH = 64  # documents tokenized at a time
 class Documents:
     """D tokenized documents, or pairs, of one or several sources.
 
-    `data`: a memory-mapped `datasets.Dataset` of token ids ("tokens", or "source" and "target"), of
-    loss masks where not all tokens count ("loss_mask"), and the "digest" of each text.
-    `fingerprint`: a hash of texts and tokenizer. `divisible`: whether a part of a document is a
-    document too.
+    Attributes:
+        data: A memory-mapped `datasets.Dataset` of token ids ("tokens", or "source" and "target"),
+            of loss masks where not all tokens count ("loss_mask"), and the "digest" of each text.
+        fingerprint: A hash of texts and tokenizer.
+        divisible: Whether a part of a document is a document too.
     """
 
     data: Any
@@ -52,18 +47,15 @@ class Documents:
     @cached_property
     def digests(self) -> NDArray[np.uint8]:
         """(D, 32) SHA-256 of each text."""
-        return np.frombuffer(
-            b"".join(self.data.data.column("digest").to_pylist()), np.uint8
-        ).reshape(-1, 32)
+        digests = self.data.data.column("digest").to_pylist()
+        return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32)
 
     @cached_property
     def lengths(self) -> Ints:
         """Sizes (D,) of documents: tokens, or 1 for a pair."""
-        return (
-            self.count("tokens")
-            if "tokens" in self.data.column_names
-            else np.ones(len(self), np.int64)
-        )
+        if "tokens" in self.data.column_names:
+            return self.count("tokens")
+        return np.ones(len(self), np.int64)
 
     @property
     def has_masks(self) -> bool:
@@ -92,14 +84,24 @@ class Documents:
         mask = values.to_numpy(zero_copy_only=False).astype(np.int32)
         return np.stack([self.tokens(i), mask], axis=1)
 
+    @cached_property
+    def counted(self) -> Ints:
+        """(D,) tokens of each document that count in the loss."""
+        if not self.has_masks:
+            return self.lengths
+
+        parts = [np.zeros(0, np.int64)]
+        for masks in self.data.data.column(LOSS_MASK).chunks:
+            is_counted = masks.flatten().to_numpy(zero_copy_only=False)
+            counted_before = np.concatenate([[0], np.cumsum(is_counted)])  # each token
+            ends = np.cumsum(masks.value_lengths().to_numpy())
+            begins = np.concatenate([[0], ends[:-1]])
+            parts.append(counted_before[ends] - counted_before[begins])
+        return np.concatenate(parts)
+
     def check_counted(self, name: str) -> None:
         """Raise RefusedError if there are masks, and no token of any document counts."""
-        import pyarrow.compute
-
-        if not self.has_masks:
-            return
-        values = pyarrow.compute.list_flatten(self.data.data.column(LOSS_MASK))
-        if not pyarrow.compute.any(values).as_py():
+        if self.has_masks and not self.counted.any():
             raise RefusedError(nothing_counts(name))
 
 
@@ -152,11 +154,11 @@ def tokenize_source(
     """
     import datasets
 
-    types = {name: "bool" if name == LOSS_MASK else "int32" for name in columns}
-    features = datasets.Features(
-        {name: datasets.List(datasets.Value(kind)) for name, kind in types.items()}
-        | {"digest": datasets.Value("binary")}
-    )
+    types = dict[str, Any]()
+    for name in columns:
+        kind = "bool" if name == LOSS_MASK else "int32"
+        types[name] = datasets.List(datasets.Value(kind))
+    features = datasets.Features(types | {"digest": datasets.Value("binary")})
 
     def rows() -> Iterator[dict[str, Any]]:
         documents = source.rows()
@@ -214,11 +216,15 @@ def first_token(config: Any, name: str) -> int:
 
     Raises RefusedError if there is none.
     """
-    start = getattr(config, "decoder_start_token_id", None) if config.is_encoder_decoder else None
+    candidates = list[Any]()
+    if config.is_encoder_decoder:
+        candidates.append(getattr(config, "decoder_start_token_id", None))
     config = config.get_text_config(decoder=True)
-    for token in (start, *(getattr(config, key, None) for key in ("bos_token_id", "eos_token_id"))):
+    candidates += [getattr(config, key, None) for key in ("bos_token_id", "eos_token_id")]
+
+    for token in candidates:
         if isinstance(token, list):
-            token = token[0] if token else None
+            token = next(iter(token), None)
         if isinstance(token, int) and 0 <= token < config.vocab_size:
             return token
     raise RefusedError(
@@ -233,76 +239,3 @@ def check_ids(largest: int, vocabulary: int, name: str) -> None:
             f"the tokenizer of {name} gives token {largest}, its embedding has {vocabulary}; they "
             "do not belong together"
         )
-
-
-def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
-    """(D,) order of documents with these text digests (D, 32).
-
-    The key is SHA-256(digest, seed, epoch, number of earlier copies of the text), which spreads
-    copies out.
-    """
-    import pandas
-
-    raw = digests.tobytes()
-    copies = (
-        pandas.DataFrame(np.frombuffer(raw, np.uint64).reshape(-1, 4))
-        .groupby([0, 1, 2, 3])
-        .cumcount()
-    )
-    salts = (f"{seed}:{epoch}:{copy}".encode() for copy in copies)
-    keys = [
-        hashlib.sha256(raw[32 * i : 32 * i + 32] + salt).digest()[:8]
-        for i, salt in enumerate(salts)
-    ]
-    return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
-
-
-@dataclass(frozen=True)
-class Heldout:
-    """Text that training never reads, in any source and epoch: documents with a digest in `limits`
-    from that number of tokens on.
-    """
-
-    limits: Mapping[bytes, int] = field(default_factory=dict)
-
-    def limit(self, digest: bytes, length: int) -> int:
-        """Tokens to train on, from the start of a document of this digest and length."""
-        return min(self.limits.get(digest, length), length)
-
-    def lengths(self, documents: Documents) -> Ints:
-        """(D,) tokens of each document to train on."""
-        pairs = zip(documents.digests, documents.lengths.tolist(), strict=True)
-        return np.array(
-            [self.limit(digest.tobytes(), length) for digest, length in pairs], np.int64
-        )
-
-
-def hold_back(documents: Documents, tokens: int) -> dict[bytes, int]:
-    """The `limits` of a `Heldout` that hold back so many tokens: whole documents in the order of
-    their digests, and the end of the last one, or the whole of it if it cannot be divided.
-    """
-    limits: dict[bytes, int] = {}
-    hashes = np.ascontiguousarray(documents.digests[:, :8]).view(">u8").ravel()
-    for i in np.argsort(hashes, kind="stable"):
-        if tokens <= 0:
-            break
-        digest = documents.digests[i].tobytes()
-        length = int(documents.lengths[i])
-        if digest not in limits:
-            limits[digest] = max(length - tokens, 0) if documents.divisible else 0
-            tokens -= length - limits[digest]
-    return limits
-
-
-def reading_order(documents: Documents, lengths: Ints, tokens: int, seed: int = 0) -> Ints:
-    """(N,) document numbers in training order, enough for so many tokens.
-
-    `lengths`: (D,) tokens of each document to train on. Exhausted documents start again in another
-    order; more tokens only append documents.
-    """
-    numbers = np.flatnonzero(lengths)
-    epochs = range(-(-tokens // int(lengths.sum())))
-    order = np.concatenate(
-        [numbers[permutation(documents.digests[numbers], seed, epoch)] for epoch in epochs]
-    )
-    return order[: int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1]

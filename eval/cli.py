@@ -33,8 +33,8 @@ def command(options: EvaluateOptions) -> None:
         if not results:  # another rank reports
             return
         if not (options.json and options.quiet):
-            text = as_text(results, sys.stderr if options.json else sys.stdout)
-            print_lines(text.split("\n"), err=options.json)
+            stream = sys.stderr if options.json else sys.stdout
+            print_lines(as_text(results, stream).split("\n"), err=options.json)
         if report:
             write_report(results, report)
     if options.output and not options.quiet:

@@ -81,16 +81,20 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     if options.data or options.decode or measures_recall:
         for subject in subjects:
             check_predicts_tokens(subject.config, subject.name, subject.trust_remote_code)
+
     if measures_recall:
         check_models_agree(subjects, "text")
         recall.check_recall(subjects[0], context)
         results["recall"] = {"context": context}
+
     contexts: tuple[int, ...] = ()
     if options.decode:
         contexts = decode_contexts(subjects, options.decode_contexts, options.decode_steps)
         results["options"]["decode_contexts"] = [*contexts]
+
     if options.memory:
         results["memory"] = {"bytes": options.memory, "context": context}
+
     text = None
     if options.data:
         text = read_text(subjects, options, context)
@@ -101,7 +105,8 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
         on_main(lambda: time_decoding(subjects, models, options, contexts))
 
     if text or measures_recall:
-        _compare(subjects, models, text, options, context if measures_recall else None)
+        recall_context = context if measures_recall else None
+        _compare(subjects, models, text, options, recall_context)
     return results if state.is_main_process else {}
 
 
@@ -241,7 +246,9 @@ class Comparison:
             openings = [window.ids[: -window.scored] for window in self._texts[:SHOWN]]
             samples = recall.greedy_texts(head.model, openings)
 
-        windows = [window for question in self.questions for window in question.windows]
+        windows = list[Window]()
+        for question in self.questions:
+            windows += question.windows
         scores = self._score(subject, head, [*windows, *self._texts], arrays=["hits"])
         answered = sum(window.scored for window in windows)
         return {

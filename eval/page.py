@@ -84,7 +84,8 @@ class Table:
         blocks.append(block)
 
         lines = [self.title]
-        lines += [line.rstrip() for block in blocks for line in block]
+        for block in blocks:
+            lines += [line.rstrip() for line in block]
         if self.note:
             lines.append(wrap(self.note, width))
         return "\n".join(lines)

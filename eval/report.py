@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any, TextIO
 
 from gqa.checkpoint.output_directory import OutputDirectory
@@ -68,6 +69,7 @@ def _saved_and_lost(first: Record, model: Record) -> str:
         parts.append(_saved_cache(first, model))
     if "quality" in model:
         parts.append(f"perplexity x{ratio_text(model['against_baseline'])}")
+
     if "recall" in model:
         before = recall_by_kind(first)
         after = recall_by_kind(model)
@@ -131,12 +133,15 @@ _NAME = Column("model", "{name}")
 
 
 def _is_any_measured(metrics: Sequence[Metric], models: Sequence[Record]) -> bool:
-    return any(metric.is_measured(model) for metric in metrics for model in models)
+    return any(metric.is_measured(model) for metric, model in product(metrics, models))
 
 
 def _columns(metrics: Sequence[Metric]) -> list[Column]:
     """Columns of metrics, of the records of models."""
-    return [_of_section(column, metric.section) for metric in metrics for column in metric.columns]
+    columns = list[Column]()
+    for metric in metrics:
+        columns += [_of_section(column, metric.section) for column in metric.columns]
+    return columns
 
 
 def _of_section(column: Column, section: str) -> Column:
@@ -217,7 +222,10 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         Column("weights", lambda model: size(model["weight_bytes"])),
         Column("KV/token", lambda model: size(model["kv_cache"]["bytes_per_token"])),
         Column("of source", of_source),
-        *([Column("x baseline", against_first)] if len(models) > 1 else []),
+    ]
+    if len(models) > 1:
+        columns.append(Column("x baseline", against_first))
+    columns += [
         Column(f"KV at {context:,}", lambda model: size(model["kv_cache"]["bytes_at_context"])),
         Column("batch", "{kv_cache[fits][batch]:,}"),
     ]
@@ -225,22 +233,23 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
 
 
 def _decode(models: list[Record]) -> Table:
-    speedup = [Column("speedup", "{speedup:.2f}")] if len(models) > 1 else []
+    def range_text(point: Mapping[str, Any]) -> str:
+        return f"{1e3 * point['fastest']:.2f} - {1e3 * point['slowest']:.2f}"
+
     columns = [
         _NAME,
         Column("batch", "{batch}"),
         Column("context", "{context:,}"),
         Column("per token", lambda point: f"{1e3 * point['seconds_per_token']:.2f} ms"),
-        Column(
-            "min - max",
-            lambda point: f"{1e3 * point['fastest']:.2f} - {1e3 * point['slowest']:.2f}",
-        ),
-        *speedup,
-        Column("prefill", lambda point: f"{1e3 * point['prefill_seconds']:,.1f} ms"),
+        Column("min - max", range_text),
     ]
+    if len(models) > 1:
+        columns.append(Column("speedup", "{speedup:.2f}"))
+    columns.append(Column("prefill", lambda point: f"{1e3 * point['prefill_seconds']:,.1f} ms"))
 
     records = []
-    for points in zip(*(model["decode"]["points"] for model in models), strict=True):
+    points_of_models = [model["decode"]["points"] for model in models]
+    for points in zip(*points_of_models, strict=True):
         for model, point in zip(models, points, strict=True):
             factor = points[0]["seconds_per_token"] / point["seconds_per_token"]
             records.append(point | {"name": model["name"], "speedup": factor})
@@ -293,7 +302,8 @@ def compare_samples(models: list[Record]) -> Iterator[tuple[str, list[tuple[str,
     texts.
     """
     models = [model for model in models if "samples" in model]
-    for samples in zip(*(model["samples"] for model in models), strict=True):
+    samples_of_models = [model["samples"] for model in models]
+    for samples in zip(*samples_of_models, strict=True):
         first_text = samples[0]["text"]
         shown = []
         for model, sample in zip(models, samples, strict=True):

@@ -38,8 +38,13 @@ BASELINE = "baseline_"  # begins the names of the baseline's arrays
 
 @dataclass(frozen=True)
 class Window:
-    """`ids`: inputs and the last target; `scored`: number of predictions that count, from the end;
-    `document`: number of the text; `source`: ids of the encoder, if there is one.
+    """A window of text to score.
+
+    Attributes:
+        ids: Inputs and the last target.
+        scored: Number of predictions that count, from the end.
+        document: Number of the text.
+        source: Ids of the encoder, if there is one.
     """
 
     ids: tuple[int, ...]
@@ -74,9 +79,11 @@ def rolling_windows(
 class Predictions:
     """What one model predicts at n positions.
 
-    logits: (n, V) float32, over all rows of its embedding. targets: (n,) token ids.
-    log_probabilities: (n, W) over the tokens that it has in common with the model that it is
-    compared with, or None.
+    Attributes:
+        logits: (n, V) float32, over all rows of its embedding.
+        targets: (n,) token ids.
+        log_probabilities: (n, W) over the tokens that it has in common with the model that it is
+            compared with, or None.
     """
 
     logits: Tensor
@@ -152,9 +159,11 @@ def score(
     ends = np.cumsum([window.scored for window in windows], dtype=int)
 
     # The longest first, so that little is padded.
-    order = sorted(
-        range(len(windows)), key=lambda i: (-len(windows[i].ids), -len(windows[i].source), i)
-    )
+    def longest_first(number: int) -> tuple[int, int, int]:
+        window = windows[number]
+        return -len(window.ids), -len(window.source), number
+
+    order = sorted(range(len(windows)), key=longest_first)
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
     parts: list[tuple[NDArray[Any], Scores]] = []
@@ -170,10 +179,11 @@ def score(
 
     parts = gather_object(parts)  # every rank's
     text_order = np.concatenate([places for places, _ in parts]).argsort()
-    return {
-        name: np.concatenate([scores[name] for _, scores in parts])[text_order]
-        for name in parts[0][1]
-    }
+    in_text_order: Scores = {}
+    for name in parts[0][1]:
+        scored = np.concatenate([scores[name] for _, scores in parts])
+        in_text_order[name] = scored[text_order]
+    return in_text_order
 
 
 def _computed(arrays: Collection[str] | None) -> set[str]:
@@ -216,7 +226,9 @@ def _scored_positions(windows: Sequence[Window], device: torch.device) -> Tensor
 
 def _targets(windows: Sequence[Window], device: torch.device) -> Tensor:
     """Token ids of the scored predictions, (n,)."""
-    ids = [token for window in windows for token in window.ids[-window.scored :]]
+    ids = list[int]()
+    for window in windows:
+        ids += window.ids[-window.scored :]
     return torch.tensor(ids, device=device)
 
 
@@ -244,7 +256,11 @@ def _score_batch(
             one.logits(states[rows]).float() for one, states in zip(heads, hidden, strict=True)
         ]
         parts.append(_arrays(logits, targets[piece], names))
-    return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
+
+    joined: Scores = {}
+    for name in parts[0]:
+        joined[name] = torch.cat([part[name] for part in parts]).cpu().numpy()
+    return joined
 
 
 def _arrays(logits: Sequence[Tensor], targets: Tensor, names: set[str]) -> dict[str, Tensor]:

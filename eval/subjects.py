@@ -73,7 +73,9 @@ class Subject:
             formula = checkpoint_cache(self.checkpoint)
         except RefusedError:
             return None
-        return replace(formula, bits=self.cache_bits) if self.cache_bits else formula
+        if self.cache_bits is None:
+            return formula
+        return replace(formula, bits=self.cache_bits)
 
     def record(self, context: int, memory: int | None = None) -> dict[str, Any]:
         """JSON-ready record from config and headers.
@@ -114,10 +116,12 @@ class Subject:
 
     def load(self, precision: str = "auto", device: str | None = None) -> PreTrainedModel:
         """The model, with a quantized cache if the subject has one. Raises RefusedError."""
+        if device != "auto":
+            device = input_device(device)
         model = load_model(
             self.path,
             dtype=precision,
-            device="auto" if device == "auto" else input_device(device),
+            device=device,
             trust_remote_code=self.trust_remote_code,
         )
         if self.cache_bits and self.cache:
@@ -141,7 +145,8 @@ def open_subjects(
 
     checkpoints = []
     for model in models:
-        checkpoints.append(open_model(model, None if is_local[model] else revision))
+        revision_of_model = None if is_local[model] else revision
+        checkpoints.append(open_model(model, revision_of_model))
     for checkpoint in checkpoints:
         check_config(checkpoint.config, checkpoint.name)
 
@@ -161,11 +166,11 @@ def open_subjects(
                 f"--cache-bits is for decoders with key/value heads, and {subject.name} is not "
                 "one; leave it out"
             )
-    with_quantized_caches = [
-        replace(subject, name=f"{subject.name} (int{bits})", cache_bits=bits)
-        for bits in cache_bits
-        for subject in subjects
-    ]
+    with_quantized_caches = list[Subject]()
+    for bits in cache_bits:
+        for subject in subjects:
+            name = f"{subject.name} (int{bits})"
+            with_quantized_caches.append(replace(subject, name=name, cache_bits=bits))
     return subjects + with_quantized_caches
 
 

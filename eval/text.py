@@ -42,9 +42,11 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, context: in
         split="test",
         separator=options.separator,
     )
+
     check_models_agree(subjects, next(sources[0].texts())[:2000])
     if any(source.chats for source in sources):
         check_templates_agree(subjects)
+
     rows = chain.from_iterable(source.rows() for source in sources)
     return cut_text(subjects, rows, context, options.tokens)
 
@@ -54,11 +56,10 @@ def check_target_field(subject: Subject, target_field: str | None) -> None:
     model.
     """
     if subject.config.is_encoder_decoder != bool(target_field):
+        if target_field:
+            raise RefusedError(f"--target-field is for encoder-decoders, {subject.name} is not one")
         raise RefusedError(
-            f"--target-field is for encoder-decoders, {subject.name} is not one"
-            if target_field
-            else f"{subject.name} is an encoder-decoder: name the column to predict with "
-            "--target-field"
+            f"{subject.name} is an encoder-decoder: name the column to predict with --target-field"
         )
 
 
@@ -81,6 +82,7 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
                 "are not comparable; give conversions of one checkpoint, or evaluate each alone "
                 "and compare bits per byte"
             )
+
     # Rows beyond the tokenizer's are padding, of which checkpoints may have different numbers.
     needed = max(first.tokenizer.get_vocab().values()) + 1
     smallest = min(subjects, key=lambda one: one.vocabulary)
@@ -170,6 +172,7 @@ def cut_text(
         encoders = Encoders(first.tokenizer, first.name, text_encoder=HarnessEncoder)
         windows = document_windows(rows, encoders, context, max_tokens)
         text = make_text(windows, "rolling", context, least=min(context, max_tokens or context))
+
     largest = max(max(*window.ids, *window.source) for window in text.windows)
     for subject in subjects:
         check_ids(largest, subject.vocabulary, subject.name)
@@ -197,6 +200,7 @@ def make_text(
         # As lm-evaluation-harness: counts empty words at the ends
         words += len(re.split(r"\s+", text))
         cuts += cut
+
     result = Text(tuple(windows), protocol, context, documents_read, n_bytes, words, cuts)
     if result.tokens < least:
         raise RefusedError(
@@ -223,10 +227,12 @@ def document_windows(
     for number, row in enumerate(rows):
         encoder = encoders.chats if isinstance(row, Chat) else encoders.text
         ((text, ids, _),) = encoder.encode(row)
+
         if len(ids) > left:
             text = encoder.beginning(text, left)
             ids = ids[:left]
         left -= len(ids)
+
         if encoder.starts_documents and ids[:1] == [prefix]:
             ids = ids[1:]
         yield text, [*rolling_windows(ids, context, prefix, number)], False
@@ -247,15 +253,19 @@ def pair_windows(
     number = 0
     left = max_tokens or sys.maxsize
     for source, target in pairs:
-        ids = encoder.encode([source])[0], encoder.encode([target], target=True)[0]
-        if ids[1]:
-            source_ids, target_ids = encoder.add_special_tokens(*ids, context)
-            window = Window(
-                (encoder.start, *target_ids), len(target_ids), number, tuple(source_ids)
-            )
-            yield target, [window], encoder.cuts(*ids, context)
-            number = number + 1
-            left = left - len(target_ids)
+        (source_text_ids,) = encoder.encode([source])
+        (target_text_ids,) = encoder.encode([target], target=True)
+        if not target_text_ids:
+            continue
+
+        source_ids, target_ids = encoder.add_special_tokens(
+            source_text_ids, target_text_ids, context
+        )
+        window = Window((encoder.start, *target_ids), len(target_ids), number, tuple(source_ids))
+        yield target, [window], encoder.cuts(source_text_ids, target_text_ids, context)
+        number += 1
+
+        left -= len(target_ids)
         if left <= 0:
             break
 

@@ -39,7 +39,8 @@ from gqa.study import rows
 from gqa.study.columns import row_numbers
 from gqa.study.directory import StudyDirectory
 from gqa.study.options import UNMERGED, AblateOptions, Cell
-from gqa.uptrain.dataloader import build_data, heldout_sources
+from gqa.uptrain.build_data import build_data
+from gqa.uptrain.data_sources import heldout_sources
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import prepare
 
@@ -89,6 +90,7 @@ class Ablation:
             make_plan(self.subject.checkpoint, groups, method)
             for method, groups in product(self.options.methods, counts)
         ]
+
         heads = plans[0].config.main.kv
         if max(counts) > heads:
             raise RefusedError(
@@ -139,7 +141,9 @@ class Ablation:
                 "out documents of the data"
             )
         context = choose_context([subject], options.context)
-        documents = [row for source in sources for row in source.rows()]
+        documents = list[tuple[str, ...]]()
+        for source in sources:
+            documents += source.rows()
         documents.sort(key=lambda row: row_digest(*row))
         return cut_text([subject], documents, context, options.eval_tokens)
 
@@ -215,9 +219,9 @@ class Ablation:
         except StoppedError:
             raise
         except Exception as error:
-            fails_again = isinstance(error, RefusedError | DivergedError) and not isinstance(
-                error, NoMemoryError
-            )
+            is_refused = isinstance(error, RefusedError | DivergedError)
+            has_no_memory = isinstance(error, NoMemoryError)  # of which there may be more next time
+            fails_again = is_refused and not has_no_memory
             if not fails_again:
                 self._kept |= {cell.conversion for cell in cells}
             for cell in cells:
@@ -252,17 +256,24 @@ class Ablation:
         with self._add_errors(cells):
             converted = self._convert(cells[0], conversion.path)
         seconds = time.perf_counter() - start
-        for cell in cells if converted else ():
-            row: rows.Row = {}
-            with self._add_errors([cell]):
-                row = self._measure_cell(cell, converted)
-            if row:
-                self._add_row(cell, seconds_converting=seconds, **row)
-                # Only now: if the row cannot be written, they are still there
-                for trained in self._trained(cell):
-                    shutil.rmtree(trained, ignore_errors=True)
+
+        if converted:
+            for cell in cells:
+                self._measure_converted(cell, converted, seconds)
+
         if conversion.path.name not in self._kept:
             conversion.remove()
+
+    def _measure_converted(self, cell: Cell, converted: Path, seconds: float) -> None:
+        """Train a cell and add its row; `seconds`: of the conversion."""
+        row: rows.Row = {}
+        with self._add_errors([cell]):
+            row = self._measure_cell(cell, converted)
+        if row:
+            self._add_row(cell, seconds_converting=seconds, **row)
+            # Only now: if the row cannot be written, they are still there
+            for trained in self._trained(cell):
+                shutil.rmtree(trained, ignore_errors=True)
 
     def _trained(self, cell: Cell) -> list[Path]:
         """Where the checkpoint that is trained for a cell is written, and the states of its
@@ -330,5 +341,6 @@ class Ablation:
 
 def _reason(error: Exception) -> str:
     """What the row of a failed cell says of an error, in one line."""
-    is_ours = isinstance(error, RefusedError | OutputError | DivergedError)
-    return one_line(str(error) if is_ours else f"{type(error).__name__}: {explain(error)}")
+    if isinstance(error, RefusedError | OutputError | DivergedError):
+        return one_line(str(error))
+    return one_line(f"{type(error).__name__}: {explain(error)}")

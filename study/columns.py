@@ -6,6 +6,7 @@ Those that are measured on text come from the lists of `gqa.eval.metrics`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from gqa.convert.heads.config import KVCache
@@ -29,9 +30,10 @@ def row_numbers(
     assert cache, "a study converts only models whose KV heads are known"
     assert base_cache, "a study converts only models whose KV heads are known"
     compared = {"against_baseline": {"log_ratio": 0.0}, **record}
-    numbers = {
-        number.key: _look_up(compared, number.path) for metric in METRICS for number in metric.row
-    }
+    numbers: Row = {}
+    for metric in METRICS:
+        for number in metric.row:
+            numbers[number.key] = _look_up(compared, number.path)
 
     numbers["kv_bytes_per_token"] = cache.bytes_per_token
     numbers["kv_share"] = cache.bytes_per_token / base_cache.bytes_per_token
@@ -73,7 +75,7 @@ COLUMNS = [
     Column("verdict", lambda row: row["level"] or ""),
     Column("trains", lambda row: row["train"] or ""),
     Column("train tokens", "{train_tokens:,}"),
-    *(column for metric in METRICS for column in metric.study_columns),
+    *chain.from_iterable(metric.study_columns for metric in METRICS),
     *(Column(kind.study_title, f"{{{kind.row_key}:.1%}}") for kind in RECALL_KINDS),
     Column("greedy tokens", "{greedy_tokens:.1f}"),
     CACHE,

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 from gqa.checkpoint.write import system_errors
 from gqa.core.errors import RefusedError
-from gqa.core.run_directory import RunDirectory, differences, read_mark
+from gqa.core.run_directory import RunDirectory, differences, read_mark, refuse_another
 from gqa.study.options import ADVICE
 from gqa.study.rows import FILES, ROWS, Row, read_rows
 
@@ -52,13 +51,8 @@ class StudyDirectory:
         identity_before = next((row["options"] for row in rows.values()), identity)
         changed = differences(identity, identity_before)
         if changed and not overwrite:
-            self._refuse_another(changed)
-
-    def _refuse_another(self, changed: list[str]) -> NoReturn:
-        raise RefusedError(
-            f"{self.path} holds another study: {'; '.join(changed)}; {_ELSEWHERE}, the same "
-            "options, or start over with --overwrite"
-        )
+            advice = f"{_ELSEWHERE}, the same options, or start over with --overwrite"
+            refuse_another(self.path, "another study", changed, advice)
 
     def _is_study(self) -> bool:
         """Whether gqa-ablate made what is in the directory: it has rows of a study, and then its

@@ -169,9 +169,8 @@ class AblateOptions(Options):
         cells = {Cell(UNMERGED, heads, 0.0)}
         for groups in self.kv_heads or self._default_groups(heads):
             methods = self.methods if groups < heads else (UNMERGED,)
-            cells |= {
-                Cell(method, groups, alpha) for method, alpha in product(methods, self.alphas)
-            }
+            for method, alpha in product(methods, self.alphas):
+                cells.add(Cell(method, groups, alpha))
         return sorted(cells, key=lambda cell: cell.order)
 
     def _default_groups(self, heads: int) -> set[int]:
@@ -238,36 +237,19 @@ class AblateOptions(Options):
         assert self.model
         out = str(default_output(self.model, f"-gqa{cell.groups}-{cell.method}"))
         method = METHODS[cell.method]
-        words = [
-            "gqa-convert",
-            operand(self.model),
-            "--kv-heads",
-            str(cell.groups),
-            "--method",
-            cell.method,
-            "-o",
-            out,
-        ]
+        convert = ["gqa-convert", operand(self.model), "--kv-heads", str(cell.groups)]
+        convert += ["--method", cell.method, "-o", out]
         if method.reads == "text":
-            words += ["--tokens", str(self.calibration_tokens)]
-        used = options_of(method) - {"precision", "context"}
-        commands = [words + self._words(used)]
-        if cell.alpha:
-            teacher = self.model if self.teacher == "source" else NO_TEACHER
-            words = [
-                "gqa-uptrain",
-                operand(out),
-                "--alpha",
-                f"{cell.alpha:g}",
-                "--teacher",
-                teacher,
-                "-o",
-                f"{out}-uptrained",
-            ]
-            commands.append(
-                words + self._words(TrainOptions.__dataclass_fields__.keys() - {"teacher"})
-            )
-        return [*map(shell_line, commands)]
+            convert += ["--tokens", str(self.calibration_tokens)]
+        convert += self._words(options_of(method) - {"precision", "context"})
+        if not cell.alpha:
+            return [shell_line(convert)]
+
+        teacher = self.model if self.teacher == "source" else NO_TEACHER
+        uptrain = ["gqa-uptrain", operand(out), "--alpha", f"{cell.alpha:g}"]
+        uptrain += ["--teacher", teacher, "-o", f"{out}-uptrained"]
+        uptrain += self._words(TrainOptions.__dataclass_fields__.keys() - {"teacher"})
+        return [shell_line(convert), shell_line(uptrain)]
 
     def _words(self, names: Collection[str]) -> list[str]:
         """Arguments for the options of these names that all cells share and that are not at their
@@ -278,7 +260,8 @@ class AblateOptions(Options):
             if name not in names or not self.is_set(name):
                 continue
             value = getattr(self, name)
-            for part in value if isinstance(value, tuple) else [value]:
+            parts = value if isinstance(value, tuple) else (value,)
+            for part in parts:
                 words += [flag(name), str(part)]
         return words
 
@@ -287,13 +270,16 @@ class AblateOptions(Options):
         interrupted.
         """
         names = TrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys()
+        teacher = NO_TEACHER
+        if self.model and self.teacher == "source":
+            teacher = self.model
         changes = {
             "model": str(model),
             "output": output,
             "alpha": alpha,
             "overwrite": True,
             "precision": self.precision or "float32",
-            "teacher": self.model if self.model and self.teacher == "source" else NO_TEACHER,
+            "teacher": teacher,
         }
         return TrainOptions(**{name: getattr(self, name) for name in names} | changes)
 

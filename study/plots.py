@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from gqa.convert.methods.table import METHODS
+from gqa.core.errors import plural
 from gqa.eval.metrics import row_number
 from gqa.study.options import BASE, UNMERGED
 from gqa.study.rows import Row
@@ -91,6 +92,7 @@ def _draw_alphas(frame: Any, merged: Any) -> Figure:
     """Figure 5: a panel for each number of heads, a line for each method."""
     alphas = sorted({*frame["alpha"]})
     control = frame[frame["method"] == UNMERGED]
+
     panels = merged.groupby("groups")
     figure = Figure(figsize=(max(6, 3.6 * len(panels) + 1), 5), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -98,12 +100,13 @@ def _draw_alphas(frame: Any, merged: Any) -> Figure:
         _plot_losses(axis, cells, "alpha")
         if len(control) > 1:
             axis.plot(control["alpha"], control["loss"], "k:", label="base model, trained further")
+
         # Alphas are chosen in ratios, and 0 is one of them.
         axis.set_xscale("function", functions=(_signed_root, _signed_square))
         axis.set_xticks(alphas, [f"{100 * alpha:g}%" for alpha in alphas])
         axis.set_xlim(-alphas[-1] / 300, alphas[-1] * 1.2)
         axis.set(
-            title=f"{count} KV heads" if count > 1 else "1 KV head",
+            title=plural(count, "KV head"),
             xlabel="share of the text trained on (alpha)",
         )
         _scale_losses(axis, frame["loss"])

@@ -36,8 +36,8 @@ def short_table(rows: Sequence[Row]) -> Table:
         line = lines.setdefault(conversion, {**row, "losses": {}})
         line["losses"][row["alpha"]] = loss(row)
 
-    columns = [METHOD, KV_HEADS, CACHE]
-    columns += [_loss_column(alpha) for alpha in sorted({row["alpha"] for row in rows})]
+    alphas = sorted({row["alpha"] for row in rows})
+    columns = [METHOD, KV_HEADS, CACHE, *map(_loss_column, alphas)]
     return table(f"Study of {rows[0]['options']['model']}", columns, [*lines.values()], note)
 
 
@@ -53,8 +53,8 @@ def _all_cells(rows: Sequence[Row]) -> Table:
         f"base model: {loss(base):.4f} nats per token; {describe_text(base['text'])}, held out",
         *_notes_of_metrics(rows),
     ]
-    if refused := base.get("recall_refused"):
-        notes.append(f"recall was not measured: {refused}")
+    if "recall_refused" in base:
+        notes.append(f"recall was not measured: {base['recall_refused']}")
 
     records = []
     for row in rows:
@@ -67,12 +67,16 @@ def _all_cells(rows: Sequence[Row]) -> Table:
 
 def _notes_of_metrics(rows: Sequence[Row]) -> list[str]:
     """What is said of the metrics that any row has."""
-    return [
-        metric.study_note
-        for metric in METRICS
-        if metric.study_note
-        and any(row.get(number.key) is not None for row in rows for number in metric.row)
-    ]
+    notes = list[str]()
+    for metric in METRICS:
+        keys = [number.key for number in metric.row]
+        if metric.study_note and any(_has_any(row, keys) for row in rows):
+            notes.append(metric.study_note)
+    return notes
+
+
+def _has_any(row: Row, keys: Sequence[str]) -> bool:
+    return any(row.get(key) is not None for key in keys)
 
 
 def write_study_report(

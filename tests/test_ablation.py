@@ -458,7 +458,7 @@ def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
 def test_a_directory_with_something_else(tmp_path: Path) -> None:
     out, other = copied(tmp_path), tiny_checkpoint(tmp_path / "other" / "model", kv_heads=2)
     text = write_corpus(tmp_path / "text.jsonl", 3, first=20)
-    refused(out, "holds another study: learning_rate: 0.003 -> 0.001", learning_rate=1e-3)
+    refused(out, "holds another study (learning_rate: 0.003 -> 0.001); ", learning_rate=1e-3)
     refused(out, "content of the held-out text: ", "--overwrite", heldout=text)
     refused(out, "fingerprint: ", model=other, groups="1")
     for name, file, content, says in (
@@ -560,7 +560,7 @@ def test_overwrite_starts_over(tmp_path: Path) -> None:
         "options": {"bits": 4},
     }
     (out / "results.jsonl").write_text(f"{json.dumps(older)}\n" * 2)
-    refused(out, "holds another study: ", "bits: 4 -> None", methods="mean")
+    refused(out, "holds another study (", "bits: 4 -> None", methods="mean")
     assert [
         row["options"]["learning_rate"] for row in measured(out, **grid, learning_rate=1e-4)
     ] == [1e-4] * 2

@@ -22,23 +22,16 @@ from gqa.core.errors import CorpusError
 from gqa.corpus.blocks import Blocks, pack
 from gqa.corpus.encoders import Encoders, TextEncoder
 from gqa.corpus.pairs import PairEncoder
+from gqa.corpus.reading_order import HeldoutDocuments, hold_back, permutation, reading_order
 from gqa.corpus.specs import parse_source
-from gqa.corpus.tokens import (
-    Documents,
-    Heldout,
-    hold_back,
-    permutation,
-    reading_order,
-    tokenize,
-)
+from gqa.corpus.tokens import Documents, tokenize
 from gqa.study.options import AblateOptions
-from gqa.uptrain.dataloader import (
-    DataBuilder,
-    Dataloader,
-    count_blocks,
-    heldout_sources,
-)
+from gqa.uptrain.data_sources import heldout_sources
+from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.pair_data import PairDataBuilder
+from gqa.uptrain.run_length import count_blocks
+from gqa.uptrain.text_data import TextDataBuilder
 
 ALPHAS = (0.01, 0.05, 0.3, 1.0)
 SIZE = 64
@@ -50,10 +43,10 @@ def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Documents:
 
 
 def selected(
-    text: Documents, heldout: Heldout | None = None, **options: Any
+    text: Documents, heldout: HeldoutDocuments | None = None, **options: Any
 ) -> tuple[list[int], np.ndarray, int]:
     """All tokens to train on, the order of documents, and the tokens before any repeats."""
-    lengths = (heldout or Heldout()).lengths(text)
+    lengths = (heldout or HeldoutDocuments()).lengths(text)
     data_tokens = int(lengths.sum())
     settled = TrainOptions("model", context=SIZE, **options)
     n_blocks = count_blocks(settled, data_tokens)
@@ -78,7 +71,7 @@ def test_what_is_set_aside_is_never_read(lengths: list[int]) -> None:
     text = documents_of(
         [piece.tolist() for piece in np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])]
     )
-    heldout = Heldout(hold_back(text, 500))
+    heldout = HeldoutDocuments(hold_back(text, 500))
     left = heldout.lengths(text)
     tokens = {int(t) for i in range(len(text)) for t in text.tokens(i)[: left[i]]}
     aside = set(range(sum(lengths))) - tokens
@@ -168,8 +161,8 @@ def shares(loader: Dataloader) -> tuple[float, int]:
     trained = grams(
         loader.block(number) for number in range(loader.steps * loader.options.blocks_per_step)
     )
-    held = grams(loader.heldout)
-    return len(trained & held) / len(held), len(loader.heldout)
+    held = grams(loader.heldout_blocks)
+    return len(trained & held) / len(held), len(loader.heldout_blocks)
 
 
 @pytest.fixture
@@ -259,10 +252,10 @@ def test_no_heldout_pair_is_trained_on(tokenizer: Any, how: dict[str, Any]) -> N
         **how,
     )
     encoder = PairEncoder(config, tokenizer, "m")
-    loader = DataBuilder(options, Encoders(tokenizer), 64, pair_encoder=encoder).build()
+    loader = PairDataBuilder(TextDataBuilder(options, Encoders(tokenizer), 64), encoder).build()
     trained = {
         (*block["input_ids"], -1, *block["labels"]) for block in map(loader.block, range(200))
     }
-    held = {(*block["input_ids"], -1, *block["labels"]) for block in loader.heldout}
+    held = {(*block["input_ids"], -1, *block["labels"]) for block in loader.heldout_blocks}
     assert held
     assert not trained & held

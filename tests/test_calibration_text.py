@@ -42,8 +42,9 @@ from gqa.core.errors import RefusedError
 from gqa.corpus.blocks import Blocks
 from gqa.corpus.encoders import Encoders
 from gqa.corpus.pairs import PairEncoder, corrupt_spans
+from gqa.corpus.reading_order import permutation
 from gqa.corpus.specs import parse_source
-from gqa.corpus.tokens import permutation, tokenize
+from gqa.corpus.tokens import tokenize
 from gqa.models.loading import load_tokenizer
 
 LENGTH = 16

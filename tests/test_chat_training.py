@@ -37,12 +37,14 @@ from gqa.core.console import SILENT
 from gqa.corpus.blocks import Blocks, with_repeats
 from gqa.corpus.chats import Chat
 from gqa.corpus.encoders import Encoders, HarnessEncoder
+from gqa.corpus.reading_order import HeldoutDocuments
 from gqa.corpus.specs import parse_source
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Heldout, tokenize
+from gqa.corpus.tokens import tokenize
 from gqa.eval.text import document_windows
-from gqa.uptrain.dataloader import DataBuilder, Dataloader, stack
+from gqa.uptrain.dataloader import Dataloader, stack
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.text_data import TextDataBuilder
 from gqa.uptrain.training_model import split_batch
 
 SIZE = 64
@@ -80,7 +82,7 @@ def opened(data: Path, template: str = CHATML, **given: Any) -> Dataloader:
     encoders = Encoders(
         with_template(template), "m", assistant_only_loss=options.assistant_only_loss
     )
-    return DataBuilder(options, encoders, SIZE).build()
+    return TextDataBuilder(options, encoders, SIZE).build()
 
 
 def joined(loader: Dataloader, key: str) -> list[int]:
@@ -105,19 +107,29 @@ def test_chats_are_packed_as_they_are_rendered(chats: Path) -> None:
     assert "chats longer than a block, and cut there" in loader.summary
 
 
+@pytest.mark.parametrize("steps", [3, 10, 100], ids=["a part", "half", "several times"])
+def test_the_plan_says_how_many_tokens_count_in_the_loss(chats: Path, steps: int) -> None:
+    loader = opened(chats, steps=steps)
+    mask = joined(loader, "loss_mask")[: loader.distinct_tokens]
+
+    assert f"%), {sum(mask):,} of which count in the loss, in {2 * steps} blocks" in loader.summary
+    assert 0 < sum(mask) < len(mask)
+    assert "count in the loss" not in opened(chats, assistant_only_loss=False).summary
+
+
 def test_without_the_option_nothing_is_masked(chats: Path) -> None:
     masked, plain = opened(chats), opened(chats, assistant_only_loss=False)
 
     assert set(plain.block(0)) == {"input_ids"}
     assert joined(plain, "input_ids") == joined(masked, "input_ids")
-    assert all(set(block) == {"input_ids"} for block in plain.heldout)
-    assert all(set(block) == {"input_ids", "loss_mask"} for block in masked.heldout)
+    assert all(set(block) == {"input_ids"} for block in plain.heldout_blocks)
+    assert all(set(block) == {"input_ids", "loss_mask"} for block in masked.heldout_blocks)
     assert "loss_mask" not in plain.blocks.text.data.column_names
 
 
 def test_chats_are_held_out_whole(chats: Path) -> None:
     loader = opened(chats, heldout_tokens=128)
-    held = [token for block in loader.heldout for token in block["input_ids"].tolist()]
+    held = [token for block in loader.heldout_blocks for token in block["input_ids"].tolist()]
 
     assert held
     first = [one for one in CHATS if rendered(one) == held[: len(rendered(one))]]
@@ -218,7 +230,7 @@ def test_a_stream_of_chats_is_packed_as_stored_ones(chats: Path, assistant_only_
     stored = Blocks(tokenize([source], encoders), np.tile(np.arange(len(CHATS)), 2), SIZE)
 
     def stream() -> StreamedBlocks:
-        return StreamedBlocks(source, encoders.chats, block_size=SIZE, heldout=Heldout())
+        return StreamedBlocks(source, encoders.chats, block_size=SIZE, heldout=HeldoutDocuments())
 
     blocks = stream()
     for number in range(len(stored)):

@@ -124,7 +124,7 @@ def shared(loader: Dataloader, tokenizer: Any) -> int:
     trained = tokenizer.decode(
         np.concatenate([loader.block(number)["input_ids"] for number in blocks])
     )
-    held = [tokenizer.decode(block["input_ids"]) for block in loader.heldout]
+    held = [tokenizer.decode(block["input_ids"]) for block in loader.heldout_blocks]
     assert held
     return len(set.union(*map(runs_of, held)) & runs_of(trained))
 

@@ -21,8 +21,9 @@ from support.training import material, options_for, tiny_checkpoint, trained, wo
 
 from gqa.convert.api import convert_checkpoint
 from gqa.corpus.blocks import is_plain
-from gqa.uptrain.dataloader import Dataloader, percent
+from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.text_data import percent
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -56,7 +57,7 @@ def test_with_a_teacher_the_divergence_chooses_and_both_losses_are_said(
             "nats": 8.3 + number / 10,
         }
 
-    monkeypatch.setattr("gqa.uptrain.heldout.heldout_losses", losses)
+    monkeypatch.setattr("gqa.uptrain.evaluation.heldout_losses", losses)
     said, record, card = uptrain(tmp_path / "out")
     assert "the weights with the lowest KL divergence from the teacher on them are written" in said
     assert (

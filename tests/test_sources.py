@@ -19,7 +19,7 @@ from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.errors import CorpusError
 from gqa.corpus.files import ALLOWED
 from gqa.corpus.specs import check_text_options, parse_source, parse_sources
-from gqa.uptrain.dataloader import data_sources, heldout_sources
+from gqa.uptrain.data_sources import data_sources, heldout_sources
 from gqa.uptrain.options import TrainOptions
 
 # Whatever a loader that guesses types would turn into something else, and whatever could be cut in

@@ -23,10 +23,11 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.core.errors import CorpusError, RefusedError
 from gqa.corpus.blocks import Blocks, pack, with_repeats
 from gqa.corpus.encoders import Encoded, Encoders, TextEncoder
+from gqa.corpus.reading_order import HeldoutDocuments
 from gqa.corpus.sources import Source
 from gqa.corpus.specs import parse_source
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Documents, Heldout, tokenize
+from gqa.corpus.tokens import Documents, tokenize
 from gqa.models.loading import load_tokenizer
 from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.options import TrainOptions
@@ -390,7 +391,7 @@ def test_the_stream_is_packed_as_blocks_are(
     stored = Blocks(text, np.tile(np.arange(len(texts)), 3), 64)
     counted.taken()
     source, encoder = parse_source(str(path)), TextEncoder(tokenizer)
-    blocks = StreamedBlocks(source, encoder, block_size=64, heldout=Heldout())
+    blocks = StreamedBlocks(source, encoder, block_size=64, heldout=HeldoutDocuments())
     for number in [*range(len(stored)), 3]:
         assert np.array_equal(blocks[number]["input_ids"], stored[number]["input_ids"])
         assert number or 0 < counted.taken() < 200

@@ -22,9 +22,9 @@ from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.api import convert_checkpoint
 from gqa.core.errors import RefusedError
 from gqa.models.loading import load_tokenizer
-from gqa.uptrain.dataloader import settle_steps
 from gqa.uptrain.models import TOKENS, make_optimizer, settle
 from gqa.uptrain.options import Schedule, TrainOptions
+from gqa.uptrain.run_length import settle_steps
 from gqa.uptrain.schedule import rate_factor, warmup_steps
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -368,6 +368,6 @@ def test_half_of_the_blocks_repeat_themselves(streaming: bool) -> None:
     )
     assert all(
         (a["input_ids"] == b["input_ids"]).all()
-        for a, b in zip(plain.heldout, mixed.heldout, strict=True)
+        for a, b in zip(plain.heldout_blocks, mixed.heldout_blocks, strict=True)
     )
-    assert (len(mixed.heldout) >= 5) is not streaming
+    assert (len(mixed.heldout_blocks) >= 5) is not streaming

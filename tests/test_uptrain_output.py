@@ -140,7 +140,7 @@ def falling(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     losses = count(9, -1)
     monkeypatch.setattr(
-        "gqa.uptrain.heldout.heldout_losses",
+        "gqa.uptrain.evaluation.heldout_losses",
         lambda *given: dict.fromkeys(("loss", "nats"), next(losses)),
     )
 

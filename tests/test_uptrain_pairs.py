@@ -168,7 +168,7 @@ def test_alpha_is_a_prefix_of_the_pairs(tmp_path: Path) -> None:
         seen[alpha] = [
             tuple(data.block(number)["labels"].tolist()) for number in range(data.steps * 4)
         ]
-        held = {tuple(block["labels"].tolist()) for block in data.heldout}
+        held = {tuple(block["labels"].tolist()) for block in data.heldout_blocks}
         assert len(held) == 3
         assert not held & set(seen[alpha])
     assert seen[0.5][:16] == seen[0.25]
@@ -178,7 +178,7 @@ def test_alpha_is_a_prefix_of_the_pairs(tmp_path: Path) -> None:
     mean = float(rounded[1])
     tokens = {"tokens": round(20.5 * mean), "heldout_tokens": round(2.5 * mean), "steps": None}
     setup = prepare(options("marian", tmp_path / "out", **PAIRS | tokens))
-    assert (setup.dataloader.steps, len(setup.dataloader.heldout)) == (20 // 4, 2)
+    assert (setup.dataloader.steps, len(setup.dataloader.heldout_blocks)) == (20 // 4, 2)
 
 
 @pytest.mark.usefixtures("alone")

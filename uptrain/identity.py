@@ -13,7 +13,7 @@ from gqa.core.devices import native_bfloat16, ranks
 from gqa.core.escape import shell_line
 from gqa.core.options import flag
 from gqa.corpus.specs import is_self
-from gqa.uptrain.dataloader import data_sources, heldout_sources
+from gqa.uptrain.data_sources import data_sources, heldout_sources
 from gqa.uptrain.options import TrainOptions
 
 CONTENT_OF_DATA = "content of --data"

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from gqa.core.console import SILENT, Watcher
 from gqa.core.errors import DivergedError, RefusedError, StoppedError, UnfinishedError, explain
 from gqa.corpus.streamed import Bookmark, StreamedBlocks
-from gqa.uptrain.heldout import (
+from gqa.uptrain.evaluation import (
     NOT_FINITE,
     Weights,
     best_weights,
@@ -108,6 +108,7 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
 
 
 def _warn_of_random_numbers(setup: Setup, model: Any, watcher: Watcher) -> None:
+    """Warn, on the main process, if the model draws at random."""
     # A compiled model would be compiled for the shape of the probe too
     if setup.options.compile or not draws_at_random(setup, model):
         return
@@ -131,8 +132,13 @@ def draws_at_random(setup: Setup, model: Any) -> bool:
     if setup.model.config.is_encoder_decoder:
         batch |= {"attention_mask": torch.ones_like(ids), "labels": ids}
 
+    def nats_of_a_pass() -> float:
+        _, sums = model(**batch)
+        return float(sums[1])
+
     model.train()
-    first, second = (float(model(**batch)[1][1]) for _ in range(2))
+    first = nats_of_a_pass()
+    second = nats_of_a_pass()
     # Kernels of GPUs may add in another order.
     return abs(first - second) > 1e-4 * abs(first)
 
@@ -147,7 +153,7 @@ def _begin_or_continue(
     best: Weights = {}
     if setup.start:
         progress, best = _restore(setup, model, optimizer)
-    if progress.step == 0 and setup.dataloader.heldout:
+    if progress.step == 0 and setup.dataloader.heldout_blocks:
         evaluate(setup, model, progress, best)
     return progress, best
 
@@ -195,11 +201,14 @@ def train_step(
     The gradient is that of the mean over all predictions of the step.
     """
     device = accelerator.device
-    predictions = sum(int((split_batch(batch)[1] >= 0).sum()) for batch in micro_batches)
+    predictions = 0
+    batches = list[Batch]()
+    for batch in micro_batches:
+        _, targets = split_batch(batch)
+        predictions += int((targets >= 0).sum())
+        batches.append({name: tensor.to(device) for name, tensor in batch.items()})
     total = accelerator.reduce(torch.tensor(float(predictions), device=device), "sum")
-    batches = [
-        {name: tensor.to(device) for name, tensor in batch.items()} for batch in micro_batches
-    ]
+
     # accelerate divides by the micro-batches, DDP and FSDP by the ranks: undone here, as the sum is
     # divided only once.
     scale = len(batches) * accelerator.num_processes / total.clamp_min(1.0)
@@ -214,13 +223,14 @@ def train_step(
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = accelerator.clip_grad_norm_(trained, clip)
-    norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
 
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
-    return sums, norm
+    return sums, float(norm)
 
 
 def _add_step(
@@ -230,7 +240,7 @@ def _add_step(
     nats, divergence = means(sums)
     is_finite = bool(sums.isfinite().all())
     # With held-out text the weights have been evaluated before the first step
-    if not progress.step and not setup.dataloader.heldout and not is_finite:
+    if not progress.step and not setup.dataloader.heldout_blocks and not is_finite:
         raise RefusedError(NOT_FINITE.format(setup.checkpoint.name))
 
     data = setup.dataloader
@@ -260,7 +270,7 @@ def _evaluates_after(setup: Setup, step: int) -> bool:
     """Whether the held-out losses are measured after so many steps."""
     steps = setup.dataloader.steps
     interval = evaluation_interval(setup.options.eval_every, steps)
-    return bool(setup.dataloader.heldout) and (step == steps or step % interval == 0)
+    return bool(setup.dataloader.heldout_blocks) and (step == steps or step % interval == 0)
 
 
 # -------------------------------------------------------------------------------- between two steps

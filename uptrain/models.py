@@ -206,8 +206,10 @@ def build_teacher(
     example model trains on 1,300 instead of 600 tokens a second.
     """
     device = str(accelerator.device)
-    emulates = device.startswith("cpu") and not native_bfloat16(device)
-    teacher = _load(base, options, accelerator, "float32" if emulates else "auto")
+    dtype = "auto"
+    if device.startswith("cpu") and not native_bfloat16(device):
+        dtype = "float32"
+    teacher = _load(base, options, accelerator, dtype)
     teacher.requires_grad_(False)
     if accelerator.is_fsdp2:
         shard_teacher(teacher, base, accelerator)

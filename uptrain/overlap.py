@@ -21,9 +21,9 @@ from gqa.checkpoint.write import replacing
 from gqa.core.errors import plural
 from gqa.corpus.encoders import Encoders
 from gqa.corpus.exclusion import Exclusion
+from gqa.corpus.reading_order import HeldoutDocuments
 from gqa.corpus.rows import row_digest, searched_text
 from gqa.corpus.sources import Source
-from gqa.corpus.tokens import Heldout
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Overlap:
         return f"{text} (of the beginning of the held-out text, which is large)"
 
 
-def heldout_texts(sources: Sequence[Source], heldout: Heldout, encoders: Encoders) -> Iterator[str]:
-    """The texts that a `Heldout` holds out of the documents of sources: whole ones, and the ends of
-    others.
-    """
+def heldout_texts(
+    sources: Sequence[Source], heldout: HeldoutDocuments, encoders: Encoders
+) -> Iterator[str]:
+    """The held-out texts of the documents of sources: whole ones, and the ends of others."""
     seen = set[bytes]()
     for source in sources:
         for row in source.rows():
@@ -71,7 +71,7 @@ def heldout_texts(sources: Sequence[Source], heldout: Heldout, encoders: Encoder
 
 
 def find_overlap(
-    sources: Sequence[Source], exclusion: Exclusion, heldout: Heldout, encoders: Encoders
+    sources: Sequence[Source], exclusion: Exclusion, heldout: HeldoutDocuments, encoders: Encoders
 ) -> Overlap:
     """Look up all documents of the data.
 
@@ -88,7 +88,7 @@ def find_overlap(
     return overlap
 
 
-def _cache_path(sources: Sequence[Source], exclusion: Exclusion, heldout: Heldout) -> Path:
+def _cache_path(sources: Sequence[Source], exclusion: Exclusion, heldout: HeldoutDocuments) -> Path:
     """Where the overlap of this data with this held-out text is stored."""
     from datasets.config import HF_DATASETS_CACHE
 
@@ -99,7 +99,7 @@ def _cache_path(sources: Sequence[Source], exclusion: Exclusion, heldout: Heldou
 
 
 def _count_overlap(
-    sources: Sequence[Source], exclusion: Exclusion, heldout: Heldout, encoders: Encoders
+    sources: Sequence[Source], exclusion: Exclusion, heldout: HeldoutDocuments, encoders: Encoders
 ) -> Overlap:
     passages = exclusion.passages
     documents = 0

@@ -107,7 +107,7 @@ def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
         if distills:
             losses[f"distillation_{when}"] = heldout and heldout["distillation"]
 
-    if not setup.dataloader.heldout:
+    if not setup.dataloader.heldout_blocks:
         return losses | {"best_step": progress.step, "chosen_by": None}
     chosen_by = "distillation" if distills else "heldout"
     return losses | {"best_step": progress.best_step, "chosen_by": chosen_by}

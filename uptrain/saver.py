@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from gqa.core.console import Watcher
 from gqa.core.errors import OutputError
 from gqa.corpus.streamed import Bookmark, positions_of
-from gqa.uptrain.heldout import Weights
+from gqa.uptrain.evaluation import Weights
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state_files import TrainingProgress
 

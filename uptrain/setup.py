@@ -1,6 +1,4 @@
-"""Prepare a run from its options: model, teacher, data and processes,
-all checked before training.
-"""
+"""Prepare a run from its options: model, teacher, data and processes, checked before training."""
 
 from __future__ import annotations
 
@@ -28,7 +26,8 @@ from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import find_device, from_main, ranks
 from gqa.core.errors import RefusedError, explain
 from gqa.models.loading import check_predicts_tokens, load_tokenizer, read_auto_config
-from gqa.uptrain.dataloader import Dataloader, build_data
+from gqa.uptrain.build_data import build_data
+from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.identity import describe_run
 from gqa.uptrain.models import build_model, build_teacher, check_exportable, check_teacher, settle
 from gqa.uptrain.options import TrainOptions
@@ -45,9 +44,16 @@ _ACCELERATE = {name: short for short, name in _PRECISION.items()}
 class Run:
     """A run whose options are decided, and whose model and text are known, but not loaded.
 
-    `options`: with teacher, data and length decided. `out`: the output directory. `teacher_text`:
-    the teacher, or why there is none, in words. `run`: of `describe_run`. `start`: the state from
-    which it continues.
+    Attributes:
+        options: With teacher, data and length decided.
+        out: The output directory.
+        teacher_text: The teacher, or why there is none, in words.
+        checkpoint: The model that is trained.
+        teacher_checkpoint: The teacher, if there is one.
+        config: transformers' config of the model.
+        states: What unfinished work is stored in.
+        run: What makes it this run, by `describe_run`.
+        start: The state from which it continues.
     """
 
     options: TrainOptions
@@ -76,8 +82,10 @@ class Setup(Run):
     """A run that is ready to start, with everything checked that can be checked before the first
     step.
 
-    `options`: with all defaults decided. `training_model`: the model with its loss and its teacher.
-    `micro_batch`: blocks of one forward pass on one process.
+    Attributes:
+        options: With all defaults decided.
+        training_model: The model with its loss and its teacher.
+        micro_batch: Blocks of one forward pass on one process.
     """
 
     model: PreTrainedModel
@@ -97,8 +105,11 @@ def prepare(
     weights already and could not write its result. Raises RefusedError or CorpusError, before
     anything is written.
 
-    `argv`: arguments of the command. `watcher` shows the progress of sampling. `found_elsewhere`:
-    whether a run with another output continues this one if it stops, and the other way round.
+    Args:
+        argv: Arguments of the command.
+        watcher: Shows the progress of sampling.
+        found_elsewhere: Whether a run with another output continues this one if it stops, and the
+            other way round.
     """
     run = open_run(options, argv, watcher, found_elsewhere)
     if run.start and run.start.is_trained:
@@ -192,27 +203,22 @@ def build_setup(run: Run, watcher: Watcher = SILENT) -> Setup:
 
 def make_accelerator(options: TrainOptions) -> Accelerator:
     """The accelerator of a run. Raises RefusedError if it cannot start with these options."""
-    older = (
-        parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") == "1"
-    )
-    if older or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        other = "FSDP1" if older else "DeepSpeed"
-        raise RefusedError(
-            f"gqa-uptrain does not run with {other}; use examples/accelerate/fsdp2.yaml"
-        )
+    _refuse_other_launchers()
     processes = ranks().num_processes
     if options.device and processes > 1:
         raise RefusedError(
             f"--device {options.device} is for one process; a launcher gives each of several its "
             "own"
         )
+
     device = find_device(options.device) if options.device else None
+    # Not None: then it would be that of an earlier run in this process.
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if options.precision:
+        precision = _ACCELERATE[options.precision]
     try:
         accelerator = Accelerator(
-            # Not None: then it would be that of an earlier run in this process.
-            mixed_precision=_ACCELERATE.get(
-                str(options.precision), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-            ),
+            mixed_precision=precision,
             # A plain number would be overridden by the launcher's environment.
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=1, sync_with_dataloader=False
@@ -227,6 +233,7 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         raise RefusedError(
             f"accelerate cannot start with these options: {explain(error)}"
         ) from error
+
     if device:
         # Of this run; the state of the process stays
         accelerator.state.device = torch.device(device)
@@ -234,20 +241,39 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         raise RefusedError(
             f"the launcher sets {accelerator.mixed_precision}; give --precision bfloat16 or float32"
         )
+    if accelerator.is_fsdp2:
+        _prepare_for_fsdp2(accelerator, options)
+    return accelerator
+
+
+def _refuse_other_launchers() -> None:
+    """Raise RefusedError if processes were started for FSDP1 or DeepSpeed."""
+    is_fsdp = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    is_fsdp1 = is_fsdp and os.environ.get("FSDP_VERSION", "1") == "1"
+    if is_fsdp1 or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        other = "FSDP1" if is_fsdp1 else "DeepSpeed"
+        raise RefusedError(
+            f"gqa-uptrain does not run with {other}; use examples/accelerate/fsdp2.yaml"
+        )
+
+
+def _prepare_for_fsdp2(accelerator: Accelerator, options: TrainOptions) -> None:
+    """Set what accelerate sets otherwise. Raises RefusedError for an optimizer that cannot shard
+    its state.
+    """
     # transformers' own keeps its state in whole tensors
-    if accelerator.is_fsdp2 and options.optimizer == "adafactor":
+    if options.optimizer == "adafactor":
         raise RefusedError(
             "--optimizer adafactor does not work with FSDP2, which shards weights; use adamw"
         )
-    if accelerator.is_fsdp2:
-        # With it transformers loads every model on the first process alone, also those that are
-        # never sharded.
-        os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
-        # Without it each process holds unsharded gradients between micro-batches.
-        accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-        # Weights are gathered in 16 bits, but gradients added and sums returned in float32;
-        # accelerate rounds both.
-        if accelerator.mixed_precision == "bf16":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            accelerator.state.fsdp_plugin.mixed_precision_policy = policy
-    return accelerator
+
+    # With it transformers loads every model on the first process alone, also those that are never
+    # sharded.
+    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
+    # Without it each process holds unsharded gradients between micro-batches.
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+    # Weights are gathered in 16 bits, but gradients added and sums returned in float32; accelerate
+    # rounds both.
+    if accelerator.mixed_precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy

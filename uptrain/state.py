@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from gqa.core import shelves
 from gqa.core.devices import from_main, on_main
 from gqa.core.errors import OutputError, RefusedError, explain
-from gqa.core.run_directory import RunDirectory, differences, fingerprint
+from gqa.core.run_directory import RunDirectory, differences, fingerprint, refuse_another
 from gqa.uptrain.identity import CONTENT_OF_DATA, command_of
 from gqa.uptrain.state_files import (
     PARTIAL,
@@ -58,8 +58,10 @@ _OURS = (
 class States:
     """The states of one run.
 
-    `directory`: next to its output, or to that of the run that it continues. `run`: the fingerprint
-    of its identity, by which runs with another output find them; none are found without.
+    Attributes:
+        directory: Next to its output, or to that of the run that it continues.
+        run: The fingerprint of its identity, by which runs with another output find them; none are
+            found without.
     """
 
     directory: Path
@@ -106,15 +108,14 @@ class States:
 
     def _entries(self) -> list[Path]:
         """Entries on shelves that point to `directory`."""
-        return [
-            entry
-            for entry in shelves.entries(self.run)
-            if shelves.directory_of(entry) == self.directory
-        ]
+        entries = shelves.entries(self.run)
+        return [entry for entry in entries if shelves.directory_of(entry) == self.directory]
 
     def complete(self) -> list[Path]:
         """Directories of complete states, the oldest first. Without `trained`."""
-        paths = [path for place in self.places() for path in place.glob(_STEP)]
+        paths = list[Path]()
+        for place in self.places():
+            paths += place.glob(_STEP)
         return sorted(paths, key=lambda path: path.name)
 
     def trained(self) -> Path | None:
@@ -163,7 +164,8 @@ class States:
             command = "the same options"
             if before["argv"] and run["argv"]:
                 command = command_of(before)
-            self._run_directory.refuse_another(
+            refuse_another(
+                self.directory,
                 "another run",
                 changed,
                 f"continue it with {command}, or begin anew with --overwrite",
@@ -188,17 +190,15 @@ class States:
         try:
             work.mkdir(parents=True, exist_ok=True)
             write_tensors(work, accelerator, model, optimizer, best)
+
             if accelerator.is_main_process:
                 write_record(work, record)
                 publish(work)
                 self._register()
                 for old in self.complete()[:-keep]:
                     remove_state(old)
-        except (
-            OSError,
-            RuntimeError,
-            CheckpointException,
-        ) as error:  # torch writes files with its own errors
+        # torch has errors of its own for files
+        except (OSError, RuntimeError, CheckpointException) as error:
             shutil.rmtree(work, ignore_errors=True)
             raise OutputError(
                 f"the state of step {record['step']} could not be saved in {self.directory} "

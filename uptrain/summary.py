@@ -85,7 +85,7 @@ def heldout_text(setup: Setup) -> str:
     """The line of a plan that says what is held out, and by which measure the best weights are
     chosen.
     """
-    if not setup.dataloader.heldout:
+    if not setup.dataloader.heldout_blocks:
         return (
             "held out    nothing (a stream or short data): the last weights are written; "
             "see --heldout"

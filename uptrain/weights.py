@@ -41,16 +41,16 @@ def shard_model(training: TrainingModel, checkpoint: Checkpoint, accelerator: Ac
     plugin.cpu_ram_efficient_loading = False  # it broadcasts whole weights from the first process
     fsdp2_prepare_model(accelerator, training)
 
-    is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-    _read(training.model, checkpoint, "cpu" if is_offloaded else str(accelerator.device))
+    device = str(accelerator.device)
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        device = "cpu"
+    _read(training.model, checkpoint, device)
 
 
 def shard_teacher(
     teacher: PreTrainedModel, checkpoint: Checkpoint, accelerator: Accelerator
 ) -> None:
-    """Shard a frozen model, which is gathered a layer at a time,
-    and read the checkpoint into it.
-    """
+    """Shard a frozen model, to be gathered a layer at a time, and read the checkpoint into it."""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     classes = layer_classes(teacher)
     # A list: sharding changes the modules that are walked through
@@ -80,11 +80,10 @@ def prepare_model(accelerator: Accelerator, training: Any, optimizer: Any) -> tu
 def trained_bytes(model: PreTrainedModel, checkpoint: Checkpoint) -> int:
     """Bytes of the tensors of a checkpoint that training may change, as they are stored."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    trained = {
-        name
-        for name, parts in adapter_parts(parameters).items()
-        if any(parameters[part].requires_grad for part in parts)
-    }
+    trained = set[str]()
+    for name, parts in adapter_parts(parameters).items():
+        if any(parameters[part].requires_grad for part in parts):
+            trained.add(name)
 
     size = 0
     for stored, (_, names) in sources(model).items():

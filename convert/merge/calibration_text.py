@@ -409,7 +409,7 @@ def _shuffled_tokens(source: Source, encoder: Encoder, tokens: int, seed: int) -
     """
     import numpy as np
 
-    from gqa.corpus.tokens import permutation
+    from gqa.corpus.reading_order import permutation
 
     digests = []
     characters = []

@@ -18,7 +18,7 @@ from gqa.checkpoint.write import replacing
 from gqa.convert.head_maps import MAPS, HeadMaps, StoredMaps
 from gqa.core.errors import CorruptError, RefusedError
 from gqa.core.json_text import parse_json
-from gqa.core.run_directory import RunDirectory, differences, fingerprint
+from gqa.core.run_directory import RunDirectory, differences, fingerprint, refuse_another
 
 _INTERVAL = 20  # seconds between states, which may take gigabytes
 
@@ -138,7 +138,8 @@ class FinishedLayers:
             raise CorruptError(f"{self._state} is damaged; start over with --overwrite") from error
 
         if changed:
-            self._run_directory.refuse_another(
+            refuse_another(
+                self._run_directory.path,
                 "layers of another run",
                 changed,
                 "finish that with its options, or start over with --overwrite",

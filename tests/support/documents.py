@@ -19,7 +19,8 @@ import pytest
 from gqa.corpus.encoders import Encoded, Encoders, TextEncoder
 from gqa.corpus.specs import parse_source
 from gqa.corpus.tokens import Documents, tokenize
-from gqa.uptrain.dataloader import DataBuilder, Dataloader
+from gqa.uptrain.dataloader import Dataloader
+from gqa.uptrain.text_data import TextDataBuilder
 
 
 def texts_of(count: int, seed: int = 0) -> list[str]:
@@ -71,7 +72,7 @@ def tokenized(path: Path, texts: list[str], tokenizer: Any) -> Documents:
 
 def open_data(options: Any, tokenizer: Any, longest: int) -> Dataloader:
     """The blocks of these options, of one process; `longest`: tokens of a block, at most."""
-    return DataBuilder(options, Encoders(tokenizer), longest).build()
+    return TextDataBuilder(options, Encoders(tokenizer), longest).build()
 
 
 def documents_of(tokens: list[list[int]]) -> Documents:

@@ -453,7 +453,7 @@ def shard(load_once: bool = False) -> None:
 
 def set_losses(*losses: float) -> None:
     """The held-out loss at the start and after each step, whatever the model is."""
-    import gqa.uptrain.heldout as module
+    import gqa.uptrain.evaluation as module
     import gqa.uptrain.loop
 
     evaluate = module.evaluate

@@ -57,7 +57,7 @@ def heldout_losses(setup: Setup, model: Any) -> dict[str, float]:
     device = accelerator.device
     ranks = accelerator.num_processes
     rank = accelerator.process_index
-    blocks = setup.dataloader.heldout
+    blocks = setup.dataloader.heldout_blocks
     micro = setup.micro_batch
 
     model.eval()
@@ -97,7 +97,7 @@ def best_weights(setup: Setup, model: Any, progress: TrainingProgress, best: Wei
     into which `best` is copied if an earlier step was better; the last ones if nothing is held out.
     Empty if no step improved the model.
     """
-    has_heldout = bool(setup.dataloader.heldout)
+    has_heldout = bool(setup.dataloader.heldout_blocks)
     if has_heldout and not progress.best_step:
         return {}
 

@@ -1,0 +1,120 @@
+"""The data of a run: made once, by the main process, and read by all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from gqa.checkpoint.read import Checkpoint
+from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_blocks
+from gqa.convert.merge.text_pairs import PairMaker
+from gqa.core.console import Watcher
+from gqa.core.devices import ranks
+from gqa.corpus.encoders import Encoders
+from gqa.corpus.pairs import PairEncoder
+from gqa.corpus.specs import parse_self
+from gqa.models.loading import load_model
+from gqa.uptrain.dataloader import Dataloader
+from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.pair_data import PairDataBuilder
+from gqa.uptrain.run_length import find_block_size
+from gqa.uptrain.text_data import TextDataBuilder
+
+
+def build_data(
+    options: TrainOptions,
+    checkpoint: Checkpoint,
+    base: Checkpoint | None,
+    config: Any,
+    tokenizer: Any,
+    device: str,
+    watcher: Watcher,
+) -> Dataloader:
+    """The data to train on, which the model of `base` may write, and the held-out blocks, for a
+    model of a transformers `config`. Raises RefusedError and CorpusError.
+    """
+    longest = find_block_size(config, tokenizer, checkpoint, options)
+    # The teacher may have more rows of logits than the model has embeddings.
+    vocabulary = int(config.get_text_config(decoder=True).vocab_size)
+    teacher = base and Teacher(base, options, device, watcher, vocabulary)
+    processes = ranks()
+
+    # The main process tokenizes, or samples from the teacher; then the others read its cache, also
+    # if it fails.
+    if not processes.is_main_process:
+        processes.wait_for_everyone()
+    try:
+        pair_encoder = None
+        if config.is_encoder_decoder:
+            pair_encoder = PairEncoder(config, tokenizer, checkpoint.name)
+        encoders = Encoders(
+            tokenizer, checkpoint.name, assistant_only_loss=options.assistant_only_loss
+        )
+
+        write = None
+        if teacher:
+            write = teacher.write_pairs if pair_encoder else teacher.write_text
+        text = TextDataBuilder(options, encoders, longest, processes.num_processes, write)
+        if pair_encoder:
+            return PairDataBuilder(text, pair_encoder).build()
+        return text.build()
+    finally:
+        if processes.is_main_process:
+            processes.wait_for_everyone()
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The base model as the author of the text to train on.
+
+    Attributes:
+        base: The base model.
+        options: Of the run.
+        device: Where it writes.
+        watcher: Shows its progress.
+        vocabulary: Tokens that the trained model knows.
+    """
+
+    base: Checkpoint
+    options: TrainOptions
+    device: str
+    watcher: Watcher
+    vocabulary: int
+
+    def write_text(self, size: int, count: int) -> SampledBlocks:
+        """`count` blocks of `size` tokens."""
+        options = self.options
+        load = partial(
+            load_model,
+            str(self.base.directory),
+            device=self.device,
+            attention=options.attn_implementation,
+            trust_remote_code=options.trust_remote_code,
+        )
+        _, is_plain = parse_self(options.data[0])
+        return sampled_blocks(
+            load,
+            self.device,
+            self.base,
+            size,
+            count,
+            derive_seed(options.seed, "training"),
+            is_plain,
+            self.watcher,
+            trust_remote_code=options.trust_remote_code,
+            vocabulary=self.vocabulary,
+        )
+
+    def write_pairs(self, size: int, count: int) -> SampledBlocks:
+        """`count` pairs of at most `size` tokens a side."""
+        maker = PairMaker(
+            self.base,
+            self.device,
+            size,
+            self.options.seed,
+            self.watcher,
+            self.options.trust_remote_code,
+            self.vocabulary,
+        )
+        return maker.sampled(count)

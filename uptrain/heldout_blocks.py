@@ -1,0 +1,104 @@
+"""The held-out blocks of a run: on them training is measured, and it never reads their text.
+
+They come from sources that are named (--heldout, --heldout-fraction), or from the end of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+
+import numpy as np
+
+from gqa.core.errors import RefusedError
+from gqa.corpus.blocks import Blocks, pack
+from gqa.corpus.encoders import Encoders
+from gqa.corpus.exclusion import Exclusion
+from gqa.corpus.passages import Passages
+from gqa.corpus.reading_order import HeldoutDocuments, hold_back
+from gqa.corpus.rows import searched_text
+from gqa.corpus.sources import Source
+from gqa.corpus.tokens import Block, Documents, tokenize
+from gqa.uptrain.data_sources import heldout_sources
+from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.overlap import heldout_texts
+
+
+def blocks_of_named_text(
+    options: TrainOptions, encoders: Encoders
+) -> tuple[HeldoutDocuments, list[Block]]:
+    """The documents of the held-out sources, which training skips, and blocks spread evenly over
+    them; no blocks without such sources. Raises RefusedError and CorpusError.
+    """
+    sources = heldout_sources(options)
+    if not sources:
+        return HeldoutDocuments(), []
+
+    text = tokenize(sources, encoders)
+    heldout = HeldoutDocuments({bytes(digest): 0 for digest in text.digests})
+
+    all_blocks = Blocks(text, np.arange(len(text)), options.block)
+    count = min(count_heldout(options), len(all_blocks))
+    numbers = np.linspace(0, len(all_blocks) - 1, count)
+    blocks = [all_blocks[int(number)] for number in numbers]
+    blocks = [block for block in blocks if has_targets(block)]
+    if not blocks:
+        raise RefusedError(
+            f"the held-out text has less than one block of {options.block} tokens; give more"
+        )
+    return heldout, blocks
+
+
+def blocks_of_the_end(
+    options: TrainOptions, text: Documents
+) -> tuple[HeldoutDocuments, list[Block]]:
+    """The end of the data in the order of hashes, which training skips, and its blocks; no blocks
+    of little data.
+    """
+    heldout = HeldoutDocuments(hold_back(text, count_held_back(options, text) * options.block))
+
+    numbers = {bytes(digest): number for number, digest in enumerate(text.digests)}
+    ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
+    read = text.tokens_with_mask if text.has_masks else text.tokens
+    packed = pack((read(number)[limit:] for number, limit in ends), options.block)
+
+    blocks = [block for block, _ in islice(packed, count_heldout(options))]
+    return heldout, [block for block in blocks if has_targets(block)]
+
+
+def passages_to_exclude(
+    options: TrainOptions,
+    sources: Sequence[Source],
+    heldout: HeldoutDocuments,
+    encoders: Encoders,
+) -> Exclusion:
+    """Passages of the held-out text, to leave out of all documents except those that `heldout`
+    leaves out as a whole.
+    """
+    texts: Iterator[str]
+    named = heldout_sources(options)
+    if named:
+        rows = chain.from_iterable(source.rows() for source in named)
+        texts = map(searched_text, rows)
+    else:
+        texts = heldout_texts(sources, heldout, encoders)
+
+    whole = frozenset(digest for digest, limit in heldout.limits.items() if not limit)
+    return Exclusion(Passages.of(texts), whole)
+
+
+def has_targets(block: Block) -> bool:
+    """Whether any token of a block is predicted and counts in the loss."""
+    return "loss_mask" not in block or bool(block["loss_mask"][1:].any())
+
+
+def count_heldout(options: TrainOptions) -> int:
+    """The largest number of held-out blocks."""
+    return max(1, options.heldout_tokens // options.block)
+
+
+def count_held_back(options: TrainOptions, data: Documents) -> int:
+    """The number of blocks to hold back: a twentieth of the data, --heldout-tokens at most, none of
+    less than 20.
+    """
+    return min(count_heldout(options), int(data.lengths.sum()) // (20 * options.block))

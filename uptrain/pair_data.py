@@ -1,0 +1,184 @@
+"""The data of a run of an encoder-decoder: pairs with at most so many tokens a side.
+
+They are rows of two columns, plain text with spans left out, or what the teacher writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gqa.core.errors import RefusedError
+from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenize_pairs
+from gqa.corpus.reading_order import HeldoutDocuments, hold_back, reading_order
+from gqa.corpus.specs import is_self
+from gqa.corpus.tokens import Block, Documents, Ints
+from gqa.uptrain.data_sources import data_sources, heldout_sources
+from gqa.uptrain.dataloader import Dataloader, MakeBlock
+from gqa.uptrain.heldout_blocks import count_held_back, passages_to_exclude
+from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.overlap import find_overlap
+from gqa.uptrain.run_length import count_blocks, count_steps, settle_steps
+from gqa.uptrain.text_data import TextDataBuilder, percent
+
+
+@dataclass(frozen=True)
+class PairDataBuilder:
+    """Makes the dataloader of a run on pairs.
+
+    Attributes:
+        text: Makes the blocks of plain or generated text that become pairs.
+        encoder: Makes pairs for this encoder-decoder.
+    """
+
+    text: TextDataBuilder
+    encoder: PairEncoder
+
+    @property
+    def options(self) -> TrainOptions:
+        """The options of the run."""
+        return self.text.options
+
+    def build(self) -> Dataloader:
+        """The data that the options name. Raises RefusedError and CorpusError."""
+        options = self.options
+        is_generated = any(map(is_self, options.data))
+        if options.repeats:
+            raise RefusedError(
+                f"repeats are for decoders, {self.encoder.name} is an encoder-decoder"
+            )
+        if options.assistant_only_loss:
+            raise RefusedError(
+                f"--assistant-only-loss is for decoders, {self.encoder.name} is an "
+                "encoder-decoder; leave it out"
+            )
+        if options.target_field and (options.streaming or is_generated):
+            raise RefusedError(
+                "--target-field is a column of stored data; leave out --streaming and --data self"
+            )
+
+        if options.target_field:
+            return self._table(options.context or self.text.longest)
+        if is_generated:
+            return self._generated()
+        return self._corrupted()
+
+    def _corrupted(self) -> Dataloader:
+        """Blocks of text, each with spans left out."""
+        loader = self.text.build()
+        heldout = _numbered(self._corrupt, loader.heldout_blocks)
+        return replace(loader, heldout_blocks=heldout, make=self._corrupt)
+
+    def _generated(self) -> Dataloader:
+        """Pairs that the teacher writes; held-out text that is named has spans left out."""
+        loader = self.text.build()
+        make_heldout = self._corrupt if self.options.heldout else _split
+        heldout = _numbered(make_heldout, loader.heldout_blocks)
+
+        count = loader.steps * loader.options.blocks_per_step
+        lengths = list[int]()
+        for number in range(loader.first, loader.first + count):
+            tokens = loader.blocks[number]["input_ids"]
+            lengths.append(int((tokens >= 0).sum()))
+        return replace(loader, heldout_blocks=heldout, make=_split, pair_tokens=np.array(lengths))
+
+    def _corrupt(self, block: Block, seeds: list[int]) -> Block:
+        """The pair of a block of text with spans left out, and these spans."""
+        random = np.random.default_rng(seeds)
+        return pair_block(self.encoder.corrupt(block["input_ids"], random))
+
+    def _table(self, size: int) -> Dataloader:
+        """Pairs of two columns, each side cut to `size` tokens.
+
+        Lengths count pairs, not tokens, so alpha is a share of the pairs.
+        """
+        options = self.options
+        sources = data_sources(options)
+        table = tokenize_pairs(sources, self.encoder)
+        tokens = _tokens_of_sides(table)
+        mean = float(np.minimum(tokens, size).sum(0).mean())
+        counted = self._in_pairs(mean, len(table))
+
+        named = heldout_sources(options)
+        if named:
+            heldout_table = tokenize_pairs(named, self.encoder)
+            heldout = HeldoutDocuments({bytes(digest): 0 for digest in heldout_table.digests})
+            numbers = np.arange(len(heldout_table))
+        else:
+            heldout_table = table
+            heldout = HeldoutDocuments(hold_back(table, count_held_back(counted, table)))
+            numbers = np.flatnonzero(heldout.lengths(table) == 0)
+        n_heldout = min(counted.heldout_tokens, len(numbers))
+        numbers = numbers[np.linspace(0, len(numbers) - 1, n_heldout).astype(int)]
+        heldout_pairs = PairBlocks(heldout_table, numbers, self.encoder, size)
+
+        overlap = None
+        if n_heldout:
+            encoders = self.text.encoders
+            exclusion = passages_to_exclude(options, sources, heldout, encoders)
+            overlap = find_overlap(sources, exclusion, heldout, encoders)
+            if overlap.documents:
+                remaining = [source.excluding(exclusion) for source in sources]
+                table = tokenize_pairs(remaining, self.encoder)
+                tokens = _tokens_of_sides(table)
+
+        lengths = heldout.lengths(table)
+        available = int(lengths.sum())
+        n_blocks = count_blocks(counted, available)
+        steps = count_steps(n_blocks, counted)
+        trained = steps * counted.blocks_per_step
+        distinct = min(trained, available)
+        order = reading_order(table, lengths, n_blocks, options.seed)
+
+        summary = (
+            f"{distinct:,} of {available:,} pairs ({percent(distinct, available)}), of {mean:,.1f} "
+            "tokens on average"
+        )
+        if trained > available:
+            summary += f", read {trained / available:.2f} times, each time in another order"
+        n_cut = int((tokens > size).any(0).sum())
+        if n_cut:
+            summary += f"; {n_cut:,} are cut to {size} a side"
+
+        return Dataloader(
+            replace(options, context=size, batch_size=counted.batch_size),
+            PairBlocks(table, order, self.encoder, size),
+            steps,
+            table.fingerprint,
+            summary,
+            [heldout_pairs[number] for number in range(n_heldout)],
+            pair_tokens=np.minimum(tokens, size).sum(0)[order],
+            overlap=overlap,
+        )
+
+    def _in_pairs(self, mean_tokens: float, n_pairs: int) -> TrainOptions:
+        """The options with all lengths in pairs, for data of so many pairs: a block is one pair."""
+        options = self.options
+        tokens = options.tokens
+        if tokens:
+            tokens = _pairs_of_tokens(tokens, mean_tokens)
+        heldout_tokens = _pairs_of_tokens(options.heldout_tokens, mean_tokens)
+        in_pairs = replace(options, context=1, tokens=tokens, heldout_tokens=heldout_tokens)
+        return settle_steps(in_pairs, n_pairs, 1, self.text.ranks)
+
+
+def _numbered(make: MakeBlock, blocks: list[Block]) -> list[Block]:
+    """The pairs of held-out blocks, each with its number as the seed."""
+    return [make(block, [number]) for number, block in enumerate(blocks)]
+
+
+def _split(block: Block, seeds: list[int]) -> Block:
+    """The pair of a generated block, whose two halves are source and target, padded with -1."""
+    source, target = np.split(block["input_ids"], 2)
+    return pair_block((source[source >= 0], target[target >= 0]))
+
+
+def _tokens_of_sides(table: Documents) -> Ints:
+    """(2, D) tokens of the sources and of the targets."""
+    return np.stack([table.count("source"), table.count("target")])
+
+
+def _pairs_of_tokens(tokens: int, mean_tokens: float) -> int:
+    """How many pairs of so many tokens on average have about `tokens` tokens; at least one."""
+    return max(1, int(tokens / mean_tokens))

@@ -1,0 +1,135 @@
+"""How long a run is: tokens of a block, blocks of a step, and steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from gqa.checkpoint.read import Checkpoint
+from gqa.core.errors import CorpusError, RefusedError
+from gqa.corpus.blocks import MIX, is_plain
+from gqa.corpus.tokens import check_ids
+from gqa.models.loading import positions
+from gqa.uptrain.options import TrainOptions
+
+# Most tokens of a block; of a source or target with relative positions, as for T5
+MAX_BLOCK = 2048
+MAX_PAIR = 512
+# A run has at least so many steps, if smaller batches and blocks allow it
+_MIN_STEPS = 250
+_MAX_BATCH = 8  # blocks of a step
+_MIN_BLOCK = 256  # tokens
+
+
+def find_block_size(
+    config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions
+) -> int:
+    """Tokens of a block: --context, or the model's positions, `MAX_BLOCK` at most.
+
+    Raises RefusedError.
+    """
+    default = MAX_PAIR if config.is_encoder_decoder else MAX_BLOCK
+    config = config.get_text_config(decoder=True)
+
+    check_ids(len(tokenizer) - 1, config.vocab_size, checkpoint.name)
+    longest = positions(config)
+    if options.context == 1:
+        raise RefusedError("--context 1 leaves nothing to predict; give at least 2")
+    if longest and options.context and options.context > longest:
+        raise RefusedError(
+            f"--context {options.context} is more than the {longest} positions of {checkpoint.name}"
+        )
+    return options.context or min(longest or default, MAX_BLOCK)
+
+
+def settle_steps(options: TrainOptions, data_tokens: int, longest: int, ranks: int) -> TrainOptions:
+    """The options with the tokens of a block and the blocks of a step decided.
+
+    By default a step has eight blocks of `longest` tokens. If that makes less than 250 steps, a
+    step has fewer blocks, and blocks are shorter: with few tokens the number of steps decides the
+    result (docs/uptraining.md). A constant learning rate keeps the default, so that a longer run
+    begins with the steps of a shorter one. `ranks` share a step.
+    """
+    tokens = options.tokens or data_tokens
+    if options.alpha is not None:
+        tokens = int(options.alpha * data_tokens)
+        if options.repeats:
+            tokens = int(tokens / MIX["plain"])
+    may_shrink = options.steps is None and options.schedule != "constant"
+
+    block = options.context or longest
+    if may_shrink and options.context is None:
+        while tokens < _MIN_STEPS * block and block // 2 >= _MIN_BLOCK:
+            block //= 2
+
+    batch = options.batch_size
+    if batch is None:
+        target = _MAX_BATCH
+        if may_shrink:
+            target = min(_MAX_BATCH, tokens // (_MIN_STEPS * block))
+        unit = ranks * (options.micro_batch or 1)
+        batch = max(1, target // unit) * unit
+    return replace(options, context=block, batch_size=batch)
+
+
+def count_blocks(options: TrainOptions, data_tokens: int) -> int:
+    """Number of blocks to train on: those that fit into alpha x all tokens, or into `tokens`, or
+    that `steps` need. With repeats alpha counts the blocks of text alone. Raises CorpusError if
+    that is less than one block.
+    """
+    alpha = options.alpha
+    tokens = options.tokens
+    size = options.block
+
+    if not data_tokens:
+        raise CorpusError(
+            "all documents are held out and none is left to train on; hold out other or fewer "
+            "documents"
+        )
+    if data_tokens < size:
+        raise CorpusError(
+            f"the data has {data_tokens} tokens, less than one block of {size}; lower --context"
+        )
+
+    if options.steps is not None:
+        return options.steps * options.blocks_per_step
+    if alpha is not None:
+        # Decimal: 0.29 of 100 is 29, not 28 as in binary.
+        tokens = int(Fraction(repr(float(alpha))) * data_tokens)
+    assert tokens is not None
+    if tokens < size:
+        length = f"tokens is {tokens}"
+        if alpha is not None:
+            length = f"alpha {alpha:g} is {tokens} tokens"
+        raise CorpusError(f"{length}, less than one block of {size}; give more, or lower --context")
+
+    blocks = tokens // size
+    if alpha is not None and options.repeats:
+        return with_repeating_blocks(blocks)
+    return blocks
+
+
+def count_plain(blocks: int) -> int:
+    """How many of the first blocks are text; the others repeat passages."""
+    return int(is_plain(np.arange(blocks)).sum())
+
+
+def with_repeating_blocks(text_blocks: int) -> int:
+    """The most blocks of which so many are text, the others being those that repeat passages."""
+    numbers = np.arange(int(text_blocks / MIX["plain"]) + 8)
+    return int(np.searchsorted(np.cumsum(is_plain(numbers)), text_blocks, "right"))
+
+
+def count_steps(n_blocks: int, options: TrainOptions) -> int:
+    """Whole batches in so many blocks. Raises RefusedError if there is none."""
+    steps = n_blocks // options.blocks_per_step
+    if not steps:
+        unit = "pairs" if options.target_field else f"blocks of {options.block} tokens"
+        raise RefusedError(
+            f"there are {n_blocks} {unit} to train on, less than one batch of "
+            f"{options.batch_size}; give more, or a smaller --batch-size"
+        )
+    return steps
