@@ -88,12 +88,15 @@ def convert_tiny_families(figures: Figures, scratch: Path) -> None:
 
             if not (family == "gqa_t5" and method in ("calibrated", "refined")):
                 attempt(figures, f"{family} {method}", convert)
+
     for method in ("calibrated", "refined"):  # self- and cross-attention
         plan = plan_conversion(scratch / "gqa_t5", 2, method=method)
         pairs = text_pairs(TINY["gqa_t5"].tokens, 8)
         calibrator = Calibrator(plan, pairs, options, plan.merging.fit)
-        results = [r for layer in range(calibrator.layers) for r in calibrator.run(layer)]
-        errors = {result.module.path: result.error for result in results}
+        errors = dict[str, float]()
+        for layer in range(calibrator.layers):
+            for result in calibrator.run(layer):
+                errors[result.module.path] = result.error
         attempt(figures, f"gqa_t5 {method} errors", lambda errors=errors: errors)
 
 
@@ -151,13 +154,11 @@ def train_and_evaluate(figures: Figures, scratch: Path) -> None:
             recall=True,
             quiet=True,
         )
-        return [
-            {
-                key: model.get(key)
-                for key in ("quality", "perplexity", "against_baseline", "recall", "nats_per_token")
-            }
-            for model in evaluation.record["models"]
-        ]
+        keys = ("quality", "perplexity", "against_baseline", "recall", "nats_per_token")
+        figures_of_models = list[dict[str, Any]]()
+        for model in evaluation.record["models"]:
+            figures_of_models.append({key: model.get(key) for key in keys})
+        return figures_of_models
 
     attempt(figures, "trained", train)
     attempt(figures, "evaluated", evaluate)

@@ -21,8 +21,9 @@ COLORS = METHODS | {"distilled": "#8172b3"}
 
 def ratios(path: Path) -> dict[str, float]:
     """Perplexity divided by that of the base model, the first, by the name of each other model."""
+    record = json.loads(path.read_text())
     perplexities = {
-        m["name"]: m["quality"]["token_perplexity"] for m in json.loads(path.read_text())["models"]
+        model["name"]: model["quality"]["token_perplexity"] for model in record["models"]
     }
     base, *names = perplexities
     return {name: perplexities[name] / perplexities[base] for name in names}
@@ -57,20 +58,22 @@ def embedded(axes: Any, ratio_of: dict[str, float]) -> None:
 
 
 def published(axes: Any, ratio_of: dict[str, float]) -> None:
+    """Models are named by their method, of `COLORS`."""
     for number, (method, color) in enumerate(COLORS.items()):
-        axes.plot([number, number], [1, ratio_of[method]], color=color, linewidth=2)
-        axes.plot([number], [ratio_of[method]], "o", color=color)
+        ratio = ratio_of[method]
+        axes.plot([number, number], [1, ratio], color=color, linewidth=2)
+        axes.plot([number], [ratio], "o", color=color)
         axes.annotate(
-            text(ratio_of[method]),
-            (number, ratio_of[method]),
+            text(ratio),
+            (number, ratio),
             xytext=(0, 8),
             textcoords="offset points",
             color=color,
             ha="center",
         )
-    axes.set(
-        yscale="log", xlim=(-0.6, len(ratio_of) - 0.4), ylim=(0.85, 3 * max(ratio_of.values()))
-    )
+
+    highest = 3 * max(ratio_of.values())
+    axes.set(yscale="log", xlim=(-0.6, len(ratio_of) - 0.4), ylim=(0.85, highest))
     axes.set_title("SmolLM2-135M-Instruct, 3 KV heads to 1", fontsize=11)
     axes.set_xticks(range(len(COLORS)), COLORS)
     axes.set_yticks([1, 10, 100, 1000], ["x1", "x10", "x100", "x1,000"])
@@ -82,10 +85,12 @@ def main() -> None:
     parser.add_argument("published", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
+
     plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "gqa", "font.size": 11}
     plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
-    colors = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+    colors = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     plt.rcParams |= dict.fromkeys(colors, GRAY)
+
     figure, panels = plt.subplots(1, 2, figsize=(11, 3.7), width_ratios=(1.15, 1))
     embedded(panels[0], ratios(args.embedded))
     published(panels[1], ratios(args.published))

@@ -66,6 +66,8 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 VERSION = torch.__version__
 FREE = 0.85  # share of the free memory that a cache may take
+# That install as gqa.core and so on
+FOLDERS = ("core", "checkpoint", "models", "corpus", "convert", "uptrain", "eval", "study")
 
 
 @dataclass(frozen=True)
@@ -238,13 +240,16 @@ def bandwidth(size: int) -> dict[str, Any]:
     """Bytes read and written per second by copies on the device."""
     source = torch.ones(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    return {"bytes_per_second": 2 * size / seconds_of(lambda: target.copy_(source), 5)}
+    seconds = seconds_of(lambda: target.copy_(source), 5)
+    return {"bytes_per_second": 2 * size / seconds}
 
 
 def product_rate(size: int) -> dict[str, Any]:
     """Operations per second of a product of two bfloat16 matrices (size, size)."""
-    one, other = (torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    return {"flops_per_second": 2 * size**3 / seconds_of(lambda: one @ other, 20)}
+    one = torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE)
+    other = torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE)
+    seconds = seconds_of(lambda: one @ other, 20)
+    return {"flops_per_second": 2 * size**3 / seconds}
 
 
 def seconds_of(run: Callable[[], object], repeats: int) -> float:
@@ -281,32 +286,27 @@ class Decoder:
             def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
                 return context, 0
 
-        config = model.config
-        size = (
-            batch,
-            config.num_key_value_heads,
-            context,
-            config.hidden_size // config.num_attention_heads,
-        )
-        self.cache = DynamicCache()
         self.model = model
+        self.ids = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+        self.positions = torch.full((1, 1), context - 1, device=model.device)
+
+        config = model.config
+        head_dim = config.hidden_size // config.num_attention_heads
+        size = (batch, config.num_key_value_heads, context, head_dim)
+        self.cache = DynamicCache()
         self.cache.layers = [Full() for _ in range(config.num_hidden_layers)]
         for layer in self.cache.layers:
             layer.is_initialized = True
             layer.dtype = model.dtype
             layer.device = model.device
-            layer.keys, layer.values = (
-                torch.empty(size, dtype=model.dtype, device=model.device) for _ in range(2)
-            )
-            for part in (layer.keys, layer.values):
-                part.normal_()
-        self.ids = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
-        self.positions = torch.full((1, 1), context - 1, device=model.device)
+            layer.keys = torch.empty(size, dtype=model.dtype, device=model.device).normal_()
+            layer.values = torch.empty(size, dtype=model.dtype, device=model.device).normal_()
+
         # The weights but for the rows of the embedding that are not looked up, and the cache.
-        self.bytes = (
-            sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
-        )
-        self.bytes += sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+        self.bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self.bytes -= model.get_input_embeddings().weight.nbytes
+        for layer in self.cache.layers:
+            self.bytes += layer.keys.nbytes + layer.values.nbytes
 
     def step(self) -> None:
         from gqa.models.loading import cache_name
@@ -325,6 +325,7 @@ class Decoder:
         with torch.cuda.stream(stream):
             self.step()
         stream.synchronize()
+
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
@@ -335,26 +336,41 @@ def decode_point(
     model: Any, batch: int | None, context: int, scale: Scale, copied: float
 ) -> dict[str, Any]:
     """Tokens per second of all sequences together, and the share of the roofline."""
-    config = model.config
-    cache = (
-        2 * config.num_hidden_layers * config.num_key_value_heads * context * model.dtype.itemsize
-    )
-    cache *= config.hidden_size // config.num_attention_heads
-    fit = int(FREE * (torch.cuda.mem_get_info()[0] if CUDA else cache * scale.largest)) // cache
-    largest = min(scale.largest, fit)
-    # What a step itself takes is known only when it has run.
-    for rows in [batch] if batch else [largest, largest * 9 // 10, largest * 3 // 4]:
-        if 0 < rows <= fit:
-            with contextlib.suppress(torch.OutOfMemoryError), torch.inference_mode():
-                decoder = Decoder(model, rows, context)
-                seconds = seconds_of(decoder.graph() if CUDA else decoder.step, scale.steps)
-                speed = {
-                    "tokens_per_second": rows / seconds,
-                    "roofline": decoder.bytes / seconds / copied,
-                }
-                return {"fits": True, "batch": rows, "bytes": decoder.bytes, **speed}
-            free_memory()
+    sequence_bytes = cache_bytes(model, context)
+    free = sequence_bytes * scale.largest
+    if CUDA:
+        free, _ = torch.cuda.mem_get_info()
+    fit = int(FREE * free) // sequence_bytes
+
+    candidates = [batch]
+    if batch is None:
+        # What a step itself takes is known only when it has run.
+        largest = min(scale.largest, fit)
+        candidates = [largest, largest * 9 // 10, largest * 3 // 4]
+    for rows in candidates:
+        if not 0 < rows <= fit:
+            continue
+        with contextlib.suppress(torch.OutOfMemoryError), torch.inference_mode():
+            decoder = Decoder(model, rows, context)
+            step = decoder.graph() if CUDA else decoder.step
+            seconds = seconds_of(step, scale.steps)
+            return {
+                "fits": True,
+                "batch": rows,
+                "bytes": decoder.bytes,
+                "tokens_per_second": rows / seconds,
+                "roofline": decoder.bytes / seconds / copied,
+            }
+        free_memory()
     return {"batch": batch, "fits": False}
+
+
+def cache_bytes(model: Any, context: int) -> int:
+    """Bytes of the KV cache of one sequence of so many tokens."""
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    numbers_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    return int(numbers_per_token * context * model.dtype.itemsize)
 
 
 def decode(part: Part) -> None:
@@ -363,49 +379,42 @@ def decode(part: Part) -> None:
     scale = part.scale
     part.measure("bandwidth", bandwidth, scale.copy_bytes)
     copied = float(part.rows["bandwidth"]["bytes_per_second"])
-    attentions = ["sdpa", *(["flash_attention_2"] if CUDA and is_flash_attn_2_available() else [])]
+
+    attentions = ["sdpa"]
+    if CUDA and is_flash_attn_2_available():
+        attentions.append("flash_attention_2")
     for attention, heads in product(attentions, scale.kv_heads):
-        names = {
-            f"{attention} {heads} heads {context} context {batch or 'largest'} batch": (
-                batch,
-                context,
-            )
-            for context, batch in product(scale.contexts, scale.batches)
-        }
-        if part.missing(*names):
-            shape = scale.shape._replace(kv_heads=heads, positions=max(scale.contexts))
-            model = random_llama(shape, "bfloat16", DEVICE, attn_implementation=attention).eval()
-            for name, (batch, context) in names.items():
-                part.measure(name, decode_point, model, batch, context, scale, copied)
-            del model
-            free_memory()
+        points = dict[str, tuple[int | None, int]]()
+        for context, batch in product(scale.contexts, scale.batches):
+            name = f"{attention} {heads} heads {context} context {batch or 'largest'} batch"
+            points[name] = (batch, context)
+        if not part.missing(*points):
+            continue
+
+        shape = scale.shape._replace(kv_heads=heads, positions=max(scale.contexts))
+        model = random_llama(shape, "bfloat16", DEVICE, attn_implementation=attention).eval()
+        for name, (batch, context) in points.items():
+            part.measure(name, decode_point, model, batch, context, scale, copied)
+        del model
+        free_memory()
 
 
 def random_model(part: Part, name: str, shape: Shape, dtype: str) -> str:
     """A random checkpoint in the working directory, written once."""
     directory = part.work / name
-    written = (directory / "tokenizer.json").exists()  # the last file
-    return str(directory) if written else write_random(directory, shape, dtype, DEVICE)
+    if (directory / "tokenizer.json").exists():  # the last file
+        return str(directory)
+    return write_random(directory, shape, dtype, DEVICE)
 
 
 def convert(part: Part) -> None:
     scale = part.scale
 
     def run(method: str, *more: str) -> dict[str, Any]:
-        words = [
-            random_model(part, "large", scale.large, "bfloat16"),
-            "--kv-heads",
-            str(scale.convert_heads),
-        ]
-        words += [
-            "--method",
-            method,
-            *scale.convert,
-            *more,
-            "-o",
-            str(part.work / f"large-{method}"),
-            "--overwrite",
-        ]
+        words = [random_model(part, "large", scale.large, "bfloat16")]
+        words += ["--kv-heads", str(scale.convert_heads), "--method", method]
+        words += [*scale.convert, *more]
+        words += ["-o", str(part.work / f"large-{method}"), "--overwrite"]
         row = command("convert", *words)
         return {name: row[name] for name in ("seconds", "peak_bytes")}
 
@@ -421,28 +430,23 @@ def metrics(out: Path) -> dict[str, Any]:
 
 def uptrain(part: Part) -> None:
     shape = part.scale.large
-    model = random_model(
-        part, "trained-from", shape._replace(kv_heads=max(1, shape.heads // 4)), "float32"
-    )
+    fewer_heads = shape._replace(kv_heads=max(1, shape.heads // 4))
+    model = random_model(part, "trained-from", fewer_heads, "float32")
+
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
-    fsdp2 = [
-        "accelerate.commands.launch",
-        "--config_file",
-        str(ROOT / "examples" / "accelerate" / "fsdp2.yaml"),
-    ]
-    fsdp2 += [
-        *([] if CUDA else ["--mixed_precision", "no"]),
-        "--num_processes",
-        "1",
-        "--main_process_port",
-        "0",
-    ]
+    fsdp2_config = ROOT / "examples" / "accelerate" / "fsdp2.yaml"
+    fsdp2 = ["accelerate.commands.launch", "--config_file", str(fsdp2_config)]
+    fsdp2 += ["--num_processes", "1", "--main_process_port", "0"]
+    if not CUDA:
+        fsdp2 += ["--mixed_precision", "no"]
+
     checkpointing = ["--checkpointing"]
     compiled = ["--compile"]
     runs = {"plain": [], "checkpointing": checkpointing, "one rank": [], "one rank fsdp2": []}
     if part.scale.compile:
         runs |= {"compile plain": compiled, "compile checkpointing": compiled + checkpointing}
     launchers = {"one rank": torchrun, "one rank fsdp2": fsdp2}
+
     part.measure("matrix product", product_rate, part.scale.product)
     parameters = random_llama(shape, "bfloat16", "meta").num_parameters()
     needed = 6 * parameters / float(part.rows["matrix product"]["flops_per_second"])
@@ -450,19 +454,11 @@ def uptrain(part: Part) -> None:
     def run(name: str) -> dict[str, Any]:
         """gqa-uptrain on the library's own text, in this process or by a launcher."""
         out = part.work / "trained"
-        words = [
-            model,
-            "--data",
-            "stdlib:train",
-            "--teacher",
-            "none",
-            "--train",
-            "all",
-            *part.scale.train,
-            *runs[name],
-        ]
-        words += ["-o", str(out), "--keep-state", "--overwrite"]
         shutil.rmtree(out.with_name(f"{out.name}-state"), ignore_errors=True)
+        words = [model, "--data", "stdlib:train", "--teacher", "none", "--train", "all"]
+        words += [*part.scale.train, *runs[name]]
+        words += ["-o", str(out), "--keep-state", "--overwrite"]
+
         if name in launchers:
             words = [sys.executable, "-m", *launchers[name], "-m", "gqa.uptrain", *words]
             done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -470,6 +466,7 @@ def uptrain(part: Part) -> None:
                 raise RuntimeError(done.stderr[-1500:])
         else:
             command("uptrain", *words)
+
         row = metrics(out)
         return row | {"mfu": needed * row["tokens_per_second"]}
 
@@ -486,49 +483,29 @@ def distilled(
     start = part.work / f"{base.name}-{heads}"
     out = part.work / f"{base.name}-{heads}-{tokens}"
     if not (start / "config.json").exists():
-        command(
-            "convert",
-            str(base),
-            "--kv-heads",
-            str(heads),
-            *part.scale.method,
-            "-o",
-            str(start),
-            "--overwrite",
-        )
-    words = [
-        "--data",
-        f"self:{tokens}",
-        "--tokens",
-        str(tokens),
-        *part.scale.distil,
-        "--teacher",
-        str(base),
-    ]
-    words += ["--overwrite"] if out.exists() else []  # a run that was stopped continues
-    run = command("uptrain", str(start), *words, "-o", str(out), "--keep-state")
+        words = [str(base), "--kv-heads", str(heads), *part.scale.method]
+        command("convert", *words, "-o", str(start), "--overwrite")
+
+    words = [str(start), "--data", f"self:{tokens}", "--tokens", str(tokens)]
+    words += [*part.scale.distil, "--teacher", str(base), "-o", str(out), "--keep-state"]
+    if out.exists():  # without a result, a run that was stopped continues
+        words.append("--overwrite")
+    run = command("uptrain", *words)
     row = {"tokens": tokens, "losses": run["record"]["losses"], "seconds": run["seconds"]}
-    row |= {
-        name: value
-        for name, value in metrics(out).items()
-        if name in ("tokens_per_second", "memory_bytes")
-    }
+    for name, value in metrics(out).items():
+        if name in ("tokens_per_second", "memory_bytes"):
+            row[name] = value
+
     for text in texts:
-        words = [
-            str(base),
-            str(start),
-            str(out),
-            "--data",
-            text,
-            "--kl",
-            *part.scale.evaluate,
-            *more,
-        ]
-        models = command("eval", *words)["record"]["models"]
-        row[Path(text).name] = [
-            {key: model.get(key) for key in ("name", "quality", "recall")} for model in models
-        ]
+        words = [str(base), str(start), str(out), "--data", text, "--kl"]
+        evaluation = command("eval", *words, *part.scale.evaluate, *more)["record"]
+        row[Path(text).name] = [measured(model) for model in evaluation["models"]]
     return row
+
+
+def measured(model: dict[str, Any]) -> dict[str, Any]:
+    """What the record of a model says of its quality."""
+    return {key: model.get(key) for key in ("name", "quality", "recall")}
 
 
 def distill(part: Part) -> None:
@@ -567,9 +544,11 @@ def importable() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as scratch:
         package = Path(scratch) / "gqa"
         package.mkdir()
-        folders = ("checkpoint", "corpus", "convert", "uptrain", "eval")
-        for target in [*(ROOT / "package").iterdir(), *(ROOT / folder for folder in folders)]:
+        targets = [*(ROOT / "package").iterdir()]
+        targets += [ROOT / folder for folder in FOLDERS]
+        for target in targets:
             (package / target.name).symlink_to(target)
+
         version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
         metadata = Path(scratch) / f"gqa-{version}.dist-info"
         metadata.mkdir()
@@ -580,8 +559,8 @@ def importable() -> Iterator[str]:
 
 
 def run_part(name: str, seconds: float, environment: dict[str, str]) -> None:
-    """The part in a process of its own, with the options of this one,
-    for so many seconds at most.
+    """Run the part in a process of its own, with the options of this one, for so many seconds at
+    most.
     """
     words = [sys.executable, *sys.argv, "--alone", name, "--minutes", str(seconds / 60)]
     process = subprocess.Popen(words, env=environment, start_new_session=True)
@@ -592,6 +571,7 @@ def run_part(name: str, seconds: float, environment: dict[str, str]) -> None:
             f"{name}: stopped after {seconds:.0f} seconds; the same command continues it",
             flush=True,
         )
+
     # Launchers end their workers, which are not of the group
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -641,25 +621,29 @@ def main(
     for directory in (out, work):
         directory.mkdir(parents=True, exist_ok=True)
     if alone:
+        scale = TINY if tiny else Scale()
+        part = Part(out / f"{alone}.jsonl", work, scale, deadline, smollm2, texts)
         with contextlib.suppress(TimeoutError):
-            scale = TINY if tiny else Scale()
-            Part(out / f"{alone}.jsonl", work, scale, deadline, smollm2, texts).run(PARTS[alone])
+            part.run(PARTS[alone])
         return
+
+    names = list(parts)
+    if not names:
+        names = [name for name in PARTS if name != "smollm2" or smollm2]
+    has_all_time = tiny or len(parts) == 1
     with importable() as path:
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([path, *os.environ.get("PYTHONPATH", "").split()])
-        }
-        environment |= {
+            "PYTHONPATH": os.pathsep.join([path, *os.environ.get("PYTHONPATH", "").split()]),
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(work / "hf"),
             "TOKENIZERS_PARALLELISM": "false",
         }
-        for name in parts or [name for name in PARTS if name != "smollm2" or smollm2]:
+        for name in names:
             left = deadline - time.monotonic() - LEAST
             if not Measurements(out / f"{name}.jsonl").missing("complete"):
                 print(f"{name}: complete in {out}", flush=True)
             elif left > LEAST:
-                limit = left if tiny or len(parts) == 1 else min(left, LIMITS[name])
+                limit = left if has_all_time else min(left, LIMITS[name])
                 run_part(name, limit, environment)
 
 

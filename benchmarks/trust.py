@@ -45,8 +45,9 @@ from gqa.eval.subjects import open_subjects
 from gqa.eval.text import prefix_token, read_text
 from gqa.models.loading import load_model
 
-BITS = 8, 4, 2
-COUNT, LONGEST = 24, 24  # questions of a kind; tokens of an answer
+BITS = (8, 4, 2)
+COUNT = 24  # questions of a kind
+LONGEST = 24  # tokens of an answer
 NAMES = [
     "name",
     "value",
@@ -99,37 +100,45 @@ def questions() -> Iterator[tuple[str, str, Any]]:
     """
     draw = random.Random(0)
     for _ in range(COUNT):
-        words = [draw.sample(NAMES, 4) for _ in range(8)]
-        *lines, last = (f"    self.{a} = {b}.{c}({d})" for a, b, c, d in words)
-        start, _, answer = last.partition(" = ")
-        yield "copy", "\n".join(["", *lines, last, "", *lines, f"{start} ="]), answer
-        values = dict(zip(draw.sample(NAMES, 6), draw.sample(range(10, 100), 6), strict=True))
-        one, two, name = draw.sample([*values], 3)
-        lines = [
-            *(f"{key} = {value}" for key, value in values.items()),
-            f"print({one})  # {values[one]}",
-        ]
-        yield (
-            "look-up",
-            "\n".join([*lines, f"print({two})  # {values[two]}", f"print({name})  #"]),
-            str(values[name]),
-        )
-        *sums, (a, b) = (draw.choices(range(1, 10), k=2) for _ in range(5))
-        yield (
-            "sum",
-            "\n".join([*(f"{c} + {d} = {c + d}" for c, d in sums), f"{a} + {b} ="]),
-            str(a + b),
-        )
+        yield "copy", *copy_question(draw)
+        yield "look-up", *look_up_question(draw)
+        yield "sum", *sum_question(draw)
+
     for function in FUNCTIONS:
-        for name, result, code, _ in draw.sample(
-            [other for other in FUNCTIONS if other is not function], 3
-        ):
-            example = f'def {name}:\n    """Return {result}."""\n    return {code}\n\n\n'
-            yield (
-                "code",
-                f'{example}def {function[0]}:\n    """Return {function[1]}."""\n    return',
-                function,
-            )
+        signature, result, _, _ = function
+        others = [other for other in FUNCTIONS if other is not function]
+        for example_signature, example_result, code, _ in draw.sample(others, 3):
+            example = beginning_of(example_signature, example_result) + f" {code}\n\n\n"
+            yield "code", example + beginning_of(signature, result), function
+
+
+def copy_question(draw: random.Random) -> tuple[str, str]:
+    """Eight assignments, and the same again up to the value of the last."""
+    words = [draw.sample(NAMES, 4) for _ in range(8)]
+    *lines, last = (f"    self.{a} = {b}.{c}({d})" for a, b, c, d in words)
+    start, _, answer = last.partition(" = ")
+    return "\n".join(["", *lines, last, "", *lines, f"{start} ="]), answer
+
+
+def look_up_question(draw: random.Random) -> tuple[str, str]:
+    """Six assignments of numbers, the values of two of them, and that of a third."""
+    values = dict(zip(draw.sample(NAMES, 6), draw.sample(range(10, 100), 6), strict=True))
+    one, two, name = draw.sample([*values], 3)
+    lines = [f"{key} = {value}" for key, value in values.items()]
+    lines += [f"print({shown})  # {values[shown]}" for shown in (one, two)]
+    return "\n".join([*lines, f"print({name})  #"]), str(values[name])
+
+
+def sum_question(draw: random.Random) -> tuple[str, str]:
+    """Four sums, and another one."""
+    *sums, (a, b) = (draw.choices(range(1, 10), k=2) for _ in range(5))
+    lines = [f"{c} + {d} = {c + d}" for c, d in sums]
+    return "\n".join([*lines, f"{a} + {b} ="]), str(a + b)
+
+
+def beginning_of(signature: str, result: str) -> str:
+    """A function up to what it returns."""
+    return f'def {signature}:\n    """Return {result}."""\n    return'
 
 
 def is_right(answer: str, expected: Any) -> bool:
@@ -139,6 +148,7 @@ def is_right(answer: str, expected: Any) -> bool:
     """
     if isinstance(expected, str):
         return answer == expected
+
     signature, _, code, values = expected
     arguments = signature.partition("(")[2].rstrip(")")
     words = [sys.executable, "-I", "-c", CHECK, json.dumps([arguments, [answer, code], values])]
@@ -151,19 +161,22 @@ def is_right(answer: str, expected: Any) -> bool:
 def exact_answers(model: Any, tokenizer: Any) -> dict[str, float]:
     """Share of right answers by kind."""
     by_kind = defaultdict[str, list[tuple[str, Any]]](list)
+    for kind, prompt, expected in questions():
+        by_kind[kind].append((prompt, expected))
+
+    prefix = prefix_token(tokenizer)
     shares = dict[str, float]()
-    for kind, *question in questions():
-        by_kind[kind].append(tuple(question))
     for kind, pairs in by_kind.items():
-        prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt, _ in pairs]
-        texts = greedy_texts(model, [[prefix_token(tokenizer), *ids] for ids in prompts], LONGEST)
-        answers = [
-            tokenizer.decode(text.ids[-text.scored :], skip_special_tokens=True) for text in texts
-        ]
-        lines = [answer.lstrip(" ").partition("\n")[0].rstrip() for answer in answers]
-        shares[kind] = statistics.mean(
-            is_right(line, pair[1]) for line, pair in zip(lines, pairs, strict=True)
-        )
+        openings = list[list[int]]()
+        for prompt, _ in pairs:
+            openings.append([prefix, *tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+
+        hits = list[bool]()
+        for text, (_, expected) in zip(greedy_texts(model, openings, LONGEST), pairs, strict=True):
+            answer = tokenizer.decode(text.ids[-text.scored :], skip_special_tokens=True)
+            line = answer.lstrip(" ").partition("\n")[0].rstrip()
+            hits.append(is_right(line, expected))
+        shares[kind] = statistics.mean(hits)
     return shares
 
 
@@ -173,26 +186,27 @@ def keep_strongest(model: Any, groups: int, ids: torch.Tensor) -> None:
     `ids`.
     """
     heads = model.config.num_key_value_heads
-    sizes = list[torch.Tensor]()
+    sizes_of_layers = list[torch.Tensor]()
 
     def measure(output: Any, inputs: Any) -> None:
-        parts = zip(inputs[0].chunk(heads, -1), output.weight.chunk(heads, 1), strict=True)
-        sizes.append(
-            torch.stack([(values @ weight.T).norm(dim=-1).mean() for values, weight in parts])
-        )
+        sizes = list[torch.Tensor]()
+        for values, weight in zip(
+            inputs[0].chunk(heads, -1), output.weight.chunk(heads, 1), strict=True
+        ):
+            sizes.append((values @ weight.T).norm(dim=-1).mean())
+        sizes_of_layers.append(torch.stack(sizes))
 
     for layer in model.model.layers:
         layer.self_attn.o_proj.register_forward_pre_hook(measure)
     model(input_ids=ids, use_cache=False)
-    for layer, size in zip(model.model.layers, sizes, strict=True):
-        best = size.view(groups, -1).argmax(1) + torch.arange(groups) * (heads // groups)
+
+    for layer, sizes in zip(model.model.layers, sizes_of_layers, strict=True):
+        first_of_groups = torch.arange(groups) * (heads // groups)
+        best = first_of_groups + sizes.view(groups, -1).argmax(1)
         for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj):
             for name, tensor in [*linear.named_parameters()]:
-                setattr(
-                    linear,
-                    name,
-                    torch.nn.Parameter(tensor.unflatten(0, (heads, -1))[best].flatten(0, 1)),
-                )
+                kept = tensor.unflatten(0, (heads, -1))[best].flatten(0, 1)
+                setattr(linear, name, torch.nn.Parameter(kept))
     model.config.num_key_value_heads = groups
 
 
@@ -201,16 +215,18 @@ def remove_attention(model: Any, groups: int, ids: torch.Tensor) -> None:
     """Silence attention where the hidden states before and after it are most similar on `ids`, in
     as many layers as a cache of `groups` heads in every layer saves.
     """
-    streams: list[torch.Tensor] = []
+    hidden_states = list[torch.Tensor]()  # before attention
+    attention_outputs = list[torch.Tensor]()
     for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda module, inputs: streams.append(inputs[0]))
+        layer.register_forward_pre_hook(lambda module, inputs: hidden_states.append(inputs[0]))
         layer.self_attn.register_forward_hook(
-            lambda module, inputs, outputs: streams.append(outputs[0])
+            lambda module, inputs, outputs: attention_outputs.append(outputs[0])
         )
     model(input_ids=ids, use_cache=False)
+
     similar = [
-        torch.cosine_similarity(h, h + o, -1).mean()
-        for h, o in zip(streams[::2], streams[1::2], strict=True)
+        torch.cosine_similarity(hidden, hidden + output, -1).mean()
+        for hidden, output in zip(hidden_states, attention_outputs, strict=True)
     ]
     left = len(similar) * groups // model.config.num_key_value_heads
     for number in torch.stack(similar).argsort()[left:].tolist():
@@ -234,6 +250,7 @@ class Trial:
         self.options = EvaluateOptions(
             (model,), kl=True, quiet=True, decode_batches=(8,), decode_steps=16, **options
         )
+
         # By text; of the base model
         self.comparisons = list[Comparison]()
         self.records = list[dict[str, Any]]()
@@ -250,26 +267,33 @@ class Trial:
         """Name, method, KV heads and bits of each row."""
         heads = self.base.config.num_key_value_heads
         yield "base model", "", heads, None
-        yield from ((f"int{bits}", "", heads, bits) for bits in BITS)
-        for groups in (groups for groups in range(heads - 1, 0, -1) if heads % groups == 0):
+        for bits in BITS:
+            yield f"int{bits}", "", heads, bits
+
+        last_method = self.methods[-1]
+        for groups in range(heads - 1, 0, -1):
+            if heads % groups:
+                continue
             for method in ("mean", "first", *PEERS, *self.methods):
                 yield f"{method}, {groups} of {heads}", method, groups, None
-            yield from (
-                (f"{method}, {groups} of {heads}, int{bits}", method, groups, bits)
-                for bits in BITS[:2]
-            )
+            for bits in BITS[:2]:
+                yield f"{last_method}, {groups} of {heads}, int{bits}", last_method, groups, bits
 
     def checkpoint(self, method: str, groups: int) -> str:
         """The converted checkpoint, written once."""
-        out = self.work / f"{self.base.name}-{groups}-{method.replace(' ', '-')}"
         if not method:
             return self.base.path
-        if method in PEERS and not out.exists():
+
+        out = self.work / f"{self.base.name}-{groups}-{method.replace(' ', '-')}"
+        if out.exists():
+            return str(out)
+
+        if method in PEERS:
             model = load_model(self.base.path)
             PEERS[method](model, groups, samples(model, 256, seeds=[7], batch=16))
             model.save_pretrained(out)
             self.base.tokenizer.save_pretrained(out)
-        elif not out.exists():
+        else:
             gqa.convert_model(
                 self.base.path, kv_heads=groups, method=method, output=out, quiet=True
             )
@@ -277,22 +301,27 @@ class Trial:
 
     def measure(self, method: str, groups: int, bits: int | None) -> dict[str, Any]:
         """One row."""
-        subject = replace(open_subjects([self.checkpoint(method, groups)])[0], cache_bits=bits)
+        (subject,) = open_subjects([self.checkpoint(method, groups)])
+        subject = replace(subject, cache_bits=bits)
         records = self.records
+        divergence = 0.0
         if method or bits:
             records = [comparison.measure(subject, {}) for comparison in self.comparisons]
+            divergence = records[0]["against_baseline"]["kl"]["mean"]
+
         share = subject.cache.bytes_per_token / self.base.cache.bytes_per_token
         if method == "no attention":
             layers = self.base.config.num_hidden_layers
             heads = self.base.config.num_key_value_heads
             share = layers * groups // heads / layers
+
         recall = defaultdict[str, list[float]](list)
         for part in records[0]["recall"]:
             recall[part["kind"]].append(part["accuracy"])
         row = {
             "bytes": share,
             "perplexity": [record["quality"]["token_perplexity"] for record in records],
-            "kl": records[0]["against_baseline"]["kl"]["mean"] if method or bits else 0.0,
+            "kl": divergence,
             "recall": {kind: statistics.mean(shares) for kind, shares in recall.items()},
             "greedy": records[0]["greedy"]["tokens"],
             "exact": exact_answers(subject.load(self.options.precision), self.base.tokenizer),
@@ -300,35 +329,30 @@ class Trial:
         if method == self.methods[-1] and not bits:
             timed: list[dict[str, Any]] = [{}, {}]
             time_decoding([self.base, subject], timed, self.options, (self.options.context,))
-            base, fewer = (record["decode"]["points"][0]["seconds_per_token"] for record in timed)
-            row["decode"] = fewer / base
+            seconds = [record["decode"]["points"][0]["seconds_per_token"] for record in timed]
+            row["decode"] = seconds[1] / seconds[0]
         return row
 
 
 def table(rows: dict[str, dict[str, Any]], texts: Sequence[str]) -> str:
     """Markdown, the largest cache first."""
     base = rows["base model"]
-    titles = "KL", "recall, text", "random", "greedy", *base["exact"], "decode"
-    lines = [
-        ["", "KV cache", *(Path(text).stem for text in texts), *titles],
-        ["---"] * (len(texts) + len(titles) + 2),
-    ]
+    titles = ["", "KV cache"]
+    titles += [Path(text).stem for text in texts]
+    titles += ["KL", "recall, text", "random", "greedy", *base["exact"], "decode"]
+    lines = [titles, ["---"] * len(titles)]
+
     for name, row in sorted(rows.items(), key=lambda item: -item[1]["bytes"]):
-        ratios = [
-            value / of_base
-            for value, of_base in zip(row["perplexity"], base["perplexity"], strict=True)
-        ]
-        recall = [f"{row['recall'][kind]:.0%}" for kind in ("text", "random")]
-        words = [
-            name,
-            f"{row['bytes']:.2f}",
-            *(f"x{ratio:.3g}" for ratio in ratios),
-            f"{row['kl']:.2f}",
-            *recall,
-        ]
-        words += [f"{row['greedy']:.0f}", *(f"{share:.0%}" for share in row["exact"].values())]
-        lines.append([*words, f"x{row['decode']:.2f}" if "decode" in row else ""])
-    return "\n".join(f"| {' | '.join(words)} |" for words in lines)
+        cells = [name, f"{row['bytes']:.2f}"]
+        for perplexity, of_base in zip(row["perplexity"], base["perplexity"], strict=True):
+            cells.append(f"x{perplexity / of_base:.3g}")
+        cells.append(f"{row['kl']:.2f}")
+        cells += [f"{row['recall'][kind]:.0%}" for kind in ("text", "random")]
+        cells.append(f"{row['greedy']:.0f}")
+        cells += [f"{share:.0%}" for share in row["exact"].values()]
+        cells.append(f"x{row['decode']:.2f}" if "decode" in row else "")
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
@@ -354,16 +378,19 @@ def table(rows: dict[str, dict[str, Any]], texts: Sequence[str]) -> str:
 def main(out: Path, model: str, texts: tuple[str, ...], only: str, **options: Any) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not texts:
-        texts = "stdlib:heldout", str(out / "click.txt")
-        (out / "click.txt").write_text(
-            "\n".join(file.read_text() for file in Path(click.__file__).parent.glob("*.py"))
-        )
+        code_of_click = out / "click.txt"
+        files = Path(click.__file__).parent.glob("*.py")
+        code_of_click.write_text("\n".join(file.read_text() for file in files))
+        texts = ("stdlib:heldout", str(code_of_click))
+
     trial = Trial(out, model, texts, **options)
     rows = Measurements(out / f"{trial.base.name}.jsonl")
     for name, *parts in trial.rows():
         if only in name or name == "base model":
             rows.measure(name, trial.measure, *parts)
-    text = table({name: row for name, row in rows.rows.items() if "error" not in row}, texts)
+
+    measured = {name: row for name, row in rows.rows.items() if "error" not in row}
+    text = table(measured, texts)
     (out / f"{trial.base.name}.md").write_text(text + "\n")
     print(text)
 

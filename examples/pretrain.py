@@ -1,9 +1,10 @@
 """Train the embedded checkpoint `examples/stdlib-mha`: a small multi-head Llama on Python's
 standard library.
 
-    python examples/pretrain.py --minutes 85 --context 512 --batch 16 --plain 1 --out first python
-    examples/pretrain.py --minutes 75 --start first --out second python examples/pretrain.py
-    --minutes 95 --peak 3e-3 --drawn 0.5 --start second --out examples/stdlib-mha
+    python examples/pretrain.py --minutes 85 --context 512 --batch 16 --plain 1 --out first
+    python examples/pretrain.py --minutes 75 --start first --out second
+    python examples/pretrain.py --minutes 95 --peak 3e-3 --drawn 0.5 --start second \\
+        --out examples/stdlib-mha
 
 From the second stage on half of the windows repeat themselves: so small a model does not learn from
 code alone to find things again in its context.
@@ -71,12 +72,13 @@ def train_tokenizer(texts: list[str], out: Path) -> sentencepiece.SentencePieceP
     """A SentencePiece BPE model (what llama.cpp's converter reads) and the same tokenizer as
     `tokenizer.json`.
     """
+    lines = list[str]()
+    for text in texts:
+        lines += [line for line in text.split("\n") if line.strip() and len(line) < 2000]
+
     model = io.BytesIO()
-    lines = (
-        line for text in texts for line in text.split("\n") if line.strip() and len(line) < 2000
-    )
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines,
+        sentence_iterator=iter(lines),
         model_writer=model,
         model_type="bpe",
         vocab_size=CONFIG["vocab_size"],
@@ -90,6 +92,7 @@ def train_tokenizer(texts: list[str], out: Path) -> sentencepiece.SentencePieceP
         max_sentence_length=8192,
         minloglevel=2,
     )
+
     (out / "tokenizer.model").write_bytes(model.getvalue())
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     write_fast_tokenizer(processor, out)
@@ -97,20 +100,17 @@ def train_tokenizer(texts: list[str], out: Path) -> sentencepiece.SentencePieceP
 
 
 def write_fast_tokenizer(processor: sentencepiece.SentencePieceProcessor, out: Path) -> None:
-    """The SentencePiece model once more in the `tokenizers` format;
-    `main` checks that both agree.
-    """
+    """The SentencePiece model again in the `tokenizers` format; `main` checks that both agree."""
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    merges = []
+
     # A merge is known by its result; SentencePiece numbers results in the order of merging
+    merges = []
     for piece in pieces:
-        if len(piece) > 1:
-            splits = [(piece[:k], piece[k:]) for k in range(1, len(piece))]
-            merges += sorted(
-                ((a, b) for a, b in splits if a in vocab and b in vocab),
-                key=lambda ab: (vocab[ab[0]], vocab[ab[1]]),
-            )
+        splits = [(piece[:k], piece[k:]) for k in range(1, len(piece))]
+        known = [(a, b) for a, b in splits if a in vocab and b in vocab]
+        merges += sorted(known, key=lambda ab: (vocab[ab[0]], vocab[ab[1]]))
+
     tokenizer = Tokenizer(
         models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
@@ -188,16 +188,22 @@ def repeating(
     """
     ids = batch.numpy().copy()
     labels = ids.copy()
-    for row, draw in enumerate(
-        (random.random(len(ids)) - plain) / (1 - plain) if plain < 1 else []
-    ):
-        if 0 <= draw < (1 - drawn) * 2 / 3:
+    if plain == 1:
+        return torch.from_numpy(ids), torch.from_numpy(labels)
+
+    # Below 0: plain; from 0 to 1: uniform among the windows that repeat themselves
+    draws = (random.random(len(ids)) - plain) / (1 - plain)
+    for row, draw in enumerate(draws):
+        if draw < 0:
+            continue
+        if draw < (1 - drawn) * 2 / 3:
             labels[row] = ids[row] = copied(ids[row], int(random.integers(1, 5)), random)
-        elif 0 <= draw < 1 - drawn:
+        elif draw < 1 - drawn:
             labels[row] = ids[row] = repeat_start(ids[row], random)
-        elif draw >= 0:
-            ids[row], second = twice(random.choice(batch.flatten().numpy(), len(ids[row])), random)
-            labels[row] = np.where(second, ids[row], -100)
+        else:
+            tokens = random.choice(batch.flatten().numpy(), len(ids[row]))
+            ids[row], is_second = twice(tokens, random)
+            labels[row] = np.where(is_second, ids[row], -100)
     return torch.from_numpy(ids), torch.from_numpy(labels)
 
 
@@ -212,9 +218,8 @@ def copied(block: np.ndarray, copies: int, random: np.random.Generator) -> np.nd
         passage = round(math.exp(random.uniform(math.log(16), math.log(max(length // 4, 16)))))
         start = random.integers(0, length - 2 * passage, endpoint=True)
         place = random.integers(start + passage, length - passage, endpoint=True)
-        block = np.concatenate([block[:place], block[start : start + passage], block[place:]])[
-            :length
-        ]
+        parts = [block[:place], block[start : start + passage], block[place:]]
+        block = np.concatenate(parts)[:length]
     return block
 
 
@@ -270,10 +275,11 @@ def save_checkpoint(model: LlamaForCausalLM, out: Path) -> None:
 
     The tied output layer is not stored twice.
     """
-    state = {
-        k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()
-    }
+    state = {}
+    for name, tensor in model.state_dict().items():
+        state[name] = tensor.detach().to("cpu", torch.bfloat16).contiguous()
     del state["lm_head.weight"]
+
     partial = out / "model.safetensors.partial"
     save_file(state, partial, metadata={"format": "pt"})
     partial.chmod(0o644)
@@ -284,10 +290,14 @@ def save_checkpoint(model: LlamaForCausalLM, out: Path) -> None:
 
 
 def rate(progress: float) -> float:
-    """Share of the peak learning rate: 1 % warm-up, flat, linear decay to zero over the last 60
-    %.
+    """Share of the peak learning rate: warm-up for 1% of the run, then constant, then a linear
+    decay to zero over the last 60%.
     """
-    return min(progress / 0.01, 1.0) * min((1 - progress) / 0.6, 1.0) if progress < 1 else 0.0
+    if progress >= 1:
+        return 0.0
+    warm_up = min(progress / 0.01, 1.0)
+    decay = min((1 - progress) / 0.6, 1.0)
+    return warm_up * decay
 
 
 def descend(
@@ -307,18 +317,22 @@ def descend(
 
 
 def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.Tensor) -> None:
+    """Train for `--minutes`; write the log, and the checkpoint from time to time and at the end."""
     torch.manual_seed(args.seed)
     order = random.Random(args.seed)
     repeats = np.random.default_rng(args.seed)
+
     model = LlamaForCausalLM(LlamaConfig(**CONFIG)).float().to(args.device)
     if args.start:
         # The output layer is tied
         model.load_state_dict(load_file(args.start / "model.safetensors"), strict=False)
+
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     embedding = [p for n, p in model.named_parameters() if "embed" in n]
     norms = [p for p in model.parameters() if p.ndim == 1]
     others = [{"params": embedding}, {"params": norms, "lr": args.peak / 2}]
     optimizers = optimizers_of(matrices, others, args.peak)
+
     log = (args.out / LOG).open("a")
     # A seventh of the held-out text, for the log
     sample = windows(heldout, args.context, 0)[::7].flatten()
@@ -329,10 +343,12 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
         blocks = windows(train_stream, args.context, order.randrange(args.context))
         indices = list(range(len(blocks)))
         order.shuffle(indices)
+
         for first in range(0, len(indices) - args.batch + 1, args.batch):
             elapsed = time.monotonic() - start
             progress = elapsed / (args.minutes * 60)
             scale = rate(progress)
+
             if scale == 0.0 and step:
                 final = heldout_loss(model, heldout, args.context, args.device)
                 record = {
@@ -347,6 +363,7 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
                 save_checkpoint(model, args.out)
                 print(f"done: {step} steps, {tokens:,} tokens, held-out {final:.4f} nats/token")
                 return
+
             batch = blocks[indices[first : first + args.batch]]
             # Short windows: what repeats is near, which is learnt first
             if args.plain < 1 and step % 3 == 2:
@@ -355,8 +372,9 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
             with torch.autocast(args.device, torch.bfloat16):
                 loss = model(input_ids=batch.to(args.device), labels=labels.to(args.device)).loss
             descend(model, loss, optimizers, scale)
-            step = step + 1
-            tokens = tokens + batch.numel()
+            step += 1
+            tokens += batch.numel()
+
             if step % args.log_every == 0:
                 record = {"step": step, "tokens": tokens, "minutes": round(elapsed / 60, 2)}
                 record |= {
@@ -364,12 +382,10 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
                     "tokens_per_s": round(tokens / max(elapsed, 1e-9)),
                 }
                 if step % (10 * args.log_every) == 0:
-                    record["heldout_sample"] = round(
-                        heldout_loss(model, sample, args.context, args.device), 4
-                    )
-                    record["second_copies"] = round(
-                        second_copies(model, heldout, 64, args.device), 4
-                    )
+                    sample_loss = heldout_loss(model, sample, args.context, args.device)
+                    recall = second_copies(model, heldout, 64, args.device)
+                    record["heldout_sample"] = round(sample_loss, 4)
+                    record["second_copies"] = round(recall, 4)
                     save_checkpoint(model, args.out)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
@@ -396,6 +412,7 @@ def main() -> None:
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
+
     args.out.mkdir(parents=True, exist_ok=True)
     texts = list(stdlib_texts("train"))
     if args.start:
@@ -406,11 +423,13 @@ def main() -> None:
         (args.out / LOG).unlink(missing_ok=True)
         processor = train_tokenizer(texts, args.out)
     write_settings(args.out)
+
     heldout_texts = list(stdlib_texts("heldout"))
     fast = Tokenizer.from_file(str(args.out / "tokenizer.json"))
     for text in heldout_texts:
         if fast.encode(text, add_special_tokens=False).ids != processor.encode(text):
             raise SystemExit("tokenizer.json and tokenizer.model disagree")
+
     train_stream = token_stream(processor, texts)
     heldout = token_stream(processor, heldout_texts)
     characters = sum(map(len, texts))

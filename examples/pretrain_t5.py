@@ -89,42 +89,47 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def functions(texts: Iterable[str]) -> Iterator[dict[str, str]]:
-    """Signatures with docstrings as `source`, bodies as `target`,
-    of all functions that have both.
-    """
+    """Signatures with docstrings as `source`, bodies as `target`, of functions that have both."""
     for text in texts:
         try:
             tree = ast.parse(text)
         except SyntaxError:  # of another version of Python
             continue
+
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
-                if not (docstring := ast.get_docstring(node)):
-                    continue
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            docstring = ast.get_docstring(node)
+            body = node.body[1:]
+            if docstring and body:
                 kind = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
                 source = f'{kind} {node.name}({ast.unparse(node.args)}):\n"""{docstring}"""'
-                yield {"source": source, "target": "\n".join(map(ast.unparse, node.body[1:]))}
+                yield {"source": source, "target": "\n".join(map(ast.unparse, body))}
 
 
 def encoded(rows: Iterable[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> list[Pair]:
     """Token ids of pairs whose source and target fit."""
-    pairs = (
-        (tokenizer(row["source"])["input_ids"], tokenizer(row["target"])["input_ids"])
-        for row in rows
-    )
-    return [pair for pair in pairs if max(map(len, pair)) <= LENGTH]
+    pairs = list[Pair]()
+    for row in rows:
+        source = tokenizer(row["source"])["input_ids"]
+        target = tokenizer(row["target"])["input_ids"]
+        if max(len(source), len(target)) <= LENGTH:
+            pairs.append((source, target))
+    return pairs
 
 
 def batch_of(pairs: Iterable[Pair], device: str) -> dict[str, torch.Tensor]:
     """Inputs of the model: ids (B, S), their mask, labels (B, T) with -100 as padding."""
-    sources, targets = (
-        [torch.tensor(part) for part in parts] for parts in zip(*pairs, strict=True)
-    )
+    sources = list[torch.Tensor]()
+    targets = list[torch.Tensor]()
+    for source, target in pairs:
+        sources.append(torch.tensor(source))
+        targets.append(torch.tensor(target))
+
+    masks = [torch.ones_like(source) for source in sources]
     batch = {
         "input_ids": pad_sequence(sources, batch_first=True, padding_value=BOS),
-        "attention_mask": pad_sequence(
-            [torch.ones_like(source) for source in sources], batch_first=True
-        ),
+        "attention_mask": pad_sequence(masks, batch_first=True),
         "labels": pad_sequence(targets, batch_first=True, padding_value=-100),
     }
     return {name: tensor.to(device) for name, tensor in batch.items()}
@@ -139,26 +144,27 @@ def make_model(device: str) -> T5ForConditionalGeneration:
     model = T5ForConditionalGeneration(T5Config(**CONFIG))
     embedded = load_file(EMBEDDED / "model.safetensors")
     tensors = model.state_dict()
-    for stack, count in (
-        ("encoder", CONFIG["num_layers"]),
-        ("decoder", CONFIG["num_decoder_layers"]),
-    ):
+    layers = {"encoder": CONFIG["num_layers"], "decoder": CONFIG["num_decoder_layers"]}
+    for stack, count in layers.items():
         tensors[f"{stack}.final_layer_norm.weight"] = embedded["model.norm.weight"]
+        mlp = 1 if stack == "encoder" else 2
         for number in range(count):
-            mlp = 1 if stack == "encoder" else 2
+            block = f"{stack}.block.{number}.layer"
             for theirs, ours in NAMES.items():
                 tensor = embedded[f"model.layers.{number}.{theirs}.weight"].float()
-                tensor = tensor * CONFIG["d_kv"] ** -0.5 if theirs == "self_attn.q_proj" else tensor
-                tensors[f"{stack}.block.{number}.layer.{ours.format(mlp=mlp)}.weight"] = tensor
+                if theirs == "self_attn.q_proj":
+                    tensor = tensor * CONFIG["d_kv"] ** -0.5
+                tensors[f"{block}.{ours.format(mlp=mlp)}.weight"] = tensor
+
                 if stack == "decoder" and theirs.startswith("self_attn"):
                     cross = ours.replace("0.Self", "1.EncDec")
-                    tensors[f"decoder.block.{number}.layer.{cross}.weight"] = (
-                        torch.zeros_like(tensor) if theirs.endswith("o_proj") else tensor
-                    )
+                    if theirs.endswith("o_proj"):
+                        tensor = torch.zeros_like(tensor)
+                    tensors[f"{block}.{cross}.weight"] = tensor
+
     rows = embedded["model.embed_tokens.weight"].float()
-    tensors["shared.weight"] = torch.cat(
-        [rows, torch.randn(len(SENTINELS), rows.shape[1]) * rows.std()]
-    )
+    rows_of_sentinels = torch.randn(len(SENTINELS), rows.shape[1]) * rows.std()
+    tensors["shared.weight"] = torch.cat([rows, rows_of_sentinels])
     for name in ("lm_head", "encoder.embed_tokens", "decoder.embed_tokens"):
         tensors[f"{name}.weight"] = tensors["shared.weight"]  # tied
     model.load_state_dict(tensors)
@@ -166,17 +172,15 @@ def make_model(device: str) -> T5ForConditionalGeneration:
 
 
 def make_optimizers(model: T5ForConditionalGeneration, peak: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for what is looked up,
-    the output and the norms.
-    """
+    """Muon for the matrices of the layers, AdamW for embeddings, the output and the norms."""
     looked_up = ("shared", "lm_head", "relative_attention_bias")
-    others = [
-        p
-        for name, p in model.named_parameters()
-        if p.ndim == 1 or any(part in name for part in looked_up)
-    ]
-    known = set(map(id, others))
-    matrices = [p for p in model.parameters() if id(p) not in known]
+    matrices = list[torch.nn.Parameter]()
+    others = list[torch.nn.Parameter]()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 or any(part in name for part in looked_up):
+            others.append(parameter)
+        else:
+            matrices.append(parameter)
     return optimizers_of(matrices, [{"params": others}], peak)
 
 
@@ -241,11 +245,12 @@ def train(args: argparse.Namespace, texts: Texts, heldout: Texts) -> T5ForCondit
     model = make_model(args.device)
     optimizers = make_optimizers(model, args.peak)
     heldout_spans = list(heldout.spans(0, 400, np.random.default_rng(0)))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"{len(texts.pairs):,} functions, "
-        f"{len(texts.stream):,} tokens; {len(heldout.pairs)} functions held out"
+        f"{parameters:,} parameters, {len(texts.pairs):,} functions, {len(texts.stream):,} tokens; "
+        f"{len(heldout.pairs)} functions held out"
     )
+
     start = time.monotonic()
     tokens = 0
     with (args.out / LOG).open("w") as log:
@@ -253,18 +258,20 @@ def train(args: argparse.Namespace, texts: Texts, heldout: Texts) -> T5ForCondit
             minutes = (time.monotonic() - start) / 60
             scale = rate(minutes / args.minutes)
             done = bool(step) and scale == 0.0
+
             if done or step % args.log_every == 0:
                 record = {"step": step, "minutes": round(minutes, 2), "target_tokens": tokens}
                 few = slice(None) if done else slice(0, 64)
-                record["functions_nats"] = round(
-                    mean_nats(model, heldout.pairs[few], args.device), 4
-                )
-                record["spans_nats"] = round(mean_nats(model, heldout_spans[few], args.device), 4)
+                functions_nats = mean_nats(model, heldout.pairs[few], args.device)
+                spans_nats = mean_nats(model, heldout_spans[few], args.device)
+                record["functions_nats"] = round(functions_nats, 4)
+                record["spans_nats"] = round(spans_nats, 4)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
                 print(record, flush=True)
             if done:
                 break
+
             batch = batch_of(pairs, args.device)
             with torch.autocast(args.device, torch.bfloat16):
                 loss = model(**batch).loss

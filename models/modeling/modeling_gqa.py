@@ -46,9 +46,8 @@ def eager_attention_forward(
     """The source's function of this name, with key/value heads (B, G, S, d) repeated for the query
     heads (B, H, T, d). The other attention functions of transformers repeat them.
     """
-    key, value = (
-        heads.repeat_interleave(module.num_key_value_groups, dim=1) for heads in (key, value)
-    )
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     return module.source_eager(module, query, key, value, *args, **kwargs)
 
 
@@ -86,8 +85,11 @@ class GroupedAttention(nn.Module):
         if isinstance(cache, EncoderDecoderCache):
             filled = cache.is_updated if cross else None
             cache = cache.cross_attention_cache if cross else cache.self_attention_cache
+
         if filled and filled.get(self.layer_idx):
-            return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+            layer = cache.layers[self.layer_idx]
+            return layer.keys, layer.values
+
         heads = [self.split_heads(part) for part in project()]
         if filled is not None:
             filled[self.layer_idx] = True
@@ -205,6 +207,7 @@ class GroupedT5Attention(GroupedAttention, t5.T5Attention, MT5Attention):
         past = past.clone() if isinstance(past, Tensor) else past
         states = key_value_states if cross else hidden_states
         key, value = self.keys_and_values(lambda: (self.k(states), self.v(states)), cache, cross)
+
         if position_bias is None and self.has_relative_attention_bias:
             position_bias = self.compute_bias(
                 query.shape[2], key.shape[2], device=query.device, past_seen_tokens=past
@@ -214,13 +217,14 @@ class GroupedT5Attention(GroupedAttention, t5.T5Attention, MT5Attention):
             position_bias = torch.zeros(shape, device=query.device, dtype=query.dtype)
             if self.gradient_checkpointing and self.training:
                 position_bias.requires_grad = True
+
         output, weights = self.attend(
             query, key, value, mask, position_bias=position_bias, **kwargs
         )
         return self.o(output), position_bias, weights
 
 
-CLASSES = GroupedBartAttention, GroupedOPTAttention, GroupedGPT2Attention, GroupedT5Attention
+CLASSES = (GroupedBartAttention, GroupedOPTAttention, GroupedGPT2Attention, GroupedT5Attention)
 
 
 class Grouped(PreTrainedModel):
@@ -230,21 +234,21 @@ class Grouped(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         for name, module in list(self.named_modules()):
             grouped = next((cls for cls in CLASSES if issubclass(cls, type(module))), None)
-            # Of GPT-2
-            if (
-                grouped
-                and getattr(module, "is_decoder", True)
-                and not name.endswith("crossattention")
-            ):
+            is_of_decoder = getattr(module, "is_decoder", True)
+            is_cross_of_gpt2 = name.endswith("crossattention")
+            if grouped and is_of_decoder and not is_cross_of_gpt2:
                 module.__class__ = grouped
                 module.set_kv_heads(config.num_key_value_heads)
         self.post_init()
 
 
+# modeling_gqa_by_layer.py has nearly the same function: each file is copied beside weights alone,
+# and must not import the other.
 def __getattr__(name: str) -> Any:
     """The config or model `GQA...` of the class of transformers that is named after `GQA`."""
     if not name.startswith("GQA"):
         raise AttributeError(f"{__name__} has no {name}")
+
     source = getattr(transformers, name.removeprefix("GQA"))
     members = {"__module__": __name__}
     if issubclass(source, PreTrainedConfig):
@@ -255,5 +259,6 @@ def __getattr__(name: str) -> Any:
         config = f"GQA{source.config_class.__name__}"
         bases = (Grouped, source)
         members["config_class"] = globals().get(config) or __getattr__(config)
+
     globals()[name] = type(name, bases, members)
     return globals()[name]

@@ -23,6 +23,7 @@ class ByLayer(PreTrainedModel):
         config.per_layer_config = None  # transformers' classes refuse a config that has it
         super().__init__(config, *args, **kwargs)
         config.per_layer_config = layers
+
         for index, layer in enumerate(self.base_model.layers):
             layer.self_attn = type(layer.self_attn)(config.per_layer_config[index], index)
             # Which names the attention function, also when that is changed
@@ -59,10 +60,13 @@ class DeciLMForCausalLM(ByLayer, LlamaForCausalLM):
     config_class = GQALlamaConfig
 
 
+# modeling_gqa.py has nearly the same function: each file is copied beside weights alone, and must
+# not import the other.
 def __getattr__(name: str) -> Any:
     """The config or model `GQA...` of the class of transformers that is named after `GQA`."""
     if not name.startswith("GQA"):
         raise AttributeError(f"{__name__} has no {name}")
+
     source = getattr(transformers, name.removeprefix("GQA"))
     members = {"__module__": __name__}
     bases: tuple[Any, ...]
@@ -73,5 +77,6 @@ def __getattr__(name: str) -> Any:
         config = f"GQA{source.config_class.__name__}"
         bases = (ByLayer, source)
         members["config_class"] = globals().get(config) or __getattr__(config)
+
     globals()[name] = type(name, bases, members)
     return globals()[name]
