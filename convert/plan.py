@@ -12,8 +12,9 @@ from typing import Any
 
 from gqa.checkpoint.files import TensorSpec, byte_size
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.heads.config import KVCache, ModelConfig
+from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.family import Groups
+from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.heads.modules import AttentionModule, Change
 from gqa.convert.methods.base import Method
 

@@ -16,11 +16,11 @@ from gqa.convert.check_loads import check_loads
 from gqa.convert.heads.config import (
     ModelConfig,
     edit_config,
-    kv_cache,
     read_config,
     valid_groups,
 )
 from gqa.convert.heads.family import Groups, Layout, Rule, Symmetry
+from gqa.convert.heads.kv_cache import kv_cache
 from gqa.convert.heads.modules import (
     AttentionModule,
     Change,

@@ -13,8 +13,6 @@ from typing import Any
 
 from gqa.checkpoint.read import Checkpoint, read_json
 from gqa.convert.heads.config import (
-    KVCache,
-    kv_cache,
     read_config,
     read_top,
     transformers_config,
@@ -22,6 +20,7 @@ from gqa.convert.heads.config import (
 )
 from gqa.convert.heads.families import custom
 from gqa.convert.heads.family import Groups, query_heads
+from gqa.convert.heads.kv_cache import KVCache, kv_cache
 from gqa.convert.heads.modules import attention_modules, cached_layers
 from gqa.convert.recast.native import NATIVE, Recasting, Recipe, View
 from gqa.core.errors import CorruptError, RefusedError, explain, listing
