@@ -7,6 +7,7 @@ tokens, cross-attention source tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ SCALE_BYTES = 4  # minimum and scale of a group, 16 bits each
 
 def groups_per_head(dim: int) -> int:
     """Number of equal quantization groups in a head's key or value of `dim` numbers."""
-    fewest = -(-dim // QUANTIZATION_GROUP)
+    fewest = math.ceil(dim / QUANTIZATION_GROUP)
     return next(count for count in range(fewest, dim + 1) if dim % count == 0)
 
 
@@ -49,7 +50,7 @@ class CachedLayer:
 
         per_head = 0
         for dim in (self.key_dim, self.value_dim):
-            packed = -(-dim * bits // 8)
+            packed = math.ceil(dim * bits / 8)
             scales = SCALE_BYTES * groups_per_head(dim)
             per_head += packed + scales
         return self.heads * per_head
@@ -108,6 +109,7 @@ def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache
         dtype: The dtype of the cache, as safetensors names it.
     """
     text = config.text
+
     block_types = getattr(text, "layers_block_type", None) or []
     if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
         numbers = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
@@ -117,7 +119,8 @@ def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache
         if config.shares_kv(layer):
             continue
         heads = config.heads(layer)
-        layers.append(CachedLayer(heads.kv, heads.key_dim, heads.value_dim, _window(text, layer)))
+        window = _window(text, layer)
+        layers.append(CachedLayer(heads.kv, heads.key_dim, heads.value_dim, window))
 
     has_cross_attention = bool(config.family.cross_attention)
     crosses = has_cross_attention and transformers_config(config.raw).is_encoder_decoder

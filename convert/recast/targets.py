@@ -58,13 +58,17 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
     by_layer = isinstance(groups, tuple)
     recastings = _BY_LAYER if by_layer else RECASTINGS
     entries = [entry for entry in recastings if entry.source == model_type]
-    if by_layer and not entries and model_type not in [entry.target for entry in _BY_LAYER]:
+    is_by_layer_already = model_type in [entry.target for entry in _BY_LAYER]
+    if by_layer and not entries and not is_by_layer_already:
         raise RefusedError(
             f"{name} ({model_type}) must have the same number of key/value heads in all layers; it "
             f"can differ in models of type {listing(BY_LAYER, 40)}: give one number"
         )
 
-    config = read_top(checkpoint.config, name) if entries else None
+    if not entries:
+        return checkpoint
+
+    config = read_top(checkpoint.config, name)
     for entry in entries:
         is_last = entry is entries[-1]
         try:
