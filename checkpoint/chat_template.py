@@ -77,6 +77,7 @@ class ChatRenderer:
         process = self._start()
         assert process.stdin
         assert process.stdout
+
         late = Event()
 
         def end_late_process() -> None:
@@ -93,6 +94,7 @@ class ChatRenderer:
             line = b""
         finally:
             clock.cancel()
+
         if line.endswith(b"\n"):
             answer: Answer = json.loads(line)
             return answer
@@ -100,24 +102,28 @@ class ChatRenderer:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """The process, which may have been started by an earlier call."""
-        if self._process is None:
-            command = [sys.executable, "-P", str(Path(render_template.__file__))]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            # Open as long as the process runs
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                env=environment,
-                # Ctrl-C is for the command, which may end only after the step that it is in
-                start_new_session=True,
-            )
-            weakref.finalize(self, _stop, self._process, self._errors)
-            assert self._process.stdin
-            self._process.stdin.write(json.dumps(self._settings).encode() + b"\n")
-        return self._process
+        if self._process is not None:
+            return self._process
+
+        command = [sys.executable, "-P", str(Path(render_template.__file__))]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            # Ctrl-C is for the command, which may end only after the step that it is in.
+            start_new_session=True,
+        )
+        weakref.finalize(self, _stop, process, errors)
+        self._errors = errors
+        self._process = process
+
+        assert process.stdin
+        process.stdin.write(json.dumps(self._settings).encode() + b"\n")
+        return process
 
     def _end(self, process: subprocess.Popen[bytes], late: bool) -> str:
         """Why the process ended; the next chat starts another one."""
@@ -127,6 +133,7 @@ class ChatRenderer:
         self._errors.seek(0)
         errors = self._errors.read()
         _stop(process, self._errors)
+
         if late:
             return f"it was stopped after {_DEADLINE} seconds"
         if code == -getattr(signal, "SIGXCPU", 0):

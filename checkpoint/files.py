@@ -217,7 +217,8 @@ def weight_files(
     Raises:
         CorruptError: config.json names other weights, or the index is broken.
     """
-    if (chosen := config.get("transformers_weights")) is not None:
+    chosen = config.get("transformers_weights")
+    if chosen is not None:
         raise CorruptError(
             f"config.json names another file of weights, {chosen!r} (transformers_weights); rename "
             f"it to {SINGLE}, its index to {INDEX}, and remove the entry"
@@ -261,13 +262,15 @@ def side_files(names: Collection[str]) -> tuple[list[str], list[str]]:
     visible = sorted(name for name in names if not _is_hidden(name))
     weights = {name for name in visible if _is_weights(name)}
     # Whatever is next to weights in a subdirectory belongs to another model.
-    other_models = tuple({name.rpartition("/")[0] + "/" for name in weights if "/" in name})
+    other_models = tuple({f"{name.rpartition('/')[0]}/" for name in weights if "/" in name})
 
     to_copy = list[str]()
     left_out = list[str]()
     for name in visible:
-        is_old = name in weights or name.startswith(other_models) or _describes_old_model(name)
-        (left_out if is_old else to_copy).append(name)
+        if name in weights or name.startswith(other_models) or _describes_old_model(name):
+            left_out.append(name)
+        else:
+            to_copy.append(name)
     return to_copy, left_out
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +29,34 @@ class OutputDirectory:
         write_files(output.work)  # hidden next to `out`
         output.commit("record.json", record)
 
-    What keeps `out` from being written is refused when the object is made. `overwrite` replaces
-    only results of the same kind: directories whose files the JSON files `records` list.
+    Attributes:
+        out: The output, which does not exist before `commit`, or is the result to be replaced.
+        work: The hidden directory next to it, where the result is written.
     """
 
     def __init__(
         self, out: Path, source: Path | None, overwrite: bool = False, records: str = "gqa_*.json"
     ) -> None:
-        # The way to it shall not lead through itself, which is renamed
-        has_name = out.name not in ("", "..")
-        self.out = Path(os.path.realpath(out.parent), out.name) if has_name else out.resolve()
+        """
+        Args:
+            out: The output.
+            source: The directory of the model that the result is made of.
+            overwrite: Replace a result of the same kind: a directory whose files are all listed in
+                JSON files that match `records`.
+            records: The names of such files, as a pattern.
+
+        Raises:
+            RefusedError: `out` must not be written.
+            OutputError: It cannot be written.
+        """
+        self.out = _absolute(out)
         self._partial = RunDirectory(self._sibling("partial"), "partial result", str(self.out))
         self._replaced = RunDirectory(self._sibling("replaced"), "replaced result")
         self.work = self._partial.path
         self._overwrite = overwrite
         self._records = records
-        self._errors = f"cannot write beside {self.out}", "give another directory with -o"
 
-        with system_errors(*self._errors):
+        with self._system_errors():
             self._check_place(source)
             self._check_existing()
 
@@ -59,33 +69,42 @@ class OutputDirectory:
             )
         return self.out.with_name(f".{self.out.name}.gqa-{purpose}")
 
+    def _system_errors(self) -> AbstractContextManager[None]:
+        """Turn errors of the system in the block into an OutputError."""
+        return system_errors(f"cannot write beside {self.out}", "give another directory with -o")
+
     # ------------------------------------------------------------- from the lock to the final name
 
     def __enter__(self) -> OutputDirectory:
-        with ExitStack() as stack, system_errors(*self._errors):
+        with ExitStack() as stack, self._system_errors():
             self.out.parent.mkdir(parents=True, exist_ok=True)
             busy = f"another run is writing {self.out}; wait for it or give another -o"
-            # Not in the hidden directory, which becomes the result
+            # The lock is not in the hidden directory, which becomes the result.
             stack.enter_context(locked(self._sibling("lock"), busy))
 
+            # What earlier runs have left; from here on no other run changes it.
             self._restore()
-            self._check_existing()  # now nobody else makes it
+            self._check_existing()
             self._check_leftovers()
             self._partial.remove()
             self._remove_replaced()
 
             stack.callback(self._remove_partial)
             self._partial.claim()
-            self._stack = stack.pop_all()
+            self._stack = stack.pop_all()  # `__exit__` removes and unlocks
         return self
 
     def commit(self, name: str, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Make everything durable and visible under the final name, with `record` and a list of the
-        files as `name`. Returns what `name` has.
+        """Write the record and make the result visible under its final name, complete.
 
-        Files are durable when they are written; here their names become durable, before the
-        directory gets its own: after a power cut it is complete or not there.
+        Args:
+            name: The file of the record.
+            record: What is in it, JSON-ready. A list of all files is added.
+
+        Returns:
+            The record as it was written.
         """
+        # 1. The record, with all files.
         written = {
             path.relative_to(self.work).as_posix()
             for path in self.work.rglob("*")
@@ -95,17 +114,20 @@ class OutputDirectory:
         text = json.dumps({**finite(record), "files": files}, indent=2, ensure_ascii=False) + "\n"
         write_text(self.work / name, text)
 
+        # 2. Files are durable when they are written. Here their names become durable, before the
+        # directory gets its own: after a power cut it is complete or not there.
         directories = [path for path in self.work.rglob("*") if path.is_dir()]
         for directory in (*directories, self.work):
             fsync_directory(directory)
 
+        # 3. The final name.
         try:
             self._check_existing()
         except RefusedError as error:  # it was made while this run was writing
             raise OutputError(str(error)) from error
         if self.out.exists():
             self.out.rename(self._replaced.path)  # then OUT is absent for a moment: see _restore
-        # It is ours without the mark too: the record lists all of its files
+        # Without the mark it still is ours: the record lists all of its files.
         (self.work / MARK).unlink()
         self.work.rename(self.out)
         fsync_directory(self.out.parent)
@@ -120,15 +142,15 @@ class OutputDirectory:
                 self._remove_replaced()
 
         is_full = isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT)
-        if is_full and self._is_near(value):
+        if is_full and self._may_be_ours(value):
             raise OutputError(
                 f"no space left for {self.out}: no partial result was kept; free some space or "
                 "give another directory with -o"
             ) from value
 
-    def _is_near(self, error: BaseException | None) -> bool:
-        """Whether an error may be about a file next to the output: not if it names another place,
-        such as a cache.
+    def _may_be_ours(self, error: BaseException | None) -> bool:
+        """Whether an error may be about a file next to the output: not if it names a file
+        elsewhere, such as in a cache.
         """
         name = getattr(error, "filename", None)
         if not isinstance(name, str):
@@ -143,7 +165,7 @@ class OutputDirectory:
         What stays is removed by the next run.
         """
         with suppress(OSError, RefusedError):
-            self._mark_unpublished()
+            self._mark_whole_partial()
             self._partial.remove()
 
     def _remove_replaced(self) -> None:
@@ -165,18 +187,19 @@ class OutputDirectory:
         for directory in (self._partial, self._replaced):
             if not self._is_result(directory.path):
                 directory.refuse_foreign()
-        self._mark_unpublished()
+        self._mark_whole_partial()
 
-    def _mark_unpublished(self) -> None:
-        """Mark a whole result under the hidden name again, so that it can be removed: a run was
-        stopped between the last two changes of `commit`.
+    def _mark_whole_partial(self) -> None:
+        """Mark a whole result under the hidden name again, so that it can be removed.
+
+        A run left it that was stopped in `commit` after the mark was removed and before the rename.
         """
         if not self._partial.is_ours() and self._is_result(self.work):
             self._partial.mark()
 
     def _is_result(self, directory: Path) -> bool:
-        """Whether it is a directory with nothing but a whole result, of which records list every
-        file; or empty.
+        """Whether a directory is empty, or contains nothing but a whole result: records list every
+        file.
         """
         return (
             directory.is_dir()
@@ -187,34 +210,40 @@ class OutputDirectory:
     # ----------------------------------------------------------------------------- what is refused
 
     def _check_place(self, source: Path | None) -> None:
-        """Raise RefusedError for an output that is, contains or is in the model `source`, or cannot
-        be renamed to; NotADirectoryError if its parent cannot be written.
+        """Raise RefusedError for an output that overlaps with the model `source`, or that nothing
+        can be renamed to; NotADirectoryError if it cannot be made where it should be.
         """
         if source:
-            real = Path(os.path.realpath(self.out))
-            model = source.resolve()
-            if real.is_relative_to(model):
-                raise RefusedError(
-                    f"the output {self.out} is the model itself or inside it; give another with -o"
-                )
-            if model.is_relative_to(real):
-                raise RefusedError(
-                    f"the output {self.out} contains the model {source}; give another with -o"
-                )
+            self._check_apart(source)
 
-        place = next(path for path in self.out.parents if os.path.lexists(path))
-        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        existing_parent = next(path for path in self.out.parents if os.path.lexists(path))
+        may_write = os.access(existing_parent, os.W_OK | os.X_OK)
+        if not existing_parent.is_dir() or not may_write:
             raise NotADirectoryError(
-                errno.ENOTDIR, f"{place} is not a directory that you may write to"
+                errno.ENOTDIR, f"{existing_parent} is not a directory that you may write to"
             )
-        if os.path.ismount(self.out):  # cannot be renamed to
+
+        if os.path.ismount(self.out):  # nothing can be renamed to it
             raise RefusedError(
                 f"the output {self.out} is a mount point; give a directory in it with -o"
             )
 
+    def _check_apart(self, source: Path) -> None:
+        """Raise RefusedError if the output is, contains or is in the model `source`."""
+        real = Path(os.path.realpath(self.out))
+        model = source.resolve()
+        if real.is_relative_to(model):
+            raise RefusedError(
+                f"the output {self.out} is the model itself or inside it; give another with -o"
+            )
+        if model.is_relative_to(real):
+            raise RefusedError(
+                f"the output {self.out} contains the model {source}; give another with -o"
+            )
+
     def _check_existing(self) -> None:
-        """Raise RefusedError unless OUT is nothing, an empty directory or, with --overwrite, a
-        result.
+        """Raise RefusedError unless the output does not exist, is an empty directory or, with
+        `overwrite`, is a result.
         """
         if self.out.is_symlink():
             raise RefusedError(f"{self.out} is a link; give the directory itself with -o")
@@ -224,38 +253,55 @@ class OutputDirectory:
             raise RefusedError(
                 f"{self.out} exists and is not a directory; give another directory with -o"
             )
+
         if any(self.out.iterdir()) and not self._overwrite:
             raise RefusedError(
                 f"{self.out} exists; choose another directory with -o, or replace it with "
                 "--overwrite"
             )
-        if others := _unlisted_files(self.out, self._records):
+        unlisted = _unlisted_files(self.out, self._records)
+        if unlisted:
             raise RefusedError(
-                f"{self.out} holds {listing(others, 3)}, which --overwrite will not remove: "
-                f"no {self._records} lists "
-                "it as part of a result; move it away or give another directory with -o"
+                f"{self.out} holds {listing(unlisted, 3)}, which --overwrite will not remove: "
+                f"no {self._records} lists it as part of a result; "
+                "move it away or give another directory with -o"
             )
+
+
+def _absolute(out: Path) -> Path:
+    """The absolute path of an output, whose last part is the name that is given to the result.
+
+    Links are followed above it, so that the path stays valid while the output is renamed (`x/../x`
+    would not), but the output itself may be a link, which is refused later.
+    """
+    if out.name in ("", ".."):  # `.` and `..` are not names of directories
+        return out.resolve()
+    return Path(os.path.realpath(out.parent), out.name)
 
 
 def _unlisted_files(directory: Path, records: str) -> list[str]:
     """Files in a directory that the `records` in it do not list as parts of a result."""
     listed: set[str] = set()
     for path in directory.glob(records):
-        # A record of another tool
+        # What raises is a record of another tool: it lists nothing.
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             listed |= set(json.loads(path.read_bytes())["files"])
 
-    files = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
-    names = [path.relative_to(directory).as_posix() for path in files]
-    return [name for name in names if name not in listed]
+    unlisted = []
+    for path in directory.rglob("*"):
+        is_file = path.is_symlink() or not path.is_dir()
+        name = path.relative_to(directory).as_posix()
+        if is_file and name not in listed:
+            unlisted.append(name)
+    return unlisted
 
 
 def require_space(needed: int, out: Path) -> None:
     """Raise OutputError unless so many bytes fit where `out` will be."""
-    place = next(path for path in out.absolute().parents if path.is_dir())
-    free = shutil.disk_usage(place).free
+    existing_parent = next(path for path in out.absolute().parents if path.is_dir())
+    free = shutil.disk_usage(existing_parent).free
     if free < needed:
         raise OutputError(
-            f"no space left: the result takes {needed:,} bytes, {free:,} are free at {place}; free "
-            "some space or give another directory with -o"
+            f"no space left: the result takes {needed:,} bytes, {free:,} are free at "
+            f"{existing_parent}; free some space or give another directory with -o"
         )

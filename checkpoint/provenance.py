@@ -60,13 +60,17 @@ def portable(value: Any) -> Any:
         return [portable(part) for part in value]
     if not isinstance(value, str | Path):
         return value
+
+    # `--option=PATH`, `-oPATH`, or a path; several have commas between them.
     match = re.fullmatch(r"(--[\w-]+=|-\w(?=/|\.\./|~))?(.*)", str(value), re.DOTALL)
     assert match  # whatever the text is
-    option, paths = match.groups(default="")
-    return option + ",".join(map(_portable_path, re.split(r",(?=/|\.\./|~)", paths)))
+    option, joined = match.groups(default="")
+    paths = re.split(r",(?=/|\.\./|~)", joined)
+    return option + ",".join(map(_portable_path, paths))
 
 
 def _portable_path(text: str) -> str:
+    """The last part of a path that says where this machine has its files; else all of it."""
     path = Path(text)
     is_of_this_machine = path.is_absolute() or text.startswith("~") or ".." in path.parts[:-1]
     return path.name if is_of_this_machine else text

@@ -311,6 +311,7 @@ def read_checkpoint(
         raise MissingError(f"{directory} has no config.json; {ADVICE}")
     config = read_json(directory, "config.json")
 
+    # 1. The weight files and their tensors.
     files, index = weight_files(config, present, partial(read_json, directory))
     if not files:
         weights = listing(name for name in present if Path(name).suffix in WEIGHT_SUFFIXES)
@@ -318,6 +319,7 @@ def read_checkpoint(
             f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but "
             f"{weights or 'no weights at all'}; {ADVICE}"
         )
+
     pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}
     if read_table:
         with ThreadPoolExecutor(8) as pool:
@@ -329,9 +331,11 @@ def read_checkpoint(
     index_content = read_json(directory, index) if index else None
     tensors = merge_tables(tables, index_content)
 
+    # 2. The other files.
     rewritten = {"config.json", INDEX, TORCH_INDEX, index, *files}
     side, left_out, warnings = _side_files(directory, rewritten)
 
+    # 3. Whether the config can be that of these tensors.
     hub_id, revision = cached_revision(directory)
     name = hub_id.split("/")[-1] if hub_id else directory.resolve().name
     check_numbers(config, name)

@@ -64,6 +64,7 @@ def _address_space(resource: Any) -> int:
 
 
 def main() -> None:
+    """Answer requests until stdin ends."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     settings = json.loads(sys.stdin.readline())
@@ -74,6 +75,7 @@ def main() -> None:
         marks = request.get("mark_assistant", False)
         # The limit is that of one chat, as the process renders one after the other.
         limit_seconds(settings["seconds"])
+
         try:
             (text,), spans = render_jinja_template(
                 [request["messages"]],
@@ -82,13 +84,16 @@ def main() -> None:
                 return_assistant_tokens_mask=marks,
                 **settings["variables"],
             )
-            answer = {"text": text} | ({"spans": spans[0]} if marks else {})
+            answer: dict[str, Any] = {"text": text}
+            if marks:
+                answer["spans"] = spans[0]
             if len(text) > request["characters"]:
                 answer = {"error": f"it writes {len(text):,} characters"}
         except MemoryError:
             answer = {"error": f"it takes more than {settings['bytes']:,} bytes of memory"}
         except Exception as error:  # whatever a template raises
             answer = {"raised": str(error)[:1000]}
+
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

@@ -16,7 +16,8 @@ from gqa.core.errors import OutputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHUNK = 32 << 20
+CHUNK = 32 << 20  # bytes written at a time
+_READ_CHUNK = 8 << 20  # bytes that are read and written, where the kernel cannot copy
 DEFAULT_JOBS = 2  # while one shard waits for the disk the other merges
 Progress = Callable[[int], None]
 
@@ -67,7 +68,9 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         temporary.touch()
         mode = temporary.stat().st_mode  # by the umask, for libraries that narrow it
+
         yield temporary
+
         temporary.chmod(mode)
         fsync_file(temporary)
         temporary.replace(path)
@@ -109,19 +112,22 @@ def copy_range(
     """
     end = offset + count
     while offset < end:
+        rest = end - offset
         moved = 0
-        # What is wrong, if it is not the system, shows when bytes are read
+        # A system that cannot do this reads and writes below; there any other problem shows, too.
         with suppress(AttributeError, OSError):
             moved = os.copy_file_range(
-                source.fileno(), target.fileno(), min(CHUNK, end - offset), offset_src=offset
+                source.fileno(), target.fileno(), min(CHUNK, rest), offset_src=offset
             )
+
         if not moved:
             source.seek(offset)
-            data = source.read(min(CHUNK, end - offset, 8 << 20))
+            data = source.read(min(rest, _READ_CHUNK))
             write_bytes(target, data)
             moved = len(data)
         if not moved:
             raise OutputError(f"{source.name} became shorter while it was copied")
+
         offset += moved
         drop_written(target)
         progress(moved)

@@ -111,6 +111,7 @@ class CheckpointWriter(ABC):
             write_text(directory / name, text)
 
     def _write_config(self, directory: Path) -> None:
+        """config.json, new or copied."""
         name = "config.json"
         if self._config is None:
             copy_file(self.source.path(name), directory / name)
@@ -140,11 +141,15 @@ def write_index(directory: Path, shards: Mapping[str, Sequence[Any]]) -> None:
     if len(shards) == 1:
         return
 
-    tensors = [tensor for part in shards.values() for tensor in part]
-    weight_map = {tensor.name: file for file, part in shards.items() for tensor in part}
-    metadata = {
-        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
-        "total_size": sum(byte_size(tensor.dtype, tensor.shape) for tensor in tensors),
-    }
+    weight_map: dict[str, str] = {}
+    parameters = 0
+    size = 0
+    for file, tensors in shards.items():
+        for tensor in tensors:
+            weight_map[tensor.name] = file
+            parameters += math.prod(tensor.shape)
+            size += byte_size(tensor.dtype, tensor.shape)
+
+    metadata = {"total_parameters": parameters, "total_size": size}
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     write_text(directory / INDEX, json.dumps(index, indent=2) + "\n")

@@ -85,14 +85,18 @@ def next_line(
         return ""
     if not predicts_tokens(transformers_config(plan.new_config)):
         return ""
+
     best = plan.available_methods[-1]
     command = conversion_command(plan, options, best)
-    if best.name != plan.method and command:
+    if best.name != plan.method_name and command:
         return f"for better quality use --method {best.name} ({best.cost}): {command}"
     if not plan.reads_text:  # a warning says so already
         return ""
+
     command = training_command(plan, options, out, source)
-    return f"for better quality distill from the base model: {command}" if command else ""
+    if not command:
+        return ""
+    return f"for better quality distill from the base model: {command}"
 
 
 def warnings(
@@ -103,15 +107,19 @@ def warnings(
     source: dict[str, Any],
 ) -> Iterator[str]:
     """A warning if the result is of no use as it is, with what to do."""
-    if plan.merging is None:
+    if plan.merge_method is None:
         return
+
+    remedies = []
     best = plan.available_methods[-1]
+    if best.name != plan.method_name:
+        remedies.append(f"use --method {best.name}")
     training = training_command(plan, options, out, source)
-    remedies = [] if best.name == plan.method else [f"use --method {best.name}"]
     remedies.append(f"train it: {training}" if training else "train it")
+
     if not plan.reads_text:
         yield (
-            f"--method {plan.method} does not run the model on text, "
+            f"--method {plan.method_name} does not run the model on text, "
             "and the quality of its result is not measured: "
             f"the result is not usable before it is trained; {' or '.join(remedies)}"
         )
@@ -166,6 +174,7 @@ def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> s
         output = default_directory(options, plan, method.name)
     if output.exists():
         return ""
+
     used = options_of(method)
     for name, field in type(options).__dataclass_fields__.items():
         is_used = not field.metadata["methods"] or name in used
@@ -195,8 +204,10 @@ def _shared(options: ConvertOptions) -> list[str]:
 
 def _option_words(name: str, value: Any) -> list[str]:
     """An option and its value, as words of a command."""
-    if isinstance(value, bool):
-        return [flag(name) if value else flag(f"no_{name}")]
+    if value is True:
+        return [flag(name)]
+    if value is False:
+        return [flag(f"no_{name}")]
     values = value if isinstance(value, tuple) else (value,)
     return [f"{flag(name)}={word}" for word in values]
 

@@ -63,11 +63,14 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     if not options.kv_budget:
         assert options.kv_heads is not None
         return _plan(checkpoint, options.kv_heads, options)
+
     from gqa.convert.merge.budget import heads_within, uneven
 
-    share = options.kv_budget
     # Check plan and output before fetching weights and measuring layers.
-    open_output(options, _plan(checkpoint, uneven(checkpoint, share), options))
+    share = options.kv_budget
+    plan_to_check = _plan(checkpoint, uneven(checkpoint, share), options)
+    open_output(options, plan_to_check)
+
     fetch_weights(checkpoint)
     heads, losses = heads_within(checkpoint, share, options.maps, watcher)
     return _plan(checkpoint, heads, options, losses)
@@ -129,7 +132,7 @@ def convert(
     output = open_output(options, plan)
     fetch_weights(plan.checkpoint)
 
-    with output, _maps(plan, out, maps_options, watcher, options.overwrite) as maps:
+    with output, _maps_of_plan(plan, out, maps_options, watcher, options.overwrite) as maps:
         watcher.stage("converting", plan.total_bytes, "byte")
         record = ConvertedCheckpoint(plan, maps, watcher.update).write(
             output,
@@ -143,7 +146,7 @@ def convert(
 
 
 @contextmanager
-def _maps(
+def _maps_of_plan(
     plan: Plan, out: Path, options: MapsOptions | None, watcher: Watcher, overwrite: bool
 ) -> Iterator[StoredMaps | None]:
     """The maps of the plan's method, while the block runs; None without `options`.
@@ -153,6 +156,7 @@ def _maps(
     if options is None:
         yield None
         return
+
     from gqa.convert.find_maps import with_maps  # here: importing models takes seconds
 
     try:
@@ -185,7 +189,6 @@ def convert_checkpoint(
     **options: Any,
 ) -> Conversion:
     """`prepare`, then `convert`; `options` are fields of `ConvertOptions`."""
-    settings = ConvertOptions(
-        model=os.fspath(model), kv_heads=kv_heads, output=Path(out) if out else None, **options
-    )
+    output = Path(out) if out else None
+    settings = ConvertOptions(model=os.fspath(model), kv_heads=kv_heads, output=output, **options)
     return convert(prepare(settings), settings, calibration=calibration)

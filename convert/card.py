@@ -64,13 +64,13 @@ def model_card(plan: Plan, maps: StoredMaps | None, name: str, request: Mapping[
         table(_changes(plan)),
         *_notes(plan),
     ]
-    if plan.merging:
+    if plan.merge_method:
         parts += ["## Quality", _quality(maps)]
     parts += [
         "## How it was made",
         *making_of("gqa-convert", request["argv"], _options(plan, request), PROVENANCE),
     ]
-    if plan.merging:
+    if plan.merge_method:
         parts += ["## Limits", limits(quality_loss(maps).level)]
     return format_card(metadata, name, parts, source.text)
 
@@ -129,18 +129,22 @@ def _tags(plan: Plan) -> list[str]:
 
 
 def _summary(plan: Plan) -> str:
+    """One paragraph: the base model, and what became of its heads and its KV cache."""
     main = plan.config.main
     instead = f"with {groups_text(plan.groups)} instead of {main.kv} key/value heads"
-    if plan.merging is not None:
-        change = f"{instead}, {plan.merging.result} (`--method {plan.merging.name}`)"
-    elif plan.method == "repeat":
+    if plan.merge_method is not None:
+        change = f"{instead}, {plan.merge_method.result} (`--method {plan.merge_method.name}`)"
+    elif plan.method_name == "repeat":
         change = f"{instead}, by repeating each: the same logits"
     else:
         change = f"with its original {main.kv} key/value heads: no heads are merged"
+
     checkpoint = plan.checkpoint
     base = model_name(checkpoint.hub_id or checkpoint.name, checkpoint.hub_id is not None)
     ratio = plan.cache_before.bytes_at(1) / max(plan.cache_after.bytes_at(1), 1)
-    cache = f" The KV cache takes {cache_change(ratio)} memory." if ratio != 1 else ""
+    cache = ""
+    if ratio != 1:
+        cache = f" The KV cache takes {cache_change(ratio)} memory."
     return f"{base} {change}; {main.query} query heads.{cache}"
 
 
@@ -175,6 +179,7 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _quality(maps: StoredMaps | None) -> str:
+    """A paragraph about the measured quality."""
     level = quality_loss(maps).level
     if level is None:
         return (
@@ -186,9 +191,9 @@ def _quality(maps: StoredMaps | None) -> str:
 
 def _options(plan: Plan, request: Mapping[str, Any]) -> dict[str, Any]:
     """The options that the method used."""
-    options: dict[str, Any] = {"kv_heads": plan.groups, "method": plan.method}
-    if plan.merging is not None:
-        used = options_of(plan.merging)
+    options: dict[str, Any] = {"kv_heads": plan.groups, "method": plan.method_name}
+    if plan.merge_method is not None:
+        used = options_of(plan.merge_method)
         in_order = (name for name in ConvertOptions.__dataclass_fields__ if name in used)
         options |= {name: request["options"][name] for name in in_order}
     return options

@@ -21,8 +21,9 @@ def check_loads(
     raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint: Checkpoint
 ) -> Iterator[str]:
     """Load the tensors of a result into the class of its config.json on the meta device, without
-    weights or packed tensors. Yield warnings: tensors that transformers does not read, or why this
-    could not be checked.
+    weights or packed tensors.
+
+    Yields warnings: tensors that transformers does not read, or why this could not be checked.
 
     Raises CorruptError if a parameter is missing, which transformers would initialize at random, or
     has another shape.
@@ -37,6 +38,7 @@ def check_loads(
             f"{raw['model_type']} with a head"
         )
         return
+
     tensors = _empty_tensors(outputs, checkpoint)
     try:
         with quiet_transformers():
@@ -59,12 +61,16 @@ def check_loads(
             f"{checkpoint.name}: transformers cannot build {cls.__name__} from config.json: "
             f"{explain(error)}; correct it"
         ) from error
-    # Packed tensors were left out.
-    missing = set() if checkpoint.packed else set(info["missing_keys"])
+
+    missing = set(info["missing_keys"])
+    if checkpoint.packed:  # packed tensors were left out
+        missing = set()
     unexpected = set(info["unexpected_keys"])
-    if problem := _problem(cls.__name__, missing, unexpected, info["mismatched_keys"]):
-        named = checkpoint.classes[-1].architecture in (cls.__name__, None)
-        if (named and "auto_map" not in raw) or cls.__module__.startswith("gqa."):
+    problem = _problem(cls.__name__, missing, unexpected, info["mismatched_keys"])
+    if problem:
+        is_named = checkpoint.classes[-1].architecture in (cls.__name__, None)
+        is_ours = cls.__module__.startswith("gqa.")
+        if is_ours or (is_named and "auto_map" not in raw):
             raise CorruptError(f"{checkpoint.name}: {problem}")
         yield (
             f"transformers' {cls.__name__} does not load the result (other classes were not "
@@ -96,11 +102,13 @@ def _problem(
     """Why a class does not load tensors, and what to do; None if it loads them."""
     if mismatched:
         key, stored, expected = min(mismatched, key=lambda one: one[0])
-        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+        others = len(mismatched) - 1
+        more = f" (and {others} more)" if others else ""
         return (
             f"{key} is stored as {list(stored)}, config.json implies {list(expected)}{more}; "
             "correct config.json, or give the checkpoint that it belongs to"
         )
+
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         rest = f" (but {listing(unexpected, _LISTED)})" if unexpected else ""

@@ -59,15 +59,20 @@ def command(options: ConvertOptions) -> None:
     with quiet_transformers():  # what matters of its hints is in our errors
         with Watcher(options.quiet) as bar:
             plan = prepare(options, bar)
-        _warn(plan.warnings if options.dry_run else ())
-        if options.is_set("method") and plan.merging is None:
+        if options.dry_run:  # else they are printed with those of the result
+            _warn(plan.warnings)
+        if options.is_set("method") and plan.merge_method is None:
             _say(
                 f"note        --method is not used: none of the {plan.config.main.kv} heads are "
                 "merged",
                 options,
             )
+
         record = plan_record(plan, options.kv_budget) | {"dry_run": options.dry_run}
-        record |= _dry_run(plan, options) if options.dry_run else _convert(plan, options)
+        if options.dry_run:
+            record |= _dry_run(plan, options)
+        else:
+            record |= _convert(plan, options)
         if options.json:
             print_json(finite(record))
 
@@ -79,23 +84,25 @@ def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     from gqa.convert.summary import error_lines, plan_lines, size
 
     start = time.monotonic()
-    if plan.merging is not None and plan.needs_maps:
-        _say_cost(plan, plan.merging, options)
+    if plan.merge_method is not None and plan.needs_maps:
+        _say_cost(plan, plan.merge_method, options)
     with Watcher(options.quiet) as bar:
         result = convert(plan, options, bar, sys.argv[1:])
+
     _say_lines(plan_lines(plan, tensors=options.verbose), options)
     _say_lines(error_lines(result.maps), options)
     seconds = time.monotonic() - start
     _say(
         f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options
     )
-    if plan.merging is not None and not options.quiet:
+    if plan.merge_method is not None and not options.quiet:
         quality = quality_line(plan, result.maps, options, result.out)
         _say(f"quality     {quality}", options)
         advice = next_line(plan, result.maps, options, result.out, result.record["source"])
         if advice:
             _say(f"next        {advice}", options)
     _warn(result.warnings)
+
     measured = {
         name: value for name, value in result.record.items() if name in ("quality", "layer_errors")
     }
@@ -126,10 +133,12 @@ def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: i
     total = total_memory(device)
     if total is None or memory <= total:
         return []
-    samples = plan.reads_text and not options.is_set("data")
-    advice = "; --data takes less, because nothing is sampled" if samples else ""
+    advice = ""
+    generates_text = plan.reads_text and not options.is_set("data")
+    if generates_text:
+        advice = "; --data takes less, because nothing is sampled"
     return [
-        f"--method {plan.method} takes about {size(memory)} of memory; {device} has "
+        f"--method {plan.method_name} takes about {size(memory)} of memory; {device} has "
         f"{size(total)}{advice}"
     ]
 
@@ -137,30 +146,35 @@ def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: i
 def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     """Print the plan, and time and memory of every method that the model allows.
 
-    The latter JSON-ready.
+    Returns time and memory, JSON-ready.
     """
     from gqa.convert.api import open_output
     from gqa.convert.estimate import duration, estimate
     from gqa.convert.summary import plan_lines, size
 
     _say_lines(plan_lines(plan, tensors=options.verbose), options)
-    costs = {}
+
     warnings: list[str] = []
     try:
         open_output(options, plan)
     except (RefusedError, OutputError) as error:
         warnings.append(str(error))
+
+    costs = {}
     for method in plan.available_methods:
         device = options.maps.device
         seconds, memory = estimate(plan, method, options.maps)
         cost = f"about {duration(seconds)} on {device}, {size(memory)} of memory"
         _say(f"estimate    {method.name:12}{cost}", options)
         costs[method.name] = {"seconds": round(seconds, 1), "memory_bytes": memory}
-        if method == plan.merging:
+        if method == plan.merge_method:
             warnings += _memory_warnings(plan, options, device, memory)
+
     _warn(warnings)
     _say("dry run     nothing was written", options)
-    return {"estimates": costs} if costs else {}
+    if not costs:  # no heads are merged
+        return {}
+    return {"estimates": costs}
 
 
 def _say(line: str, options: ConvertOptions) -> None:
@@ -178,8 +192,8 @@ def _warn(warnings: Sequence[str]) -> None:
 
 def main() -> None:
     """Entry point; exit codes as `gqa.core.console.run` says."""
-    kept = (
+    progress_note = (
         "stored layers and finished batches of generated text are kept, the same command continues "
         "after them"
     )
-    console.run(command, "gqa-convert", f"no partial result is left; {kept}")
+    console.run(command, "gqa-convert", f"no partial result is left; {progress_note}")

@@ -22,9 +22,10 @@ _OVERHEAD_BYTES = 8 << 20
 
 
 def estimate(plan: Plan, method: Method, options: MapsOptions) -> tuple[float, int]:
-    """Seconds that a method takes, and the bytes of memory of its device at the most; on a CPU with
-    those of the process itself (`runtime_memory`). The first call times the device for a fifth of a
-    second.
+    """Seconds that a method takes, and the bytes of memory of its device at the most.
+
+    On a CPU they include those of the process itself (`runtime_memory`). The first call times the
+    device for a fifth of a second.
     """
     speed = measure_flops(options.device, int(plan.config.text.hidden_size))
     seconds = plan.total_bytes / _BYTES_A_SECOND

@@ -37,11 +37,10 @@ def with_maps(
 
     Raises RefusedError and CorpusError.
     """
-    method = plan.merging
+    method = plan.merge_method
     assert isinstance(method, MapsMethod)
-    layers = FinishedLayers(
-        out, describe(plan, method, options), overwrite, holds_out=options.check
-    )
+    description = _description(plan, method, options)
+    layers = FinishedLayers(out, description, overwrite, holds_out=options.check)
     is_continued = layers.count > 0
 
     try:
@@ -54,15 +53,15 @@ def with_maps(
         raise NoMemoryError(method.out_of_memory(options)) from error
 
     try:
-        yield layers.maps(quality)
+        yield layers.stored_maps(quality)
     except BaseException:  # the result could not be written: layers that took hours stay
         layers.remove(keep=True)
         raise
     layers.remove()
 
 
-def describe(plan: Plan, method: MapsMethod, options: MapsOptions) -> dict[str, Any]:
-    """Everything that determines the maps, as JSON."""
+def _description(plan: Plan, method: MapsMethod, options: MapsOptions) -> dict[str, Any]:
+    """Everything that determines the maps, as JSON: only a run with the same continues this one."""
     description = {
         "method": method.name,
         "groups": plan.groups,
@@ -71,6 +70,6 @@ def describe(plan: Plan, method: MapsMethod, options: MapsOptions) -> dict[str, 
         "model": checkpoint_digest(plan.checkpoint),
         "device": options.device,
         "versions": versions("gqa", "torch", "transformers"),
-        **method.describe(options),
+        **method.describe_options(options),
     }
-    return dict(json.loads(json.dumps(description)))
+    return dict(json.loads(json.dumps(description)))  # as it is read back: tuples are lists

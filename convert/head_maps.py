@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class HeadMaps:
     """Linear maps that merge the heads of one attention module.
 
-    Maps of keys and values hold for biases too.
+    Maps of keys and values apply to biases too.
 
     Attributes:
         key: (G, d, m * d), `W_K'[j] = key[j] @ stack(W_K of the group)`; or (G, m) weights, short
@@ -55,7 +55,7 @@ class HeadMaps:
         if self.order is not None:
             heads = heads[query_order(self.order, len(heads))]
         if role in QUERY_ROLES:
-            return self._reshape(role, heads)
+            return self._changed_basis(role, heads)
 
         weights = self.value if role == "value" else self.key
         if weights.ndim == 2:
@@ -72,13 +72,16 @@ class HeadMaps:
             merged[j] = _product(weights[j], members[j])
         return merged
 
-    def _reshape(self, role: Role, heads: Tensor) -> Tensor:
+    def _changed_basis(self, role: Role, heads: Tensor) -> Tensor:
         """Queries or outputs (H, rows, *rest) in the basis of the merged heads."""
         maps = self.query if role == "query" else self.output
         if maps is None:
             return heads
+
         if role == "output":  # heads of W_O^T: (W_O C)^T = C^T W_O^T
-            return _product(maps.T, heads.flatten(0, 1)).to(heads.dtype).view_as(heads)
+            product = _product(maps.T, heads.flatten(0, 1))
+            return product.to(heads.dtype).view_as(heads)
+
         if heads.shape[1] != maps.shape[1]:  # one number for each head: a sink
             return heads
         changed = heads.clone()
@@ -107,7 +110,11 @@ def first_maps(kv: int, groups: int) -> HeadMaps:
 def query_order(order: tuple[int, ...], heads: int) -> list[int]:
     """The same order for `heads` = r Hk query heads, r of which read each key/value head."""
     per_head = heads // len(order)
-    return [head * per_head + i for head in order for i in range(per_head)]
+    query_heads: list[int] = []
+    for head in order:
+        first = head * per_head
+        query_heads.extend(range(first, first + per_head))
+    return query_heads
 
 
 def _product(matrix: Tensor, rows: Tensor) -> Tensor:
@@ -129,16 +136,17 @@ def _pooled(heads: Tensor, weights: Tensor) -> Tensor:
     members = heads.unflatten(0, (groups, per_group))  # (G, m, rows, *rest)
     for j, row in enumerate(weights.tolist()):
         total: Tensor | None = None
-        # One at a time: the wide numbers stay in the cache
+        # One head at a time: the wide numbers stay in the cache.
         for head, weight in zip(members[j], row, strict=True):
-            if weight:  # times zero, an Inf of an unused head would become a NaN of the group
-                wide = head.to(precise)
-                total = wide * weight if total is None else total.add_(wide, alpha=weight)
+            if not weight:  # times zero, an Inf of an unused head would become a NaN of the group
+                continue
+            wide = head.to(precise)
+            total = wide * weight if total is None else total.add_(wide, alpha=weight)
         merged[j] = 0 if total is None else total
     return merged
 
 
-MAPS = ("key", "value", "query", "output")
+MAP_ROLES = ("key", "value", "query", "output")  # the maps of `HeadMaps`, by name
 
 
 @dataclass(frozen=True)
@@ -166,23 +174,28 @@ class StoredMaps:
         """The open file of each tensor, by the tensor's name."""
         from safetensors import safe_open
 
-        opened: list[Any] = [safe_open(file, framework="pt") for file in self.files]
-        return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
+        files_by_name: dict[str, Any] = {}
+        for path in self.files:
+            file: Any = safe_open(path, framework="pt")
+            files_by_name |= dict.fromkeys(file.keys(), file)
+        return files_by_name
 
-    def of(self, module: str) -> HeadMaps | None:
+    def of_module(self, module: str) -> HeadMaps | None:
         """The maps of the attention module at this path, or None."""
-        parts = {
-            part: self.tensor(f"{module}/{part}")
-            for part in MAPS
-            if f"{module}/{part}" in self.names
+        maps = {
+            role: self.tensor(f"{module}/{role}")
+            for role in MAP_ROLES
+            if f"{module}/{role}" in self.names
         }
-        if not parts:
+        if not maps:
             return None
+
         order: tuple[int, ...] | None = None
         if f"{module}/order" in self.names:
             order = tuple(self.tensor(f"{module}/order").tolist())
-        return HeadMaps(**parts, order=order)
+        return HeadMaps(**maps, order=order)
 
     def tensor(self, name: str) -> Tensor:
+        """One stored tensor: a map, or a trained tensor of the result."""
         tensor: Tensor = self.names[name].get_tensor(name)
         return tensor

@@ -32,11 +32,11 @@ def _head_merge(plan: Plan, maps: StoredMaps | None, change: Change) -> MergeHea
     if change.groups >= change.heads.kv:
         return partial(repeat_heads, change)
 
-    module_maps = maps.of(change.module) if maps is not None else None
+    module_maps = maps.of_module(change.module) if maps is not None else None
     if module_maps is not None:
         return module_maps.merge
-    assert plan.merging is not None
-    return plan.merging.head_merge(change, plan.config, plan.seed)
+    assert plan.merge_method is not None
+    return plan.merge_method.head_merge(change, plan.config, plan.seed)
 
 
 def repeat_heads(change: Change, role: Role, heads: Tensor) -> Tensor:

@@ -129,8 +129,7 @@ class ConvertOptions(Options):
     overwrite: bool = option(False, "Replace the checkpoint at DIR once the new one is complete.")
     verbose: bool = option(False, "List every changed tensor; show tracebacks.", short="-v")
     quiet: bool = option(False, "Print errors and warnings only.", short="-q")
-    # For Python callers.
-    # Half of the blocks repeat themselves
+    # For Python callers: whether half of the blocks repeat themselves.
     repeats: bool = option(True, methods="text", expert=True)
 
     @cached_property
@@ -172,19 +171,21 @@ class ConvertOptions(Options):
             raise RefusedError(
                 "--kv-budget runs the model's layers, --dry-run runs nothing; leave one of them out"
             )
-        if (
-            self.is_set("tokens")
-            and self.data
-            and all(is_self(one) and parse_self(one)[0] for one in self.data)
-        ):
+        if self.is_set("tokens") and self._data_states_tokens():
             raise RefusedError(
                 "--data states the number of tokens; leave --tokens out, or give self"
             )
-        refuse_unused(
-            self,
-            (self.method, DEFAULT) if self.kv_budget else (self.method,),
-            f"--method {self.method}",
-        )
+
+        methods = [self.method]
+        if self.kv_budget:
+            methods.append(DEFAULT)  # which measures layers
+        refuse_unused(self, methods, f"--method {self.method}")
+
+    def _data_states_tokens(self) -> bool:
+        """Whether each source of calibration text states its number of tokens (`self:TOKENS`)."""
+        if not self.data:
+            return False
+        return all(is_self(source) and parse_self(source)[0] for source in self.data)
 
 
 def options_of(method: Method) -> set[str]:
@@ -197,11 +198,14 @@ def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:
     """Raise RefusedError for an option that is set and that none of `methods` uses; `where` names
     them.
     """
-    used = frozenset[str]().union(*(METHODS[name].settings for name in methods))
+    used = set[str]()
+    for name in methods:
+        used |= METHODS[name].settings
+
     for name, field in type(options).__dataclass_fields__.items():
         setting = field.metadata["methods"]
         if setting and setting not in used and options.is_set(name):
-            users = [other for other, method in METHODS.items() if setting in method.settings]
+            users = [user for user, method in METHODS.items() if setting in method.settings]
             raise RefusedError(
                 f"{flag(name)} is not used by {where}; it is for --method {', '.join(users)}"
             )

@@ -11,7 +11,7 @@ from gqa.convert.plan import Plan
 
 def output_of(options: ConvertOptions, plan: Plan) -> Path:
     """`output`, or the default directory."""
-    return options.output or default_directory(options, plan, plan.method)
+    return options.output or default_directory(options, plan, plan.method_name)
 
 
 def default_directory(options: ConvertOptions, plan: Plan, method: str) -> Path:
@@ -24,6 +24,6 @@ def default_directory(options: ConvertOptions, plan: Plan, method: str) -> Path:
     if isinstance(plan.groups, tuple):
         heads = sum(plan.groups) / len(plan.groups)
         suffix = f"-kv{100 * heads / plan.config.main.kv:.0f}"
-    if plan.merging is not None:
+    if plan.merge_method is not None:
         suffix += f"-{method}"
     return default_output(plan.checkpoint.hub_id or options.model, suffix)

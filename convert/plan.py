@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from gqa.checkpoint.files import TensorSpec, byte_size
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.heads.config import KVCache, ModelConfig
+from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.family import Groups
+from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.heads.modules import AttentionModule, Change
 from gqa.convert.methods.base import Method
 
@@ -40,12 +42,14 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class Shard:
+    """One weight file of the result, with its tensors in the order of their bytes."""
+
     file: str
     tensors: tuple[OutputTensor, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Plan:
     """Everything about a conversion that can be known from config and headers.
 
     groups: G of the result.
-    merging: The method; None if no heads are merged.
+    merge_method: The method; None if no heads are merged.
     available_methods: Those that can merge the heads of the model, without controls, worst quality
         first; empty if no heads are merged.
     can_regroup: Whether groups of heads can be searched for: the method reads the model, and heads
@@ -72,7 +76,7 @@ class Plan:
     checkpoint: Checkpoint
     config: ModelConfig
     groups: Groups
-    merging: Method | None
+    merge_method: Method | None
     available_methods: tuple[Method, ...]
     can_regroup: bool
     seed: int
@@ -93,21 +97,21 @@ class Plan:
         return fewest_heads(self.groups)
 
     @property
-    def method(self) -> str:
+    def method_name(self) -> str:
         """The method's name; `repeat` if the result has more heads, `none` if it has as many."""
-        if self.merging is not None:
-            return self.merging.name
+        if self.merge_method is not None:
+            return self.merge_method.name
         return "repeat" if self.fewest > self.config.main.kv else "none"
 
     @property
     def reads_text(self) -> bool:
         """Whether the method runs text through the model."""
-        return self.merging is not None and self.merging.reads == "text"
+        return self.merge_method is not None and self.merge_method.reads == "text"
 
     @property
     def needs_maps(self) -> bool:
         """Whether maps must be computed from weights or text first."""
-        return self.merging is not None and self.merging.reads != "nothing"
+        return self.merge_method is not None and self.merge_method.reads != "nothing"
 
     def searches(self, grouping: str) -> bool:
         """Whether to search for the groups with the least loss, by the option `--grouping`."""
@@ -115,11 +119,13 @@ class Plan:
 
     @property
     def tensors(self) -> Iterable[OutputTensor]:
-        return (t for shard in self.shards for t in shard.tensors)
+        """All tensors of the result."""
+        return chain.from_iterable(shard.tensors for shard in self.shards)
 
     @property
     def changed(self) -> list[OutputTensor]:
-        return [t for t in self.tensors if t.change is not None]
+        """The tensors whose heads are merged or repeated."""
+        return [tensor for tensor in self.tensors if tensor.change is not None]
 
     def changes_of(self, module: AttentionModule) -> tuple[Change, ...]:
         """Changes of one attention module; none if its number of heads stays."""
@@ -131,7 +137,7 @@ class Plan:
 
     @property
     def parameters_after(self) -> int:
-        return sum(math.prod(t.shape) for t in self.tensors)
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
 
 def fewest_heads(groups: Groups) -> int:

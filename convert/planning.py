@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from gqa.checkpoint.files import shard_names
@@ -16,11 +17,11 @@ from gqa.convert.check_loads import check_loads
 from gqa.convert.heads.config import (
     ModelConfig,
     edit_config,
-    kv_cache,
     read_config,
     valid_groups,
 )
 from gqa.convert.heads.family import Groups, Layout, Rule, Symmetry
+from gqa.convert.heads.kv_cache import kv_cache
 from gqa.convert.heads.modules import (
     AttentionModule,
     Change,
@@ -35,7 +36,7 @@ from gqa.convert.recast.targets import RECAST_TYPES, recast
 from gqa.core.errors import CorruptError, EntryError, RefusedError, alternatives
 from gqa.models.custom_code import MODEL_TYPES
 
-# Possible groups of one size: all partitions into them are tried (135,135 of 14 heads in pairs)
+# Possible groups of one size: all partitions into them are tried (135,135 of 14 heads in pairs).
 _MOST_GROUPS = 90
 # Query and output projections of models whose heads cannot be aligned: training changes them.
 _UNALIGNED = tuple(Rule(name, Layout()) for name in ("q_proj", "o_proj", "out_proj", "dense"))
@@ -88,20 +89,20 @@ def _plan(
     modules = attention_modules(checkpoint, config)
 
     # 2. The method, if any heads are merged.
-    merging = method if fewest_heads(groups) < config.main.kv else None
+    merge_method = method if fewest_heads(groups) < config.main.kv else None
     available: tuple[Method, ...] = ()
-    if merging is not None:
-        _check_method(merging, checkpoint, config, modules)
+    if merge_method is not None:
+        _check_method(merge_method, checkpoint, config, modules)
         available = _available_methods(checkpoint, config, modules)
 
     # 3. The tensors.
-    changes = _changes(config, modules, groups, merging)
+    changes = _changes(config, modules, groups, merge_method)
     if dtype and checkpoint.packed:
         raise RefusedError(
             f"--dtype does not go with quantized weights, which {checkpoint.name} has; leave it out"
         )
-    stored = STORED_DTYPES[dtype] if dtype else None
-    outputs = _outputs(checkpoint, [one for part in changes.values() for one in part], stored)
+    stored_dtype = STORED_DTYPES[dtype] if dtype else None
+    outputs = _outputs(checkpoint, chain.from_iterable(changes.values()), stored_dtype)
 
     # 4. config.json, with which transformers must load these tensors.
     new, edits = edit_config(config, groups, checkpoint.name, dtype, bool(checkpoint.packed))
@@ -113,9 +114,9 @@ def _plan(
         checkpoint=checkpoint,
         config=config,
         groups=groups,
-        merging=merging,
+        merge_method=merge_method,
         available_methods=available,
-        can_regroup=_can_regroup(config, groups, merging),
+        can_regroup=_can_regroup(config, groups, merge_method),
         seed=seed,
         modules=tuple(modules),
         changes=changes,
@@ -123,8 +124,8 @@ def _plan(
         new_config=new.raw,
         config_edits=tuple(edits),
         cache_before=kv_cache(config, cached, kv_dtype),
-        cache_after=kv_cache(new, cached, stored or kv_dtype),
-        dtype=stored,
+        cache_after=kv_cache(new, cached, stored_dtype or kv_dtype),
+        dtype=stored_dtype,
         warnings=(*_warnings(checkpoint), *load_warnings),
         losses=losses,
     )
@@ -147,18 +148,22 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
     main = config.main
     allowed = valid_groups(config)
     requested = [groups] if isinstance(groups, int) else groups
+
     if isinstance(groups, tuple):
         if len(groups) != config.layers:
             raise RefusedError(
                 f"--kv-heads names {len(groups)} layers, {name} has {config.layers}; give one "
                 "number for each, or one"
             )
-        if len({config.heads(layer).kv for layer in range(config.layers)}) > 1:
+
+        base_counts = {config.heads(layer).kv for layer in range(config.layers)}
+        if len(base_counts) > 1:
             raise RefusedError(
                 f"--kv-heads by layer is not possible for {name}, whose layers already have "
                 "different numbers of key/value heads; convert the base model"
             )
         allowed = [count for count in allowed if count <= main.kv]
+
     impossible = set(requested) - set(allowed)
     if impossible:
         count = min(impossible)
@@ -176,6 +181,7 @@ def _check_method(
     reason = method.obstacle(checkpoint, config, modules)
     if not reason:
         return
+
     # The reason may be that config.json belongs to other weights, as far as `check_loads` knows.
     list(check_loads(checkpoint.config, _outputs(checkpoint, (), None), checkpoint))
     usable = (one.name for one in _available_methods(checkpoint, config, modules))
@@ -193,18 +199,18 @@ def _available_methods(
     )
 
 
-def _can_regroup(config: ModelConfig, groups: Groups, merging: Method | None) -> bool:
+def _can_regroup(config: ModelConfig, groups: Groups, merge_method: Method | None) -> bool:
     """Whether groups can be searched for: maps can reorder heads, into few possible groups."""
     symmetry = config.symmetry
-    if merging is None or merging.reads == "nothing" or isinstance(symmetry, str):
+    if merge_method is None or merge_method.reads == "nothing" or isinstance(symmetry, str):
         return False
     if not symmetry.regroups(config.text):
         return False
 
     heads = config.main.kv
     counts = [groups] if isinstance(groups, int) else groups
-    possible = [math.comb(heads, heads // count) for count in counts if count < heads]
-    return 1 < max(possible) <= _MOST_GROUPS
+    possible_groups = [math.comb(heads, heads // count) for count in counts if count < heads]
+    return 1 < max(possible_groups) <= _MOST_GROUPS
 
 
 # -------------------------------------------------------------------------------------- the tensors
@@ -214,35 +220,34 @@ def _changes(
     config: ModelConfig,
     modules: Sequence[AttentionModule],
     groups: Groups,
-    merging: Method | None,
+    merge_method: Method | None,
 ) -> dict[str, tuple[Change, ...]]:
     """By path of an attention module, its tensors that change; all its tensors must be known."""
     # Maps change queries and outputs too.
     extra: tuple[Rule, ...] = ()
-    if merging is not None and merging.reads != "nothing":
+    if merge_method is not None and merge_method.reads != "nothing":
         symmetry = config.symmetry
         extra = symmetry.rules if isinstance(symmetry, Symmetry) else _UNALIGNED
 
     changes = {}
     for module in modules:
-        changed = tuple(
-            change
-            for change in module_changes(module, config, groups, extra)
-            if change.groups != change.heads.kv
-        )
+        all_changes = module_changes(module, config, groups, extra)
+        changed = [change for change in all_changes if change.groups != change.heads.kv]
         if changed:
-            changes[module.path] = changed
+            changes[module.path] = tuple(changed)
     return changes
 
 
 def _outputs(
-    checkpoint: Checkpoint, changes: Iterable[Change], stored: str | None
+    checkpoint: Checkpoint, changes: Iterable[Change], stored_dtype: str | None
 ) -> list[OutputTensor]:
     """All tensors of the result, in the order of the source."""
     by_name = {change.source.name: change for change in changes}
     outputs: list[OutputTensor] = []
     for name, spec in checkpoint.tensors.items():
-        dtype = stored if stored and spec.dtype in TORCH_DTYPES else spec.dtype
+        dtype = spec.dtype
+        if stored_dtype and dtype in TORCH_DTYPES:
+            dtype = stored_dtype
         change = by_name.get(name)
         shape = change.shape if change else spec.shape
         outputs.append(OutputTensor(name, dtype, shape, spec, change))
@@ -251,14 +256,16 @@ def _outputs(
 
 def _shards(outputs: Sequence[OutputTensor], files: Sequence[str]) -> tuple[Shard, ...]:
     """The outputs in the same shards as in the source."""
-    parts: dict[str, list[OutputTensor]] = {file: [] for file in files}
+    by_file: dict[str, list[OutputTensor]] = {file: [] for file in files}
     for tensor in outputs:
-        parts[tensor.source.file].append(tensor)
-    shards = [tuple(part) for part in parts.values() if part]
-    return tuple(map(Shard, shard_names(len(shards)), shards))
+        by_file[tensor.source.file].append(tensor)
+
+    parts = [tuple(tensors) for tensors in by_file.values() if tensors]
+    return tuple(map(Shard, shard_names(len(parts)), parts))
 
 
 def _warnings(checkpoint: Checkpoint) -> Iterable[str]:
+    """What a user should know of the files of the result."""
     if checkpoint.config.get("model_type") in MODEL_TYPES:
         yield (
             "the result brings custom modeling code: other programs load it with "

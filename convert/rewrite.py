@@ -61,6 +61,7 @@ class ConvertedCheckpoint(CheckpointWriter):
         # Merging is memory-bound: one torch thread per shard
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
+
         try:
             with ThreadPoolExecutor(DEFAULT_JOBS) as pool:
                 try:
@@ -80,7 +81,7 @@ class ConvertedCheckpoint(CheckpointWriter):
         verify_shard(self._plan, path, shard)
 
     def append_tensors(self, target: BinaryIO, tensors: Sequence[OutputTensor]) -> None:
-        """Copy, cast or merge each tensor."""
+        """Copy, cast or change each tensor."""
         import numpy as np
 
         # Memory to read into, the same for all tensors: fresh pages for every tensor cost as much
@@ -101,8 +102,8 @@ class ConvertedCheckpoint(CheckpointWriter):
         elif tensor.change is None:
             _cast(checkpoint, target, tensor, buffer, self._advance)
         else:
-            merged = stored_as(_merge(self._plan, self._maps, tensor.change, buffer), tensor.dtype)
-            write_tensor(target, merged, self._advance)
+            changed = _changed_tensor(self._plan, self._maps, tensor.change, buffer)
+            write_tensor(target, stored_as(changed, tensor.dtype), self._advance)
 
     def _advance(self, count: int) -> None:
         """Report bytes that are written. Raises _CancelledError if another shard has failed."""
@@ -122,21 +123,24 @@ def _cast(
     buffer: NDArray[np.uint8],
     progress: Progress,
 ) -> None:
-    """Write an unmerged tensor that is cast, unpickled (`.bin`) or computed by a view, a bounded
-    piece at a time.
+    """Write a tensor whose heads stay and that is cast, unpickled (`.bin`) or computed by a view, a
+    bounded piece at a time.
     """
     source = tensor.source
     for piece in _pieces(checkpoint, source, buffer):
         cast = stored_as(piece, tensor.dtype)
-        if (
-            cast.dtype != piece.dtype
-            and not all_finite(cast)
-            and not cast.isfinite().equal(piece.isfinite())
-        ):
+        if cast.dtype != piece.dtype and _overflows(piece, cast):
             raise OutputError(
                 f"{source.name} has numbers too large for {tensor.dtype}; give another --dtype"
             )
         write_tensor(target, cast, progress)
+
+
+def _overflows(piece: Tensor, cast: Tensor) -> bool:
+    """Whether numbers of a piece became infinite when it was cast."""
+    if all_finite(cast):
+        return False
+    return not cast.isfinite().equal(piece.isfinite())
 
 
 def _pieces(
@@ -146,22 +150,22 @@ def _pieces(
     if not checkpoint.has_range(spec):
         yield from checkpoint.read(spec).reshape(-1).split(CAST_CHUNK)
         return
-    size = max(spec.nbytes, 1) // max(spec.numel, 1)
-    for start in range(spec.begin, spec.end, CAST_CHUNK * size):
-        end = min(start + CAST_CHUNK * size, spec.end)
-        yield checkpoint.read(
-            replace(spec, shape=((end - start) // size,), begin=start, end=end), buffer
-        )
+
+    size = max(spec.nbytes, 1) // max(spec.numel, 1)  # bytes of a number
+    for begin in range(spec.begin, spec.end, CAST_CHUNK * size):
+        end = min(begin + CAST_CHUNK * size, spec.end)
+        piece = replace(spec, shape=((end - begin) // size,), begin=begin, end=end)
+        yield checkpoint.read(piece, buffer)
 
 
-def _merge(
+def _changed_tensor(
     plan: Plan, maps: StoredMaps | None, change: Change, buffer: NDArray[np.uint8]
 ) -> Tensor:
-    """Merge in float32 (float64 for F64) and round once: to the stored dtype, or to that of
-    --dtype.
+    """A tensor with merged or repeated heads.
 
-    `HeadMaps` returns heads in the dtype of its inputs. Inputs are cast up first if rounding comes
-    later: with --dtype, or of what belongs to heads.
+    Heads are merged in float32 (float64 for F64) and rounded once: to the stored dtype, or to that
+    of --dtype. `HeadMaps` returns heads in the dtype of its inputs. Inputs are cast up first if
+    rounding comes later: with --dtype, or of what belongs to heads.
     """
     import torch
 
@@ -171,19 +175,23 @@ def _merge(
         raise CorruptError(
             f"{change.source.name} of {plan.checkpoint.name} has NaN or Inf; its heads are broken"
         )
-    if plan.dtype or not change.rule.projection:
-        tensor = tensor.to(torch.float64 if change.source.dtype == "F64" else torch.float32)
+    rounds_later = plan.dtype or not change.rule.projection
+    if rounds_later:
+        precise = torch.float64 if change.source.dtype == "F64" else torch.float32
+        tensor = tensor.to(precise)
     return converted_tensor(plan, maps, change, tensor)
 
 
 def verify(plan: Plan, work: Path) -> None:
     """Check a written directory, whose shards are verified: the index, and the head counts that
-    transformers reads from the new config. Raises OutputError: a result that fails is removed by
-    the caller.
+    transformers reads from the new config.
+
+    Raises OutputError: a result that fails is removed by the caller.
     """
     try:
         written = replace(read_checkpoint(work), name=plan.checkpoint.name)
         config = read_config(written.config, written.name)
+
         for layer in range(config.layers):
             actual = config.heads(layer).kv
             expected = target_heads(plan.config, layer, plan.groups).kv
@@ -191,6 +199,7 @@ def verify(plan: Plan, work: Path) -> None:
                 raise OutputError(
                     f"layer {layer} of the result has {actual} KV heads instead of {expected}"
                 )
+
         for module in attention_modules(written, config):
             module_changes(module, config, plan.groups)  # checks shapes against the config
     except RefusedError as error:
@@ -198,20 +207,23 @@ def verify(plan: Plan, work: Path) -> None:
 
 
 def verify_shard(plan: Plan, path: Path, shard: Shard) -> None:
-    """Check one written file from disk: sampled bytes of copied tensors, and that merged tensors
-    are finite. Raises OutputError.
+    """Check one written file from disk: its header, sampled bytes of copied tensors, and that
+    changed tensors are finite.
+
+    Raises OutputError.
     """
     try:
         tensors = {spec.name: spec for spec in read_header(path, shard.file)}
     except RefusedError as error:
         raise OutputError(f"the result does not verify: {error}") from error
     written = Checkpoint(plan.checkpoint.name, path.parent, {}, tensors, (shard.file,))
-    expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in shard.tensors}
-    actual = {name: (spec.dtype, spec.shape) for name, spec in tensors.items()}
-    if wrong := {
-        name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)
-    }:
-        raise OutputError(f"the result does not verify: {listing(wrong)} differ from the plan")
+
+    expected = {(tensor.name, tensor.dtype, tensor.shape) for tensor in shard.tensors}
+    actual = {(spec.name, spec.dtype, spec.shape) for spec in tensors.values()}
+    different = {name for name, _, _ in expected ^ actual}
+    if different:
+        raise OutputError(f"the result does not verify: {listing(different)} differ from the plan")
+
     with path.open("rb") as copy:  # an unbuffered read stops at 2 GiB
         for tensor in shard.tensors:
             spec = tensors[tensor.name]
@@ -234,22 +246,19 @@ def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: Ten
     import torch
 
     if not source.has_range(original):
-        stored = (
-            stored_as(source.read(original), original.dtype)
-            .contiguous()
-            .reshape(-1)
-            .view(torch.uint8)
-        )
-        return np.array_equal(
-            stored.numpy(), np.frombuffer(_read(copy, spec.begin, spec.nbytes), np.uint8)
-        )
+        stored = stored_as(source.read(original), original.dtype).contiguous()
+        expected = stored.reshape(-1).view(torch.uint8).numpy()
+        actual = np.frombuffer(_read(copy, spec.begin, spec.nbytes), np.uint8)
+        return np.array_equal(expected, actual)
+
+    size = min(BLOCK, spec.nbytes)
+    starts = {0, max(0, spec.nbytes // 2 - BLOCK), max(0, spec.nbytes - BLOCK)}
     with source.path(original.file).open("rb", buffering=0) as stream:
-        starts = {max(0, start) for start in (0, spec.nbytes // 2 - BLOCK, spec.nbytes - BLOCK)}
-        blocks = [(start, min(BLOCK, spec.nbytes)) for start in starts]
-        return all(
-            _read(stream, original.begin + i, n) == _read(copy, spec.begin + i, n)
-            for i, n in blocks
-        )
+        for start in starts:
+            expected_block = _read(stream, original.begin + start, size)
+            if _read(copy, spec.begin + start, size) != expected_block:
+                return False
+    return True
 
 
 def _read(stream: BinaryIO, position: int, count: int) -> bytes:

@@ -26,7 +26,8 @@ def size(count: float) -> str:
     """Format bytes: `2.0 MiB`."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+            decimals = 0 if unit == "bytes" else 1
+            return f"{count:.{decimals}f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
 
@@ -45,7 +46,8 @@ def kv_line(plan: Plan) -> str:
         cross_before = size(before.cross_bytes_per_token)
         cross_after = size(after.cross_bytes_per_token)
         text += f", with {cross_before} and {cross_after} per token of the source"
-    if context := after.context:
+    context = after.context
+    if context:
         context_before = size(before.bytes_at(context))
         context_after = size(after.bytes_at(context))
         text += f"; {context_before} and {context_after} at {context:,} tokens"
@@ -61,11 +63,13 @@ def cache_change(ratio: float) -> str:
 
 def ratio_text(ratio: Mapping[str, float | None]) -> str:
     """`1.24 (95% interval 1.22-1.26)`: two decimals below 10, whole numbers from 100."""
-    names = [name for name in ("ratio", "ratio_low", "ratio_high") if name in ratio]
-    value, *bounds = [_ratio_number(ratio[name]) for name in names]
-    if len(bounds) < 2:
+    value = _ratio_number(ratio["ratio"])
+    if "ratio_low" not in ratio or "ratio_high" not in ratio:
         return value
-    return f"{value} (95% interval {'-'.join(bounds)})"
+
+    low = _ratio_number(ratio["ratio_low"])
+    high = _ratio_number(ratio["ratio_high"])
+    return f"{value} (95% interval {low}-{high})"
 
 
 def _ratio_number(value: float | None) -> str:
@@ -86,7 +90,8 @@ def describe_quality(quality: Mapping[str, Any], text: str) -> str:
         text: What it was measured on, of `measured_text`.
     """
     parts = [f"perplexity x{ratio_text(quality)}"]
-    if recall := quality.get("recall"):
+    recall = quality.get("recall")
+    if recall:
         parts.append(f"recall {recall['converted']:.0%} (base model {recall['base']:.0%})")
     return ", ".join([*parts, f"on {text}"])
 
@@ -104,9 +109,15 @@ def loss_of(quality: Mapping[str, Any] | None) -> Loss:
     """What a conversion has measured that its result has lost."""
     if quality is None:
         return Loss(None)
-    ratio = math.nan if quality["ratio"] is None else quality["ratio"]
+
+    ratio = quality["ratio"]
+    if ratio is None:  # not finite, which JSON cannot say
+        ratio = math.nan
+
     recall = quality.get("recall")
-    recall_loss = recall["base"] - recall["converted"] if recall else None
+    recall_loss = None
+    if recall:
+        recall_loss = recall["base"] - recall["converted"]
     return Loss(ratio, quality.get("ratio_high"), recall_loss)
 
 
@@ -119,17 +130,22 @@ def quality_text(maps: StoredMaps | None) -> str:
 
 def quality_loss(maps: StoredMaps | None) -> Loss:
     """What the result has lost, as far as it was measured."""
-    return loss_of(maps.quality if maps else None)
+    if maps is None:
+        return loss_of(None)
+    return loss_of(maps.quality)
 
 
 def error_lines(maps: StoredMaps | None) -> list[str]:
     """The error of each layer that was fitted to text; none if no layer was."""
     if maps is None or not maps.errors:
         return []
+
+    lines = ["layers      relative squared error of the attention output, layer by layer:"]
     cells = ["-" if error is None else f"{error:.2g}" for error in maps.errors]
-    rows = [cells[start : start + 10] for start in range(0, len(cells), 10)]
-    title = "layers      relative squared error of the attention output, layer by layer:"
-    return [title, *(" " * 12 + " ".join(f"{cell:6}" for cell in row).rstrip() for row in rows)]
+    for start in range(0, len(cells), 10):
+        row = [f"{cell:6}" for cell in cells[start : start + 10]]
+        lines.append(" " * 12 + " ".join(row).rstrip())
+    return lines
 
 
 def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
@@ -143,7 +159,7 @@ def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
         "model_type": plan.config.text.model_type,
         "family": plan.config.family.name,
         "recast": _recast_record(plan),
-        "method": plan.method,
+        "method": plan.method_name,
         "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
         "config_edits": list(plan.config_edits),
         "changed_tensors": [
@@ -214,7 +230,7 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
 
     heads = record["heads"]
     kv_heads = f"{heads['kv_before']} -> {groups_text(plan.groups)} key/value"
-    lines.append(f"heads       {heads['query']} query, {kv_heads} (method {plan.method})")
+    lines.append(f"heads       {heads['query']} query, {kv_heads} (method {plan.method_name})")
     lines.append(f"KV cache    {kv_line(plan)}")
 
     parameters = record["parameters"]
@@ -232,6 +248,7 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
     if not tensors:
         lines.append(f"tensors     {len(record['changed_tensors'])} changed")
         return lines
+
     for tensor in plan.changed:
         shapes = f"{list(tensor.source.shape)} -> {list(tensor.shape)}"
         lines.append(f"tensor      {tensor.name}: {shapes} {tensor.dtype}")
@@ -246,11 +263,12 @@ def options_used(
     """
     # With a KV budget text is drawn too, on which layers are measured, whatever the method is.
     draws = bool(plan.losses)
-    if plan.merging is not None:
-        draws |= "seed" in plan.merging.settings
+    if plan.merge_method is not None:
+        draws |= "seed" in plan.merge_method.settings
+
     used = {
         "kv_heads": plan.groups,
-        "method": plan.method,
+        "method": plan.method_name,
         "seed": plan.seed if draws else None,
         "dtype": plan.dtype,
         "output": requested.get("output") or out.name,

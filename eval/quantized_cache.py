@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gqa.convert.heads.config import groups_per_head
+from gqa.convert.heads.kv_cache import groups_per_head
 from gqa.core.compat import attention_name
 from gqa.core.errors import RefusedError
 from gqa.models.attention_functions import PLAIN, register

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.heads.config import KVCache, check_config, read_config
+from gqa.convert.heads.config import check_config, read_config
+from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.core.compat import attention_name
 from gqa.core.devices import find_device, ranks

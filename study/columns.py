@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from gqa.convert.heads.config import KVCache
+from gqa.convert.heads.kv_cache import KVCache
 from gqa.eval.metrics import METRICS, RECALL_KINDS, recall_by_kind, recall_key
 from gqa.eval.page import Column
 from gqa.study.options import BASE, UNMERGED

@@ -51,7 +51,7 @@ def test_a_method_that_a_model_does_not_allow_is_refused_with_those_that_it_does
         check_refused(run("-g", 2, model), says, f"; use --method {names}\n")
     else:
         assert (
-            plan_conversion(model, 2).method
+            plan_conversion(model, 2).method_name
             == ConvertOptions("m", kv_heads=2).method
             == "calibrated"
         )
@@ -59,13 +59,14 @@ def test_a_method_that_a_model_does_not_allow_is_refused_with_those_that_it_does
         says = says or "needs layers of attention and one MLP; m"
         refused = run("-g", 2, "--method", "aligned", model)
         check_refused(refused, says if "align" in says else "", "; use --method mean")
-    assert plan_conversion(model, 4).method == "none", "nothing is refused where nothing is merged"
+    unmerged = plan_conversion(model, 4)
+    assert unmerged.method_name == "none", "nothing is refused where nothing is merged"
 
 
 def test_aligned_is_refused_where_one_layer_is_unlike_the_others(tmp_path: Path) -> None:
     """A matrix or a norm too many in the last layer: what it reads is not known."""
     model = llama(tmp_path / "m", shards=1)
-    assert plan_conversion(model, 2, method="aligned").method == "aligned"
+    assert plan_conversion(model, 2, method="aligned").method_name == "aligned"
     for name, tensor in (("mlp.experts", torch.zeros(4, 32)), ("other_layernorm", torch.ones(32))):
         edit_tensors(
             model,

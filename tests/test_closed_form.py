@@ -310,7 +310,7 @@ def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Te
 
     monkeypatch.setattr(from_weights, "InputMoments", Noted)
     plan = plan_conversion(source, groups, method="aligned")
-    assert list(METHODS["aligned"].maps(plan))
+    assert list(METHODS["aligned"].maps_by_module(plan))
     return found
 
 

@@ -175,7 +175,7 @@ def convert(model: Path, method: str) -> Plan:
 
     assert plan.cache_after.bytes_at(plan.cache_after.context or 100) > 0
     if method == "aligned":
-        list(METHODS["aligned"].maps(plan))
+        list(METHODS["aligned"].maps_by_module(plan))
     elif method == "calibrated" and not plan.config.raw.get("is_encoder_decoder"):
         blocks = torch.arange(64).reshape(4, 16) % 16 + 10
         calibrator = Calibrator(plan, blocks, MapsOptions())

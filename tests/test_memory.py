@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from gqa.convert.api import convert_checkpoint
-from gqa.convert.heads.config import CachedLayer, groups_per_head
+from gqa.convert.heads.kv_cache import CachedLayer, groups_per_head
 from gqa.core.errors import RefusedError
 from gqa.eval import decode
 from gqa.eval.decode import greedy_decode, time_decoding

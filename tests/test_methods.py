@@ -106,7 +106,7 @@ def test_a_method_that_reads_weights_is_one_object(
         cost = "seconds"
         result = "the last of each group"
 
-        def merge_module(self, module: ModuleEstimate) -> HeadMaps:
+        def module_maps(self, module: ModuleEstimate) -> HeadMaps:
             per_group = len(module.stored["key"]) // module.groups
             weights = torch.zeros(module.groups, per_group, dtype=torch.float64)
             weights[:, -1] = 1.0

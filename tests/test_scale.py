@@ -58,7 +58,7 @@ def calibrated(blocks, length, kept):
     text = CalibrationText(("x",), blocks * length, length)
     options = MapsOptions(text=text, device="cpu", grouping="contiguous",
                           refinement=Refinement(steps=2, autocast=False))
-    calibrator = Calibrator(plan, ids, options, plan.merging.fit)
+    calibrator = Calibrator(plan, ids, options, plan.merge_method.fit)
     for layer in range(calibrator.layers if kept is not None else 1):
         calibrator.run(layer)
         if kept is not None:

@@ -137,10 +137,10 @@ def scrambled(
 
 def by(plan: Plan, method: str) -> Plan:
     """The same by another method, of which every tensor that it changes is in the plan."""
-    return replace(plan, merging=METHODS[method])
+    return replace(plan, merge_method=METHODS[method])
 
 
-aligned_maps = METHODS["aligned"].maps
+aligned_maps = METHODS["aligned"].maps_by_module
 
 
 def merged_logits(tiny: Tiny, plan: Plan, maps: Mapping[str, HeadMaps] | None = None) -> Tensor:

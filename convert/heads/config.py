@@ -1,13 +1,8 @@
-"""config.json: find the head counts and their effective values, edit them minimally, and compute
-the size of the KV cache.
+"""config.json: find the head counts and their effective values, check them, edit them minimally.
 
 The file is read through transformers' config classes (absent keys have class defaults: 32 heads for
 LLaVA's text part) but edited as plain JSON, since transformers 5 writes configs that version 4
 misreads.
-
-bytes of a cache = sum over layers of heads x (key dim + value dim) x tokens x bytes per number; a
-sliding-window layer caches at most its window. In an encoder-decoder, self-attention caches target
-tokens, cross-attention source tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any
 
-from gqa.checkpoint.files import BITS
 from gqa.checkpoint.model_config import (
     MAX_COUNT,
     check_numbers,
@@ -40,8 +34,6 @@ from gqa.models.loading import quiet_transformers
 
 MAX_DIM = 65_536  # of a head, which published models have 32 to 1,024 of
 QUANTIZATION = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
-QUANTIZATION_GROUP = 64  # numbers that share a scale, at most
-SCALE_BYTES = 4  # minimum and scale of a group, 16 bits each
 
 
 @dataclass(frozen=True)
@@ -79,11 +71,14 @@ class ModelConfig:
 
         Layers beyond the last (multi-token prediction) have those of the main type.
         """
-        return self.family.heads(self.text, layer) if layer < self.layers else self.main
+        if layer >= self.layers:
+            return self.main
+        return self.family.heads(self.text, layer)
 
     def shares_kv(self, layer: int) -> bool:
         """Whether a layer reads the keys and values of an earlier one and has none of its own."""
-        return layer >= self.layers - int(getattr(self.text, "num_kv_shared_layers", 0) or 0)
+        sharing = int(getattr(self.text, "num_kv_shared_layers", 0) or 0)  # the last layers
+        return layer >= self.layers - sharing
 
     @cached_property
     def main(self) -> LayerHeads:
@@ -91,6 +86,8 @@ class ModelConfig:
         per-layer overrides.
         """
         by_layer = [self.family.heads(self.text, layer) for layer in range(self.layers)]
+
+        # Where types of layers differ, the main one has the number that the config states.
         if self.family.edits is None:
             count = self.text.to_dict().get("num_key_value_heads")
             for heads in by_layer:
@@ -101,10 +98,14 @@ class ModelConfig:
     @property
     def average_kv(self) -> float:
         """KV heads per layer: of the main type, or the average if counts differ by layer."""
-        if listed_as(self.text.model_type) == self.text.model_type:
+        differ_by_layer = listed_as(self.text.model_type) != self.text.model_type
+        if not differ_by_layer:
             return self.main.kv
+
         average = sum(self.heads(layer).kv for layer in range(self.layers)) / self.layers
-        return int(average) if average.is_integer() else round(average, 2)
+        if average.is_integer():
+            return int(average)
+        return round(average, 2)
 
 
 def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
@@ -112,7 +113,7 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
 
     Raises RefusedError with the reason.
     """
-    config = find_text(raw, name)
+    config = _find_heads(raw, name)
     _check(config, name)
     return config
 
@@ -130,8 +131,8 @@ def check_config(raw: dict[str, Any], name: str) -> None:
         return
 
 
-def find_text(raw: dict[str, Any], name: str) -> ModelConfig:
-    """The same without checks of the values of the text part."""
+def _find_heads(raw: dict[str, Any], name: str) -> ModelConfig:
+    """`read_config` without checks of the values of the text part: they may make no sense."""
     text: Any = read_top(raw, name)
     model_type: Any = raw["model_type"]
     path = NESTED.get(model_type, ())
@@ -144,13 +145,16 @@ def find_text(raw: dict[str, Any], name: str) -> ModelConfig:
     refuse_model_type(model_type, text, name)
     family = next((family for family in FAMILIES if family.matches(model_type, text)), None)
     if family is None:
-        supported = listing(chain.from_iterable(family.symmetries for family in FAMILIES), 8)
+        model_types = chain.from_iterable(family.symmetries for family in FAMILIES)
+        supported = listing(model_types, 8)
         raise RefusedError(
             f"{name} is of model type {model_type}, which is not supported ({supported}; see "
             "docs/models.md)"
         )
 
-    owner = path if _descend(raw, path) is not None else ()
+    owner = path
+    if _descend(raw, path) is None:  # config.json leaves it out
+        owner = ()
     return ModelConfig(raw, owner, text, family)
 
 
@@ -167,7 +171,9 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
         )
     refuse_model_type(model_type, None, name)
     if config_class(model_type) is None:
-        remote = " (its classes come with the checkpoint: auto_map)" if "auto_map" in raw else ""
+        remote = ""
+        if "auto_map" in raw:
+            remote = " (its classes come with the checkpoint: auto_map)"
         raise RefusedError(
             f"{name} is of model type {model_type!r}, which transformers does not have{remote}; "
             "docs/models.md lists what is supported"
@@ -200,6 +206,7 @@ def _check(config: ModelConfig, name: str) -> None:
         value = getattr(config.text, key, None)
         if value is not None and not allows(value):
             raise wrong(name, key, value, f"{allowed} is allowed")
+
     shared = getattr(config.text, "num_kv_shared_layers", None) or 0
     if shared >= layers:
         allowed = f"a number below that of the layers, {layers}, is allowed"
@@ -271,7 +278,7 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def _read_heads(raw: dict[str, Any]) -> object:
     """The heads of every layer of a config. Raises whatever its values cause."""
-    config = find_text(raw, "")
+    config = _find_heads(raw, "")
     return [config.heads(layer) for layer in range(config.layers)]
 
 
@@ -317,11 +324,15 @@ def refuse_model_type(model_type: str, text: Any, name: str) -> None:
     instead.
     """
     reason = REFUSED.get(model_type)
-    if not reason and getattr(text, "kv_lora_rank", None):
+    has_latent_attention = getattr(text, "kv_lora_rank", None)
+    if not reason and has_latent_attention:
         reason = REFUSED["deepseek_v3"]
-    if reason:
-        advice = "" if "; " in reason else "; docs/models.md lists what can be converted"
-        raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}{advice}")
+    if not reason:
+        return
+
+    has_advice = "; " in reason
+    advice = "" if has_advice else "; docs/models.md lists what can be converted"
+    raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}{advice}")
 
 
 def valid_groups(config: ModelConfig) -> list[int]:
@@ -335,7 +346,7 @@ def valid_groups(config: ModelConfig) -> list[int]:
             kv, rest = divmod(heads.kv * groups, main.kv)
             if not kv or rest or heads.query % kv:
                 return False
-            if heads.kv % kv and kv % heads.kv:
+            if heads.kv % kv and kv % heads.kv:  # neither merged nor repeated evenly
                 return False
         return groups == main.kv or _new_counts(config, {}, groups) is not None
 
@@ -350,7 +361,9 @@ def target_heads(config: ModelConfig, layer: int, groups: Groups) -> LayerHeads:
     heads = config.heads(layer)
     if isinstance(groups, int):
         return replace(heads, kv=heads.kv * groups // config.main.kv)
-    return replace(heads, kv=groups[layer] if layer < len(groups) else max(groups))
+    if layer >= len(groups):  # it predicts further tokens
+        return replace(heads, kv=max(groups))
+    return replace(heads, kv=groups[layer])
 
 
 def edit_config(
@@ -403,6 +416,7 @@ def _set_counts(raw: dict[str, Any], config: ModelConfig, groups: Groups) -> Non
     owner: dict[str, Any] = _descend(raw, config.owner)
     most = groups if isinstance(groups, int) else max(groups)
 
+    # 1. The number of all layers.
     for dotted, value in (_new_counts(config, owner, most) or {}).items():
         *steps, key = dotted.split(".")
         part = owner
@@ -412,6 +426,7 @@ def _set_counts(raw: dict[str, Any], config: ModelConfig, groups: Groups) -> Non
         if config.owner and not steps and key in raw:
             raw[key] = value  # some larger models state the counts of their text part twice
 
+    # 2. Those of layers that differ: of the base model in proportion, then of the result.
     for override in (owner.get("per_layer_config") or {}).values():
         count = override.get("num_key_value_heads")
         if count is not None:
@@ -424,7 +439,7 @@ def _set_counts(raw: dict[str, Any], config: ModelConfig, groups: Groups) -> Non
             if count < most
         }
 
-    # llama.cpp's converter reads nothing but config.json.
+    # 3. For llama.cpp's converter, which reads nothing but config.json.
     if loads_as_decilm(config.text.model_type):
         counts = [target_heads(config, layer, groups).kv for layer in range(config.layers)]
         owner["num_key_value_heads_per_layer"] = counts
@@ -469,9 +484,12 @@ def without_quantization(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _descend(raw: Any, path: tuple[str, ...]) -> Any:
     """The config at `path` in a config; None if there is none."""
+    part = raw
     for step in path:
-        raw = raw.get(step) if isinstance(raw, dict) else None
-    return raw if isinstance(raw, dict) else None
+        if not isinstance(part, dict):
+            return None
+        part = part.get(step)
+    return part if isinstance(part, dict) else None
 
 
 def transformers_config(raw: dict[str, Any]) -> Any:
@@ -496,127 +514,3 @@ def _read(text: str) -> Any:
         config = config_class(raw["model_type"]).from_dict(raw)
         config.to_dict()  # raises for values that it accepted but cannot write
     return config
-
-
-def groups_per_head(dim: int) -> int:
-    """Number of equal quantization groups in a head's key or value of `dim` numbers."""
-    fewest = -(-dim // QUANTIZATION_GROUP)
-    return next(count for count in range(fewest, dim + 1) if dim % count == 0)
-
-
-@dataclass(frozen=True)
-class CachedLayer:
-    """What one layer caches.
-
-    Attributes:
-        heads: Its KV heads.
-        key_dim: Numbers of a key of one head.
-        value_dim: Numbers of a value of one head.
-        window: Tokens that are cached at most; None without such a limit.
-    """
-
-    heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None
-
-    def bytes_per_token(self, number: int, bits: int | None) -> int:
-        """Bytes of all heads for one token, with `number` bytes per number or quantized to
-        `bits`.
-        """
-        if bits is None:
-            return self.heads * (self.key_dim + self.value_dim) * number
-
-        per_head = 0
-        for dim in (self.key_dim, self.value_dim):
-            packed = -(-dim * bits // 8)
-            scales = SCALE_BYTES * groups_per_head(dim)
-            per_head += packed + scales
-        return self.heads * per_head
-
-
-@dataclass(frozen=True)
-class KVCache:
-    """The KV cache of a model.
-
-    Attributes:
-        layers: What each layer caches.
-        bytes_per_number: Bytes of a number in it.
-        context: Tokens of the model's longest text; None if it has no limit.
-        bits: Bits of a number in a quantized cache, without scales; None if it is not quantized.
-        cross: Whether each layer has cross-attention too, which caches the keys and values of the
-            source.
-    """
-
-    layers: tuple[CachedLayer, ...]
-    bytes_per_number: int
-    context: int | None
-    bits: int | None = None
-    cross: bool = False
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one more token while no window is full."""
-        return sum(self._layer_bytes(layer) for layer in self.layers)
-
-    @property
-    def cross_bytes_per_token(self) -> int:
-        """Bytes of one more source token; 0 without an encoder."""
-        return self.bytes_per_token if self.cross else 0
-
-    def bytes_at(self, tokens: int) -> int:
-        """Bytes for a sequence of `tokens`.
-
-        An encoder-decoder also caches as many of the source.
-        """
-        size = self.cross_bytes_per_token * tokens
-        for layer in self.layers:
-            cached = min(tokens, layer.window or tokens)
-            size += self._layer_bytes(layer) * cached
-        return size
-
-    def _layer_bytes(self, layer: CachedLayer) -> int:
-        return layer.bytes_per_token(self.bytes_per_number, self.bits)
-
-
-def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache:
-    """The KV cache of a model.
-
-    Args:
-        config: Its config.
-        numbers: The layers with their own keys and values.
-        dtype: The dtype of the cache, as safetensors names it.
-    """
-    text = config.text
-    block_types = getattr(text, "layers_block_type", None) or []
-    if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
-        numbers = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
-
-    layers = []
-    for layer in sorted(numbers):
-        if config.shares_kv(layer):
-            continue
-        heads = config.heads(layer)
-        layers.append(CachedLayer(heads.kv, heads.key_dim, heads.value_dim, _window(text, layer)))
-
-    has_cross_attention = bool(config.family.cross_attention)
-    crosses = has_cross_attention and transformers_config(config.raw).is_encoder_decoder
-    context = getattr(text, "max_position_embeddings", None)
-    return KVCache(tuple(layers), BITS[dtype] // 8, context, cross=crosses)
-
-
-def _window(text: Any, layer: int) -> int | None:
-    """Tokens that a layer caches at most; None without such a limit."""
-    types = getattr(text, "layer_types", None)
-    if types and layer < len(types):
-        chunked = "chunked" in types[layer]
-        slides = "sliding" in types[layer]
-    else:
-        chunked = False
-        slides = bool(getattr(text, "use_sliding_window", True))
-    if not (chunked or slides):
-        return None
-
-    key = "attention_chunk_size" if chunked else "sliding_window"
-    window = getattr(text, key, None) or 0
-    return window if window > 0 else None

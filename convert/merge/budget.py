@@ -29,10 +29,10 @@ from gqa.core.console import SILENT, Watcher
 from gqa.core.errors import RefusedError
 from gqa.corpus.likelihood import kl_divergence
 
-# Of calibration text at most: layers are fitted to four fifths of them and measured on the rest
+# Of calibration text at most: layers are fitted to four fifths of them and measured on the rest.
 TOKENS = 20_480
 
-# By layer: number of KV heads -> KL divergence in nats per token
+# By layer: number of KV heads -> KL divergence in nats per token.
 Losses = Sequence[Mapping[int, float]]
 
 
@@ -40,20 +40,28 @@ def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
     """KV heads of each layer with the least sum of losses, at most `budget` heads in all
     (multiple-choice knapsack).
     """
-    least = np.zeros(budget + 1)  # sum of losses of the layers so far, by heads available to them
-    chosen: list[np.ndarray] = []
+    # Forward: the least sum of losses of the layers so far, by the heads available to them (0 to
+    # `budget`), and the heads of the last of these layers that it takes.
+    least = np.zeros(budget + 1)
+    choices_by_layer: list[np.ndarray] = []
     for layer in losses:
-        choices = sorted(layer)
-        totals = np.full((len(choices), budget + 1), math.inf)
-        for row, count in zip(totals, choices, strict=True):
+        counts = sorted(layer)
+        totals = np.full((len(counts), budget + 1), math.inf)
+        for row, count in zip(totals, counts, strict=True):
             if count <= budget:
                 row[count:] = least[: budget + 1 - count] + layer[count]
+
         best = totals.argmin(0)
         least = totals.min(0)
-        chosen.append(np.array(choices)[best])
+        choices_by_layer.append(np.array(counts)[best])
+
+    # Backward: each layer's choice, with what the layers after it leave.
     heads: list[int] = []
-    for best in reversed(chosen):
-        heads.append(int(best[budget - sum(heads)]))
+    available = budget
+    for choices in reversed(choices_by_layer):
+        count = int(choices[available])
+        heads.append(count)
+        available -= count
     return tuple(reversed(heads))
 
 
@@ -73,7 +81,9 @@ def uneven(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
             f"--kv-budget {share:g} is not possible for the {heads} key/value heads of "
             f"{checkpoint.name}; the least is {min(counts) / heads:.3g}"
         )
-    groups = (heads, *[min(counts)] * (config.layers - 1))
+
+    fewest_in_others = [min(counts)] * (config.layers - 1)
+    groups = (heads, *fewest_in_others)
     make_plan(checkpoint, groups, DEFAULT)
     return groups
 
@@ -94,29 +104,41 @@ def heads_within(
     config = read_config(as_it_is(checkpoint).config, checkpoint.name)
     heads = config.main.kv
     layers = config.layers
-    counts = _counts(config)
-    # Without the blocks on which the result is compared with the base model.
-    blocks, _ = options.text.split(
-        checkpoint, options.device, watcher, CHECKED if options.check else 0
-    )
+
+    # 1. The text, without the blocks on which the result is compared with the base model.
+    heldout_tokens = CHECKED if options.check else 0
+    blocks, _ = options.text.split(checkpoint, options.device, watcher, heldout_tokens)
     if len(blocks) < 2:
         raise RefusedError(
             f"{', '.join(options.text.sources)}: one block of {options.text.length} tokens; "
-            "--kv-budget fits layers to "
-            "one and measures them on another: give more text, or a smaller --context"
+            "--kv-budget fits layers to one and measures them on another: "
+            "give more text, or a smaller --context"
         )
-    # Both are spread evenly over the text.
-    picks = np.linspace(
-        0, len(blocks) - 1, min(len(blocks), max(2, TOKENS // blocks.shape[1]))
-    ).astype(int)
-    fitted = blocks[np.delete(picks, slice(1, None, 5))]
-    measured = blocks[picks[1::5]]
+    fitted, measured = _fitted_and_measured(blocks)
+
+    # 2. The loss of each layer with each number of heads.
     losses: list[dict[int, float]] = [{heads: 0.0} for _ in range(layers)]
-    for groups in (count for count in counts if count < heads):
+    for groups in _counts(config):
+        if groups == heads:
+            continue
         alone = make_plan(checkpoint, groups, DEFAULT)
         for layer, lost in enumerate(losses_alone(alone, fitted, measured, options, watcher)):
             losses[layer][groups] = lost
-    return allotted(losses, math.floor(share * layers * heads + 1e-9)), losses
+
+    # 3. The numbers of heads.
+    budget = math.floor(share * layers * heads + 1e-9)
+    return allotted(losses, budget), losses
+
+
+def _fitted_and_measured(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks that layers are fitted to, and a quarter as many that they are measured on, of
+    together about TOKENS tokens: both are spread evenly over the text.
+    """
+    count = max(2, TOKENS // blocks.shape[1])
+    count = min(count, len(blocks))
+    picks = np.linspace(0, len(blocks) - 1, count).astype(int)
+    measured = slice(1, None, 5)
+    return blocks[np.delete(picks, measured)], blocks[picks[measured]]
 
 
 @torch.no_grad()

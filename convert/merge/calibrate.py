@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gqa.convert.merge.fit import FitTask, FittedModule, fit_or_average
+from gqa.convert.merge.fit import FitTask, FittedModule, fit_module
 from gqa.convert.merge.layer import Attention, Layer, check_finite, residual_scale
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.pair import Inputs, ModelPair
@@ -33,12 +33,15 @@ class Calibrator:
         plan: Plan,
         inputs: Tensor | Inputs,
         options: MapsOptions,
-        fit: Callable[[FitTask], FittedModule] = fit_or_average,
+        fit: Callable[[FitTask], FittedModule] = fit_module,
     ) -> None:
-        """`inputs`: (N, T) token ids of the text, or all inputs of the model's forward by name.
-
-        fit: How one attention module is fitted: `TextMethod.fit` of a method; by default in closed
-            form.
+        """
+        Args:
+            plan: The plan of the conversion.
+            inputs: (N, T) token ids of the text, or all inputs of the model's forward by name.
+            options: How maps are computed.
+            fit: How one attention module is fitted: `TextMethod.fit` of a method; by default that
+                of `calibrated`, in closed form.
         """
         self.fit = fit
         self.pair = ModelPair(plan, options)

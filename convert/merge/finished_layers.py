@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gqa.checkpoint.write import replacing
-from gqa.convert.head_maps import MAPS, HeadMaps, StoredMaps
+from gqa.convert.head_maps import MAP_ROLES, HeadMaps, StoredMaps
 from gqa.core.errors import CorruptError, RefusedError
 from gqa.core.json_text import parse_json
 from gqa.core.run_directory import RunDirectory, differences, fingerprint, refuse_another
@@ -51,12 +51,10 @@ def maps_tensors(maps: Iterable[tuple[str, HeadMaps]]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for module, head_maps in maps:
-        parts = {part: getattr(head_maps, part) for part in MAPS}
-        tensors |= {
-            f"{module}/{part}": tensor.float()
-            for part, tensor in parts.items()
-            if tensor is not None
-        }
+        for role in MAP_ROLES:
+            tensor = getattr(head_maps, role)
+            if tensor is not None:
+                tensors[f"{module}/{role}"] = tensor.float()
         if head_maps.order is not None:
             tensors[f"{module}/order"] = torch.tensor(head_maps.order)
     return tensors
@@ -66,12 +64,9 @@ def _save(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
     """Write a safetensors file whole and durable or not at all."""
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing(path) as temporary:
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-            temporary,
-            metadata,
-        )
+        save_file(on_cpu, temporary, metadata)
 
 
 class FinishedLayers:
@@ -107,7 +102,7 @@ class FinishedLayers:
         self._description = description
         self.holds_out = holds_out
         self.count = 0
-        self.errors = list[float | None]()
+        self.errors: list[float | None] = []
         self._saved_at = time.monotonic()
 
         if self._state.exists():
@@ -121,11 +116,11 @@ class FinishedLayers:
         try:
             with safe_open(self._state, framework="pt") as file:
                 progress = parse_json(file.metadata()["progress"], self._state.name)
-            count = progress["layers"]
-            for layer in range(count):
-                self._path(layer).stat()
             changed = differences(self._description, progress["description"], _NAMES)
             errors = progress["errors"]
+            count = progress["layers"]
+            for layer in range(count):
+                self._path(layer).stat()  # raises if the file is gone
             holds_out = bool(progress["holds_out"])
         except (
             SafetensorError,
@@ -182,8 +177,8 @@ class FinishedLayers:
         """The state from which this run continues; empty if it begins anew."""
         return load_file(self._state) if self.count else {}
 
-    def maps(self, quality: Mapping[str, Any] | None) -> StoredMaps:
-        """The maps of all finished layers, read from their files when they are asked for."""
+    def stored_maps(self, quality: Mapping[str, Any] | None) -> StoredMaps:
+        """The maps of all finished layers, each read from its file when it is needed."""
         files = tuple(sorted(self.directory.glob("[0-9]*.safetensors")))
         return StoredMaps(files, self._description, self.errors, quality)
 

@@ -48,7 +48,7 @@ class ModuleEstimate:
 
 def from_weights(
     plan: Plan,
-    merge_module: Callable[[ModuleEstimate], HeadMaps],
+    module_maps: Callable[[ModuleEstimate], HeadMaps],
     estimates_inputs: bool,
     search: bool = False,
     device: str = "cpu",
@@ -56,7 +56,7 @@ def from_weights(
     """Yield path and maps of each attention module. Raises RefusedError if weights are NaN or Inf.
 
     Args:
-        merge_module: The maps of a module whose heads are in the order of the groups.
+        module_maps: The maps of a module whose heads are in the order of the groups.
         estimates_inputs: Whether second moments of layer inputs are estimated from the embeddings
             and the layers before; otherwise they are the identity.
         search: Find the groups with the least loss.
@@ -81,7 +81,9 @@ def from_weights(
         inputs.enter(module)
         gain = norm_gain(plan.checkpoint, module, symmetry, width).float()
         merges = groups < heads.kv
-        for role in ("query", "key", "value") if merges else ("value",):
+        # Of a module whose heads stay, later layers read what its values add.
+        roles = ("query", "key", "value") if merges else ("value",)
+        for role in roles:
             rows = inputs.project((stored[role] * gain).flatten(0, 1))
             stored[role] = rows.unflatten(0, stored[role].shape[:2])
         if number + 1 < len(modules):
@@ -92,17 +94,18 @@ def from_weights(
         # Estimated moments do not show how frequencies correlate: merging each alone loses less.
         rotary = replace(symmetry.rotary(text, module.layer, heads.key_dim), frequencies=())
 
-        # 2. The groups.
+        # 2. The groups. From the moments of the whole layer as one group any partition follows.
         order = None
         if search:
             w_o = stored["output"].double()
-            order = find_order(_estimated(stored, heads, 1), w_o, groups, rotary, free_keys)
+            whole = _estimated_moments(stored, heads, 1)
+            order = find_order(whole, w_o, groups, rotary, free_keys)
         if order:
             stored = _reordered(stored, order, heads)
 
         # 3. The maps.
-        moments = _estimated(stored, heads, groups)
-        maps = merge_module(ModuleEstimate(heads, groups, stored, moments, rotary, free_keys))
+        moments = _estimated_moments(stored, heads, groups)
+        maps = module_maps(ModuleEstimate(heads, groups, stored, moments, rotary, free_keys))
         yield module.path, replace(maps, order=order)
 
 
@@ -136,7 +139,7 @@ def _reordered(stored: Projected, order: tuple[int, ...], heads: LayerHeads) -> 
     return {role: tensor[orders[len(tensor)]] for role, tensor in stored.items()}
 
 
-def _estimated(rows: Projected, heads: LayerHeads, groups: int) -> Moments:
+def _estimated_moments(rows: Projected, heads: LayerHeads, groups: int) -> Moments:
     """Moments of each group from factors R (n, w, K) by role: E[h h^T] = R R^T."""
 
     def moments_of(role: str, parts: int) -> tuple[Tensor, Tensor]:

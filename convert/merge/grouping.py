@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import combinations
+from itertools import chain, combinations
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def find_order(
     best = min(partitions(tuple(range(heads)), size), key=total_cost)
     if total_cost(best) > (1 - 1e-6) * total_cost(neighbors):
         return None
-    return tuple(head for group in best for head in group)
+    return tuple(chain.from_iterable(best))
 
 
 def partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:

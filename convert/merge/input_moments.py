@@ -18,7 +18,8 @@ from transformers.activations import ACT2FN
 from gqa.checkpoint.files import TensorSpec
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.family import Symmetry
-from gqa.convert.heads.modules import AttentionModule, find_embeddings, find_mlp
+from gqa.convert.heads.layer_parts import find_embeddings, find_mlp
+from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.merge.linear_algebra import typical_energy
 
 MlpInput = Literal["normed", "residual", "attention_input"]

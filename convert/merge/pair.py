@@ -7,7 +7,7 @@ the layers before it (docs/methods.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,20 +55,21 @@ class ModelPair:
         self.symmetry = config.symmetry if isinstance(config.symmetry, Symmetry) else None
         self._modules = _decoder_modules(plan, base_config.is_encoder_decoder)
 
-        common = {
-            "output_name": self.symmetry.output if self.symmetry else None,
-            "dtype": getattr(torch, options.dtype),
-            "device": options.device,
-        }
-        path = self._modules[0].path
-        self.base = LayerRunner(
-            plan.checkpoint, base_config, path, plan.checkpoint.tensors, **common
-        )
+        def runner(model_config: Any, stored_names: Iterable[str]) -> LayerRunner:
+            """One of the models: both read the base model's checkpoint."""
+            return LayerRunner(
+                plan.checkpoint,
+                model_config,
+                self._modules[0].path,
+                stored_names,
+                output_name=self.symmetry.output if self.symmetry else None,
+                dtype=getattr(torch, options.dtype),
+                device=options.device,
+            )
+
         converted_names = [tensor.name for tensor in plan.tensors]
-        converted_config = transformers_config(plan.new_config)
-        self.converted = LayerRunner(
-            plan.checkpoint, converted_config, path, converted_names, **common
-        )
+        self.base = runner(base_config, plan.checkpoint.tensors)
+        self.converted = runner(transformers_config(plan.new_config), converted_names)
 
     @property
     def layers(self) -> int:
@@ -84,7 +85,8 @@ class ModelPair:
             for module in self._modules
             if module.layer == layer and module.path in self.plan.changes
         ]
-        if len({module.kind for module in modules}) < len(modules):
+        kinds = {module.kind for module in modules}
+        if len(kinds) < len(modules):
             raise not_layerwise(
                 self.plan.checkpoint.name,
                 f"layer {layer} has several attention modules of one kind",
@@ -110,10 +112,10 @@ class ModelPair:
         The first of its `modules` has no weights of heads yet; the others have the mean of their
         heads.
         """
-        changed = {
-            change.source.name for module in modules for change in self.plan.changes_of(module)
-        }
-        layer = self.converted.load(index, missing=changed)
+        missing = set[str]()
+        for module in modules:
+            missing |= self._changed_names(module)
+        layer = self.converted.load(index, missing=missing)
         for module in modules[1:]:
             layer.set_tensors(self.merged_tensors(module, self.mean(module)))
         return layer
@@ -140,7 +142,7 @@ class ModelPair:
 
         Returns the name in the module -> the full name.
         """
-        changed = {change.source.name for change in self.plan.changes_of(module)}
+        changed = self._changed_names(module)
         full_names = {id(p): name for name, p in self.converted.model.named_parameters()}
         trainable = {}
         for name, parameter in attention.module.named_parameters():
@@ -148,6 +150,10 @@ class ModelPair:
             if not changed.isdisjoint(self.converted.names.parts(full_name)):
                 trainable[name] = full_name
         return trainable
+
+    def _changed_names(self, module: AttentionModule) -> set[str]:
+        """The stored names of a module's tensors that change."""
+        return {change.source.name for change in self.plan.changes_of(module)}
 
     def stored(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters of the converted model, by full name -> stored tensors, by stored name."""
@@ -178,8 +184,8 @@ class ModelPair:
         """The hidden states that the first decoder layer reads."""
         runner = self.base
         batch = self.options.at_once
-        batches = torch.arange(len(next(iter(inputs.values())))).split(batch)
-        is_text = inputs.get("decoder_attention_mask")
+        blocks = len(next(iter(inputs.values())))
+        batches = torch.arange(blocks).split(batch)
 
         decoder_inputs = {**inputs, "use_cache": False}
         has_encoder = runner.model.config.is_encoder_decoder
@@ -189,16 +195,20 @@ class ModelPair:
             self._check_arguments_ignore_text(decoder_inputs)
 
         arguments = _LayerArguments(runner, decoder_inputs, has_encoder)
-        parts = [runner.layer_inputs(_select(decoder_inputs, rows))[0].cpu() for rows in batches]
-        return Stream(
-            torch.cat(parts), batch, arguments, None if is_text is None else is_text.bool()
-        )
+        parts = []
+        for rows in batches:
+            hidden, _ = runner.layer_inputs(_select(decoder_inputs, rows))
+            parts.append(hidden.cpu())
+
+        mask = inputs.get("decoder_attention_mask")
+        is_text = None if mask is None else mask.bool()
+        return Stream(torch.cat(parts), batch, arguments, is_text)
 
     def _check_arguments_ignore_text(self, inputs: Mapping[str, Any]) -> None:
         """Raise LayerwiseError if layers are called with more that depends on the text."""
         ids = inputs["input_ids"][:1]
-        one = self.base.layer_inputs({**inputs, "input_ids": ids})[1]
-        other = self.base.layer_inputs({**inputs, "input_ids": ids.flip(1)})[1]
+        _, one = self.base.layer_inputs({**inputs, "input_ids": ids})
+        _, other = self.base.layer_inputs({**inputs, "input_ids": ids.flip(1)})
 
         def same(a: Any, b: Any) -> bool:
             return not isinstance(a, Tensor) or torch.equal(a, b)
@@ -240,11 +250,16 @@ class _LayerArguments:
 
     def __call__(self, rows: Tensor) -> dict[int, Arguments]:
         if self._has_encoder:
-            return self._runner.layer_inputs(_select(self._inputs, rows))[1]
+            return self._compute(rows)
+
         count = len(rows)
         if count not in self._by_count:
-            self._by_count[count] = self._runner.layer_inputs(_select(self._inputs, rows))[1]
+            self._by_count[count] = self._compute(rows)
         return self._by_count[count]
+
+    def _compute(self, rows: Tensor) -> dict[int, Arguments]:
+        _, arguments = self._runner.layer_inputs(_select(self._inputs, rows))
+        return arguments
 
 
 def _decoder_modules(plan: Plan, is_encoder_decoder: bool) -> list[AttentionModule]:
@@ -272,9 +287,8 @@ def _decoder_inputs(
         else:
             encoder_inputs[name] = value
 
-    decoder_inputs["encoder_hidden_states"] = runner.encode(
-        [_select(encoder_inputs, rows) for rows in batches]
-    )
+    encoder_batches = [_select(encoder_inputs, rows) for rows in batches]
+    decoder_inputs["encoder_hidden_states"] = runner.encode(encoder_batches)
     if "attention_mask" in inputs:
         decoder_inputs["encoder_attention_mask"] = inputs["attention_mask"]
     return decoder_inputs
@@ -282,6 +296,8 @@ def _decoder_inputs(
 
 def _select(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
     """The inputs of the blocks `rows`."""
-    return {
-        name: value[rows] if isinstance(value, Tensor) else value for name, value in inputs.items()
-    }
+    selected = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            selected[name] = value[rows]
+    return selected

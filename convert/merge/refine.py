@@ -60,8 +60,8 @@ def refine(
     if autocast is None:
         autocast = native_bfloat16(str(device))
 
-    generator = torch.Generator().manual_seed(settings.seed)
     # The same seed and first draw as in `without_heldout`, so the same blocks.
+    generator = torch.Generator().manual_seed(settings.seed)
     heldout, train = split_blocks(len(targets), settings, generator)
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
     optimizers = _optimizers(list(weights.values()), settings.learning_rate)
@@ -85,21 +85,19 @@ def refine(
             yield weighted / energy * (len(part) / len(rows))
 
     def heldout_error() -> float:
-        with torch.no_grad():
-            parts = [
-                loss * len(rows) for rows in heldout.split(settings.batch) for loss in losses(rows)
-            ]
-        return float(torch.stack(parts).sum()) / len(heldout)
+        return _mean_loss(losses, heldout, settings.batch)
 
     def copy_weights() -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
     best = copy_weights()
     error_before = heldout_error()
-    least = error_before
+    least_error = error_before
     interval = max(1, settings.steps // _CHECKS)
     for step in range(1, settings.steps + 1):
-        rows = train[torch.randperm(len(train), generator=generator)[: settings.batch]]
+        shuffled = train[torch.randperm(len(train), generator=generator)]
+        rows = shuffled[: settings.batch]
+
         for optimizer in optimizers:
             optimizer.zero_grad()
         for loss in losses(rows):
@@ -110,10 +108,19 @@ def refine(
 
         if step % interval == 0 or step == settings.steps:
             error = heldout_error()
-            if error < least:
+            if error < least_error:
                 best = copy_weights()
-                least = error
-    return TrainedWeights(best, error_before, least)
+                least_error = error
+    return TrainedWeights(best, error_before, least_error)
+
+
+@torch.no_grad()
+def _mean_loss(losses: Callable[[Tensor], Iterator[Tensor]], blocks: Tensor, batch: int) -> float:
+    """The mean loss of some blocks, from the parts of the loss of `batch` of them at a time."""
+    parts = []
+    for rows in blocks.split(batch):
+        parts += [loss * len(rows) for loss in losses(rows)]
+    return float(torch.stack(parts).sum()) / len(blocks)
 
 
 def without_heldout(position_weights: Tensor, settings: Refinement) -> Tensor:

@@ -87,7 +87,7 @@ def query_sensitivity(
         rows = min(rows, -(-length // _CAUSAL_PARTS))
 
     sensitivity = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    distances = torch.zeros(q.shape[1], length, device=q.device)
+    distance_weights = torch.zeros(q.shape[1], length, device=q.device)
     for head in range(q.shape[1]):
         kv_head = head // repeat
         values = v[:, kv_head].float() @ roots[head].to(v.device)  # (B, S, e)
@@ -127,8 +127,8 @@ def query_sensitivity(
                 # A row more in the stride turns diagonals, of one distance each, into columns.
                 shifted = torch.nn.functional.pad(moved.sum(0), (part.stop - first - 1, 0))
                 shifted = shifted.as_strided((len(shifted), part.stop), (shifted.shape[1] + 1, 1))
-                distances[head, : part.stop] += shifted.sum(0).flip(0)
-    return sensitivity, distances
+                distance_weights[head, : part.stop] += shifted.sum(0).flip(0)
+    return sensitivity, distance_weights
 
 
 def _of(mask: Tensor, head: int, rows: slice) -> Tensor:

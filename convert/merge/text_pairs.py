@@ -50,23 +50,33 @@ class PairMaker:
         trust_remote_code: bool = False,
         vocabulary: int | None = None,
     ) -> None:
-        """`vocabulary`: token ids of self-generated pairs are below it, if another model with fewer
-        rows reads them.
+        """
+        Args:
+            checkpoint: The model.
+            device: Where it writes.
+            length: Tokens of a side, at most.
+            seed: Of the choice of pairs and of what is written.
+            watcher: Of the progress.
+            trust_remote_code: Whether to run the checkpoint's code.
+            vocabulary: Token ids of self-generated pairs are below it, if another model with fewer
+                rows reads them.
         """
         config = transformers_config(checkpoint.config)
         self.name = checkpoint.name
+        self.length = length
         self._checkpoint = checkpoint
         self._device = device
         self._watcher = watcher
-        self.length = length
         self._seed = seed
         self._trusted = trust_remote_code
-        self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
-        self._limit = (
-            vocabulary if vocabulary is not None and vocabulary < self._vocabulary else None
-        )
-        self._model: Any = None  # loaded by the first `_write`
         self._dtype = str(fast_dtype(device)).removeprefix("torch.")
+        self._model: Any = None  # loaded by the first `_write`
+
+        self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
+        self._limit: int | None = None
+        if vocabulary is not None and vocabulary < self._vocabulary:
+            self._limit = vocabulary
+
         try:
             tokenizer = load_tokenizer(checkpoint, trust_remote_code)
         except RefusedError:  # raised later, when text is read
@@ -78,22 +88,21 @@ class PairMaker:
 
         Warns if some are cut. Raises RefusedError and CorpusError.
         """
-        chosen = nsmallest(count, source.rows(), key=lambda row: row_digest(str(self._seed), *row))
-        sources, targets = zip(*chosen, strict=True) if chosen else ((), ())
-        load_tokenizer(self._checkpoint, self._trusted)
-        pairs = list(
-            zip(
-                self._encoder.encode(sources),
-                self._encoder.encode(targets, target=True),
-                strict=True,
-            )
-        )
-        if cut := sum(self._encoder.cuts(*both, self.length) for both in pairs):
+        rows = nsmallest(count, source.rows(), key=lambda row: row_digest(str(self._seed), *row))
+        load_tokenizer(self._checkpoint, self._trusted)  # raises if there is none
+
+        encoder = self._encoder
+        sources = encoder.encode([source_text for source_text, _ in rows])
+        targets = encoder.encode([target_text for _, target_text in rows], target=True)
+        pairs = list(zip(sources, targets, strict=True))
+
+        cut = sum(encoder.cuts(*pair, self.length) for pair in pairs)
+        if cut:
             self._watcher.warn(
                 f"{cut:,} of {len(pairs):,} pairs are longer, and cut to {self.length} tokens a "
                 "side"
             )
-        return [self._encoder.add_special_tokens(*both, self.length) for both in pairs]
+        return [encoder.add_special_tokens(*pair, self.length) for pair in pairs]
 
     def corrupt(self, blocks: Ints) -> list[TokenPair]:
         """Pairs from plain text (N, T) by `PairEncoder.corrupt`. Raises RefusedError."""
@@ -108,14 +117,17 @@ class PairMaker:
         """
         encoder = self._encoder
         generator = np.random.default_rng(seed)
-        texts = self._write([[encoder.end]] * count, seed, [*encoder.marks, encoder.end])
-        sources = [
-            encoder.corrupt(np.array(text), generator)[0]
-            if encoder.marks
-            else [*text[:-1], encoder.end]
-            for text in texts
-        ]
-        return list(zip(sources, self._write(sources, derive_seed(seed, "targets")), strict=True))
+        empty_sources = [[encoder.end]] * count
+        sources = []
+        for text in self._write(empty_sources, seed, banned=[*encoder.marks, encoder.end]):
+            if encoder.marks:
+                source, _ = encoder.corrupt(np.array(text), generator)
+            else:
+                source = [*text[:-1], encoder.end]
+            sources.append(source)
+
+        targets = self._write(sources, derive_seed(seed, "targets"))
+        return list(zip(sources, targets, strict=True))
 
     def sampled(self, count: int) -> SampledBlocks:
         """Blocks of 2 x `length` tokens: self-generated pairs as in `write`, each side padded with
@@ -124,31 +136,36 @@ class PairMaker:
         size = 2 * self.length
 
         def sample(numbers: Sequence[int]) -> Iterable[Tensor]:
+            """The batches of these numbers, (WRITTEN, size) each."""
             self._watcher.stage(f"{self.name} writes", 2 * WRITTEN * len(numbers) * self.length)
             for number in numbers:
+                pairs = self.write(WRITTEN, derive_seed(self._seed, number))
                 rows = torch.full((WRITTEN, 2, self.length), -1)
-                for row, pair in enumerate(self.write(WRITTEN, derive_seed(self._seed, number))):
-                    for side, ids in enumerate(pair):
-                        rows[row, side, : len(ids)] = torch.tensor(ids)
+                for row, (source, target) in enumerate(pairs):
+                    rows[row, 0, : len(source)] = torch.tensor(source)
+                    rows[row, 1, : len(target)] = torch.tensor(target)
                 yield rows.flatten(1)
 
-        known = samples_identity(self._checkpoint, self._trusted)
+        model = samples_identity(self._checkpoint, self._trusted)
         identity = (
-            f"own pairs {known} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
+            f"own pairs {model} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
         )
-        identity += "" if self._limit is None else f" below {self._limit}"
+        if self._limit is not None:
+            identity += f" below {self._limit}"
         path = store_batches(identity, size, WRITTEN, count, sample)
         return SampledBlocks(path, size, count, f"self {path.stem}", self._seed, 0, plain=True)
 
     def inputs(self, pairs: Sequence[TokenPair]) -> dict[str, Tensor]:
         """Padded inputs (N, T) by argument name of the model's forward. Raises RefusedError."""
-        read, mask = self._padded([self._encoder.start, *target[:-1]] for _, target in pairs)
-        ids, source_mask = self._padded(source for source, _ in pairs)
+        # The decoder reads its start token and all of the target but the last token.
+        start = self._encoder.start
+        decoder_ids, decoder_mask = self._padded([start, *target[:-1]] for _, target in pairs)
+        ids, mask = self._padded(source for source, _ in pairs)
         return {
             "input_ids": ids,
-            "attention_mask": source_mask,
-            "decoder_input_ids": read,
-            "decoder_attention_mask": mask,
+            "attention_mask": mask,
+            "decoder_input_ids": decoder_ids,
+            "decoder_attention_mask": decoder_mask,
         }
 
     def _padded(self, texts: Iterable[list[int]]) -> tuple[Tensor, Tensor]:
@@ -171,9 +188,12 @@ class PairMaker:
                 device=self._device,
                 trust_remote_code=self._trusted,
             )
+
+        end = self._encoder.end
         texts: list[list[int]] = []
         for first in range(0, len(sources), WRITTEN):
-            ids, mask = self._padded(part := sources[first : first + WRITTEN])
+            part = sources[first : first + WRITTEN]
+            ids, mask = self._padded(part)
             encoder_inputs = {
                 "input_ids": ids.to(self._device),
                 "attention_mask": mask.to(self._device),
@@ -189,7 +209,6 @@ class PairMaker:
                 vocabulary=self._limit,
             )
             for row in written[:, 1:].tolist():
-                texts.append(
-                    row[: row.index(self._encoder.end) + 1] if self._encoder.end in row else row
-                )
+                length = row.index(end) + 1 if end in row else len(row)
+                texts.append(row[:length])
         return texts

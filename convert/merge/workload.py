@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gqa.checkpoint.files import TensorSpec
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.merge.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
 from gqa.convert.plan import Plan
@@ -58,15 +60,21 @@ class _Sizes:
 def _sizes(plan: Plan) -> _Sizes:
     checkpoint = plan.checkpoint
     width = int(plan.config.text.hidden_size)
-    # None of BLT, whose tokens other stacks embed
+    # None of BLT, whose tokens other stacks embed.
     embeddings = width * int(getattr(plan.config.text, "vocab_size", 0))
 
     changed = [module for module in plan.modules if module.path in plan.changes]
-    modules = [sum(spec.numel for spec in module.tensors.values()) for module in changed]
-    inside = f"{changed[0].layer_path}."
-    layer = sum(spec.numel for name, spec in checkpoint.tensors.items() if name.startswith(inside))
+    modules = [_numel(module.tensors.values()) for module in changed]
+
+    in_layer = f"{changed[0].layer_path}."
+    layer = _numel(spec for name, spec in checkpoint.tensors.items() if name.startswith(in_layer))
     mlps = max(checkpoint.parameters - sum(modules) - embeddings, 0)
     return _Sizes(width, modules, layer, embeddings, mlps)
+
+
+def _numel(specs: Iterable[TensorSpec]) -> int:
+    """Numbers in some tensors."""
+    return sum(spec.numel for spec in specs)
 
 
 def weights_workload(plan: Plan) -> Workload:
@@ -128,7 +136,7 @@ def _on_text(plan: Plan, options: MapsOptions, operations: float, numbers: int) 
     parameters = plan.checkpoint.parameters
     generated = sum(tokens for source, tokens in text.shares() if is_self(source))
 
-    # Generated before anything is calibrated
+    # Text is generated before anything is calibrated: the larger of both counts.
     memory = 4 * numbers
     if generated:
         kv_cache = min(SAMPLED_BYTES, text.taken * plan.cache_before.bytes_per_token)

@@ -30,18 +30,20 @@ class Aligned(WeightsMethod):
     def obstacle(
         self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
     ) -> str:
-        if reason := super().obstacle(checkpoint, config, modules):
+        reason = super().obstacle(checkpoint, config, modules)
+        if reason:
             return reason
-        from gqa.convert.heads.modules import can_guess_inputs
 
-        if can_guess_inputs(checkpoint, config, modules):
+        from gqa.convert.heads.layer_parts import can_estimate_inputs
+
+        if can_estimate_inputs(checkpoint, config, modules):
             return ""
         model = name_with_type(checkpoint, config)
         return (
             f"--method {self.name} needs layers of attention and one MLP; {model} has other layers"
         )
 
-    def merge_module(self, module: ModuleEstimate) -> HeadMaps:
+    def module_maps(self, module: ModuleEstimate) -> HeadMaps:
         from gqa.convert.merge.moments import head_maps
 
         moments = module.moments

@@ -11,13 +11,17 @@ if TYPE_CHECKING:
 
 
 class Calibrated(TextMethod):
-    """Shared keys and values in closed form on real inputs of the layer, and a refit of W_O."""
+    """Shared keys and values in closed form on real inputs of the layer, and a refit of W_O.
+
+    Models whose heads cannot be aligned are refused (`obstacle`), so the closed form is all there
+    is. `refined` takes them: it starts from the mean there (`fit_or_average`).
+    """
 
     name = "calibrated"
     cost = "four forward passes"
     result = "merged in closed form on text"
 
     def fit(self, task: FitTask) -> FittedModule:
-        from gqa.convert.merge.fit import fit_or_average
+        from gqa.convert.merge.fit import fit_module
 
-        return fit_or_average(task)
+        return fit_module(task)

@@ -49,10 +49,11 @@ class MapsMethod(Method, ABC):
     def workload(self, plan: Plan, options: MapsOptions) -> Workload:
         """What `find_maps` computes and holds, for the estimates that are printed."""
 
-    def describe(self, options: MapsOptions) -> dict[str, Any]:
+    def describe_options(self, options: MapsOptions) -> dict[str, Any]:
         """All options that determine the maps, besides the device and how heads are grouped.
 
-        A stopped run can only be continued by one with the same description.
+        They are a part of the description of a run (find_maps.py): only a run with the same can
+        continue a stopped one.
         """
         return {}
 

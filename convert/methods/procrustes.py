@@ -18,7 +18,7 @@ class Procrustes(WeightsMethod):
     cost = "seconds"
     result = "rotated onto each other, then averaged"
 
-    def merge_module(self, module: ModuleEstimate) -> HeadMaps:
+    def module_maps(self, module: ModuleEstimate) -> HeadMaps:
         from gqa.convert.merge.moments import head_maps
         from gqa.convert.merge.procrustes import procrustes_key, procrustes_value
 

@@ -41,5 +41,5 @@ class Refined(TextMethod):
 
         return refinement_workload(plan, options)
 
-    def describe(self, options: MapsOptions) -> dict[str, Any]:
-        return super().describe(options) | {"refinement": asdict(options.refinement)}
+    def describe_options(self, options: MapsOptions) -> dict[str, Any]:
+        return super().describe_options(options) | {"refinement": asdict(options.refinement)}

@@ -52,7 +52,7 @@ class TextMethod(MapsMethod):
 
         return calibration_workload(plan, options)
 
-    def describe(self, options: MapsOptions) -> dict[str, Any]:
+    def describe_options(self, options: MapsOptions) -> dict[str, Any]:
         from gqa.checkpoint.provenance import portable
 
         text = {name: portable(value) for name, value in asdict(options.text).items()}

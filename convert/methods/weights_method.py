@@ -30,10 +30,10 @@ class WeightsMethod(MapsMethod):
     estimates_inputs: ClassVar[bool] = False
 
     @abstractmethod
-    def merge_module(self, module: ModuleEstimate) -> HeadMaps:
+    def module_maps(self, module: ModuleEstimate) -> HeadMaps:
         """The maps of one attention module, whose heads are in the order of the groups."""
 
-    def maps(
+    def maps_by_module(
         self, plan: Plan, search: bool = False, device: str = "cpu"
     ) -> Iterator[tuple[str, HeadMaps]]:
         """Yield path and maps of each attention module; with `search` for the best groups of heads.
@@ -42,7 +42,7 @@ class WeightsMethod(MapsMethod):
         """
         from gqa.convert.merge.from_weights import from_weights
 
-        return from_weights(plan, self.merge_module, self.estimates_inputs, search, device)
+        return from_weights(plan, self.module_maps, self.estimates_inputs, search, device)
 
     def workload(self, plan: Plan, options: MapsOptions) -> Workload:
         from gqa.convert.merge.workload import weights_workload
@@ -55,6 +55,7 @@ class WeightsMethod(MapsMethod):
         from gqa.convert.merge.finished_layers import maps_tensors
 
         watcher.stage(self.name, len(plan.changes), "module")
-        for path, maps in self.maps(plan, plan.searches(options.grouping), options.device):
+        search = plan.searches(options.grouping)
+        for path, maps in self.maps_by_module(plan, search, options.device):
             layers.add(maps_tensors([(path, maps)]))
             watcher.update(1)

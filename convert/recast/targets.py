@@ -13,8 +13,6 @@ from typing import Any
 
 from gqa.checkpoint.read import Checkpoint, read_json
 from gqa.convert.heads.config import (
-    KVCache,
-    kv_cache,
     read_config,
     read_top,
     transformers_config,
@@ -22,6 +20,7 @@ from gqa.convert.heads.config import (
 )
 from gqa.convert.heads.families import custom
 from gqa.convert.heads.family import Groups, query_heads
+from gqa.convert.heads.kv_cache import KVCache, kv_cache
 from gqa.convert.heads.modules import attention_modules, cached_layers
 from gqa.convert.recast.native import NATIVE, Recasting, Recipe, View
 from gqa.core.errors import CorruptError, RefusedError, explain, listing
@@ -59,13 +58,17 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
     by_layer = isinstance(groups, tuple)
     recastings = _BY_LAYER if by_layer else RECASTINGS
     entries = [entry for entry in recastings if entry.source == model_type]
-    if by_layer and not entries and model_type not in [entry.target for entry in _BY_LAYER]:
+    is_by_layer_already = model_type in [entry.target for entry in _BY_LAYER]
+    if by_layer and not entries and not is_by_layer_already:
         raise RefusedError(
             f"{name} ({model_type}) must have the same number of key/value heads in all layers; it "
             f"can differ in models of type {listing(BY_LAYER, 40)}: give one number"
         )
 
-    config = read_top(checkpoint.config, name) if entries else None
+    if not entries:
+        return checkpoint
+
+    config = read_top(checkpoint.config, name)
     for entry in entries:
         is_last = entry is entries[-1]
         try:

@@ -1,0 +1,145 @@
+"""The size of the KV cache of a model, from its config.
+
+bytes of a cache = sum over layers of heads x (key dim + value dim) x tokens x bytes per number; a
+sliding-window layer caches at most its window. In an encoder-decoder, self-attention caches target
+tokens, cross-attention source tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from gqa.checkpoint.files import BITS
+from gqa.convert.heads.config import ModelConfig, transformers_config
+
+QUANTIZATION_GROUP = 64  # numbers that share a scale, at most
+SCALE_BYTES = 4  # minimum and scale of a group, 16 bits each
+
+
+def groups_per_head(dim: int) -> int:
+    """Number of equal quantization groups in a head's key or value of `dim` numbers."""
+    fewest = math.ceil(dim / QUANTIZATION_GROUP)
+    return next(count for count in range(fewest, dim + 1) if dim % count == 0)
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """What one layer caches.
+
+    Attributes:
+        heads: Its KV heads.
+        key_dim: Numbers of a key of one head.
+        value_dim: Numbers of a value of one head.
+        window: Tokens that are cached at most; None without such a limit.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+    def bytes_per_token(self, number: int, bits: int | None) -> int:
+        """Bytes of all heads for one token, with `number` bytes per number or quantized to
+        `bits`.
+        """
+        if bits is None:
+            return self.heads * (self.key_dim + self.value_dim) * number
+
+        per_head = 0
+        for dim in (self.key_dim, self.value_dim):
+            packed = math.ceil(dim * bits / 8)
+            scales = SCALE_BYTES * groups_per_head(dim)
+            per_head += packed + scales
+        return self.heads * per_head
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The KV cache of a model.
+
+    Attributes:
+        layers: What each layer caches.
+        bytes_per_number: Bytes of a number in it.
+        context: Tokens of the model's longest text; None if it has no limit.
+        bits: Bits of a number in a quantized cache, without scales; None if it is not quantized.
+        cross: Whether each layer has cross-attention too, which caches the keys and values of the
+            source.
+    """
+
+    layers: tuple[CachedLayer, ...]
+    bytes_per_number: int
+    context: int | None
+    bits: int | None = None
+    cross: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one more token while no window is full."""
+        return sum(self._layer_bytes(layer) for layer in self.layers)
+
+    @property
+    def cross_bytes_per_token(self) -> int:
+        """Bytes of one more source token; 0 without an encoder."""
+        return self.bytes_per_token if self.cross else 0
+
+    def bytes_at(self, tokens: int) -> int:
+        """Bytes for a sequence of `tokens`.
+
+        An encoder-decoder also caches as many of the source.
+        """
+        size = self.cross_bytes_per_token * tokens
+        for layer in self.layers:
+            cached = min(tokens, layer.window or tokens)
+            size += self._layer_bytes(layer) * cached
+        return size
+
+    def _layer_bytes(self, layer: CachedLayer) -> int:
+        return layer.bytes_per_token(self.bytes_per_number, self.bits)
+
+
+def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache:
+    """The KV cache of a model.
+
+    Args:
+        config: Its config.
+        numbers: The layers with their own keys and values.
+        dtype: The dtype of the cache, as safetensors names it.
+    """
+    text = config.text
+
+    block_types = getattr(text, "layers_block_type", None) or []
+    if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
+        numbers = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
+
+    layers = []
+    for layer in sorted(numbers):
+        if config.shares_kv(layer):
+            continue
+        heads = config.heads(layer)
+        window = _window(text, layer)
+        layers.append(CachedLayer(heads.kv, heads.key_dim, heads.value_dim, window))
+
+    has_cross_attention = bool(config.family.cross_attention)
+    crosses = has_cross_attention and transformers_config(config.raw).is_encoder_decoder
+    context = getattr(text, "max_position_embeddings", None)
+    return KVCache(tuple(layers), BITS[dtype] // 8, context, cross=crosses)
+
+
+def _window(text: Any, layer: int) -> int | None:
+    """Tokens that a layer caches at most; None without such a limit."""
+    types = getattr(text, "layer_types", None)
+    if types and layer < len(types):
+        chunked = "chunked" in types[layer]
+        slides = "sliding" in types[layer]
+    else:
+        chunked = False
+        slides = bool(getattr(text, "use_sliding_window", True))
+    if not (chunked or slides):
+        return None
+
+    key = "attention_chunk_size" if chunked else "sliding_window"
+    window = getattr(text, key, None) or 0
+    return window if window > 0 else None
