@@ -37,7 +37,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """A stand-in for the Hugging Face hub, in this process."""
+    """A stand-in for the Hugging Face hub, in this process, which no request leaves."""
     from support.hub_server import Hub, http
 
     hub = Hub()
@@ -116,10 +116,11 @@ def _runs_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """That of the example; what it makes of texts is kept in a directory of the test module."""
+    from support.patches import use_data_cache
     from transformers import AutoTokenizer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        use_data_cache(patch, tmp_path_factory.mktemp("cache"))
         yield AutoTokenizer.from_pretrained(Path(__file__).parent.parent / "examples/stdlib-mha")
 
 
@@ -176,12 +177,10 @@ def alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
     """A cache of its own, and no memory of the accelerator of the test before."""
-    import datasets
+    from support.patches import use_data_cache
     from support.training import fresh_accelerator
 
-    monkeypatch.setattr(
-        datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache"
-    )
+    use_data_cache(monkeypatch, tmp_path_factory.getbasetemp() / "cache")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     with fresh_accelerator():
         yield

@@ -18,6 +18,7 @@ import pytest
 from support.checkpoints import Result, llama, run
 from support.embedded import copy_source
 from support.evaluations import few_questions
+from support.patches import call_good_up_to, train_on_few_tokens
 from support.training import fresh_accelerator, tiny_checkpoint
 
 import gqa
@@ -102,7 +103,7 @@ def test_advised_commands_are_read_by_their_programs(
     name: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the names and options that were given."""
-    monkeypatch.setattr("gqa.convert.verdict.GOOD_RATIO", 0.0)  # a random model has nothing to lose
+    call_good_up_to(monkeypatch, 0.0)  # a random model has nothing to lose
     arguments, programs = RUNS[name]
     done = run("it's a model", *arguments)
     assert done.code == 0, done.err
@@ -154,9 +155,10 @@ def test_the_commands_that_improve_the_result_do(
     """The better method, then the training that its output advises; a base model that no record
     names is named.
     """
-    monkeypatch.setattr("gqa.convert.verdict.GOOD_RATIO", 0.0)
-    monkeypatch.setattr("gqa.uptrain.models.TOKENS", 512)
+    call_good_up_to(monkeypatch, 0.0)
+    train_on_few_tokens(monkeypatch)
     (here / "elsewhere").mkdir()
+    # No path that others could use is recorded
     monkeypatch.setattr(
         "gqa.convert.summary.relative_path", lambda directory, out: None
     )  # as with the user's name in it
@@ -181,7 +183,7 @@ def test_a_method_that_is_not_measured_ends_with_a_warning(method: str, here: Pa
     text = SHORT if METHODS[method].reads == "text" else ()
     steps = ("--refine-steps", 1) if "training" in METHODS[method].settings else ()
     done = run("it's a model", "-g", 2, "--method", method, *text, *steps, "-q")
-    assert (done.code, done.out) == (0, "")
+    done.expect(out="")
     if METHODS[method].reads == "text":
         assert done.err == ""
     else:
@@ -195,7 +197,7 @@ def test_a_method_that_is_not_measured_ends_with_a_warning(method: str, here: Pa
 
 def test_nothing_is_advised_for_a_good_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A random model has little to lose; on so little text the interval is wide."""
-    monkeypatch.setattr("gqa.convert.verdict.GOOD_RATIO", 1.4)
+    call_good_up_to(monkeypatch, 1.4)
     done = run("it's a model", "-g", 2, *SHORT)
     assert re.search(r"^quality     good: perplexity x1\.\d+ ", done.out, re.MULTILINE), done.out
     assert "next " not in done.out

@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from support.checkpoints import (
     snapshot,
     weights,
 )
-from support.processes import small_disk
+from support.processes import die_at, small_disk
 from support.training import Runs
 from torch import Tensor
 
@@ -99,7 +100,7 @@ def test_killed_at_every_change_of_a_name(runs: Runs, tmp_path: Path, overwrite:
     for fatal in range(1, 400):
         if overwrite:
             shutil.copytree(kept / "1", out)
-        killed = runs.begin(*words, before=f"from support.processes import die_at; die_at({fatal})")
+        killed = runs.begin(*words, before=[partial(die_at, fatal)])
         if killed.wait() == 0:
             break
         states.append(check_stopped(out, new, old))
@@ -227,9 +228,10 @@ def test_error_anywhere(tmp_path: Path, monkeypatch: Any, where: str, number: in
     model, out = llama(tmp_path / "m"), tmp_path / "out"
     assert run("--kv-heads", 1, "--method", "mean", "-o", out, model).code == 0
     before = snapshot(tmp_path)
+    # A disk that fails at each place where names or bytes are written
     monkeypatch.setattr(PLACES[where], where, fail)
     result = run(*MERGED, "--overwrite", "-o", out, model)
-    assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
+    result.expect(1, out="", err_lines=1)
     says = {errno.EIO: "Input/output error", errno.ENOSPC: "no space left"}.get(
         number, "unexpected ZeroDivisionError"
     )
@@ -252,6 +254,7 @@ def test_an_error_in_one_shard_stops_the_others(
             time.sleep(0.01)
         ended.append(target.name)
 
+    # One shard fails while another is copied slowly
     monkeypatch.setattr(rewrite, "copy_range", copy)
     with pytest.raises(OSError, match="on fire"):
         convert_checkpoint(llama(tmp_path / "m", shards=2), 2, tmp_path / "out", method="mean")
@@ -269,6 +272,7 @@ def test_failed_second_rename_is_undone(tmp_path: Path, monkeypatch: pytest.Monk
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return rename(path, target)
 
+    # A disk that fails when the result gets its name
     monkeypatch.setattr(Path, "rename", fail)
     assert run(*MERGED, "--overwrite", "-o", out, model).code == 1
     assert snapshot(tmp_path) == before
@@ -301,6 +305,7 @@ def test_a_damaged_copy_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, says: str | None
 ) -> None:
     """After the shard is written and before it is verified, one bit of it is changed."""
+    # Small blocks, of which even this file has many
     monkeypatch.setattr(rewrite, "BLOCK", 1 << 10)
     source = llama(
         tmp_path / "m", tensors=weights() | {"z.weight": torch.randn(4096, 64)}, shards=1
@@ -313,6 +318,7 @@ def test_a_damaged_copy_is_noticed(
         path.write_bytes(data)
         verify_shard(plan, path, *rest)
 
+    # A disk that returns other bytes than were written
     monkeypatch.setattr(rewrite, "verify_shard", damage_and_verify)
     with pytest.raises(OutputError, match=re.escape(says)) if says else contextlib.nullcontext():
         convert_checkpoint(source, 2, tmp_path / "out", method="mean")
@@ -340,6 +346,7 @@ def test_tensors_that_are_written_wrong_are_noticed(
     source = llama(tmp_path / "m")
     if stored == "bin":
         save_bin(source, weights(), 1)
+    # A mistake of ours in what is written, which verifying has to notice
     monkeypatch.setattr(
         rewrite,
         "write_tensor",
@@ -404,7 +411,7 @@ def test_what_names_no_class_is_as_if_nothing_were_named(odd: object, tmp_path: 
     type stands for.
     """
     result = run(*MERGED, "-o", tmp_path / "out", llama(tmp_path / "m", architectures=odd))
-    assert (result.code, result.complaints) == (0, "")
+    result.expect(complaints="")
     assert "next " in result.out
 
 

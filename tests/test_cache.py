@@ -15,6 +15,7 @@ import pytest
 from support.checkpoints import MERGED, SINGLE, check_refused, llama, run
 from support.embedded import counting
 from support.hub_server import Hub, Machine
+from support.patches import use_data_cache
 
 from gqa.convert.merge import self_samples
 from gqa.core.errors import CacheError
@@ -37,7 +38,7 @@ def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache of `datasets` is below a regular file: nobody may write there, not even root."""
     (tmp_path / "file").touch()
     cache = tmp_path / "file/datasets"
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+    use_data_cache(monkeypatch, cache)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return cache
 
@@ -69,7 +70,7 @@ def test_commands_work_without_the_cache_and_warn_once(
     ]
     for program, words in commands:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("datasets.config.HF_DATASETS_CACHE", unwritable)
+            use_data_cache(patch, unwritable)
             result = run(*words, "-q", program=program)
         assert result.code == 0, result
         assert result.err.count("warning: ") == 1
@@ -118,7 +119,8 @@ def test_a_full_cache_is_not_a_full_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While the model writes text: the error names the cache, not OUT, and the way out."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    use_data_cache(monkeypatch, tmp_path / "cache")
+    # A disk that is full, or read-only, when generated text is kept
     monkeypatch.setattr(self_samples, "_append_batches", fail(number))
     words = {
         "gqa-convert": ("-g", 2, "--context", 16, "--tokens", 256),
@@ -140,16 +142,14 @@ def test_a_full_cache_is_not_a_full_output(
         f"{program}: the cache {tmp_path}/cache cannot be written: {os.strerror(number)}; "
         "free some space there, "
     )
-    assert (result.code, result.err) == (
-        1,
-        f"{expected}or set HF_HOME to a directory that can be written\n",
-    )
+    result.expect(1, err=f"{expected}or set HF_HOME to a directory that can be written\n")
 
 
 def test_a_full_cache_of_tokens_is_not_a_fault_of_the_text(
     small: Path, text: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    use_data_cache(monkeypatch, tmp_path / "cache")
+    # A disk that is full when tokens are kept: `datasets` writes in one of two ways
     monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write_table", fail(errno.ENOSPC))
     monkeypatch.setattr(
         "datasets.arrow_writer.ArrowWriter.write_examples_on_file", fail(errno.ENOSPC)
@@ -180,6 +180,7 @@ def test_a_full_cache_of_the_hub_is_named(
     tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.repo(NAME, llama(tmp_path / "source"))
+    # A disk that is full when a model is fetched
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail(errno.ENOSPC))
     result = machine.run(*MERGED, "-q", NAME)
     check_refused(

@@ -61,6 +61,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
         errors.append((result.error_before, result.error))
         return result
 
+    # Notes the errors of each module, which are not part of any result
     monkeypatch.setattr("gqa.convert.merge.fit_and_refine.refine", refine_and_record)
     return errors
 

@@ -21,6 +21,7 @@ from support.calibrations import SHORT, plan_of
 from support.embedded import counting
 from support.evaluations import with_tokenizer
 from support.families import write_checkpoint
+from support.faults import kill_conversion_after_a_layer
 from support.scrambled import find_maps, on_ids
 from support.tiny_models import TINY, build
 from support.training import Runs, difference
@@ -84,6 +85,7 @@ def test_what_is_said_of_the_quality(
         r"^layers      relative squared error .*:\n            [\d.e-]+ +[\d.e-]+$", done.out, re.M
     )
     (tmp_path / "text.txt").write_text(counting())
+    # A random model loses nothing: with this bound it counts as damaged
     monkeypatch.setattr("gqa.convert.verdict.DAMAGED_RATIO", 0.5)
     done = convert("--data", tmp_path / "text.txt", "--json", *text)
     assert "on held-out blocks of text.txt\n" in done.err
@@ -102,6 +104,7 @@ def test_what_is_said_of_the_quality(
         )
         assert "quality" not in json.loads((out / "gqa_conversion.json").read_text())
     scores = {"ratio": math.nan, "perplexity": {"base": 2.0, "converted": math.inf}}
+    # A ratio that is no number, which JSON cannot say
     monkeypatch.setattr("gqa.convert.merge.quality.QualityCheck.result", lambda check: scores)
     done = convert(*text, "--json")
     for written in (done.out, (out / "gqa_conversion.json").read_text()):
@@ -132,17 +135,6 @@ def test_a_model_that_fills_gaps_is_not_measured(tmp_path: Path) -> None:
     assert "Quality was not measured." in (out / "README.md").read_text()
 
 
-_STOPPED = """
-from gqa.convert.merge import finished_layers
-from gqa.convert.merge.calibrate import Calibrator
-finished_layers._INTERVAL = 0
-run = Calibrator.run
-def stop_after_first(self, layer, *rest):
-    return os.kill(os.getpid(), {}) if layer else run(self, layer, *rest)
-Calibrator.run = stop_after_first
-"""
-
-
 @pytest.fixture
 def stopped(small: Path, tmp_path: Path, runs: Runs) -> tuple[object, ...]:
     """The words of a conversion that was stopped after its first layer."""
@@ -161,7 +153,7 @@ def stopped(small: Path, tmp_path: Path, runs: Runs) -> tuple[object, ...]:
         "-o",
         tmp_path / "out",
     )
-    ended = runs.run(*words, program="convert", before=_STOPPED.format(int(signal.SIGKILL)))
+    ended = runs.run(*words, program="convert", before=[kill_conversion_after_a_layer])
     assert ended.code == -signal.SIGKILL, ended.err
     return words
 
@@ -179,7 +171,8 @@ def test_a_stopped_conversion_is_continued_without_its_check_and_has_the_same_la
 ) -> None:
     whole = checkpoints.run(*stopped[:-1], tmp_path / "whole")
     continued = checkpoints.run(*stopped, "--no-check")
-    assert (whole.code, continued.code) == (0, 0), continued
+    whole.expect()
+    continued.expect()
     assert "continues   after layer 1 of 2" in continued.err
     assert "quality     not measured" in continued.out
     assert checkpoints.contents(tmp_path / "out") == checkpoints.contents(tmp_path / "whole")
@@ -189,7 +182,7 @@ def test_a_conversion_that_was_stopped_without_its_check_says_that_it_cannot_be_
     small: Path, tmp_path: Path, runs: Runs
 ) -> None:
     words = (small, "-g", 2, "--context", 16, "--tokens", 256, "-o", tmp_path / "out")
-    runs.run(*words, "--no-check", program="convert", before=_STOPPED.format(int(signal.SIGKILL)))
+    runs.run(*words, "--no-check", program="convert", before=[kill_conversion_after_a_layer])
     continued = checkpoints.run(*words)
     assert continued.code == 0, continued
     assert "continues   after layer 1 of 2" in continued.err
@@ -230,7 +223,7 @@ def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, r
             256,
         )
 
-    stopped = runs.run(*words(out), program="convert", before=_STOPPED.format(int(signal.SIGKILL)))
+    stopped = runs.run(*words(out), program="convert", before=[kill_conversion_after_a_layer])
     assert stopped.code == -signal.SIGKILL, stopped.err
     assert not out.exists()
     layer = tmp_path / ".out.gqa-work/00000.safetensors"
@@ -261,10 +254,8 @@ def test_a_conversion_goes_on_where_it_was_killed(small: Path, tmp_path: Path, r
     records = []
     for place in (out, tmp_path / "whole"):
         done = checkpoints.run(*words(place))
-        assert (done.code, "continues   after layer 1 of 2, where" in done.out + done.err) == (
-            0,
-            place == out,
-        ), done
+        done.expect()
+        assert ("continues   after layer 1 of 2, where" in done.out + done.err) == (place == out)
         record = json.loads((place / "gqa_conversion.json").read_text())
         records.append([record["quality"], record["layer_errors"]])
     assert records[0] == records[1]
@@ -410,10 +401,7 @@ def test_damaged_state_is_named(small: Path, tmp_path: Path) -> None:
     (work / "state.safetensors").write_text("garbage")
     words = (small, "-o", tmp_path / "out", "-g", 2, "--tokens", 256, "--context", 16)
     done = checkpoints.run(*words)
-    assert (
-        done.code,
-        f"{work / 'state.safetensors'} is damaged; start over with --overwrite" in done.err,
-    ) == (2, True)
+    done.expect(2, says=f"{work / 'state.safetensors'} is damaged; start over with --overwrite")
     assert checkpoints.run(*words, "--overwrite").code == 0
 
 
@@ -426,17 +414,21 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
     text, left = ("calibrated", "--tokens", 256, "--context", 16), [".out.gqa-work"]
     for method, seconds, names in ((("procrustes",), 0, []), (text, 99, []), (text, 0, left)):
         with monkeypatch.context() as patch:
+            # Whether a layer is stored as soon as it is done, and Ctrl-C before the result is
+            # written
             patch.setattr("gqa.convert.merge.finished_layers._INTERVAL", seconds)
             patch.setattr(
                 "gqa.convert.api.ConvertedCheckpoint.write", Mock(side_effect=KeyboardInterrupt())
             )
             done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", *method)
-        assert (done.code, [path.name for path in tmp_path.iterdir()]) == (130, names)
+        done.expect(130)
+        assert [path.name for path in tmp_path.iterdir()] == names
         assert (
             "stored layers and finished batches of generated text are kept, the same command "
             "continues after them" in done.err
         )
     with monkeypatch.context() as patch:  # a refusal leaves what an earlier run stored
+        # A refusal after the directory of the run is opened
         patch.setattr(
             "gqa.convert.merge.calibrate_model.Calibrator", Mock(side_effect=RefusedError("no"))
         )
@@ -476,6 +468,7 @@ def test_errors_in_a_model_are_told_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Too little memory as that, with the batch that was tried; whatever else by what it says."""
+    # What libraries raise for too little memory
     monkeypatch.setattr(f"{where}.forward", Mock(side_effect=error))
     with pytest.raises(RefusedError, match=expected):
         find_maps(plan_of(source), tmp_path / "maps", on_ids())

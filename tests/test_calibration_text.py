@@ -109,6 +109,7 @@ def test_a_small_source_is_used_from_end_to_end(
     """Evenly spaced in the stream of all documents, in the order of training; also with too few
     characters a token.
     """
+    # How many characters a token is taken to have
     monkeypatch.setattr(module, "_CHARACTERS", characters)
     source = written(tmp_path, documents)
     text = tokenize([parse_source(source)], Encoders(tokenizer()))
@@ -163,7 +164,7 @@ def test_a_model_that_is_code_writes_where_that_is_asked_for(tmp_path: Path) -> 
     """Its own class, which writes but one token; without being trusted, it is read by transformers'
     class. What one wrote is not taken for what the other does.
     """
-    bring_class(model := copy_source(tmp_path), "AutoModelForCausalLM", "LlamaForCausalLM", 7)
+    bring_class(model := copy_source(tmp_path))
     for trusted in (True, False):
         text = CalibrationText(("self:plain",), 64, LENGTH, trust_remote_code=trusted)
         found = text.split(read_checkpoint(model), "cpu", SILENT)[0]
@@ -195,6 +196,7 @@ def test_layers_are_measured_on_text_that_the_verdict_leaves(
     """Neither fitted to nor measured on what the result is compared on later; four fifths, of each
     source its share.
     """
+    # Little text, and no measurement: what is measured on is the matter
     monkeypatch.setattr(budget, "TOKENS", 20 * LENGTH)
     calls = list[tuple[Tensor, Tensor]]()
     monkeypatch.setattr(
@@ -209,7 +211,9 @@ def test_layers_are_measured_on_text_that_the_verdict_leaves(
         fitted, measured = calls[-1]
         scored = text.split(read_checkpoint(SOURCE), "cpu", SILENT, CHECKED)[1]
         rows = [{tuple(row) for row in part.tolist()} for part in (fitted, measured, scored)]
-        assert (len(fitted), len(measured)) == ((16, 4) if count > 3 else (2, 1))
+        is_short = count == 3
+        assert len(fitted) == (2 if is_short else 16)
+        assert len(measured) == (1 if is_short else 4)
         assert len(scored) > 0
         assert len(rows[0] | rows[1] | rows[2]) == sum(map(len, rows))
     numbered = Mock(split=Mock(return_value=(torch.arange(40)[:, None].expand(-1, LENGTH), None)))
@@ -277,7 +281,8 @@ def test_spans_are_left_out_and_asked_for() -> None:
     back = [token for one in source for token in spans.get(one, [one])]
     assert back == ids.tolist()
     masked, whole = corrupt_spans(ids, [5], np.random.default_rng(0))
-    assert (masked.count(5), whole) == (10, ids.tolist())
+    assert masked.count(5) == 10
+    assert whole == ids.tolist()
 
 
 @pytest.mark.parametrize(("name", "mark"), [("t5", "<extra_id_0>"), ("bart", "<mask>")])
@@ -291,6 +296,7 @@ def test_plain_text_makes_pairs(pair_models: Path, name: str, mark: str) -> None
     )
     own = load_tokenizer(checkpoint)
     token = own.convert_tokens_to_ids(mark)
+    assert len(rows_of(pairs)) == len(rows_of(pairs, "decoder_")) > 0
     assert all(token in row for row in rows_of(pairs))
     assert all((token in row) == (name == "t5") for row in rows_of(pairs, "decoder_"))
     assert all(row[0] == START for row in rows_of(pairs, "decoder_"))
@@ -324,6 +330,7 @@ def test_the_decoder_writes(pair_models: Path, name: str, monkeypatch: pytest.Mo
     """The same each time, other texts where it stands twice; a target ends where the decoder ends
     it; all are drawn with random numbers of their own.
     """
+    # Notes how texts are drawn
     monkeypatch.setattr(text_pairs, "samples", draws := Mock(wraps=text_pairs.samples))
     once = pair_inputs(pair_models, name, "self", 4)
     text = CalibrationText(("self", "self"), 24 * 8, 24)
@@ -350,9 +357,10 @@ def test_the_command(pair_models: Path, tmp_path: Path) -> None:
         tmp_path / "out",
         "-q",
     )
-    assert (done.code, done.err.count("\n")) == (0, 1), done.err
+    done.expect(err_lines=1)
     told = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())
-    assert (told["maps"]["text"]["target_field"], told["options"]["seed"]) == ("meant", 0)
+    assert told["maps"]["text"]["target_field"] == "meant"
+    assert told["options"]["seed"] == 0
 
 
 REFUSED_PAIRS = [

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.checkpoints import check_refused, edit_json, run
 from support.embedded import copy_source
+from support.patches import forbid, wait_one_second_for_templates
 from transformers import AutoTokenizer
 
-from gqa.checkpoint import chat_template
 from gqa.checkpoint.chat_template import render_chat
 from gqa.checkpoint.read import read_checkpoint
 from gqa.core.errors import RefusedError
@@ -28,7 +28,7 @@ ORDINARY = (
 
 @pytest.fixture(autouse=True)
 def one_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "SECONDS", 1)
+    wait_one_second_for_templates(monkeypatch)
 
 
 def with_template(directory: Path, template: str) -> Path:
@@ -80,9 +80,7 @@ def test_a_template_that_refuses_such_a_chat_is_none(tmp_path: Path) -> None:
 def test_a_model_without_template_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "subprocess.Popen", lambda *words, **options: pytest.fail("a process was started")
-    )
+    forbid(monkeypatch, "subprocess.Popen", "a process was started")
 
     assert rendered(copy_source(tmp_path)) is None
 

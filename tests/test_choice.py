@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.checkpoints import check_refused, edit_tensors, llama, run, weights
 from support.families import write_checkpoint
+from support.patches import use_speed
 from support.tiny_models import TINY, build
 
 from gqa.convert import api, estimate
@@ -87,20 +88,24 @@ def test_what_a_run_takes_is_said_before_it_starts(
     done = run(*words)
     assert done.out.startswith("estimate    about 5 s on cpu\nmodel  ")
     assert done.complaints == ""
+    # A device of 1 MiB
     monkeypatch.setattr(devices, "total_memory", lambda device: 1 << 20)
     warning = r"warning: --method procrustes takes about \d+\.\d MiB of memory; cpu has 1.0 MiB\n"
     for more in ((), ("--dry-run",), ("-q",), ("-q", "--dry-run")):
         assert re.fullmatch(warning, run(*words, *more).complaints)
-    monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 1e4)
+    use_speed(monkeypatch, 1e4)
     # After what is printed first
+    # The estimate alone: nothing is converted
     monkeypatch.setattr(api, "convert", lambda *arguments: sys.exit(3))
     done = run("-g", 2, model)
-    assert (done.code, done.out.count("\n")) == (3, 1)
+    done.expect(3)
+    assert done.out.count("\n") == 1
     assert re.match(
         r"estimate    about \d+ hours on cpu; --method aligned reads only the weights and takes ",
         done.out,
     )
     assert "; --data takes less, because nothing is sampled\n" in done.err
+    # The checkpoint has no tokenizer, and only the warning matters
     monkeypatch.setattr(loading, "load_tokenizer", lambda *arguments, **options: None)
     assert run("-g", 2, "--data", "stdlib:train", model).err.endswith(
         "of memory; cpu has 1.0 MiB\n"
@@ -135,7 +140,7 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without reading a weight: there is none in the file."""
-    monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 1e6)
+    use_speed(monkeypatch, 1e6)
     model = llama(tmp_path / "m", shards=1)
 
     def estimates(*words: object) -> dict[str, dict[str, float]]:
@@ -154,7 +159,7 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
         *POOLING,
         "refined",
     ]
-    monkeypatch.setattr(estimate, "measure_flops", lambda device, width: 2e6)
+    use_speed(monkeypatch, 2e6)
     assert estimates("-q", model)["refined"]["seconds"] == pytest.approx(
         before["refined"]["seconds"] / 2, rel=0.01
     )

@@ -73,6 +73,7 @@ def test_alternating_steps_lose_less_than_their_start(monkeypatch: pytest.Monkey
     assert float((found.merge @ values @ found.merge.T).trace()) == pytest.approx(
         float(values.trace()) / HEADS
     )
+    # The start alone, without iterations
     monkeypatch.setattr(shared_values, "_SWEEPS", 0)
     start = shared_value(seen, values, outputs, OWNER)
     assert left(found.merge, found.back, seen, outputs) < 0.75 * left(
@@ -168,6 +169,7 @@ def test_what_an_error_of_scores_does_without_a_mask(
 
     In others a query sees all keys.
     """
+    # So few scores at once that a block is looked at in pieces
     monkeypatch.setattr(sensitivity, "SCORES", 2 * 6 * rows)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 6, 8, generator=generator) for _ in range(3))
@@ -276,7 +278,9 @@ def test_padding_does_not_weigh(size: float) -> None:
 def test_float64_is_on_the_device_if_it_has_it(device: str, where: str) -> None:
     with FakeTensorMode():
         found = as_float64(torch.empty(3, 2, dtype=torch.bfloat16, device=device))
-    assert (found.device.type, found.dtype, tuple(found.shape)) == (where, torch.float64, (3, 2))
+    assert found.device.type == where
+    assert found.dtype == torch.float64
+    assert tuple(found.shape) == (3, 2)
     assert as_float64(torch.tensor([1.5, -2.0], dtype=torch.bfloat16)).tolist() == [1.5, -2.0]
 
 
@@ -308,6 +312,7 @@ def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Te
             rows = self.project(torch.eye(self._width)).double()
             found.append(rows @ rows.mT)
 
+    # Notes the estimates, which are not part of any result
     monkeypatch.setattr(from_weights, "InputMoments", Noted)
     plan = plan_conversion(source, groups, method="aligned")
     assert list(METHODS["aligned"].maps_by_module(plan))
@@ -347,6 +352,7 @@ def test_the_units_of_a_wide_mlp_are_estimated(monkeypatch: pytest.MonkeyPatch) 
     down = torch.eye(units)
 
     def sizes(probes: int) -> Tensor:
+        # More or fewer probes than the estimate takes
         monkeypatch.setattr("gqa.convert.merge.input_moments._PROBES", probes)
         return gram(Mlp(gate, up, down, ACT2FN["silu"]).root(factor)).diagonal()
 
@@ -391,6 +397,7 @@ def test_no_embedding_owns_the_guess(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     plain, guessed = given(SOURCE, 2, monkeypatch), given(model, 2, monkeypatch)
 
+    assert plain
     for one, other in zip(plain, guessed, strict=True):
         assert alike(one, other) > 0.99
 
@@ -459,6 +466,7 @@ def test_a_fused_gate_is_the_first_half(tmp_path: Path, monkeypatch: pytest.Monk
         }
     apart.load_state_dict(own)
     two = given(write_checkpoint(apart, tmp_path / "two"), 2, monkeypatch)
+    assert one
     for a, b in zip(one, two, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -20,7 +20,8 @@ from typing import Any
 import click
 import pytest
 from support.checkpoints import Recorder, leftovers, llama, run
-from support.repository import PACKAGES
+from support.patches import use_data_cache
+from support.repository import PACKAGES, SCRIPTS
 from support.training import tiny_checkpoint
 
 from gqa.calls import options_of_call
@@ -122,7 +123,7 @@ def test_values(program: str, words: str, name: str, value: object) -> None:
 )
 def test_what_is_misspelt_or_makes_no_sense(program: str, words: str, message: str) -> None:
     done = run(*PROGRAMS[program][2], *words.split(), program=program)
-    assert (done.code, message in done.err, len(done.err.splitlines())) == (2, True, 1), done
+    done.expect(2, says=message, err_lines=1)
 
 
 @pytest.mark.parametrize(
@@ -146,12 +147,10 @@ def test_bad_values_are_refused_in_one_line(
     is_name = isinstance(kind.kind if isinstance(kind, Several) else kind, Text)
     for value in ("-1", "") if is_name else ("nan", "inf", "-1", str(10**19), "9" * 400, ""):
         done = run(*PROGRAMS[program][2], f"{name}={value}", program=program)
-        assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1), (value, done)
+        done.expect(2, out="", err_lines=1)
         if not is_name or not value:
-            assert f"Invalid value for '{name}'" in done.err or f"/ '{name}'" in done.err, (
-                value,
-                done.err,
-            )
+            named = rf"Invalid value for ('-\w' / )?'{re.escape(name)}'"
+            assert re.search(named, done.err), (value, done.err)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -207,7 +206,8 @@ def test_an_option_is_refused_by_the_methods_that_do_not_use_it(
 def test_the_name_says_the_method_if_there_is_any(groups: int, name: str, tmp_path: Path) -> None:
     """4 heads become fewer, stay, or are repeated; a method that has nothing to do is told of."""
     done = run("--kv-heads", groups, "--method", "first", llama(tmp_path / "m"))
-    assert (done.code, leftovers(tmp_path)) == (0, [])
+    done.expect()
+    assert leftovers(tmp_path) == []
     assert (tmp_path / name / "config.json").is_file()
     assert ("--method is not used: none of the 4 heads are merged" in done.out) == (groups >= 4)
 
@@ -215,15 +215,15 @@ def test_the_name_says_the_method_if_there_is_any(groups: int, name: str, tmp_pa
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help_and_version(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option once, in sentences, within 80 columns but for examples; quickly."""
-    code = "import atexit, sys\natexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
-    code += f"from {PROGRAMS[program][1]} import main\nsys.argv = ['{program}', '--help']\nmain()"
+    words = [sys.executable, SCRIPTS / "help_and_modules.py", program, PROGRAMS[program][1]]
     monkeypatch.setenv("COLUMNS", "80")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
     heavy = "torch transformers datasets pandas numpy huggingface_hub safetensors tqdm asyncio"
     assert "click" in done.stderr.split()
     assert not {*heavy.split()} & set(done.stderr.split())
     text, _, examples = done.stdout.partition("Examples:")
-    assert ([line for line in text.splitlines() if len(line) > 80], "gqa" in examples) == ([], True)
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    assert "gqa" in examples
     listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text.partition("\nOptions:")[2], re.MULTILINE)
     options = [
         next(name for name in option.opts if name.startswith("--")) for option in OPTIONS[program]
@@ -259,8 +259,10 @@ def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
         line = watcher._bar.format_meter(**{**watcher._bar.format_dict, "ncols": 80})
     assert re.match(r"calibrating  50% eta \S+ 100/200 ", line)
     assert len(line) <= 80
+    # A log, which is no terminal
     monkeypatch.setattr(sys, "stderr", text := io.StringIO())
     for seconds, silent in ((60.0, False), (0.0, True), (0.0, False)):
+        # A minute between lines of a log, or none
         monkeypatch.setattr(console, "_LOG_SECONDS", seconds)
         with console.Watcher(silent) as watcher:
             watcher.stage("calibrating", 30, "layer", done=1)
@@ -283,8 +285,9 @@ def test_the_total_of_the_bar_is_what_is_done(
 ) -> None:
     """The model writes, layers and the steps in each are calibrated, shards are written."""
     # Nothing is sampled yet
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    use_data_cache(monkeypatch, str(tmp_path / "cache"))
     watcher = Recorder()
+    # Notes what the bar is told
     monkeypatch.setattr(convert_cli, "Watcher", lambda *_, **__: watcher)
     words = (
         ["--data", "self:320", "--context", 16, "--refine-steps", 3] if method == "refined" else []
@@ -300,7 +303,9 @@ def test_the_total_of_the_bar_is_what_is_done(
         tmp_path / "out",
         "-q",
     )
-    assert (done.code, len(watcher.stages)) == (0, 3 if words else 2), done.err
+    done.expect()
+    stages = 3 if words else 2
+    assert len(watcher.stages) == stages
     assert all(total == done for total, done in watcher.stages)
     assert ('"tokens": 320' in (tmp_path / "out" / "gqa_conversion.json").read_text()) == bool(
         words
@@ -355,11 +360,13 @@ def test_every_error_has_a_traceback_with_its_cause_on_request(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gqa-x", *words.split()])
+    # What the command that is run here raises
     monkeypatch.setattr(failing, "context_settings", {"obj": error})
     with pytest.raises(SystemExit) as leaving:
         console.run(failing, "gqa-x", "nothing was done")
     *shown, last = capsys.readouterr().err.splitlines()
-    assert (leaving.value.code, last.startswith(line)) == (code, True), last
+    assert leaving.value.code == code, last
+    assert last.startswith(line), last
     assert ("the cause" in "".join(shown)) == ("v" in words)
 
 

@@ -87,12 +87,10 @@ class Custom(nn.Module):
 def test_custom_code_and_nested_dictionaries_lose_their_rates() -> None:
     model = Custom()
     assert turn_off_dropout(model) == {"ffn_pdrop": 0.3, "Dropout": 0.4}
-    assert (model.path.p, model.attn_drop, model.mlp[0].p, model.config.ffn["ffn_pdrop"]) == (
-        0,
-        0,
-        0,
-        0,
-    )
+    assert model.path.p == 0
+    assert model.attn_drop == 0
+    assert model.mlp[0].p == 0
+    assert model.config.ffn["ffn_pdrop"] == 0
 
 
 def uptrain(model: Path, data: Path, out: Path, **options: Any) -> str:
@@ -161,6 +159,7 @@ def test_a_model_that_draws_at_random_in_another_way_is_named(
     def noisy(module: Any, states: torch.Tensor) -> torch.Tensor:
         return plain(module, states) * (1 + 0.3 * torch.rand(()) * module.training)
 
+    # A model that draws random numbers of its own
     monkeypatch.setattr(LlamaMLP, "forward", noisy)
     model, data = tiny_checkpoint(tmp_path / "model"), write_corpus(tmp_path / "data.jsonl", 8)
     said = uptrain(model, data, tmp_path / "out", steps=1, teacher="none")

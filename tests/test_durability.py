@@ -31,6 +31,7 @@ class Disk:
         self._root = root
         self._durable: dict[int, object] = {}
         self.named_too_early: list[str] = []  # what was not durable when it got its name
+        # What would survive a power cut is seen only here
         patch.setattr(os, "fsync", self._fsync)
         for name in ("rename", "replace"):
             patch.setattr(os, name, self._checked(getattr(os, name)))
@@ -136,12 +137,13 @@ def test_control_a_wrong_order_is_noticed(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     maker, module, name, wrong = WRONG[case]
+    # A wrong order of ours
     monkeypatch.setattr(module, name, wrong)
     MAKERS[maker](tmp_path)
     assert disk.named_too_early
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="only Linux is told")
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="only Linux has posix_fadvise")
 @pytest.mark.parametrize("drops", [True, False])
 def test_weights_leave_the_page_cache_as_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops: bool
@@ -154,8 +156,10 @@ def test_weights_leave_the_page_cache_as_they_are_written(
         if whole_file and advice == os.POSIX_FADV_DONTNEED:
             dropped.add(os.fstat(handle).st_ino)
 
+    # Notes which files the kernel is asked to forget
     monkeypatch.setattr(os, "posix_fadvise", advise)
     if not drops:
+        # The control: nothing is forgotten
         monkeypatch.setattr(write, "drop_written", lambda stream: None)
     model = llama(tmp_path / "m", shards=2)
     out = convert_checkpoint(model, 2, tmp_path / "out", method="mean").out

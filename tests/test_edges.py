@@ -31,6 +31,7 @@ from support.checkpoints import (
     tensor_bytes,
     weights,
 )
+from support.patches import forbid
 from torch import Tensor
 
 from gqa.convert import rewrite
@@ -56,7 +57,8 @@ def check_result(out: Path, expected: Tensors) -> None:
     actual = load(out)
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (actual[name].dtype, actual[name].shape) == (tensor.dtype, tensor.shape), name
+        assert actual[name].dtype == tensor.dtype, name
+        assert actual[name].shape == tensor.shape, name
         if "k_proj" in name or "v_proj" in name:
             rounding = 0.0 if tensor.itemsize == 2 else 2 * torch.finfo(tensor.dtype).eps
             torch.testing.assert_close(actual[name], tensor, atol=0.0, rtol=rounding)
@@ -302,7 +304,7 @@ def test_modes_follow_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     before = os.umask(mask := 0o027)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "umask", lambda mask: pytest.fail("it is set"))
+            forbid(patch, "os.umask", "it is set")
             out = convert(model)
     finally:
         os.umask(before)

@@ -24,6 +24,7 @@ from support.documents import lines
 from support.embedded import SOURCE, copy_source
 from support.evaluations import evaluate_models, model_directory, refused, results, words
 from support.hub_server import Hub, Machine
+from support.patches import use_data_cache, use_data_hub
 from support.training import Runs
 
 from gqa.core.errors import RefusedError
@@ -105,6 +106,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[Any]]]:
         noted.append((alive, set(getattr(model, "hf_device_map", {"": None}).values())))
         return model
 
+    # Which models are in memory at a time, and where, is in no report
     monkeypatch.setattr(Subject, "load", load)
     return noted
 
@@ -131,6 +133,7 @@ def test_a_model_larger_than_memory(
     )
     line += "--decode-steps 1 --decode-batches 2"
     whole = results(line)
+    # A machine with little memory: parts of the models go to the disk
     monkeypatch.setattr("accelerate.utils.get_max_memory", lambda: {"cpu": 12_000_000})
     spread = results(f"{line} --device auto")
     assert [devices for _, devices in loads] == [{None}] * 4 + [{"cpu", "disk"}] * 4
@@ -139,9 +142,11 @@ def test_a_model_larger_than_memory(
         assert len(ours["decode"]["points"]) == len(theirs["decode"]["points"]) == 1
     kl = [result["models"][1]["against_baseline"]["kl"]["mean"] for result in (spread, whole)]
     assert kl[0] == pytest.approx(kl[1], rel=1e-5)
+    # A machine where not even the embedding fits
     monkeypatch.setattr("accelerate.utils.get_max_memory", lambda: {"cpu": 1000})
     assert "the embedding of" in refused("SRC --data TEXT --device auto")
     two = SimpleNamespace(num_processes=2, is_main_process=True)
+    # As under a launcher of two processes
     monkeypatch.setattr(subjects, "ranks", lambda: two)
     assert "--device auto is for one process, and there are 2" in refused(
         "SRC --data TEXT --device auto"
@@ -158,8 +163,8 @@ def test_hub_ids(
     tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of models, and of a data set, whose test split is the default."""
-    monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.endpoint)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    use_data_hub(monkeypatch, hub.endpoint)
+    use_data_cache(monkeypatch, tmp_path / "cache")
     (data := tmp_path / "data").mkdir()
     lines(data / "train.jsonl", {"text": "import os\n" * 99, "other": ""})
     (data / "test.jsonl").write_bytes((model_directory() / "text.jsonl").read_bytes())
@@ -168,7 +173,7 @@ def test_hub_ids(
     commit = hub.repo("lab/gqa", model_directory() / "gqa2").refs["main"]
     line = words("lab/mha lab/gqa --data lab/data --context 64 --json -q --revision main")
     result = machine.run(*line, program="gqa-eval")
-    assert (result.code, result.err) == (0, "")
+    result.expect(err="")
     models = json.loads(result.out)["models"]
     assert [model["name"] for model in models] == ["lab/mha", "lab/gqa"]
     assert models[1]["revision"] == commit
@@ -346,9 +351,10 @@ def test_transformers_prints_nothing_while_it_loads(tmp_path: Path, caplog: Any)
 
 
 def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ctrl-C while the first model is scored
     monkeypatch.setattr(evaluate, "score", lambda *args, **more: signal.raise_signal(signal.SIGINT))
     result = run(*words("SRC --data TEXT"), "-o", tmp_path / "report", program="gqa-eval")
-    assert (result.code, result.out) == (130, "")
+    result.expect(130, out="")
     assert result.err.strip() == "gqa-eval: interrupted; no report was written"
     assert list(tmp_path.iterdir()) == []
 
@@ -384,11 +390,13 @@ def test_what_fails_is_not_taken_for_another_kind_of_head(
         if len(runs) == {"head, found to split": 2, "head": 4}.get(where):
             raise error
 
+    # The device is full at a certain place
     monkeypatch.setattr(Subject, "load", load)
     line = "SRC --data TEXT --context 64 --batch-size 3"
     if where == "decoding":
+        # Decoding comes first: scoring is not begun
         monkeypatch.setattr(decode, "greedy_decode", Mock(side_effect=error))
         monkeypatch.setattr(evaluate, "score", Mock(side_effect=AssertionError))
         line += " --decode"
     result = run(*words(line), program="gqa-eval")
-    assert (result.code, result.out, message in result.err) == (1, "", True), result
+    result.expect(1, out="", says=message)

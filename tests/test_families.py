@@ -113,9 +113,8 @@ def test_conversion(name: str, tmp_path: Path) -> None:
         for one, promised in ((model, plan.cache_before), (merged, plan.cache_after)):
             for tokens in (1, 4, 15):  # windows are of 5
                 assert sum(cache_bytes(one, tokens, 2)) == 2 * promised.bytes_at(tokens)
-        assert (
-            plan.cache_after.bytes_per_token < plan.cache_before.bytes_per_token or "falcon" in name
-        )
+        if "falcon" not in name:
+            assert plan.cache_after.bytes_per_token < plan.cache_before.bytes_per_token
 
 
 def expand_back(
@@ -181,6 +180,7 @@ def test_no_model_type_is_in_two_tables() -> None:
     assert not {entry.source for entry in RECASTINGS} & {*stated, *REFUSED}
     assert {entry.target for entry in RECASTINGS} <= {*stated}
     for family in FAMILIES:  # each type has a symmetry or says why not
+        assert family.symmetries
         assert all(family.symmetries.values())
         assert family.symmetries.keys() >= family.not_layerwise.keys()
 
@@ -237,6 +237,7 @@ def test_one_entry_in_one_file_is_enough(tmp_path: Path, monkeypatch: pytest.Mon
 
     with pytest.raises(RefusedError, match="new_llama, which is not supported"):
         convert_checkpoint(source, 4, tmp_path / "four", method="mean")
+    # An entry as another model type would get
     monkeypatch.setattr(heads_config, "FAMILIES", (*heads_config.FAMILIES, ENTRY))
     four = convert_checkpoint(source, 4, tmp_path / "four", method="mean").out
     scramble(four)
@@ -245,4 +246,7 @@ def test_one_entry_in_one_file_is_enough(tmp_path: Path, monkeypatch: pytest.Mon
         out = convert_checkpoint(
             four, 2, tmp_path / method, method=method, calibration=on_ids()
         ).out
-        assert (error_of(out) > 0.01) if method == "mean" else (error_of(out) < 1e-4), method
+        if method == "mean":
+            assert error_of(out) > 0.01
+        else:
+            assert error_of(out) < 1e-4, method

@@ -343,6 +343,7 @@ def test_pickle_is_never_executed(zipped: bool, tmp_path: Path) -> None:
 
 
 def test_too_long_a_header_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A small bound, which any header goes over
     monkeypatch.setattr("gqa.checkpoint.files.MAX_HEADER_BYTES", 1000)
     refused(llama(tmp_path / "m"), says=("a header of ", "at most 1,000 are allowed"))
 
@@ -350,6 +351,7 @@ def test_too_long_a_header_is_not_parsed(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_side_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known before anything is written, not after the weights."""
     model, access = llama(tmp_path / "m"), os.access
+    # Root, who may run the tests, may read everything
     monkeypatch.setattr(
         "os.access", lambda path, mode: Path(path).name != "tokenizer.json" and access(path, mode)
     )

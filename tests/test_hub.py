@@ -24,6 +24,7 @@ from support.checkpoints import (
     write_raw,
 )
 from support.hub_server import Hub, Machine
+from support.patches import forbid_network
 
 from gqa.checkpoint.hub import default_output, open_model
 
@@ -74,7 +75,7 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     commit = hub.repo(NAME, model(tmp_path / "main", shards=1, seed=1)).add("side", source)
     words = (*MERGED, "--revision", "side", NAME)
     result = machine.run(*words)
-    assert (result.code, result.complaints) == (0, ""), result.err
+    result.expect(complaints="")
     out = machine.work / OUT
     assert [p.name for p in machine.work.iterdir()] == [out.name]
     assert hub.fetched() == {*needed, "assets/nested/vocab.txt", "README.md", INDEX, *SHARDS}
@@ -89,8 +90,9 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     before, weights_sent = snapshot(machine.home), hub.sent(".safetensors")
     for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
         again = machine.run(*words, "--overwrite", **environment)
-        assert (again.code, again.complaints) == (0, ""), again
-        assert (snapshot(machine.home), hub.sent(".safetensors")) == (before, weights_sent)
+        again.expect(complaints="")
+        assert snapshot(machine.home) == before
+        assert hub.sent(".safetensors") == weights_sent
         assert contents(out) == contents(tmp_path / "local")
         assert record(out)["source"] == {"model": NAME, "revision": commit}
 
@@ -129,8 +131,10 @@ def test_dry_run_fetches_headers_only(
     commit = hub.repo(NAME, source).add("side", source)
     ours = plan(machine.run(*MERGED, "--dry-run", "--json", "--revision", "side", NAME))
     theirs = plan(run(*MERGED, "--dry-run", "--json", source))
-    assert (ours.pop("model"), ours.pop("revision")) == (NAME, commit)
-    assert (theirs.pop("model"), theirs.pop("revision")) == ("source", None)
+    assert ours.pop("model") == NAME
+    assert ours.pop("revision") == commit
+    assert theirs.pop("model") == "source"
+    assert theirs.pop("revision") is None
     # How fast this device is just now
     assert ours.pop("estimates").keys() == theirs.pop("estimates").keys()
     assert ours == theirs
@@ -159,7 +163,7 @@ def test_bin_weights(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     hub.repo(NAME, source)
     for words in (["--dry-run"], []):
         result = machine.run(*MERGED, *words, NAME)
-        assert (result.code, result.complaints) == (0, ""), result
+        result.expect(complaints="")
     assert run(*MERGED, source, "-o", tmp_path / "local").code == 0
     assert contents(machine.work / OUT) == contents(tmp_path / "local")
 
@@ -269,10 +273,8 @@ def test_what_is_no_hub_id(
     """A directory of the same name wins."""
     (tmp_path / "lab/here").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "socket.socket.connect", lambda socket, address: pytest.fail("the network was asked")
-    )
+    forbid_network(monkeypatch)
     result = run(*MERGED, *words)
-    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    result.expect(2, out="", err_lines=1)
     assert said in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["lab"]

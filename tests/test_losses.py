@@ -194,6 +194,7 @@ def test_all_that_runs_is_compiled(
 ) -> None:
     """Once, also where the head is not split, and where the encoder runs alone."""
     compiled: list[nn.Module] = []
+    # Notes what would be compiled
     monkeypatch.setattr(torch, "compile", lambda module: compiled.append(module) or module)
     model, inputs = made(name), batch()
     head = ChunkedHead(model, compile_model=True)

@@ -191,6 +191,7 @@ def test_points_of_two_models(
 ) -> None:
     """On a clock on which the n-th interval takes n seconds; a run takes three readings of it."""
     clock = (n * (n + 1) / 2 for n in count())
+    # A clock that is the same on every machine
     monkeypatch.setattr(decode, "clock", lambda device: next(clock))
     monkeypatch.setattr(decode, "REPEATS", 3)
     subjects: Any = [
@@ -207,7 +208,8 @@ def test_points_of_two_models(
         assert [(p["batch"], p["context"]) for p in model_points] == cells
         for p in model_points:
             assert p["tokens_per_second"] == p["batch"] / p["seconds_per_token"]
-            assert (p["attention"], p["dtype"]) == ("sdpa", "float32")
+            assert p["attention"] == "sdpa"
+            assert p["dtype"] == "float32"
         # The warm-up of two models takes the first six readings: the prefill of run r of all ends
         # at 6 + 3 r + 1.
         first, prefills = model_points[0], [7 + 3 * turn for turn in turns]

@@ -73,6 +73,19 @@ def test_random_is_drawn_once_per_seed_and_tensor(source: Path, tmp_path: Path) 
     assert abs(float(draws.mean())) < 0.002
 
 
+def last_of_each(kv: int, groups: int) -> HeadMaps:
+    """Maps that keep the last head of each group of `kv` heads."""
+    weights = torch.zeros(groups, kv // groups, dtype=torch.float64)
+    weights[:, -1] = 1.0
+    return HeadMaps(key=weights, value=weights)
+
+
+def assert_keys_are_the_last_of_each(tensors: dict[str, Tensor], source: Path) -> None:
+    """In two groups."""
+    last = grouped(all_tensors(source)[K], 2)[:, 1]
+    assert torch.equal(tensors[K].view(2, DIM, -1), last)
+
+
 def test_a_method_is_one_entry(
     source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -84,13 +97,11 @@ def test_a_method_is_one_entry(
         result = "the last of each group"
 
         def pool(self, kv: int, groups: int) -> HeadMaps:
-            weights = torch.zeros(groups, kv // groups, dtype=torch.float64)
-            weights[:, -1] = 1.0
-            return HeadMaps(key=weights, value=weights)
+            return last_of_each(kv, groups)
 
     monkeypatch.setitem(METHODS, "first", Last())
     tensors = converted(source, 2, tmp_path, "first")
-    assert torch.equal(tensors[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
+    assert_keys_are_the_last_of_each(tensors, source)
     assert (
         "the last of each group (`--method first`)" in (tmp_path / "out" / "README.md").read_text()
     )
@@ -107,14 +118,11 @@ def test_a_method_that_reads_weights_is_one_object(
         result = "the last of each group"
 
         def module_maps(self, module: ModuleEstimate) -> HeadMaps:
-            per_group = len(module.stored["key"]) // module.groups
-            weights = torch.zeros(module.groups, per_group, dtype=torch.float64)
-            weights[:, -1] = 1.0
-            return HeadMaps(key=weights, value=weights)
+            return last_of_each(len(module.stored["key"]), module.groups)
 
     monkeypatch.setitem(METHODS, "procrustes", Last())
     tensors = converted(source, 2, tmp_path, "procrustes", grouping="contiguous")
-    assert torch.equal(tensors[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
+    assert_keys_are_the_last_of_each(tensors, source)
 
 
 def test_a_method_that_reads_text_is_one_object(

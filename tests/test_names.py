@@ -207,7 +207,7 @@ def test_an_error_is_one_line(name: str, hostile: Path, tmp_path: Path) -> None:
         (model / "tokenizer.json").write_text("{}")
     data = hostile / f"{HOSTILE}.jsonl"
     done = run(model, *(data if word == "DATA" else word for word in words), program=program)
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done
+    done.expect(2, out="", err_lines=1)
     assert controls(done.err) == set()
 
 

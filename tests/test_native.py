@@ -256,7 +256,8 @@ def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     for name in ("generation_config.json", "notes.txt"):
         assert (out / name).read_bytes() == (directory / name).read_bytes()
     stated, before = (json.loads((path / "config.json").read_text()) for path in (out, directory))
-    assert (stated["architectures"], stated["model_type"]) == (["PhiForCausalLM"], "phi")
+    assert stated["architectures"] == ["PhiForCausalLM"]
+    assert stated["model_type"] == "phi"
     assert [stated[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [1, 2, 0]
     assert stated["dtype"] == before["dtype"]
 
@@ -306,8 +307,10 @@ def test_tokenizers_stay_themselves(name: str, stored: str, tmp_path: Path) -> N
     assert after(TEXT)["input_ids"] == before(TEXT)["input_ids"]
     assert after.decode(after(TEXT)["input_ids"]) == TEXT
     assert after.special_tokens_map == before.special_tokens_map
-    assert (after.eos_token_id, after.model_max_length) == (0, before.model_max_length)
-    assert name == "gpt2" or type(after) is type(before)
+    assert after.eos_token_id == 0
+    assert after.model_max_length == before.model_max_length
+    if name != "gpt2":
+        assert type(after) is type(before)
     assert all((out / file).read_bytes() == (directory / file).read_bytes() for file in files)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.documents import lines, open_data, write
 from support.embedded import SOURCE
+from support.patches import use_data_cache
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.merge.calibration_text import COPIED, without_copies
@@ -81,6 +82,7 @@ def test_a_short_text_is_found_as_a_whole_document_only() -> None:
 
 
 def test_long_texts_are_searched_in_pieces_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small pieces, of which even this text has several
     monkeypatch.setattr("gqa.corpus.passages._CHUNK", 64)
     before, middle, after = sentences(3, 1)
     passages = Passages.of([middle])
@@ -91,9 +93,11 @@ def test_long_texts_are_searched_in_pieces_that_overlap(monkeypatch: pytest.Monk
 def test_memory_has_a_bound_and_what_was_not_searched_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # A small bound, which these sentences go over
     monkeypatch.setattr("gqa.corpus.passages.MOST", 100)
     passages = Passages.of(sentences(3, 1))
-    assert (len(passages.hashes), passages.whole) == (100, False)
+    assert len(passages.hashes) == 100
+    assert passages.whole is False
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -153,11 +157,12 @@ def test_heldout_text_in_other_documents_is_not_trained_on(
         assert "of the held-out text is also in" in str(loader.overlap)
 
     # The control: without the search the same text is trained on.
+    # Neither rows nor passages are searched
     monkeypatch.setattr(Exclusion, "remainder", lambda exclusion, row: [row])
     monkeypatch.setattr(
         "gqa.corpus.passages.Passages.found_in", lambda passages, text: np.zeros(0, int)
     )
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("other-cache").absolute())
+    use_data_cache(monkeypatch, Path("other-cache").absolute())
     assert shared(opened(tokenizer, **case | {"data": (case["data"],)}), tokenizer) > 100
 
 
@@ -166,7 +171,8 @@ def test_data_without_heldout_text_is_trained_on_as_it_is(tokenizer: Any) -> Non
     """Exact copies of held-out documents are left out as ever, and are no overlap."""
     loader = opened(tokenizer, data=("data.jsonl",), heldout="other.jsonl")
     assert loader.overlap
-    assert (loader.overlap.documents, loader.overlap.share) == (0, 0.0)
+    assert loader.overlap.documents == 0
+    assert loader.overlap.share == 0.0
     assert loader.data_tokens == sum(len(tokenizer(text)["input_ids"]) + 1 for text in DOCUMENTS)
     assert opened(tokenizer, data=("data.jsonl",), heldout="held.jsonl").overlap == loader.overlap
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import NEEDS_TRAINING, contents, load, run
+from support.repository import SCRIPTS
 from support.training import fresh_accelerator, words_for, write_corpus
 
 import gqa
@@ -47,8 +48,8 @@ def state(model: Any) -> tuple[Any, ...]:
 
 
 def test_importing_is_quick() -> None:
-    code = "import sys, gqa; print(sorted({'torch', 'transformers', 'numpy'} & {*sys.modules}))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+    words = [sys.executable, SCRIPTS / "import_gqa.py"]
+    assert subprocess.check_output(words, text=True) == "[]\n"
     assert all(getattr(gqa, name).__doc__ for name in gqa.__all__ if name != "__version__")
 
 
@@ -82,7 +83,8 @@ def test_a_model_in_memory_is_converted_and_unchanged(
     capsys.readouterr()
     result = gqa.convert_model(loaded, kv_heads=2, method="mean", quiet=True)
     printed = capsys.readouterr()
-    assert (printed.out, NEEDS_TRAINING.sub("", printed.err)) == ("", "")
+    assert printed.out == ""
+    assert NEEDS_TRAINING.sub("", printed.err) == ""
     assert state(loaded) == before
     loaded.save_pretrained(tmp_path / "saved")
     assert "Writing model shards" in capsys.readouterr().err
@@ -154,7 +156,8 @@ def test_a_training_is_that_of_the_command(place: Path, tmp_path: Path, alone: N
         record = gqa.uptrain_model(
             gqa.TrainOptions(str(place / "model"), **options | {"overwrite": True})
         ).record
-    assert (record["steps"], record["options"]["weight_decay"]) == (2, 0.1)
+    assert record["steps"] == 2
+    assert record["options"]["weight_decay"] == 0.1
 
 
 def test_models_in_memory_are_trained_and_compared(
@@ -349,6 +352,7 @@ def test_the_callers_logging_stays(place: Path, tmp_path: Path) -> None:
 def test_a_notebook_shows_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     from gqa.core.console import is_interactive
 
+    # As in a notebook, whose stderr is no terminal
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     for config, shown in (({"IPKernelApp": {}}, True), ({"TerminalIPythonApp": {}}, False)):
         shell = SimpleNamespace(get_ipython=lambda config=config: SimpleNamespace(config=config))

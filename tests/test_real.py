@@ -43,8 +43,7 @@ def source() -> Iterator[Path]:
     """
     if os.environ.get("GQA_SKIP_REAL") == "1":
         pytest.skip(
-            "GQA_SKIP_REAL=1 asks for it: there is no network to fetch published weights from, and "
-            "no copy"
+            "GQA_SKIP_REAL=1 asks for it: published weights are neither here nor to be fetched"
         )
     directory = real_checkpoint()
     before = snapshot(directory)

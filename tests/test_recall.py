@@ -196,16 +196,19 @@ def test_a_report_has_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     text = "SRC --data TEXT --context 128 --tokens 300"
     assert "Recall from the context" in evaluate_models(text, "-o", tmp_path / "with").out
     assert "Recall" not in evaluate_models(text, "--no-recall", "-o", tmp_path / "without").out
+    # Refused before anything is scored
     monkeypatch.setattr("gqa.eval.evaluate.score", Mock(side_effect=AssertionError))
     short = refused("SRC --data TEXT --context 64", "-o", tmp_path / "short")
     assert "at least 128 tokens, and --context is 64: leave recall out" in short
     with monkeypatch.context() as patch:
+        # A model whose text holds nothing to ask for
         patch.setattr(
             "gqa.eval.recall.sampled_blocks", Mock(side_effect=RefusedError("it writes nothing"))
         )
         assert "recall: it writes nothing; or leave recall out" in refused(
             text, "-o", tmp_path / "mute"
         )
+    # A model of code that cannot write text
     monkeypatch.setattr(
         "transformers.LlamaForCausalLM.generate", Mock(side_effect=ValueError("no cache"))
     )

@@ -13,6 +13,7 @@ import torch
 from support.checkpoints import contents, edit_json, run
 from support.embedded import bring_class
 from support.evaluations import few_questions, with_tokenizer
+from support.patches import use_data_cache
 from support.tiny_models import TINY, build
 from support.training import losses, options_for, trained, write_corpus
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -75,7 +76,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    use_data_cache(monkeypatch, tmp_path / "cache")
     few_questions(monkeypatch)
 
 
@@ -165,7 +166,7 @@ def test_a_part_of_a_larger_model_may_have_them(tmp_path: Path) -> None:
 def test_code_of_a_checkpoint_is_run_without_them(flagged: Path, tmp_path: Path) -> None:
     for file in flagged.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    bring_class(tmp_path, "AutoModelForCausalLM", "LlamaForCausalLM", 7)
+    bring_class(tmp_path)
 
     model = load_model(str(tmp_path), trust_remote_code=True)
 

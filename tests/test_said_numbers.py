@@ -17,6 +17,7 @@ from support.checkpoints import run
 from support.documents import open_data, write
 from support.embedded import texts
 from support.evaluations import results
+from support.patches import use_heldout_losses
 from support.training import material, options_for, tiny_checkpoint, trained, words_for
 
 from gqa.convert.api import convert_checkpoint
@@ -47,17 +48,15 @@ def test_with_a_teacher_the_divergence_chooses_and_both_losses_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cross-entropy may rise meanwhile."""
-    step = count()
-
-    def losses(*given: object) -> dict[str, float]:
-        number = next(step)
-        return {
+    losses = (
+        {
             "loss": 0.5 - number / 10,
             "distillation": 0.5 - number / 10,
             "nats": 8.3 + number / 10,
         }
-
-    monkeypatch.setattr("gqa.uptrain.evaluation.heldout_losses", losses)
+        for number in count()
+    )
+    use_heldout_losses(monkeypatch, losses)
     said, record, card = uptrain(tmp_path / "out")
     assert "the weights with the lowest KL divergence from the teacher on them are written" in said
     assert (
@@ -137,7 +136,8 @@ def test_text_that_is_read_several_times_is_counted_once(tokenizer: Any, tmp_pat
     path = write(tmp_path / "data.jsonl", texts(20, 400))
     total = loader_of(tokenizer, path, alpha=1.0, batch_size=1).data_tokens
     loader = loader_of(tokenizer, path, steps=200, batch_size=1)
-    assert (loader.distinct_tokens, loader.data_tokens) == (total, total)
+    assert loader.distinct_tokens == total
+    assert loader.data_tokens == total
     assert (
         f"{total:,} of {total:,} tokens (100%), in 200 blocks of 64, read {200 * 64 / total:.2f} "
         "times" in (loader.summary)
@@ -155,7 +155,9 @@ def test_blocks_with_repeats_take_passages_of_text_before_them(
         repeats=True,
     )
     plain = [loader.block(number)["input_ids"] for number in range(64)]
-    for number in np.flatnonzero(~is_plain(np.arange(64))).tolist():
+    repeated = np.flatnonzero(~is_plain(np.arange(64))).tolist()
+    assert repeated
+    for number in repeated:
         before = np.concatenate([plain[n] for n in range(number) if is_plain(n)])
         assert np.isin(plain[number], before).all()
 
@@ -189,16 +191,19 @@ def test_percentages_are_whole_only_of_all() -> None:
 
 def test_a_record_of_training_has_what_was_chosen(tmp_path: Path) -> None:
     options = options_for(material() / "model", tmp_path / "out", teacher="none", heldout_tokens=64)
-    assert (options.micro_batch, options.warmup, options.eval_every, options.device) == (None,) * 4
+    assert options.micro_batch is None
+    assert options.warmup is None
+    assert options.eval_every is None
+    assert options.device is None
     _, record = trained(options)
     chosen = record["options"]
-    assert (chosen["micro_batch"], chosen["warmup"], chosen["eval_every"], chosen["device"]) == (
-        2,
-        0,
-        1,
-        "cpu",
-    )
-    assert (chosen["seed"], chosen["precision"], chosen["repeats"]) == (0, "float32", False)
+    assert chosen["micro_batch"] == 2
+    assert chosen["warmup"] == 0
+    assert chosen["eval_every"] == 1
+    assert chosen["device"] == "cpu"
+    assert chosen["seed"] == 0
+    assert chosen["precision"] == "float32"
+    assert chosen["repeats"] is False
 
 
 def test_a_record_of_generated_text_says_whether_it_repeats(tmp_path: Path) -> None:
@@ -238,10 +243,8 @@ def test_a_record_of_a_conversion_has_its_default_output_and_device(tmp_path: Pa
     done = run(str(source), "-g", "2", "--method", "aligned", "-q", "--device", "cpu")
     assert done.code == 0, done.err
     record = json.loads((tmp_path / "source-gqa2-aligned" / "gqa_conversion.json").read_text())
-    assert (record["options"]["output"], record["options"]["device"]) == (
-        "source-gqa2-aligned",
-        "cpu",
-    )
+    assert record["options"]["output"] == "source-gqa2-aligned"
+    assert record["options"]["device"] == "cpu"
     assert (
         convert_checkpoint(source, 2, tmp_path / "x", method="mean").record["options"]["device"]
         is None
@@ -250,5 +253,6 @@ def test_a_record_of_a_conversion_has_its_default_output_and_device(tmp_path: Pa
 
 def test_a_record_of_an_evaluation_has_what_was_chosen() -> None:
     options = results("SRC --data TEXT --tokens 600 --precision float32")["options"]
-    assert (options["context"], options["recall"]) == (512, False)
+    assert options["context"] == 512
+    assert options["recall"] is False
     assert re.fullmatch("cpu|cuda.*|mps", options["device"])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from support.faults import note_memory, shard
+from support.repository import SCRIPTS
 from support.training import Runs, tiny_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,52 +30,23 @@ def test_no_process_holds_a_model(runs: Runs, tmp_path: Path) -> None:
         size[name] = sum(file.stat().st_size for file in made.glob("*.safetensors"))
     assert min(size.values()) > 300 << 20
     ways = {
-        "alone": (4, "shard(); ", "none"),
-        "taught": (4, "shard(); ", "teacher"),
-        "whole": (2, "", "teacher"),
+        "alone": (4, [shard], "none"),
+        "taught": (4, [shard], "teacher"),
+        "whole": (2, [], "teacher"),
     }
     for way, (ranks, before, teacher) in ways.items():
         words = [tmp_path / "model", *runs.words(tmp_path / "out", steps=1, batch_size=4)[1:]]
         words += ["--teacher", tmp_path / teacher if teacher in size else teacher]
-        runs.finish(*words, ranks=ranks, before=f"{before}note_memory({str(tmp_path / way)!r})")
+        runs.finish(
+            *words, ranks=ranks, before=[*before, partial(note_memory, str(tmp_path / way))]
+        )
         held = [int(path.read_text()) for path in tmp_path.glob(f"{way}-*")]
         both = size["model"] + size.get(teacher, 0)
         assert len(held) == ranks
-        assert min(held) > both if way == "whole" else max(held) < both / 2, (way, held, size)
-
-
-_PEAK = """
-import sys, torch
-from pathlib import Path
-import gqa.convert.merge.sensitivity as module
-from gqa.convert.api import plan_conversion
-from gqa.convert.merge.calibrate import Calibrator
-from gqa.convert.merge.calibration_text import CalibrationText
-from gqa.convert.merge.options import MapsOptions, Refinement
-
-def resident(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-def calibrated(blocks, length, kept):
-    ids = torch.randint(512, (blocks, length))
-    text = CalibrationText(("x",), blocks * length, length)
-    options = MapsOptions(text=text, device="cpu", grouping="contiguous",
-                          refinement=Refinement(steps=2, autocast=False))
-    calibrator = Calibrator(plan, ids, options, plan.merge_method.fit)
-    for layer in range(calibrator.layers if kept is not None else 1):
-        calibrator.run(layer)
-        if kept is not None:
-            kept += [stream.hidden.clone() for stream in [calibrator.text.base] * int(sys.argv[3])]
-
-blocks, length, groups, module.SCORES = map(int, sys.argv[4:])
-plan = plan_conversion(Path(sys.argv[1]), groups, method=sys.argv[2], grouping="contiguous")
-calibrated(16, 64, None)
-Path("/proc/self/clear_refs").write_text("5")
-before = resident("VmRSS")
-calibrated(blocks, length, [])
-print(resident("VmHWM") - before)
-"""
+        if way == "whole":
+            assert min(held) > both, (held, size)
+        else:
+            assert max(held) < both / 2, (way, held, size)
 
 
 def peak_of(
@@ -84,10 +59,16 @@ def peak_of(
     scores: int = 1 << 25,
 ) -> int:
     """Bytes that calibrating on so many blocks takes beyond what was resident before."""
-    words = [sys.executable, "-c", _PEAK, model, method, more, blocks, length, groups, scores]
-    return int(
-        subprocess.run([*map(str, words)], capture_output=True, text=True, check=True).stdout
+    script = SCRIPTS / "calibration_peak.py"
+    words = [sys.executable, script, model, method, more, blocks, length, groups, scores]
+    done = subprocess.run(
+        [*map(str, words)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)},
     )
+    return int(done.stdout)
 
 
 @pytest.mark.parametrize("method", ["calibrated", "refined"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.checkpoints import Recorder, edit_json, edit_tensors, header_only
 from support.embedded import SOURCE, bring_tokenizer, copy_source, load, without_bos
+from support.patches import sample_at_once, use_data_cache
 from support.processes import small_disk
 from transformers import LlamaConfig
 
@@ -46,8 +47,8 @@ def teacher():
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
-    monkeypatch.setattr(module, "SAMPLED", 4)
+    use_data_cache(monkeypatch, tmp_path)
+    sample_at_once(monkeypatch, 4)
     return tmp_path / "gqa-samples"
 
 
@@ -116,7 +117,7 @@ def test_text_that_does_not_fit_into_the_cache_is_not_generated(
 ) -> None:
     sampled = list[int]()
     with small_disk(tmp_path / "disk", "200k") as disk:
-        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", disk)
+        use_data_cache(monkeypatch, disk)
         with pytest.raises(OutputError, match="262,144 bytes of generated text do not fit into"):
             write_batches(64, sampled)
     assert sampled == []
@@ -129,7 +130,7 @@ def test_text_that_is_stored_stays_if_the_disk_becomes_full(
     sampled = list[int]()
     with small_disk(tmp_path / "disk", "400k") as disk:
         other = disk / "other"
-        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", disk)
+        use_data_cache(monkeypatch, disk)
         with pytest.raises(
             OutputError,
             match=r"No space left on device \(1 of 4 parts of the generated text are kept\); "
@@ -203,6 +204,7 @@ def test_samples_of_another_model_are_not_used(
         model, lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"][-1, -1].add_(1)
     )
     fingerprints.append(sampled(teacher, 3, source=model)[0].fingerprint)
+    # Other versions of the libraries that generate
     monkeypatch.setattr(module, "versions", lambda *names: "others")
     fingerprints.append(sampled(teacher, 3)[0].fingerprint)
     assert len(set(fingerprints)) == 4
@@ -214,6 +216,7 @@ def test_as_many_at_a_time_as_memory_holds(
     """The same text as batch by batch; a CPU takes what a GiB holds, and what fills a device is
     loaded to several.
     """
+    # The same text in whatever dtype a device is fastest in
     monkeypatch.setattr(module, "fast_dtype", lambda device: torch.float32)
     weights = 4 * sum(tensor.numel() for tensor in teacher.parameters())
     batches, loads, texts, plain, float32 = (
@@ -232,16 +235,19 @@ def test_as_many_at_a_time_as_memory_holds(
         loads.append(device)
         return float32
 
+    # Notes how many texts are written at once
     monkeypatch.setattr(module, "samples", counted)
     monkeypatch.setattr(
         module, "at_once", lambda checkpoint, length, dtype, free: free // weights * 4 + 1
     )
     for free in (None, 3 * weights, weights):
+        # A CPU, a device that has room, and one that is filled by the weights
         monkeypatch.setattr(module, "free_memory", lambda device, free=free: free)
         blocks = sampled_blocks(opened, "cpu", read_checkpoint(SOURCE), SIZE, 20, 0, plain=True)
         texts.append(ids(blocks).tobytes())
         blocks.path.unlink()
-    assert (batches, loads) == ([5, 3, 2] + [1] * 5, ["cpu", "cpu", "auto"])
+    assert batches == [5, 3, 2] + [1] * 5
+    assert loads == ["cpu", "cpu", "auto"]
     assert texts == texts[:1] * 3
 
 
@@ -271,7 +277,7 @@ def test_a_text_begins_as_the_tokenizer_begins_it(
     others with what came after it, also where a run goes on. A tokenizer that is code is asked
     where it is trusted.
     """
-    monkeypatch.setattr(module, "SAMPLED", 3)
+    sample_at_once(monkeypatch, 3)
     with_bos, plain = ids(sampled(teacher, 8)[0]), without_bos(tmp_path)
     without = ids([sampled(teacher, count, source=plain)[0] for count in (3, 8)][1])
     assert np.array_equal(without[3::4], with_bos[3::4])
@@ -293,7 +299,7 @@ def test_half_of_texts_begin_as_a_chat(
     """With the special token that comes first in the template, after BOS;
     also where a run goes on.
     """
-    monkeypatch.setattr(module, "SAMPLED", 3)
+    sample_at_once(monkeypatch, 3)
     plain = ids(sampled(teacher, 8, source=(model := without_bos(tmp_path)))[0])
     for template, chats in (
         ("{{ bos_token }}</s>", True),
@@ -336,7 +342,8 @@ def test_samples_are_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     end) is not done.
     """
     plain = samples(load(SOURCE), 16, seeds=[1], batch=6)
-    assert (plain.shape, set(plain[:, 0].tolist())) == ((6, 16), {1}), "BOS"
+    assert plain.shape == (6, 16), "BOS"
+    assert set(plain[:, 0].tolist()) == {1}, "BOS"
     settings = {
         "do_sample": True,
         "top_k": 2,
@@ -350,6 +357,7 @@ def test_samples_are_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(plain, samples(load(model), 16, seeds=[1], batch=6))
     assert not torch.equal(plain, samples(load(model), 16, seeds=[2], batch=6))
     ours = samples(load(SOURCE), 40, seeds=[1], batch=3)
+    # The control: without the cache of ours, that of transformers
     monkeypatch.setattr(module, "_cache", lambda model: {})
     assert torch.equal(ours, samples(load(SOURCE), 40, seeds=[1], batch=3))
 
@@ -364,6 +372,7 @@ def test_samples_are_as_surprising_as_the_model_expects(
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return super().__call__(input_ids, scores / temperature)
 
+    # A way to draw that has another temperature
     monkeypatch.setattr(module, "Draw", Other)
     ids = samples(teacher, 33, seeds=[3], batch=32)
     with torch.no_grad():
@@ -418,6 +427,7 @@ def test_one_query_attends_as_in_torch(groups: int, mask: str) -> None:
 def test_a_model_attends_as_before_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after what fails; while it writes, queries attend one by one."""
     model, single = load(SOURCE), []
+    # Counts how often a single query attends
     monkeypatch.setattr(module, "attend_one", lambda *given: single.append(0) or attend_one(*given))
     samples(model, 4, seeds=[0], batch=1)
     assert len(single) == 3 * model.config.num_hidden_layers

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.documents import lines, write
 from support.hub_server import Hub, Machine
+from support.patches import use_data_cache, use_data_hub
 
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.errors import CorpusError
@@ -315,8 +316,8 @@ def test_hub(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Nothing but what is raised is said."""
-    monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.endpoint)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    use_data_hub(monkeypatch, hub.endpoint)
+    use_data_cache(monkeypatch, tmp_path / "cache")
     hub.repo("lab/data", data_set(tmp_path / "data"))
     hub.repo("lab/gated", data_set(tmp_path / "gated"), gated=True)
     (tmp_path / "broken").mkdir()
@@ -372,6 +373,7 @@ def test_hub(
             assert refusal(spec, **options).startswith(message)
 
     requests = len(hub.requests)
+    # `datasets` reads its variable only once
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with machine.entered(HF_HUB_OFFLINE="1"):
         assert texts_of("lab/data:a:test") == ["a/test 1", "a/test 2"]

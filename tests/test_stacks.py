@@ -140,7 +140,8 @@ def test_layers_that_predict_further_tokens_are_converted_and_towers_not(
     after = all_tensors(convert_checkpoint(source, 2, tmp_path / "out", method="mean").out)
     for name, tensor in added.items():
         assert after[name].shape == (rows, 32)
-        assert rows < 32 or torch.equal(after[name], tensor)
+        if rows == 32:
+            assert torch.equal(after[name], tensor)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_untouched_tensors_move_in_the_kernel(
         moved.append(copy(*arguments, **offsets))
         return moved[-1]
 
+    # Counts the bytes that the kernel copies
     monkeypatch.setattr(os, "copy_file_range", counted)
     plan = convert_checkpoint(source, 2, tmp_path / "out", method="mean").plan
     assert sum(moved) == sum(t.nbytes for t in plan.tensors if t.change is None)
@@ -99,10 +100,12 @@ def test_every_way_down_gives_the_same_bytes(
 ) -> None:
     source = llama(tmp_path / "source", shards=2)
     expected = contents(convert_checkpoint(source, 2, tmp_path / "a" / "out", method="mean").out)
+    # Small chunks, of which every tensor has several
     monkeypatch.setattr(writer, "CHUNK", 1000)
     if kernel is None:
         monkeypatch.delattr(os, "copy_file_range", raising=False)
     else:
+        # A kernel that cannot copy here, or copies nothing
         monkeypatch.setattr(os, "copy_file_range", kernel, raising=False)
     assert (
         contents(convert_checkpoint(source, 2, tmp_path / "b" / "out", method="mean").out)
@@ -121,6 +124,7 @@ def test_jobs_change_nothing_but_the_time(
     torch.set_num_threads(3)
     for jobs in (1, 4):
         moved, watcher = list[int](), Watcher(quiet=True)
+        # As on a machine with so many processors
         monkeypatch.setattr(rewrite, "DEFAULT_JOBS", jobs)
         monkeypatch.setattr(watcher, "update", moved.append)
         fields: dict[str, Any] = {"output": tmp_path / str(jobs), "dtype": dtype}

@@ -97,7 +97,8 @@ def test_one_file_touches_private_names_of_libraries(path: Path) -> None:
     """
     beside_weights = {"_attn_implementation"} if path.parent.name == "modeling" else set()
     assert 0 < len(PRIVATE) <= 15
-    assert path == COMPAT or private_names(path) <= beside_weights
+    if path != COMPAT:
+        assert private_names(path) <= beside_weights
 
 
 HEADER = "| how heads are stored | model types | note |\n|---|---|---|\n"
@@ -152,12 +153,14 @@ def test_models_page_shows_every_model_type() -> None:
     }
 
 
-if __name__ == "__main__":
-    MODELS.write_text(models_page(), encoding="utf-8")
-
-
 def test_no_test_module_imports_another() -> None:
     """What they share is in tests/support."""
-    for path in (ROOT / "tests").glob("test_*.py"):
+    modules = [*(ROOT / "tests").glob("test_*.py")]
+    assert Path(__file__) in modules
+    for path in modules:
         imports = re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text(), re.MULTILINE)
         assert not imports, f"{path.name} imports {', '.join(imports)}"
+
+
+if __name__ == "__main__":
+    MODELS.write_text(models_page(), encoding="utf-8")

@@ -253,9 +253,9 @@ def test_every_command_reads_a_directory_with_an_empty_part(small: Path, tmp_pat
     )
     out, text = tmp_path / "-o u't", ("--data", data, "--context", 16)
     converted = run(small, "-g", 2, *text, "--tokens", 256, "-o", out, "-q")
-    assert (converted.code, converted.err) == (0, ""), converted
+    converted.expect(err="")
     evaluated = run(small, out, *text, "-q", program="gqa-eval")
-    assert (evaluated.code, evaluated.err) == (0, ""), evaluated
+    evaluated.expect(err="")
     trained = run(
         out,
         "--teacher",
@@ -270,4 +270,4 @@ def test_every_command_reads_a_directory_with_an_empty_part(small: Path, tmp_pat
         "-q",
         program="gqa-uptrain",
     )
-    assert (trained.code, trained.err) == (0, ""), trained
+    trained.expect(err="")

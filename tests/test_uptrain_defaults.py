@@ -15,6 +15,7 @@ from typing import Any, get_args
 import pytest
 from support.checkpoints import Result, edit_json, run
 from support.documents import open_data
+from support.patches import log_every_line, use_data_cache
 from support.tiny_models import TINY, build
 from support.training import load, material, options_for, training_model
 
@@ -54,8 +55,8 @@ def test_no_options(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     and the result is beside the model.
     """
     # Nothing is written yet
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path.with_name("cache")))
-    monkeypatch.setattr("gqa.core.console._LOG_SECONDS", 0.0)
+    use_data_cache(monkeypatch, str(tmp_path.with_name("cache")))
+    log_every_line(monkeypatch)
     refused = uptrain(converted, "--alpha", 0.1)
     assert "--alpha needs data of known length; give --data self:1M" in refused.err
     done = uptrain(converted, "--steps", 2, "--batch-size", 2, "--heldout-tokens", 128)
@@ -71,7 +72,9 @@ def test_no_options(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert lines["data"] == "self: 4 blocks of 64 tokens from base"
     assert lines["held out"].startswith("KL divergence from the teacher 0."), "before and after"
     record = json.loads((tmp_path / "converted-uptrained" / "gqa_uptraining.json").read_text())
-    assert (record["teacher"], record["data"], record["tokens"]) == ("base", ["self"], 256)
+    assert record["teacher"] == "base"
+    assert record["data"] == ["self"]
+    assert record["tokens"] == 256
     losses = record["losses"]
     assert 0 < losses["distillation_before"] < losses["heldout_before"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -81,9 +84,8 @@ def test_no_options(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     convert_checkpoint(tmp_path / "base", 1, tmp_path / "smaller", method="mean")
     again = uptrain(tmp_path / "smaller", "--steps", 3, "--batch-size", 2, "--heldout-tokens", 128)
-    assert (again.code, "base writes" in again.err) == (0, False), (
-        "samples are kept for every model with this base"
-    )
+    again.expect()
+    assert "base writes" not in again.err, "samples are kept for every model with this base"
 
 
 def test_places_of_the_base_model(converted: Path, tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ def test_a_base_model_that_is_not_there(converted: Path, tmp_path: Path) -> None
     shutil.move(tmp_path / "base", tmp_path / "elsewhere")
     done = uptrain(converted, "--steps", 1)
     missing = "the base model base was moved or deleted; name it with --teacher"
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    done.expect(2, out="", err_lines=1)
     assert (
         f"no --data is given, and there is no teacher that could write it ({missing}); give text, "
         "or" in done.err
@@ -152,6 +154,7 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
             revision=revision or "main's commit",
         )
 
+    # A hub that has every model
     monkeypatch.setattr("gqa.uptrain.models.open_model", open_model)
     assert (
         settled(converted)[1]
@@ -163,17 +166,18 @@ def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def unreachable(name: str, *given: object) -> None:
         raise RefusedError(f"{name} is out of reach")
 
+    # A hub that cannot be reached
     monkeypatch.setattr("gqa.uptrain.models.open_model", unreachable)
     options, message = settled(converted, data=("text",))
-    assert (options.teacher, message) == (
-        "none",
-        "the base model lab/base cannot be read: lab/base is out of reach",
-    )
+    assert options.teacher == "none"
+    assert message == "the base model lab/base cannot be read: lab/base is out of reach"
 
 
 def test_length_and_scope(converted: Path) -> None:
     found, _ = settled(converted)
-    assert (found.data, found.tokens, found.train) == (("self",), TOKENS, "all")
+    assert found.data == ("self",)
+    assert found.tokens == TOKENS
+    assert found.train == "all"
     for given in ({"steps": 3}, {"alpha": 0.1, "data": ("text",)}, {"data": ("self:1k",)}):
         assert settled(converted, **given)[0].tokens is None
     edit_json(
@@ -206,6 +210,7 @@ def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(
     )
     assert "Try a lower --learning-rate (now 1)" in " ".join(done.out.split())
     files = sorted(path.name for path in converted.glob("*.safetensors"))
+    assert files
     assert all(
         (converted / name).read_bytes() == (tmp_path / "ruined" / name).read_bytes()
         for name in files
@@ -237,7 +242,8 @@ def test_a_short_run_has_steps_all_the_same(
     changes: dict[str, Any], have: int, ranks: int, block: int, batch: int
 ) -> None:
     found = settle_steps(TrainOptions("m", Path("out"), **changes), have, 1024, ranks)
-    assert (found.context, found.batch_size) == (block, batch)
+    assert found.context == block
+    assert found.batch_size == batch
     found.check(ranks)
 
 

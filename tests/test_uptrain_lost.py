@@ -8,15 +8,26 @@ import json
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpoints import edit_json, load, snapshot
+from support.faults import (
+    after,
+    copy_after,
+    fill_disk_after,
+    kill_at,
+    kill_save_after,
+    make_file_after,
+    save_at_every_step,
+    train_nothing,
+)
+from support.patches import forbid_training
 from support.processes import small_disk
 from support.training import (
     Runs,
-    after,
     difference,
     fresh_accelerator,
     metrics,
@@ -61,7 +72,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("stopped") / "out"
     runs = shared_runs()
     done = runs.run(
-        *runs.words(out, steps=STEPS), before=f"kill_at({STEPS - 1}, {int(signal.SIGTERM)})"
+        *runs.words(out, steps=STEPS), before=[partial(kill_at, STEPS - 1, int(signal.SIGTERM))]
     )
     assert done.code == 143, done.err
     return out
@@ -83,7 +94,7 @@ def test_killed_at_every_write_of_the_last_phase_ends_in_the_same_bytes(
         out = place / "out"
         shutil.copytree(f"{stopped}-state", f"{out}-state")
         words = runs.words(out, steps=STEPS)
-        killed = runs.run(*words, before=f"kill_save_after({STEPS}, {change})")
+        killed = runs.run(*words, before=[partial(kill_save_after, STEPS, change)])
         if killed.code == 0:
             break
         assert killed.code == -signal.SIGKILL, killed.err
@@ -91,7 +102,7 @@ def test_killed_at_every_write_of_the_last_phase_ends_in_the_same_bytes(
         is_trained = Path(f"{out}-state", "trained").exists()
         trained_once += is_trained
         if not out.exists():
-            runs.finish(*words, before="train_nothing()" if is_trained else "")
+            runs.finish(*words, before=[train_nothing] if is_trained else [])
             assert sorted(path.name for path in place.iterdir()) == ["out"]
         assert weight_bytes(out) == expected
         shutil.rmtree(place)
@@ -104,9 +115,10 @@ def test_a_result_whose_place_is_taken_is_written_elsewhere_without_training(
 ) -> None:
     """The run is found by what it is. What took the place stays."""
     out, other = tmp_path / "out", tmp_path / "deep" / "other"
-    done = runs.run(*runs.words(out, steps=STEPS), before=f"make_file_after({STEPS}, {str(out)!r})")
+    make_file = partial(make_file_after, STEPS, str(out))
+    done = runs.run(*runs.words(out, steps=STEPS), before=[make_file])
     state = tmp_path / "out-state"
-    assert (done.code, done.err.count("\n")) == (1, 1), done.err
+    done.expect(1, err_lines=1)
     assert f"{out} exists and is not a directory" in done.err
     assert (
         f"nothing is lost: the trained weights are in {state}/trained; the same command, also with"
@@ -114,7 +126,7 @@ def test_a_result_whose_place_is_taken_is_written_elsewhere_without_training(
     )
     assert out.read_text() == "mine"
 
-    again = runs.finish(*runs.words(other, steps=STEPS, quiet=False), before="train_nothing()")
+    again = runs.finish(*runs.words(other, steps=STEPS, quiet=False), before=[train_nothing])
     assert f"continues   training is done, in {state}" in again.out
     assert weight_bytes(other) == weight_bytes(straight)
     assert metrics(other / "gqa_uptraining.jsonl") == metrics(straight / "gqa_uptraining.jsonl")
@@ -131,14 +143,12 @@ def test_trained_weights_replace_what_is_at_the_output_without_training(
 ) -> None:
     """As the failed run advises: --overwrite is then about OUT, not about the training."""
     out = tmp_path / "out"
-    done = runs.run(
-        *runs.words(out, steps=STEPS),
-        before=f"copy_after({STEPS}, {str(straight)!r}, {str(out)!r})",
-    )
+    copy = partial(copy_after, STEPS, str(straight), str(out))
+    done = runs.run(*runs.words(out, steps=STEPS), before=[copy])
     assert done.code == 1, done.err
     assert "or replace it with --overwrite" in done.err
 
-    runs.finish(*runs.words(out, steps=STEPS, overwrite=True), before="train_nothing()")
+    runs.finish(*runs.words(out, steps=STEPS, overwrite=True), before=[train_nothing])
     assert weight_bytes(out) == weight_bytes(straight)
 
 
@@ -148,14 +158,14 @@ def test_a_disk_that_is_full_when_training_ends(runs: Runs, tmp_path: Path, stra
     """
     with small_disk(tmp_path / "disk", "4m") as disk:
         words = runs.words(disk / "out", steps=STEPS)
-        done = runs.run(*words, before=f"fill_disk_after({STEPS}, {str(disk)!r})")
+        done = runs.run(*words, before=[partial(fill_disk_after, STEPS, str(disk))])
         assert done.code == 1, done.err
         assert "the result could not be written: " in done.err
         assert "No space left on device" in done.err
         assert "nothing is lost: the trained weights are in" in done.err
         assert not (disk / "out").exists()
     out = tmp_path / "out"
-    runs.finish(*runs.words(out, steps=STEPS), before="train_nothing()")
+    runs.finish(*runs.words(out, steps=STEPS), before=[train_nothing])
     assert weight_bytes(out) == weight_bytes(straight)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
 
@@ -167,8 +177,9 @@ def test_space_for_the_trained_weights_is_needed_before_the_first_step(
     run = prepare(options_for(model_of(tmp_path), tmp_path / "out"))
     size = run.checkpoint.nbytes
     usage = shutil.disk_usage(tmp_path)
+    # A disk that the result fits on, and nothing else
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size + 10))
-    monkeypatch.setattr("gqa.uptrain.run.train", lambda *given: pytest.fail("it trains"))
+    forbid_training(monkeypatch)
     with pytest.raises(OutputError, match="and the trained weights, which are saved before it"):
         uptrain(run)
 
@@ -195,7 +206,7 @@ def test_a_damaged_file_of_a_stream_loses_no_step(runs: Runs, tmp_path: Path) ->
     options: dict[str, Any] = {"data": text, "streaming": True, "steps": 55, "batch_size": 1}
     out = tmp_path / "out"
     done = runs.run(*runs.words(out, **options))
-    assert (done.code, done.err.count("\n")) == (1, 1), done.err
+    done.expect(1, err_lines=1)
     assert "b.jsonl cannot be read: " in done.err
     assert (
         f"steps before it are not lost: they are saved in {out}-state, and the same command "
@@ -220,7 +231,7 @@ def test_states_are_saved_by_time_where_nothing_else_is_asked_for(
     """The last one stays while the run lasts, and none after it."""
     out = tmp_path / "out"
     words = runs.words(out, steps=STEPS)
-    killed = runs.run(*words, before=f"save_at_every_step(); kill_at({STEPS})")
+    killed = runs.run(*words, before=[save_at_every_step, partial(kill_at, STEPS)])
     assert killed.code == -signal.SIGKILL
     assert [path.name for path in Path(f"{out}-state").glob("step-*")] == [f"step-{STEPS - 1:08d}"]
     done = runs.finish(*runs.words(out, steps=STEPS, quiet=False))
@@ -271,6 +282,7 @@ def test_a_user_without_a_home_directory(
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
+    # As for a user without an entry in the password file
     monkeypatch.setattr(Path, "home", no_home)
     trained(options_for(converted, tmp_path / "out", teacher="none"))
     assert json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())["source"]["path"]
@@ -285,8 +297,9 @@ def test_what_a_card_cannot_carry_is_refused_before_the_first_step(
         raise RecursionError("maximum recursion depth exceeded")
 
     run = prepare(options_for(model_of(tmp_path), tmp_path / "out"))
+    # A library that fails on a card in a way that is not ours to choose
     monkeypatch.setattr("gqa.uptrain.card.format_card", fail)
-    monkeypatch.setattr("gqa.uptrain.run.train", lambda *given: pytest.fail("it trains"))
+    forbid_training(monkeypatch)
     with pytest.raises(
         ValueError, match=r"cannot be carried into the result .*; remove gqa_conversion\.json"
     ):
@@ -299,19 +312,20 @@ def test_a_mistake_of_ours_after_training_loses_nothing(
     options = options_for(model_of(tmp_path), tmp_path / "out")
     run = prepare(options)
     with monkeypatch.context() as patch:
+        # A mistake of ours, after training
         patch.setattr("gqa.uptrain.export.TrainedCheckpoint.verify", lambda *given: 1 / 0)
         with pytest.raises(
             UnfinishedError, match=r"division by zero\. But nothing is lost: the trained weights"
         ):
             uptrain(run)
-    monkeypatch.setattr("gqa.uptrain.run.train", lambda *given: pytest.fail("it trains"))
+    forbid_training(monkeypatch)
     uptrain(prepare(options))
     assert load(tmp_path / "out")
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """SIGTERM for this process when a step is recorded."""
-    monkeypatch.setattr(Log, "step", Log.step)  # restored at the end
+    monkeypatch.setattr(Log, "step", Log.step)  # `after` replaces it, and this puts it back
     after(
         Log,
         "step",
@@ -337,6 +351,7 @@ def test_a_second_run_that_was_prepared_meanwhile_continues_what_the_first_has_s
         (state,) = Path(tmp_path, "out-state").glob("step-*")
         steps = []
         with monkeypatch.context() as patch:
+            # `after` replaces it, and this puts it back
             patch.setattr(Log, "step", Log.step)
             after(
                 Log,
@@ -356,7 +371,7 @@ def test_an_output_that_another_run_has_written_meanwhile_is_refused_before_the_
     with fresh_accelerator():
         second = prepare(options)
         uptrain(first)
-        monkeypatch.setattr("gqa.uptrain.run.train", lambda *given: pytest.fail("it trains"))
+        forbid_training(monkeypatch)
         with pytest.raises(ValueError, match="out exists; choose another directory"):
             uptrain(second)
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import re
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.checkpoints import check_refused, run
+from support.faults import kill_at, shard
 from support.loss_oracles import assert_equals
 from support.tiny_models import TINY, build
 from support.training import (
@@ -108,7 +110,8 @@ def test_training_comes_nearer_to_the_teacher(tmp_path: Path, name: str) -> None
     progress, record = trained(options(model, tmp_path / "out", **given))
     before, after = progress.heldout_before, progress.heldout_after
     assert after["distillation"] < 0.98 * before["distillation"], (before, after)
-    assert (record["steps"], record["teacher"]) == (4, f"{model}-base")
+    assert record["steps"] == 4
+    assert record["teacher"] == f"{model}-base"
     assert not record["options"]["repeats"]
 
 
@@ -132,7 +135,7 @@ def test_computed_positions_do_not_train(tmp_path: Path, name: str, trains: bool
     assert sum("embed_positions" in key for key in trained_names(loaded)) == 2 * trains
 
 
-WAYS: dict[str, dict[str, Any]] = {"2x2": {"ranks": 2}, "shards": {"ranks": 2, "before": "shard()"}}
+WAYS: dict[str, dict[str, Any]] = {"2x2": {"ranks": 2}, "shards": {"ranks": 2, "before": [shard]}}
 
 
 def test_passes_ranks_shards_and_states_change_nothing(runs: Runs, tmp_path: Path) -> None:
@@ -143,7 +146,7 @@ def test_passes_ranks_shards_and_states_change_nothing(runs: Runs, tmp_path: Pat
     """
     given = {"save_every": 2, "keep_state": True}
     killed = words("t5", tmp_path / "killed", micro_batch=1, **given)
-    assert runs.run(*killed, before="kill_at(3)").code == -signal.SIGKILL
+    assert runs.run(*killed, before=[partial(kill_at, 3)]).code == -signal.SIGKILL
     runs.finish(*killed)
     runs.finish(*words("t5", tmp_path / "1x1", micro_batch=1, **given))
     for way, how in WAYS.items():
@@ -178,7 +181,8 @@ def test_alpha_is_a_prefix_of_the_pairs(tmp_path: Path) -> None:
     mean = float(rounded[1])
     tokens = {"tokens": round(20.5 * mean), "heldout_tokens": round(2.5 * mean), "steps": None}
     setup = prepare(options("marian", tmp_path / "out", **PAIRS | tokens))
-    assert (setup.dataloader.steps, len(setup.dataloader.heldout_blocks)) == (20 // 4, 2)
+    assert setup.dataloader.steps == 20 // 4
+    assert len(setup.dataloader.heldout_blocks) == 2
 
 
 @pytest.mark.usefixtures("alone")

@@ -6,17 +6,32 @@ What does not fit together is refused.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import signal
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from traceback import StackSummary
 from typing import Any
 
 import pytest
 import torch
-from support.training import Runs, difference, losses, metrics, shared_runs, state_files
+from support.faults import (
+    kill_at,
+    kill_rank_at,
+    kill_save_after,
+    load_no_tokenizer,
+    no_space_for_the_result,
+    no_space_for_the_state_of,
+    note_seeks,
+    set_losses,
+    shard,
+    stop_while_sampling,
+)
+from support.training import Runs, Step, difference, losses, metrics, shared_runs, state_files
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gqa.core.errors import RefusedError
@@ -56,7 +71,7 @@ def test_killed_and_continued_is_bit_identical(runs: Runs, tmp_path: Path, name:
     one, other = tmp_path / "straight", tmp_path / "killed"
     runs.finish(*saving(runs, one, **options), ranks=ranks)
     killed = saving(runs, other, **options)
-    assert runs.run(*killed, ranks=ranks, before="kill_at(3)").code == -signal.SIGKILL
+    assert runs.run(*killed, ranks=ranks, before=[partial(kill_at, 3)]).code == -signal.SIGKILL
     assert not other.exists()
     assert [record["step"] for record in metrics(state(other, 2).parent / "metrics.jsonl")] == [
         1,
@@ -64,11 +79,7 @@ def test_killed_and_continued_is_bit_identical(runs: Runs, tmp_path: Path, name:
         3,
     ]
     notes = str(tmp_path / "notes")
-    before = f"""
-from gqa.corpus.streamed import StreamedBlocks
-after(StreamedBlocks, "seek", lambda blocks, positions: note({notes!r}, len(positions)))
-"""
-    runs.finish(*killed, ranks=ranks, before=before)
+    runs.finish(*killed, ranks=ranks, before=[partial(note_seeks, notes)])
     assert Path(f"{notes}-0").exists() == (name == "streaming"), (
         "a stream is read from where it was"
     )
@@ -94,7 +105,7 @@ BEST: dict[str, dict[str, Any]] = {
     "plain": {},
     "adapters": {"train": "lora", "lora_rank": 4},
     "tied": {"model": "tied"},
-    "sharded": {"ranks": 2, "before": "shard(); "},
+    "sharded": {"ranks": 2, "before": [shard]},
 }
 
 
@@ -104,22 +115,25 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
     later one better; of shards also where one process continues.
     """
     options = {"schedule": "constant", **BEST[name]}
-    how, before = {"ranks": options.pop("ranks", 1)}, options.pop("before", "")
+    ranks = options.pop("ranks", 1)
+    before = options.pop("before", [])
+    best_first = partial(set_losses, 9, 8, 9, 9, 9)
+    best_later = partial(set_losses, 9, 8, 9, 7, 9)
     one, other = tmp_path / "straight", tmp_path / "killed"
-    runs.finish(*saving(runs, one, **options), **how, before=f"{before}set_losses(9, 8, 9, 9, 9)")
+    runs.finish(*saving(runs, one, **options), ranks=ranks, before=[*before, best_first])
+
     words = saving(runs, other, **options)
-    assert (
-        runs.run(*words, **how, before=f"{before}set_losses(9, 8, 9, 7, 9); kill_at(3)").code
-        == -signal.SIGKILL
-    )
-    runs.finish(*words, before="set_losses(9, 8, 9, 9, 9)")
+    killed = runs.run(*words, ranks=ranks, before=[*before, best_later, partial(kill_at, 3)])
+    assert killed.code == -signal.SIGKILL
+    runs.finish(*words, before=[best_first])
     assert difference(one, other) == 0
     recorded = json.loads((one / "gqa_uptraining.json").read_text())["losses"]
-    assert (recorded["best_step"], recorded["heldout_after"]) == (1, 8)
+    assert recorded["best_step"] == 1
+    assert recorded["heldout_after"] == 8
     if name == "plain":
-        for steps, losses, equal in ((1, "9, 8", True), (2, "9, 8, 7", False)):
+        for steps, losses, equal in ((1, [9, 8], True), (2, [9, 8, 7], False)):
             words = saving(runs, tmp_path / str(steps), **options | {"steps": steps})
-            runs.finish(*words, before=f"set_losses({losses})")
+            runs.finish(*words, before=[partial(set_losses, *losses)])
             assert (difference(tmp_path / str(steps), one) == 0) == equal
 
 
@@ -138,7 +152,7 @@ def test_more_or_fewer_ranks_may_continue(
     """
     out = tmp_path / "out"
     words = saving(runs, out, **given)
-    runs.run(*words, ranks=before, before="kill_at(3)")
+    runs.run(*words, ranks=before, before=[partial(kill_at, 3)])
     runs.finish(*words, ranks=after)
     runs.finish(*saving(runs, tmp_path / "straight", **given), ranks=before)
     assert losses(out) == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
@@ -163,11 +177,14 @@ def test_a_training_that_is_stopped_while_it_generates_text_says_what_is_kept(
         "--context",
         16,
     )
-    stopped = runs.run(*words, "-o", tmp_path / "out", before=f"stop_while_sampling({number})")
+    stopped = runs.run(
+        *words, "-o", tmp_path / "out", before=[partial(stop_while_sampling, number)]
+    )
     says = (
         f"gqa-uptrain: {what}; saved states and generated text are kept; the same command continues"
     )
-    assert (stopped.code, stopped.err.strip().splitlines()[-1]) == (code, says)
+    stopped.expect(code)
+    assert stopped.err.strip().splitlines()[-1] == says
 
 
 @pytest.mark.parametrize(
@@ -179,8 +196,8 @@ def test_a_signal_saves_and_leaves(
     """Also where only one rank was signalled, and where nothing else asked for saves."""
     out = tmp_path / "out"
     words = runs.words(out, steps=STEPS)
-    before = f"if os.environ.get('RANK', '{ranks - 1}') == '{ranks - 1}': kill_at(3, {int(number)})"
-    stopped = runs.run(*words, ranks=ranks, before=before)
+    before = partial(kill_rank_at, ranks - 1, 3, int(number))
+    stopped = runs.run(*words, ranks=ranks, before=[before])
     assert stopped.code == code
     message = f"gqa-uptrain: stopped; step 3 is saved in {out}-state; the same command continues"
     assert stopped.err.splitlines()[-1] == message
@@ -204,7 +221,7 @@ def test_a_save_that_was_killed_is_never_picked_up(runs: Runs, tmp_path: Path) -
     saved, steps, whole = states(tmp_path / "out"), [], dict[str, dict[str, bytes]]()
     words = saving(runs, tmp_path / "out", steps=3, save_every=1)
     for change in range(1, 40, 2):
-        done = runs.run(*words, before=f"kill_save_after(2, {change})")
+        done = runs.run(*words, before=[partial(kill_save_after, 2, change)])
         newest = saved.latest()
         assert done.code == -signal.SIGKILL, done.err
         assert newest.path == state(tmp_path / "out", newest.record["step"])
@@ -227,7 +244,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """OUT of a run that was killed after two of its states."""
     out = tmp_path_factory.mktemp("saved") / "out"
     runs = shared_runs()
-    assert runs.run(*saving(runs, out, steps=6), before="kill_at(5)").code == -signal.SIGKILL
+    assert (
+        runs.run(*saving(runs, out, steps=6), before=[partial(kill_at, 5)]).code == -signal.SIGKILL
+    )
     return out
 
 
@@ -237,10 +256,10 @@ def out(saved: Path, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def refused(runs: Runs, *words: object, code: int = 2, before: str = "") -> str:
+def refused(runs: Runs, *words: object, code: int = 2, before: Sequence[Step] = ()) -> str:
     """What a run that is refused says, in one line."""
     done = runs.run(*words, before=before)
-    assert (done.code, done.err.count("\n")) == (code, 1), done.err
+    done.expect(code, err_lines=1)
     return done.err
 
 
@@ -271,10 +290,6 @@ def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
     assert f"\ncontinues   after step 2, saved in {out}-state\n" in done.out
 
 
-# Nothing is loaded, tokenized or sampled
-_LIGHT = "import gqa.uptrain.setup as module; module.load_tokenizer = None; "
-
-
 def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, saved: Path) -> None:
     """Before anything heavy is done, and with the command that continues."""
     command = shlex.join(["gqa-uptrain", *saving(runs, saved, steps=6)])
@@ -285,22 +300,24 @@ def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, sav
         "None"
     )
     assert (
-        refused(runs, *different, before=_LIGHT)
+        refused(runs, *different, before=[load_no_tokenizer])
         == f"gqa-uptrain: {out}-state holds another run {says}{end}"
     )
     taught = refused(
-        runs, *saving(runs, out, steps=6, data="self", teacher="teacher"), before=_LIGHT
+        runs,
+        *saving(runs, out, steps=6, data="self", teacher="teacher"),
+        before=[load_no_tokenizer],
     )
     says = r"\(--repeats: .*; content of --data: \w+ -> \w+; content of --teacher: None -> \w+\)"
     assert re.search(says, taught)
-    elsewhere = refused(runs, *different, before=f"{_LIGHT}os.chdir('/')")
+    elsewhere = refused(runs, *different, before=[load_no_tokenizer, partial(os.chdir, "/")])
     assert f"continue it with cd {Path.cwd()} && {command}" in elsewhere
     data, config = runs.directory / "data.jsonl", runs.directory / "model" / "config.json"
     texts = {data: data.read_text(), config: config.read_text()}
     try:
         data.write_text(texts[data].partition("\n")[2])
         config.write_text(texts[config].replace("10000.0", "20000.0"))
-        message = refused(runs, *saving(runs, out, steps=6), before=_LIGHT)
+        message = refused(runs, *saving(runs, out, steps=6), before=[load_no_tokenizer])
     finally:
         for path, text in texts.items():
             path.write_text(text)
@@ -313,8 +330,8 @@ def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, sav
 def test_ranks_that_cannot_share_the_batch(runs: Runs, tmp_path: Path) -> None:
     """The batch is that of the stopped run, also where it is not named."""
     words = saving(runs, tmp_path / "out", batch_size=None, micro_batch=1)
-    assert runs.run(*words, ranks=2, before="kill_at(3)").code == -signal.SIGKILL
-    done = runs.run(*words, ranks=3, before=_LIGHT)
+    assert runs.run(*words, ranks=2, before=[partial(kill_at, 3)]).code == -signal.SIGKILL
+    done = runs.run(*words, ranks=3, before=[load_no_tokenizer])
     command = shlex.join(["torchrun", "--nproc_per_node", "2", "-m", "gqa.uptrain", *words])
     assert done.code == 2
     assert (
@@ -329,7 +346,7 @@ def test_overwriting(runs: Runs, out: Path) -> None:
     """
     (state(out, 4) / "trainer_state.json").write_text("half")
     words = saving(runs, out, steps=6, overwrite=True, quiet=False)
-    stopped = runs.run(*words, before=f"kill_at(3, {int(signal.SIGTERM)})")
+    stopped = runs.run(*words, before=[partial(kill_at, 3, int(signal.SIGTERM))])
     assert "continues" not in stopped.out
     assert states(out).complete() == [state(out, 2), state(out, 3)]
     assert "\ncontinues   after step 3" in runs.finish(*words).out
@@ -365,17 +382,13 @@ def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_pa
     All processes end.
     """
     out = tmp_path / "out"
-    full = (
-        "import gqa.checkpoint.writer as m; m.write_bytes = lambda *_: (_ for _ in "
-        "()).throw(OSError(28, 'full'))"
-    )
-    message = refused(runs, *saving(runs, out), code=1, before=full)
+    message = refused(runs, *saving(runs, out), code=1, before=[no_space_for_the_result])
     assert f"the result could not be written: no space left for {out}" in message
     assert f"But step 4 is saved in {out}-state" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out-state"]
     before = (tmp_path / "out-state" / "metrics.jsonl").read_bytes()
-    done = runs.run(*saving(runs, out), ranks=2, before=f"shard(); {full}")
-    assert (done.code, f"no space left for {out}" in done.err) == (1, True)
+    done = runs.run(*saving(runs, out), ranks=2, before=[shard, no_space_for_the_result])
+    done.expect(1, says=f"no space left for {out}")
     Path(shutil.copytree(f"{out}-state", tmp_path / "cleared-state"), "metrics.jsonl").unlink()
     runs.finish(*saving(runs, tmp_path / "cleared"))
     runs.finish(*saving(runs, out))
@@ -388,18 +401,10 @@ def test_no_space_for_a_state(runs: Runs, tmp_path: Path) -> None:
     what is left.
     """
     out = tmp_path / "out"
-    full = """
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-write = FileSystemWriter.write_data
-def full(self, *given):
-    if "step-00000004" in str(self.path):
-        Path(self.path, "__0_0.distcp").write_bytes(b"half")
-        raise RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed")
-    return write(self, *given)
-FileSystemWriter.write_data = full
-"""
+    full = partial(no_space_for_the_state_of, 4)
+    stop = partial(kill_at, 4, int(signal.SIGTERM))
     stopped = saving(runs, tmp_path / "stopped", steps=5, save_every=2)
-    message = refused(runs, *stopped, code=1, before=f"{full}\nkill_at(4, {int(signal.SIGTERM)})")
+    message = refused(runs, *stopped, code=1, before=[full, stop])
     assert "the state of step 4 could not be saved in" in message
     assert "(PytorchStreamWriter failed" in message
     assert (
@@ -407,7 +412,7 @@ FileSystemWriter.write_data = full
         "continues" in message
     )
 
-    done = runs.finish(*saving(runs, out), before=full)
+    done = runs.finish(*saving(runs, out), before=[full])
     assert "warning: the state of step 4 could not be saved in" in done.err
     assert sorted(path.name for path in Path(f"{out}-state").glob("step-*")) == [state(out, 2).name]
     assert json.loads((out / "gqa_uptraining.json").read_text())["steps"] == STEPS

@@ -139,7 +139,8 @@ def write_shards(directory: Path, tensors: Tensors, shards: int) -> None:
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
         write_safetensors(directory / file, part := dict(list(tensors.items())[number::shards]))
         weight_map |= dict.fromkeys(part, file)
-    assert weight_map.get(K0) != weight_map.get(V0) or K0 not in weight_map
+    if K0 in weight_map:
+        assert weight_map[K0] != weight_map.get(V0)
     total = sum(tensor.nbytes for tensor in tensors.values())
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
@@ -240,6 +241,40 @@ class Result:
         training.
         """
         return NEEDS_TRAINING.sub("", self.err)
+
+    def expect(
+        self,
+        code: int = 0,
+        *,
+        out: str | None = None,
+        err: str | None = None,
+        complaints: str | None = None,
+        err_lines: int | None = None,
+        says: str = "",
+    ) -> None:
+        """Check what the command gave back; the first that differs is named, and shown.
+
+        Args:
+            code: Its exit code.
+            out: All of stdout. None: whatever it is.
+            err: All of stderr. None: whatever it is.
+            complaints: All of `complaints`. None: whatever they are.
+            err_lines: How many lines stderr has, whatever ends a line. None: however many.
+            says: A part of stderr.
+        """
+        assert self.code == code, f"exit code {self.code} instead of {code}; stderr:\n{self.err}"
+        if out is not None:
+            assert self.out == out, f"stdout is:\n{self.out}"
+        if err is not None:
+            assert self.err == err, f"stderr is:\n{self.err}"
+        if complaints is not None:
+            assert self.complaints == complaints, f"complaints are:\n{self.complaints}"
+        if err_lines is not None:
+            lines = self.err.count("\n")
+            assert lines == err_lines, f"stderr has {lines} lines:\n{self.err}"
+            # Other characters end lines too, and then a terminal shows more
+            assert len(self.err.splitlines()) == err_lines, repr(self.err)
+        assert says in self.err, f"stderr does not say {says!r}:\n{self.err}"
 
 
 class Recorder(Watcher):

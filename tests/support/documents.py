@@ -99,6 +99,7 @@ class Counted:
             self.texts += texts
             return encode(encoder, texts)
 
+        # What is read again from the cache is not seen in any result
         monkeypatch.setattr(TextEncoder, "encode", counting)
 
     def taken(self) -> int:

@@ -14,8 +14,9 @@ from gqa.convert.api import convert_checkpoint
 from gqa.corpus.stdlib import stdlib_texts
 from gqa.models.loading import load_model
 from support.checkpoints import edit_json
+from support.repository import ROOT, SCRIPTS
 
-SOURCE = Path(__file__).parents[2] / "examples" / "stdlib-mha"
+SOURCE = ROOT / "examples" / "stdlib-mha"
 UNIFORM_VOCABULARY = 4096
 
 
@@ -64,27 +65,17 @@ def bring_tokenizer(model: Path) -> None:
         "auto_map": {"AutoTokenizer": [None, "tokenization_ours.Ours"]},
     }
     edit_json(model / "tokenizer_config.json", lambda config: config | custom)
-    (model / "tokenization_ours.py").write_text(
-        "from transformers import PreTrainedTokenizerFast\nclass Ours(PreTrainedTokenizerFast):\n "
-        "   "
-        "pass\n"
-    )
+    shutil.copy(SCRIPTS / "tokenization_ours.py", model)
 
 
-def bring_class(model: Path, auto: str, base: str, token: int, **config: str) -> None:
-    """Replace the class of a checkpoint by code beside it: a `base` that always writes one
-    token.
-    """
-    custom = {"architectures": ["Ours"], "auto_map": {auto: "modeling_ours.Ours"}, **config}
+def bring_class(model: Path) -> None:
+    """Replace the class of a Llama by code beside it, which always writes token 7."""
+    custom = {
+        "architectures": ["Ours"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_ours.Ours"},
+    }
     edit_json(model / "config.json", lambda config: config | custom)
-    (model / "modeling_ours.py").write_text(
-        f"from transformers import {base}\nclass Ours({base}):\n    def forward(self, *args, "
-        "**kwargs):\n"
-        "        output = super().forward(*args, **kwargs)\n        output.logits[..., "
-        f"{token}] += "
-        "1e4\n"
-        "        return output\n"
-    )
+    shutil.copy(SCRIPTS / "modeling_ours.py", model)
 
 
 def load(path: Path) -> Any:

@@ -16,6 +16,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from gqa.models.loading import cache_name
 from support.checkpoints import Result, check_refused, edit_json, run
 from support.embedded import SOURCE, converted, copy_source, texts
+from support.patches import sample_at_once
 from support.tiny_models import TINY, build
 from support.training import scratch
 
@@ -78,9 +79,10 @@ def cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
 
 def few_questions(patch: pytest.MonkeyPatch) -> None:
     """About the context, and few texts that the model writes for them."""
+    # Fewer questions are as good, and take a second
     patch.setattr("gqa.eval.recall.READ", 256)
     patch.setattr("gqa.eval.recall.SAMPLES", 12)
-    patch.setattr("gqa.convert.merge.self_samples.SAMPLED", 12)
+    sample_at_once(patch, 12)
 
 
 def with_tokenizer(model: Any, path: Path) -> Path:
@@ -106,14 +108,14 @@ def words(line: str) -> list[str]:
 def evaluate_models(line: str, *more: object) -> Result:
     """What `gqa-eval LINE` prints, with nothing on stderr."""
     result = run(*words(line), *more, program="gqa-eval")
-    assert (result.code, result.err) == (0, ""), result
+    result.expect(err="")
     return result
 
 
 def results(line: str, *more: object) -> dict[str, Any]:
     """The one JSON object that --json puts on stdout, which is all that is there."""
     result = run(*words(line), *more, "--json", "-q", program="gqa-eval")
-    assert (result.code, result.err) == (0, ""), result
+    result.expect(err="")
     assert result.out.count("\n") == 1
     record = json.loads(result.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert isinstance(record, dict)

@@ -50,6 +50,7 @@ def assert_equals(
 
 
 def set_slices(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    # So few rows of logits at once that even a tiny batch is several slices
     monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", rows * VOCABULARY)
     monkeypatch.setattr(gqa.models.chunked_head, "CHUNK_NUMBERS", rows * VOCABULARY)
     monkeypatch.setattr(gqa.models.chunked_head, "LEAST_ROWS", 1)

@@ -119,16 +119,18 @@ class Running:
 
 
 class Forks:
-    """A process of code that ends in `serve`: a line of JSON asks, one answers.
+    """A process of a script that ends in `serve`: a line of JSON asks, one answers.
 
     Logs are below `directory`.
     """
 
-    def __init__(self, directory: Path, code: str, **environment: str) -> None:
+    def __init__(
+        self, directory: Path, script: Path, *arguments: object, **environment: str
+    ) -> None:
         self.directory = directory
         self.count = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, str(script), *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,9 +1,9 @@
 """Uptraining for tests: a tiny checkpoint, a small corpus, and runs as processes that can be killed
 or work together.
 
-One process imports everything once and forks a child for each run: `shared_runs().run(*words)`. The
-functions from `kill_at` on are called in the child, before the command, to make something go wrong
-there. The fixtures that need what is here are in conftest.py.
+One process imports everything once and forks a child for each run: `shared_runs().run(*words)`.
+What is made to go wrong there is in faults.py. The fixtures that need what is here are in
+conftest.py.
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ import atexit
 import json
 import os
 import shutil
-import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import pytest
-
 from support.checkpoints import Result, call, load
 from support.embedded import SOURCE, UNIFORM_VOCABULARY, texts
-from support.processes import Forks, Running, die_at, free_port
+from support.processes import Forks, Running, free_port
+from support.repository import SCRIPTS
 
 if TYPE_CHECKING:
     from support.tiny_configs import Tiny
 
 BLOCK = 64  # tokens, the positions of tiny models
+Step = Callable[..., object]
 
 
 def scratch() -> Path:
@@ -174,11 +173,13 @@ def state_files(state: Path) -> dict[str, bytes]:
 
 
 def command(job: dict[str, Any]) -> None:
-    """`gqa-uptrain` or another program, after what `job["before"]` says in the names of this
-    module. A word of JSON has the options that are only for Python callers.
+    """`gqa-uptrain` or another program, after the calls that `job["before"]` names.
+
+    A word of JSON has the options that are only for Python callers.
     """
     os.environ.update(job["environment"])
-    exec(job["before"], globals())
+    for module, name, arguments in job["before"]:
+        getattr(import_module(module), name)(*arguments)
     words = [word for word in job["words"] if not word.startswith("{")]
     expert = {
         name: value
@@ -189,24 +190,22 @@ def command(job: dict[str, Any]) -> None:
         call(f"gqa-{job['program']}", words)
 
 
+def named(step: Step) -> tuple[str, str, tuple[Any, ...]]:
+    """Module, name and arguments of a function or of a `partial` of one, for another process."""
+    call = step if isinstance(step, partial) else partial(step)
+    assert not call.keywords, "arguments go to the other process by position"
+    return call.func.__module__, call.func.__name__, call.args
+
+
 class Runs(Forks):
     """The cache of tokens is below `directory` too."""
 
     def __init__(self, directory: Path) -> None:
-        code = f"""
-import os; os.fsync = lambda handle: None
-import datasets.io.generator, gqa.uptrain.cli, gqa.uptrain.run, peft
-from support import processes, training
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from gqa.convert.api import convert_checkpoint
-convert_checkpoint({str(directory / "model")!r}, 1, {str(directory / "warm")!r}, method="mean")
-processes.serve(training.command)
-"""
-        cache = str(directory / "cache")
         super().__init__(
             directory,
-            code,
-            HF_DATASETS_CACHE=cache,
+            SCRIPTS / "serve_runs.py",
+            directory,
+            HF_DATASETS_CACHE=str(directory / "cache"),
             HF_HUB_OFFLINE="1",
             TOKENIZERS_PARALLELISM="false",
         )
@@ -215,12 +214,22 @@ processes.serve(training.command)
         self,
         *words: object,
         ranks: int = 1,
-        before: str = "",
+        before: Sequence[Step] = (),
         program: str = "uptrain",
         **environment: str,
     ) -> Result:
-        """`gqa-uptrain WORDS` or another program on so many processes, waited for: the output of
-        the first, and the exit code of all or minus the signal that killed them.
+        """`gqa-uptrain WORDS` or another program on so many processes, waited for.
+
+        Args:
+            words: Of the command line.
+            ranks: How many processes.
+            before: What each process calls first: functions of faults.py, or `partial`s of them.
+            program: Without `gqa-`.
+            environment: Variables of the processes.
+
+        Returns:
+            The output of the first process, and the exit code of all, or minus the signal that
+            killed them.
         """
         launcher = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -234,11 +243,18 @@ processes.serve(training.command)
         return Result(codes[0], running[0].said("out"), running[0].said())
 
     def begin(
-        self, *words: object, before: str = "", program: str = "convert", **environment: str
+        self,
+        *words: object,
+        before: Sequence[Step] = (),
+        program: str = "convert",
+        **environment: str,
     ) -> Running:
         """`gqa-convert WORDS` or another program on one process, not waited for."""
         return self.start(
-            words=[*map(str, words)], before=before, program=program, environment=environment
+            words=[*map(str, words)],
+            before=[named(step) for step in before],
+            program=program,
+            environment=environment,
         )
 
     def finish(self, *words: object, **options: Any) -> Result:
@@ -328,183 +344,3 @@ def fresh_accelerator() -> Iterator[None]:
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-
-
-def note(file: str, text: object) -> None:
-    """Write a line to a file of this process alone."""
-    with Path(f"{file}-{os.environ.get('RANK', '0')}").open("a") as stream:
-        stream.write(f"{text}\n")
-
-
-def after(owner: Any, name: str, action: Callable[..., object]) -> None:
-    """Call `action` with the arguments of each call of a function, once that has returned."""
-    function = getattr(owner, name)
-
-    def call_both(*arguments: Any, **options: Any) -> Any:
-        result = function(*arguments, **options)
-        action(*arguments)
-        return result
-
-    setattr(owner, name, call_both)
-
-
-def kill_at(step: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal as soon as `step` is recorded, before its state is saved; those before are
-    there.
-    """
-    from gqa.uptrain.log import Log
-
-    after(
-        Log,
-        "step",
-        lambda log, progress, *numbers: progress.step == step and os.kill(os.getpid(), number),
-    )
-
-
-def make_file_after(step: int, path: str) -> None:
-    """Somebody else makes a file as soon as `step` is recorded."""
-    from gqa.uptrain.log import Log
-
-    after(
-        Log,
-        "step",
-        lambda log, progress, *numbers: progress.step == step and Path(path).write_text("mine"),
-    )
-
-
-def copy_after(step: int, source: str, path: str) -> None:
-    """Another result is written at `path` as soon as `step` is recorded."""
-    from gqa.uptrain.log import Log
-
-    def copy(log: Any, progress: Any, *numbers: Any) -> None:
-        if progress.step == step:
-            shutil.copytree(source, path)
-
-    after(Log, "step", copy)
-
-
-def fill_disk_after(step: int, directory: str) -> None:
-    """Somebody else fills the disk of a directory as soon as `step` is recorded."""
-    from gqa.uptrain.log import Log
-
-    def fill(log: Any, progress: Any, *numbers: Any) -> None:
-        if progress.step == step:
-            with suppress(OSError), Path(directory, "other").open("wb", buffering=0) as stream:
-                while True:
-                    stream.write(bytes(4096))
-
-    after(Log, "step", fill)
-
-
-def train_nothing() -> None:
-    """A run that trains fails."""
-    import gqa.uptrain.run as module
-
-    def fail(*given: Any) -> None:
-        raise AssertionError("it trains")
-
-    module.train = fail  # type: ignore[assignment]
-
-
-def save_at_every_step() -> None:
-    """States are saved by time, and it is always time."""
-    import gqa.uptrain.saver as module
-
-    module.STATE_SECONDS = module.STATE_SHARE = 0
-
-
-def kill_save_after(step: int, change: int) -> None:
-    """SIGKILL just before the nth change of names on disk after `step` is recorded: its state is
-    being saved.
-    """
-    from gqa.uptrain.log import Log
-
-    after(Log, "step", lambda log, progress, *numbers: progress.step == step and die_at(change))
-
-
-def shard(load_once: bool = False) -> None:
-    """FSDP2 on CPUs, which accelerate does not offer: its state is told so right after it is made.
-
-    `load_once`: only the first rank reads the weights, as accelerate's own option says to
-    transformers.
-    """
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
-    import gqa.uptrain.setup as module
-
-    def make(**options: Any) -> Accelerator:
-        accelerator = Accelerator(**options)
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            state_dict_type="SHARDED_STATE_DICT",
-            cpu_ram_efficient_loading=load_once,
-        )
-        if accelerator.mixed_precision != "no":  # as Accelerator does
-            accelerator.state.fsdp_plugin.set_mixed_precision(accelerator.mixed_precision)
-        if load_once:
-            os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-        PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
-        return accelerator
-
-    module.Accelerator = make  # type: ignore[assignment,misc]
-
-
-def set_losses(*losses: float) -> None:
-    """The held-out loss at the start and after each step, whatever the model is."""
-    import gqa.uptrain.evaluation as module
-    import gqa.uptrain.loop
-
-    evaluate = module.evaluate
-
-    def evaluate_so(setup: Any, model: Any, progress: Any, best: Any) -> dict[str, float]:
-        module.heldout_losses = lambda *given: dict.fromkeys(
-            ("loss", "nats"), losses[progress.step]
-        )
-        return evaluate(setup, model, progress, best)
-
-    gqa.uptrain.loop.evaluate = evaluate_so
-
-
-def infinite_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:
-    """An Inf in the gradient of these steps (from 1)."""
-    from accelerate import Accelerator
-
-    clip, done = Accelerator.clip_grad_norm_, [0]
-
-    def spoil(accelerator: Any, parameters: list[Any], limit: float) -> Any:
-        done[0] += 1
-        if done[0] in steps:
-            next(p for p in parameters if p.grad is not None).grad.view(-1)[0] = float("inf")
-        return clip(accelerator, parameters, limit)
-
-    patch.setattr(Accelerator, "clip_grad_norm_", spoil)
-
-
-def note_memory(file: str) -> None:
-    """How many bytes more than before it opened any model a process has held when a run is ready,
-    which then ends.
-    """
-    import torch.distributed.checkpoint
-    import torch.distributed.tensor  # noqa: F401
-
-    import gqa.uptrain.setup as module
-
-    before = resident()
-    after(module, "prepare", lambda *given: (note(file, resident("VmHWM") - before), sys.exit()))
-
-
-def resident(key: str = "VmRSS") -> int:
-    """Bytes of memory that this process has, from which on `VmHWM` is the most that it has had."""
-    if key == "VmRSS":
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
-
-
-def stop_while_sampling(number: int) -> None:
-    """A signal arrives while a model writes text."""
-    import gqa.convert.merge.self_samples as module
-
-    module.samples = lambda *given, **options: os.kill(os.getpid(), number)  # type: ignore[assignment]
