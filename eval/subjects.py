@@ -16,7 +16,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import KVCache, check_config, read_config
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.core.compat import attention_name
-from gqa.core.devices import find_device, ranks
+from gqa.core.devices import emulates, find_device, ranks
 from gqa.core.errors import RefusedError, one_line
 from gqa.corpus.pairs import PairEncoder
 from gqa.eval.quantized_cache import quantize_cache
@@ -113,11 +113,18 @@ class Subject:
         return record
 
     def load(self, precision: str = "auto", device: str | None = None) -> PreTrainedModel:
-        """The model, with a quantized cache if the subject has one. Raises RefusedError."""
+        """The model, with a quantized cache if the subject has one. Raises RefusedError.
+
+        precision: A dtype, or `auto`: as stored, but float32 on a CPU that emulates 16 bits.
+        """
+        place = "auto" if device == "auto" else input_device(device)
+        dtype = precision
+        if precision == "auto" and emulates(self.config.dtype, place):
+            dtype = "float32"
         model = load_model(
             self.path,
-            dtype=precision,
-            device="auto" if device == "auto" else input_device(device),
+            dtype=dtype,
+            device=place,
             trust_remote_code=self.trust_remote_code,
         )
         if self.cache_bits and self.cache:

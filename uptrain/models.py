@@ -25,7 +25,7 @@ from gqa.convert.heads.config import read_config
 from gqa.convert.heads.modules import attention_modules, rule_of
 from gqa.convert.methods.table import METHODS
 from gqa.core.compat import unsaved_names
-from gqa.core.devices import native_bfloat16
+from gqa.core.devices import emulates
 from gqa.core.errors import RefusedError, explain, listing
 from gqa.corpus.sources import is_self, parse_self
 from gqa.models.loading import load_model
@@ -206,8 +206,8 @@ def build_teacher(
     example model trains on 1,300 instead of 600 tokens a second.
     """
     device = str(accelerator.device)
-    emulates = device.startswith("cpu") and not native_bfloat16(device)
-    teacher = _load(base, options, accelerator, "float32" if emulates else "auto")
+    dtype = "float32" if emulates(torch.bfloat16, device) else "auto"
+    teacher = _load(base, options, accelerator, dtype)
     teacher.requires_grad_(False)
     if accelerator.is_fsdp2:
         shard_teacher(teacher, base, accelerator)
