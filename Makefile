@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SERVING ?= .venv-serving
 LOWEST ?= .venv-lowest
 
-.PHONY: install lint format types docs test test-real test-scale test-serving test-lowest build check demo benchmark clean
+.PHONY: install lint format types docs test test-real test-scale test-serving test-lowest test-installed build check demo benchmark clean
 
 install: $(VENV)/.installed
 
@@ -77,8 +77,11 @@ build: install
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 
-check: lint types docs test test-real build
+# The built packages, each installed into a fresh environment.
+test-installed: build
 	$(PYTHON) tests/installed.py dist
+
+check: lint types docs test test-real test-installed
 
 demo: install
 	$(BIN)/python examples/demo.py

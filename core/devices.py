@@ -153,6 +153,14 @@ def fast_dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if native_bfloat16(device) else torch.float32
 
 
+def emulates(dtype: torch.dtype | None, device: str) -> bool:
+    """Whether a CPU has this dtype of 16 bits only through float32, which takes ten times as long
+    or more.
+    """
+    has_16_bits = dtype in (torch.bfloat16, torch.float16)
+    return has_16_bits and device.startswith("cpu") and not native_bfloat16(device)
+
+
 def native_bfloat16(device: str) -> bool:
     """Whether the device multiplies bfloat16 natively, not through float32."""
     if device.startswith("cpu"):  # one of several processes has `cpu:0`

@@ -83,7 +83,9 @@ class EvaluateOptions(Options):
     )
     batch_size: int = option(8, "Windows per forward pass.", COUNT, needs=("data", "recall"))
     precision: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Dtype of the computation; auto: as stored.", needs=("data", "recall", "decode")
+        "auto",
+        "Dtype of the computation; auto: as stored, but float32 on a CPU that emulates 16 bits.",
+        needs=("data", "recall", "decode"),
     )
     device: str | None = option(
         None,

@@ -17,7 +17,7 @@ from gqa.convert.heads.config import check_config, read_config
 from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.core.compat import attention_name
-from gqa.core.devices import find_device, ranks
+from gqa.core.devices import emulates, find_device, ranks
 from gqa.core.errors import RefusedError, one_line
 from gqa.corpus.pairs import PairEncoder
 from gqa.eval.quantized_cache import quantize_cache
@@ -116,12 +116,18 @@ class Subject:
         return record
 
     def load(self, precision: str = "auto", device: str | None = None) -> PreTrainedModel:
-        """The model, with a quantized cache if the subject has one. Raises RefusedError."""
+        """The model, with a quantized cache if the subject has one. Raises RefusedError.
+
+        precision: A dtype, or `auto`: as stored, but float32 on a CPU that emulates 16 bits.
+        """
         if device != "auto":
             device = input_device(device)
+        dtype = precision
+        if precision == "auto" and emulates(self.config.dtype, device):
+            dtype = "float32"
         model = load_model(
             self.path,
-            dtype=precision,
+            dtype=dtype,
             device=device,
             trust_remote_code=self.trust_remote_code,
         )

@@ -135,7 +135,9 @@ class AblateOptions(Options):
     learning_rate: float = same_as(TrainOptions, "learning_rate")
     seed: int = same_as(TrainOptions, "seed")
     precision: Literal["float32", "bfloat16"] | None = option(
-        None, "Dtype of the computation.  [default: float32 for training, as stored for evaluation]"
+        None,
+        "Dtype of the computation.  [default: float32 for training; for evaluation that of "
+        "gqa-eval]",
     )
     calibration_tokens: int = same_as(ConvertOptions, "tokens")
     refine_steps: int = same_as(ConvertOptions, "refine_steps")

@@ -27,6 +27,7 @@ from support.hub_server import Hub, Machine
 from support.patches import use_data_cache, use_data_hub
 from support.training import Runs
 
+from gqa.core.devices import fast_dtype
 from gqa.core.errors import RefusedError
 from gqa.eval import decode, evaluate, subjects
 from gqa.eval.subjects import Subject
@@ -52,8 +53,9 @@ def test_the_tables() -> None:
     assert ratios == pytest.approx(
         [value / perplexities[0] for value in perplexities[1:]], rel=1e-3
     )
+    dtype = str(fast_dtype("cpu")).removeprefix("torch.")
     assert re.fullmatch(
-        r"[\d,]+ tokens of 4 documents \([\d,]+ bytes\) .* in windows of 512; in bfloat16",
+        rf"[\d,]+ tokens of 4 documents \([\d,]+ bytes\) .* in windows of 512; in {dtype}",
         quality[5],
     )
     assert memory[1].endswith("KV at 512")
@@ -62,6 +64,19 @@ def test_the_tables() -> None:
         ["3.0", "0.5"],
         ["1.5", "0.25"],
     ]
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_stored_bfloat16_is_computed_in_float32_where_a_cpu_emulates_it(
+    native: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding aside, with the same result; what is asked for is what is computed in."""
+    monkeypatch.setattr("gqa.core.devices.native_bfloat16", lambda device: native)
+    line = "SRC --data TEXT --context 64 --tokens 100"
+    by_default = results(line)["models"][0]
+    as_stored = results(f"{line} --precision bfloat16")["models"][0]
+    assert (by_default["dtype"], as_stored["dtype"]) == (dtype, "bfloat16")
+    assert by_default["quality"]["nats"] == pytest.approx(as_stored["quality"]["nats"], rel=1e-3)
 
 
 def test_one_model_and_the_options_of_its_text() -> None:

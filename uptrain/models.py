@@ -25,7 +25,7 @@ from gqa.convert.heads.config import read_config
 from gqa.convert.heads.modules import attention_modules, rule_of
 from gqa.convert.methods.table import METHODS
 from gqa.core.compat import unsaved_names
-from gqa.core.devices import native_bfloat16
+from gqa.core.devices import emulates
 from gqa.core.errors import RefusedError, explain, listing
 from gqa.corpus.specs import is_self, parse_self
 from gqa.models.loading import load_model
@@ -207,7 +207,7 @@ def build_teacher(
     """
     device = str(accelerator.device)
     dtype = "auto"
-    if device.startswith("cpu") and not native_bfloat16(device):
+    if emulates(torch.bfloat16, device):
         dtype = "float32"
     teacher = _load(base, options, accelerator, dtype)
     teacher.requires_grad_(False)
