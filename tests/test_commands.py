@@ -149,7 +149,7 @@ def test_bad_values_are_refused_in_one_line(
         done = run(*PROGRAMS[program][2], f"{name}={value}", program=program)
         done.expect(2, out="", err_lines=1)
         if not is_name or not value:
-            named = rf"Invalid value for ('-\w' / )?'{re.escape(name)}'"
+            named = rf"Invalid value for ('[\w-]+' / )*'{re.escape(name)}': "
             assert re.search(named, done.err), (value, done.err)
     assert list(tmp_path.iterdir()) == []
 

@@ -357,7 +357,7 @@ def test_samples_are_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(plain, samples(load(model), 16, seeds=[1], batch=6))
     assert not torch.equal(plain, samples(load(model), 16, seeds=[2], batch=6))
     ours = samples(load(SOURCE), 40, seeds=[1], batch=3)
-    # The control: without the cache of ours, that of transformers
+    # With the cache of transformers instead of ours
     monkeypatch.setattr(module, "_cache", lambda model: {})
     assert torch.equal(ours, samples(load(SOURCE), 40, seeds=[1], batch=3))
 
