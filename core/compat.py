@@ -125,13 +125,6 @@ def fingerprint(data: Any) -> str:
     return str(data._fingerprint)
 
 
-def add_model(accelerator: Any, model: Any) -> None:
-    """Tell accelerate of a model that is sharded already."""
-    # Accelerator._models, accelerate 0: what clip_grad_norm_ looks through; `prepare` maps shards
-    # by address.
-    accelerator._models.append(model)
-
-
 @contextmanager
 def fresh_accelerator() -> Iterator[None]:
     """accelerate remembers the first precision of a process: that of the caller is restored when

@@ -40,6 +40,7 @@ from gqa.convert.merge.fit import FittedModule
 from gqa.convert.methods.base import Method
 from gqa.convert.methods.text_method import TextMethod
 from gqa.convert.methods.weights_method import WeightsMethod
+from gqa.core.devices import fast_dtype
 from gqa.core.options import _types
 
 ROOT = Path(__file__).parents[1]
@@ -86,6 +87,7 @@ LIMITS = {
     "--methods": "mean",
     "--alphas": "0,0.3",
     "--alpha": "0.3",
+    "--precision": str(fast_dtype("cpu")).removeprefix("torch."),
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gqa-convert": {"tokens": 512, "context": 64, "refine_steps": 2},

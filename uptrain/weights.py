@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.read import Checkpoint, stored_as
-from gqa.core.compat import add_model, layer_classes
+from gqa.core.compat import layer_classes
 from gqa.core.devices import ranks
 from gqa.core.errors import OutputError
 from gqa.models.loading import read_shards
@@ -73,7 +73,6 @@ def prepare_model(accelerator: Accelerator, training: Any, optimizer: Any) -> tu
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare(training, optimizer)  # type: ignore[no-any-return]
-    add_model(accelerator, training)
     return training, accelerator.prepare_optimizer(optimizer)
 
 
