@@ -11,11 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-# torch.utils._pytree, torch 1: nested arguments of layers, mapped as torch itself does.
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-
-__all__ = ["tree_leaves", "tree_map", "tree_map_only"]
-
 
 def build_model(cls: Any, config: Any, **options: Any) -> Any:
     """A model of the class `cls` with new weights.

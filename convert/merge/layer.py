@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
-from gqa.core.compat import tree_map_only
 from gqa.core.devices import out_of_memory
 from gqa.core.errors import RefusedError, explain, not_layerwise
 from gqa.models.attention_functions import OBSERVER
@@ -302,7 +302,14 @@ def send(value: Any, device: str | torch.device) -> Any:
     def copy(tensor: Tensor) -> Tensor:
         return copies.setdefault(id(tensor), tensor.to(device))
 
-    return tree_map_only(Tensor, copy, value)
+    return recursively_apply(copy, value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a tree of arguments, in order."""
+    tensors: list[Tensor] = []
+    recursively_apply(tensors.append, value)
+    return tensors
 
 
 def first_tensor(output: Any) -> Tensor:

@@ -18,11 +18,10 @@ from gqa.convert.head_maps import HeadMaps, mean_maps
 from gqa.convert.heads.config import target_heads, transformers_config
 from gqa.convert.heads.family import LayerHeads, Symmetry
 from gqa.convert.heads.modules import AttentionModule
-from gqa.convert.merge.layer import Arguments, Attention, Layer, Stream
+from gqa.convert.merge.layer import Arguments, Attention, Layer, Stream, tensors_in
 from gqa.convert.merge.layer_runner import LayerRunner
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.plan import Plan
-from gqa.core.compat import tree_leaves, tree_map
 from gqa.core.errors import not_layerwise
 from gqa.models.names import stored_tensors
 
@@ -210,10 +209,8 @@ class ModelPair:
         _, one = self.base.layer_inputs({**inputs, "input_ids": ids})
         _, other = self.base.layer_inputs({**inputs, "input_ids": ids.flip(1)})
 
-        def same(a: Any, b: Any) -> bool:
-            return not isinstance(a, Tensor) or torch.equal(a, b)
-
-        if not all(tree_leaves(tree_map(same, one, other))):
+        pairs = zip(tensors_in(one), tensors_in(other), strict=True)
+        if not all(torch.equal(a, b) for a, b in pairs):
             raise not_layerwise(
                 type(self.base.model).__name__,
                 "its layers read more of the text than hidden states",
