@@ -147,7 +147,7 @@ def merged_logits(tiny: Tiny, plan: Plan, maps: Mapping[str, HeadMaps] | None = 
     """Of the model that a plan makes, without writing it; `maps` of all modules need not be on
     disk.
     """
-    held: Any = maps and SimpleNamespace(of=lambda module: maps[module], names=())
+    held: Any = maps and SimpleNamespace(of_module=lambda module: maps[module], names=())
     made = planned(tiny, plan, attention(tiny), held)
     return logits(tiny, made, inputs(tiny))
 

@@ -303,7 +303,9 @@ def _frequencies(config: Any, layer: int, dims: int, length: int) -> list[float]
     if initialize:
         tensor, *_ = initialize(config, seq_len=length, layer_type=kind)
         frequencies: list[float] = tensor.tolist()
-        return frequencies if 2 * len(frequencies) == dims else []
+        if 2 * len(frequencies) != dims:
+            return []
+        return frequencies
 
     base = parameters.get("rope_theta")
     if not base:
@@ -368,7 +370,9 @@ class Symmetry:
 
     def free_keys(self, config: Any) -> bool:
         """Whether keys can be aligned in a model with this config."""
-        return self.keys if isinstance(self.keys, bool) else not getattr(config, self.keys, None)
+        if isinstance(self.keys, bool):
+            return self.keys
+        return not getattr(config, self.keys, None)
 
     def regroups(self, config: Any) -> bool:
         """Whether heads can be reordered in a model with this config."""
@@ -376,14 +380,18 @@ class Symmetry:
             return self.places
         return not getattr(config, self.places, None)
 
+    def _has_rotary(self, config: Any, layer: int) -> bool:
+        if isinstance(self.rotates, bool):
+            return self.rotates
+        return self.rotates(config, layer)
+
     def rotary(self, config: Any, layer: int, dim: int, length: int = 1) -> Rotary:
         """RoPE of a layer with heads of `dim` numbers.
 
         Some types choose frequencies by the `length` of the text.
         """
         parameters, _ = _rope_parameters(config, layer)
-        rotates = self.rotates if isinstance(self.rotates, bool) else self.rotates(config, layer)
-        if parameters is None or not rotates:
+        if not self._has_rotary(config, layer) or parameters is None:
             return Rotary(0, self.pairing)
 
         share = parameters.get("partial_rotary_factor")
@@ -432,7 +440,9 @@ def layer_heads(config: Any, layer: int) -> LayerHeads:
 
     heads = uniform_heads(config)
     query_counts = getattr(config, "num_attention_heads_per_layer", None)
-    return replace(heads, query=query_counts[layer]) if query_counts else heads
+    if not query_counts:
+        return heads
+    return replace(heads, query=query_counts[layer])
 
 
 @dataclass(frozen=True)

@@ -247,8 +247,9 @@ def residual_scale(
 
     relative = max(1e-3, 8 * torch.finfo(expected.dtype).eps)
     tolerance = relative * float(expected.abs().max())
-    same = torch.allclose(expected, output, rtol=0, atol=tolerance)
-    return multiplier if same else None
+    if not torch.allclose(expected, output, rtol=0, atol=tolerance):
+        return None
+    return multiplier
 
 
 @contextmanager

@@ -102,14 +102,11 @@ def query_sensitivity(
             scores = (q[:, head, part].float() * scaling) @ k[:, kv_head, :visible].float().mT
             if bias is not None:
                 scores += _of(bias, head, part)[..., :visible]
-            if mask is None:
-                if causal:
-                    future = torch.full_like(scores[0, :, first:], -torch.inf).triu(1)
-                    scores[..., first:] += future
-            elif mask.dtype == torch.bool:
-                scores.masked_fill_(~_of(mask, head, part), -torch.inf)
-            else:
-                scores += _of(mask, head, part)
+            if mask is not None:
+                _hide_by_mask(scores, _of(mask, head, part))
+            elif causal:
+                future = torch.full_like(scores[0, :, first:], -torch.inf).triu(1)
+                scores[..., first:] += future
             attention = scores.softmax(-1).nan_to_num_()  # (B, t, S)
 
             # |v_s - o|^2 = |v_s|^2 - 2 v_s o + |o|^2, in place: these are the largest tensors.
@@ -124,11 +121,27 @@ def query_sensitivity(
             del attention, squared_odds  # their memory
 
             if visible >= part.stop:  # cross-attention has no distances, and may have fewer keys
-                # A row more in the stride turns diagonals, of one distance each, into columns.
-                shifted = torch.nn.functional.pad(moved.sum(0), (part.stop - first - 1, 0))
-                shifted = shifted.as_strided((len(shifted), part.stop), (shifted.shape[1] + 1, 1))
-                distance_weights[head, : part.stop] += shifted.sum(0).flip(0)
+                distance_weights[head, : part.stop] += _sums_by_distance(moved, part.stop)
     return sensitivity, distance_weights
+
+
+def _hide_by_mask(scores: Tensor, mask: Tensor) -> None:
+    """Apply a mask to scores (B, t, S), in place: False or -inf for keys that are not seen."""
+    if mask.dtype == torch.bool:
+        scores.masked_fill_(~mask, -torch.inf)
+    else:
+        scores += mask
+
+
+def _sums_by_distance(moved: Tensor, stop: int) -> Tensor:
+    """(stop,) sums of terms (B, t, S) of the queries before position `stop`, by the distance of the
+    key: 0, 1, ... positions before its query.
+    """
+    queries = moved.shape[1]
+    shifted = torch.nn.functional.pad(moved.sum(0), (queries - 1, 0))
+    # One more in the stride of rows turns diagonals, of one distance each, into columns.
+    diagonals = shifted.as_strided((queries, stop), (shifted.shape[1] + 1, 1))
+    return diagonals.sum(0).flip(0)
 
 
 def _of(mask: Tensor, head: int, rows: slice) -> Tensor:
