@@ -1,6 +1,6 @@
 """Private names of libraries: all that the product touches, each with what it is needed for.
 
-No public name does the same. All are in the lowest versions that pyproject.toml allows (torch 2.13,
+No public name does the same. All are in the versions of constraints-lowest.txt (torch 2.13,
 transformers 5.18, accelerate 1.10, datasets 4.3) and in the newest; a comment names the major
 version that brought it. tests/test_structure.py fails where a name is gone and where another file
 touches one. Only files of `modeling` read `_attn_implementation` themselves: they lie beside

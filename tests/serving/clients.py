@@ -1,7 +1,7 @@
 """Serving engines as clients: each continues a prompt greedily and returns tokens and
 log-probabilities.
 
-Each prepares a checkpoint by its own command (docs/models.md), in this process: another would
+Each prepares a checkpoint by its own command (docs/serving.md), in this process: another would
 import torch anew.
 """
 
