@@ -8,7 +8,14 @@ import pytest
 
 from gqa.core import shelves
 from gqa.core.errors import RefusedError
-from gqa.core.run_directory import MARK, RunDirectory, differences, fingerprint, read_mark
+from gqa.core.run_directory import (
+    MARK,
+    RunDirectory,
+    differences,
+    fingerprint,
+    read_mark,
+    refuse_another,
+)
 
 
 @pytest.fixture
@@ -116,7 +123,7 @@ def test_what_a_run_leaves_that_is_killed_while_it_marks_is_ours(
 def test_another_run_is_refused_with_what_differs(directory: RunDirectory) -> None:
     changed = differences({"seed": 1}, {"seed": 0}, {"seed": "--seed"})
     with pytest.raises(RefusedError) as refusal:
-        directory.refuse_another("layers", changed, "start over with --overwrite")
+        refuse_another(directory.path, "layers", changed, "start over with --overwrite")
     says = f"{directory.path} holds layers (--seed: 0 -> 1); start over with --overwrite"
     assert str(refusal.value) == says
 
