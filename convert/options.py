@@ -97,8 +97,8 @@ class ConvertOptions(Options):
     )
     grouping: Literal["auto", "contiguous"] = option(
         "auto",
-        "Which heads to merge. auto: the groups with the least loss, if there are few heads (8, or "
-        "12 in pairs); else contiguous ones.",
+        "Which heads to merge. auto: the groups with the least loss, by trying all groupings of "
+        "few heads, and by swapping heads between groups of many; contiguous: neighbors.",
         methods="maps",
     )
     refine_steps: int = option(

@@ -61,7 +61,7 @@ class Plan:
     available_methods: Those that can merge the heads of the model, without controls, worst quality
         first; empty if no heads are merged.
     can_regroup: Whether groups of heads can be searched for: the method reads the model, and heads
-        can be reordered into few possible groups (of 8 heads, of 12 in pairs).
+        can be reordered into more than one partition.
     seed: Of random heads, and of text.
     modules: All attention modules that hold keys and values.
     changes: By path of a module the tensors of its heads that change; only modules with other

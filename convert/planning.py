@@ -4,7 +4,6 @@ refuse, before any writing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -36,9 +35,9 @@ from gqa.convert.recast.targets import RECAST_TYPES, recast
 from gqa.core.errors import CorruptError, EntryError, RefusedError, alternatives
 from gqa.models.custom_code import MODEL_TYPES
 
-# All partitions into groups of one size are tried if there are at most this many such groups: of 12
-# heads in pairs (66 groups, 10,395 partitions), but not of 14 (91 groups, 135,135 partitions).
-_MOST_GROUPS = 90
+# Heads are searched for groups up to this width of all keys or values: the moments of two layers of
+# this width in float64, one of keys and one of values, take a GiB.
+_WIDEST_SEARCH = 8192
 # Query and output projections of models whose heads cannot be aligned: training changes them.
 _UNALIGNED = tuple(Rule(name, Layout()) for name in ("q_proj", "o_proj", "out_proj", "dense"))
 
@@ -201,17 +200,18 @@ def _available_methods(
 
 
 def _can_regroup(config: ModelConfig, groups: Groups, merge_method: Method | None) -> bool:
-    """Whether groups can be searched for: maps can reorder heads, into few possible groups."""
+    """Whether groups can be searched for: maps can reorder heads, into more than one partition."""
     symmetry = config.symmetry
     if merge_method is None or merge_method.reads == "nothing" or isinstance(symmetry, str):
         return False
     if not symmetry.regroups(config.text):
         return False
 
-    heads = config.main.kv
+    heads = config.main
+    if heads.kv * max(heads.key_dim, heads.value_dim) > _WIDEST_SEARCH:
+        return False
     counts = [groups] if isinstance(groups, int) else groups
-    possible_groups = [math.comb(heads, heads // count) for count in counts if count < heads]
-    return 1 < max(possible_groups) <= _MOST_GROUPS
+    return any(1 < count < heads.kv for count in counts)
 
 
 # -------------------------------------------------------------------------------------- the tensors

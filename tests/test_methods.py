@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import permutations
+from itertools import chain, permutations
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from gqa.convert.head_maps import HeadMaps
 from gqa.convert.heads.family import Conv1D, Fused, LayerHeads, Layout, Rotary, Separate
 from gqa.convert.merge.fit import FitTask, FittedModule
 from gqa.convert.merge.from_weights import ModuleEstimate
-from gqa.convert.merge.grouping import find_order, partitions
+from gqa.convert.merge.grouping import find_order, partitions, swap_heads
 from gqa.convert.merge.moments import Moments
 from gqa.convert.merge.procrustes import procrustes_key, procrustes_value
 from gqa.convert.methods.base import Method
@@ -206,6 +206,46 @@ def test_each_partition_once(heads: int, groups: int) -> None:
     )
 
 
+@pytest.mark.parametrize(("heads", "size"), [(16, 2), (16, 4), (32, 2), (32, 4), (32, 8), (40, 5)])
+def test_swaps_find_the_groups_that_cost_least(heads: int, size: int) -> None:
+    """Pairs of heads of a hidden group cost a tenth of others, which differ by a factor of 3."""
+    generator = torch.Generator().manual_seed(heads + size)
+    hidden = torch.randperm(heads, generator=generator) // size
+    costs = 1 + 2 * torch.rand(heads, heads, generator=generator, dtype=torch.float64)
+    costs = costs + costs.mT
+    costs[hidden[:, None] == hidden] *= 0.1
+    costs.fill_diagonal_(0)
+
+    neighbors = tuple(tuple(range(at, at + size)) for at in range(0, heads, size))
+    partition = swap_heads(neighbors, costs)
+    assert sorted(chain.from_iterable(partition)) == list(range(heads))
+    assert {len(group) for group in partition} == {size}
+    assert all(len(set(hidden[list(group)].tolist())) == 1 for group in partition)
+
+
+def test_swaps_end_at_the_best_partition_of_few_heads() -> None:
+    """Against all partitions of eight heads, with costs of no structure."""
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        costs = torch.rand(8, 8, generator=generator, dtype=torch.float64)
+        costs = costs + costs.mT
+        costs.fill_diagonal_(0)
+
+        def total(partition: tuple[tuple[int, ...], ...], costs: Tensor = costs) -> float:
+            return sum(float(costs[list(group)][:, list(group)].sum()) for group in partition)
+
+        least = min(total(partition) for partition in partitions(tuple(range(8)), 2))
+        neighbors = tuple((at, at + 1) for at in range(0, 8, 2))
+        assert total(swap_heads(neighbors, costs)) == pytest.approx(least)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_swaps_end_with_costs_that_say_nothing(value: float) -> None:
+    neighbors = tuple((at, at + 1) for at in range(0, 16, 2))
+    partition = swap_heads(neighbors, torch.full((16, 16), value, dtype=torch.float64))
+    assert sorted(chain.from_iterable(partition)) == list(range(16))
+
+
 def test_moments_follow_their_heads() -> None:
     """Moments of all heads, cut into groups in another order, are those of heads in that order."""
     q, k, v, significance = (torch.randn(2, heads, 5, 4) for heads in (8, 4, 4, 8))
@@ -251,25 +291,44 @@ def test_an_aligned_mean_has_the_mean_energy(rotated: int) -> None:
         )
 
 
-@pytest.mark.parametrize("method", ["procrustes", "calibrated"])
-def test_from_the_option_to_the_checkpoint(tmp_path: Path, method: str) -> None:
-    """KV heads 0 and 2 are equal, 1 and 3 are; neighbors lose a lot.
+@pytest.mark.parametrize(
+    ("method", "heads", "groups"),
+    [
+        ("procrustes", 4, 2),
+        ("calibrated", 4, 2),
+        ("calibrated", 8, 4),
+        ("procrustes", 16, 4),
+        ("calibrated", 16, 8),
+        ("procrustes", 32, 8),
+    ],
+)
+def test_from_the_option_to_the_checkpoint(
+    tmp_path: Path, method: str, heads: int, groups: int
+) -> None:
+    """The KV heads of a group are equal, and no neighbors, so that neighbors lose a lot.
 
-    Each is read by two query heads.
+    Each is read by two query heads. All partitions of 4 and 8 heads are tried, of 16 and 32 pairs.
     """
-    tiny = replace(
-        TINY["llama+bias"], options={**TINY["llama+bias"].options, "num_attention_heads": 8}
-    )
-    source = write_checkpoint(build(tiny, 2), tmp_path / "source")
-    rearrange(model := convert_checkpoint(source, 4, tmp_path / "equal", method="mean").out)
-    expected, lost = logits(tiny, load(tiny, model), inputs(tiny)), {}
+    options = {
+        **TINY["llama+bias"].options,
+        "num_attention_heads": 2 * heads,
+        "hidden_size": 8 * heads,
+        "head_dim": 8,
+    }
+    tiny = replace(TINY["llama+bias"], options=options)
+    source = write_checkpoint(build(tiny, groups), tmp_path / "source")
+    model = convert_checkpoint(source, heads, tmp_path / "equal", method="mean").out
+    rearrange(model)
+
+    expected = logits(tiny, load(tiny, model), inputs(tiny))
+    lost = {}
     for grouping in ("contiguous", "auto"):
         calibration = on_ids(grouping=grouping)
         out = convert_checkpoint(
-            model, 2, tmp_path / grouping, method=method, calibration=calibration
+            model, groups, tmp_path / grouping, method=method, calibration=calibration
         ).out
         lost[grouping] = relative(logits(tiny, load(tiny, out), inputs(tiny)), expected)
-    assert lost["auto"] < 1e-4  # of so few heads all partitions are tried
+    assert lost["auto"] < 1e-4
     assert lost["contiguous"] > 1e-2
 
 
@@ -277,15 +336,15 @@ def test_from_the_option_to_the_checkpoint(tmp_path: Path, method: str) -> None:
     ("name", "heads", "groups", "method", "searched"),
     [
         ("llama", 8, 2, "aligned", True),
-        ("llama", 12, 2, "refined", False),  # 924 groups of six heads
-        ("llama", 14, 7, "aligned", False),  # 91 pairs, and 135,135 ways to divide into pairs
+        ("llama", 12, 2, "refined", True),  # 924 groups of six heads: by swaps
+        ("llama", 14, 7, "aligned", True),  # 91 pairs, and 135,135 ways to divide into pairs
         ("llama", 8, 1, "calibrated", False),  # all share
         ("llama", 8, 2, "mean", False),
         ("falcon+rw", 4, 1, "procrustes", False),  # ALiBi: a head's place is its slope
         ("diffllama", 8, 2, "refined", False),  # it cannot be aligned
     ],
 )
-def test_few_heads_are_searched_without_being_asked(
+def test_groups_are_searched_without_being_asked(
     name: str, heads: int, groups: int, method: str, searched: bool, tmp_path: Path
 ) -> None:
     options = {**TINY[name].options, "num_attention_heads": heads, "hidden_size": 8 * heads}

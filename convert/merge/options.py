@@ -36,8 +36,7 @@ class MapsOptions:
 
     Attributes:
         text: The calibration text.
-        grouping: `contiguous`; `auto` searches for the groups with the least loss if there are few
-            heads.
+        grouping: `contiguous`; `auto` searches for the groups with the least loss.
         ridge: Strength of the refit of W_O, relative to the mean energy of each head's outputs.
         refinement: The training of `refined`.
         dtype: In which layers run.

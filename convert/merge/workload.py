@@ -48,6 +48,8 @@ class _Sizes:
 
     modules: Of each attention module whose heads change. layer: Of the layer of the first of them.
     embeddings: Of the table of tokens. mlps: Of all else, most of which are MLPs.
+    moments: Of the second moments of all keys and of all values of a layer, counted in float32,
+        which a search for groups needs.
     """
 
     width: int
@@ -55,6 +57,7 @@ class _Sizes:
     layer: int
     embeddings: int
     mlps: int
+    moments: int
 
 
 def _sizes(plan: Plan) -> _Sizes:
@@ -69,7 +72,10 @@ def _sizes(plan: Plan) -> _Sizes:
     in_layer = f"{changed[0].layer_path}."
     layer = _numel(spec for name, spec in checkpoint.tensors.items() if name.startswith(in_layer))
     mlps = max(checkpoint.parameters - sum(modules) - embeddings, 0)
-    return _Sizes(width, modules, layer, embeddings, mlps)
+    heads = plan.config.main
+    # In float64, and once more without the means of keys.
+    moments = 2 * 2 * ((heads.kv * heads.key_dim) ** 2 + (heads.kv * heads.value_dim) ** 2)
+    return _Sizes(width, modules, layer, embeddings, mlps, moments)
 
 
 def _numel(specs: Iterable[TensorSpec]) -> int:
@@ -102,7 +108,7 @@ def calibration_workload(plan: Plan, options: MapsOptions) -> Workload:
         plan,
         options,
         operations=_calibration_operations(sizes, options),
-        numbers=_calibration_numbers(sizes, options),
+        numbers=_calibration_numbers(plan, sizes, options),
     )
 
 
@@ -116,7 +122,7 @@ def refinement_workload(plan: Plan, options: MapsOptions) -> Workload:
         plan,
         options,
         operations=_calibration_operations(sizes, options) + steps * sum(sizes.modules),
-        numbers=_calibration_numbers(sizes, options) + _REFINE_COPIES * sizes.modules[0],
+        numbers=_calibration_numbers(plan, sizes, options) + _REFINE_COPIES * sizes.modules[0],
     )
 
 
@@ -124,10 +130,11 @@ def _calibration_operations(sizes: _Sizes, options: MapsOptions) -> float:
     return _PASSES * 2 * options.text.taken * (sum(sizes.modules) + sizes.mlps)
 
 
-def _calibration_numbers(sizes: _Sizes, options: MapsOptions) -> int:
-    """Numbers in memory: hidden states of the text, and a layer of both models."""
+def _calibration_numbers(plan: Plan, sizes: _Sizes, options: MapsOptions) -> int:
+    """Numbers in memory: hidden states of the text, a layer of both models, and second moments."""
     hidden = int(_STREAM_COPIES * options.text.taken * sizes.width)
-    return hidden + 2 * (sizes.layer + sizes.embeddings)
+    layers = 2 * (sizes.layer + sizes.embeddings)
+    return hidden + layers + (sizes.moments if plan.searches(options.grouping) else 0)
 
 
 def _on_text(plan: Plan, options: MapsOptions, operations: float, numbers: int) -> Workload:
