@@ -109,3 +109,11 @@ def test_the_result_of_a_step_is_the_input_of_the_next(
     (served,) = commands_of("vllm")
     assert names < set(shlex.split(measured))
     assert set(shlex.split(served)) & names
+
+
+def test_the_quick_start_trains_by_the_plan_of_the_guide() -> None:
+    page = PAGE.with_name("quickstart.md")
+    lines = [shlex.join(words) for words in commands(page) if "Llama-2-7b" in str(words)]
+    training = [line for line in lines if line.startswith("gqa-uptrain") and "--dry" not in line]
+    assert training
+    assert set(training) <= set(commands_of("gqa-uptrain"))
