@@ -5,11 +5,32 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SERVING ?= .venv-serving
+# Where `make try` installs gqa, without what development needs; where `make install` was here, its environment.
+TRY ?= $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-try)
+# Builds of torch: with CUDA from PyPI only where there is an NVIDIA GPU, since they take gigabytes.
+TORCH_INDEX ?= $(if $(shell nvidia-smi -L 2>/dev/null),https://pypi.org/simple,https://download.pytorch.org/whl/cpu)
 LOWEST ?= .venv-lowest
 
-.PHONY: install lint format types docs test test-real test-scale test-serving test-lowest test-installed build check demo benchmark clean
+.PHONY: try install lint format types docs test test-real test-scale test-serving test-lowest test-installed build check demo benchmark clean
+
+# The first thing to type in a clone: an environment, a conversion, and what both models write.
+try: $(TRY)/.installed
+	$(TRY)/bin/gqa-convert --kv-heads 2 --overwrite examples/stdlib-mha
+	$(TRY)/bin/python examples/try.py examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated
 
 install: $(VENV)/.installed
+
+ifneq ($(TRY),$(VENV))
+$(TRY)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "gqa needs Python 3.11 or newer; name one: make try PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(TRY) || \
+		{ echo "Python has no venv module; on Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
+	$(TRY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--extra-index-url $(TORCH_INDEX) torch
+	$(TRY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt .
+	@touch $@
+endif
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

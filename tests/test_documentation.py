@@ -14,9 +14,8 @@ import shutil
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator
 from dataclasses import MISSING
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from support.custom_code import THEIRS
 from support.embedded import SOURCE
 from support.evaluations import few_questions
 from support.native_models import CASES
+from support.pages import blocks, commands
 from support.patches import train_on_few_tokens
 from support.tiny_models import TINY
 from support.training import fresh_accelerator, tiny_checkpoint, write_corpus
@@ -110,6 +110,12 @@ OTHERS = {
     "python3": "makes an environment",
     ".": "enters it",
     "pip": "installs",
+    "hf": "needs the hub",
+    "docker": "needs a daemon",
+    "sudo": "changes the system",
+    "uvx": "needs a registry",
+    "pipx": "needs a registry",
+    "uv": "needs a registry",
     "unzip": "unpacks",
     "git": "lists files",
     "grep": "selects files",
@@ -130,29 +136,6 @@ PYTHON_ELSEWHERE = {
     "yield": "is part of a function",
     "general_model": "needs a published model",
 }
-
-
-def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
-    """The first lines and the texts of a page's blocks."""
-    tokens = MarkdownIt().parse(page.read_text())
-    return [
-        ((t.map or [0])[0] + 2, t.content)
-        for t in tokens
-        if t.type == "fence" and t.info in languages
-    ]
-
-
-def commands(page: Path) -> Iterator[list[str]]:
-    """The words of each command of a page's blocks."""
-    for _, text in blocks(page, "", "sh", "bash"):
-        code = re.sub(r"[ \t]#.*|^#.*", "", text.replace("\\\n", " "), flags=re.MULTILINE)
-        words = shlex.shlex(code, posix=True, punctuation_chars="&|;\n")
-        words.whitespace, words.whitespace_split = " \t", True
-        yield from (
-            [*group]
-            for ends, group in groupby(words, lambda word: {*word} <= {*"&|;\n"})
-            if not ends
-        )
 
 
 def shortened(program: str, words: list[str]) -> list[str]:

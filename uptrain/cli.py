@@ -11,6 +11,7 @@ from gqa.uptrain.options import TrainOptions
 _EPILOG = """\b
 Examples:
   gqa-uptrain MODEL-gqa8-refined
+  gqa-uptrain MODEL-gqa8-refined --dry-run
   gqa-uptrain MODEL-gqa8-refined --data corpus.jsonl --alpha 0.05 -o OUT
   accelerate launch -m gqa.uptrain MODEL-gqa8-refined --data HuggingFaceFW/fineweb-edu \\
       --streaming --tokens 1B -o OUT
@@ -38,6 +39,10 @@ def command(options: TrainOptions) -> None:
 
     transformers.utils.logging.set_verbosity_error()
     quiet = options.quiet or not ranks().is_main_process
+    if options.dry_run:
+        _dry_run(options, quiet)
+        return
+
     with Watcher(quiet) as watcher:
         setup = prepare(options, sys.argv[1:], watcher=watcher)
 
@@ -51,6 +56,23 @@ def command(options: TrainOptions) -> None:
         print_lines(result_lines(setup, progress), err=options.json)
     if options.json and setup.accelerator.is_main_process:
         print_json(record)
+
+
+def _dry_run(options: TrainOptions, quiet: bool) -> None:
+    """Print what a run would train and need."""
+    from gqa.core.devices import ranks
+    from gqa.uptrain.dry_run import dry_run
+    from gqa.uptrain.summary import dry_run_lines, dry_run_record
+
+    with Watcher(quiet) as watcher:
+        plan = dry_run(options, watcher)
+        for warning in plan.warnings:
+            watcher.warn(warning)
+
+    if not quiet:
+        print_lines(dry_run_lines(plan), err=options.json)
+    if options.json and ranks().is_main_process:
+        print_json(dry_run_record(plan))
 
 
 def main() -> None:

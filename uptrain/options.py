@@ -167,6 +167,12 @@ class TrainOptions(Options):
         "Start over, and replace the checkpoint at DIR once the new one is complete.",
         free=True,
     )
+    dry_run: bool = option(
+        False,
+        "Print which weights would train, and the memory and disk space that they need; read no "
+        "weights and write nothing.",
+        free=True,
+    )
     json: bool = same_as(ConvertOptions, "json", free=True)
     verbose: bool = option(False, "Show tracebacks.", short="-v", free=True)
     quiet: bool = same_as(ConvertOptions, "quiet", free=True)

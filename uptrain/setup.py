@@ -41,6 +41,20 @@ _ACCELERATE = {name: short for short, name in _PRECISION.items()}
 
 
 @dataclass(frozen=True)
+class Resolved:
+    """Options with output, teacher, data, length and scope decided, and the models they name.
+
+    `teacher_text`: the teacher, or why there is none, in words. `config`: of the model's class.
+    """
+
+    options: TrainOptions
+    teacher_text: str
+    checkpoint: Checkpoint
+    teacher_checkpoint: Checkpoint | None
+    config: Any
+
+
+@dataclass(frozen=True)
 class Run:
     """A run whose options are decided, and whose model and text are known, but not loaded.
 
@@ -117,17 +131,11 @@ def prepare(
     return build_setup(run, watcher)
 
 
-def open_run(
-    options: TrainOptions,
-    argv: Sequence[str] = (),
-    watcher: Watcher = SILENT,
-    found_elsewhere: bool = True,
-) -> Run:
-    """Decide the options of a run and look for its states.
+def resolve_options(options: TrainOptions, processes: int, watcher: Watcher = SILENT) -> Resolved:
+    """Check the options of a run against its model, and decide what they leave open.
 
-    Raises RefusedError, CorpusError, OutputError.
+    Only configs, headers and records are read. Raises RefusedError and CorpusError.
     """
-    processes = ranks().num_processes
     output = options.output or default_output(options.model, "-uptrained")
     options = replace(options, output=output)
     options.check(processes)
@@ -144,6 +152,25 @@ def open_run(
     check_predicts_tokens(config, checkpoint.name, options.trust_remote_code)
     options, base, teacher_text = settle(options, checkpoint)
     options.check(processes)
+    return Resolved(options, teacher_text, checkpoint, base, config)
+
+
+def open_run(
+    options: TrainOptions,
+    argv: Sequence[str] = (),
+    watcher: Watcher = SILENT,
+    found_elsewhere: bool = True,
+) -> Run:
+    """Decide the options of a run and look for its states.
+
+    Raises RefusedError, CorpusError, OutputError.
+    """
+    resolved = resolve_options(options, ranks().num_processes, watcher)
+    options = resolved.options
+    checkpoint = resolved.checkpoint
+    base = resolved.teacher_checkpoint
+    output = options.output
+    assert output is not None
 
     # Refuses a bad output now
     out = OutputDirectory(output, checkpoint.directory, options.overwrite).out
@@ -156,7 +183,16 @@ def open_run(
     states = find_states(directory, run) if found_elsewhere else States(directory)
     start = from_main(lambda: states.start(run))
     return Run(
-        options, out, teacher_text, accelerator, checkpoint, base, config, states, run, start
+        options,
+        out,
+        resolved.teacher_text,
+        accelerator,
+        checkpoint,
+        base,
+        resolved.config,
+        states,
+        run,
+        start,
     )
 
 

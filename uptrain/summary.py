@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from gqa.core.errors import plural
+from gqa.uptrain.dry_run import DryRun
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import warmup_steps
 from gqa.uptrain.setup import Run, Setup
@@ -23,7 +27,7 @@ def plan_lines(run: Run) -> list[str]:
     setup = run
     lines = [
         _model_line(setup),
-        _teacher_line(setup),
+        _teacher_line(setup.options, setup.teacher_text),
         f"data        {', '.join(setup.options.data)}: {setup.dataloader.summary}",
         _steps_line(setup),
         _optimizer_line(setup),
@@ -46,6 +50,59 @@ def plan_lines(run: Run) -> list[str]:
     return lines
 
 
+def dry_run_lines(plan: DryRun) -> list[str]:
+    """What a run would train and need, for people. Sizes are decimal, as those of GPUs."""
+    resolved = plan.resolved
+    options = resolved.options
+    needs = plan.needs
+
+    model = resolved.checkpoint.hub_id or resolved.checkpoint.name
+    trained = f"{needs.trained:,} of {needs.parameters:,} parameters train ({options.train})"
+    lines = [
+        f"model       {model}: {trained}",
+        _teacher_line(options, resolved.teacher_text),
+        f"data        {', '.join(options.data)}",
+    ]
+    if options.tokens:
+        lines.append(f"length      {options.tokens:,} tokens")
+
+    parts = [("weights", needs.weights), ("gradients", needs.gradients)]
+    parts += [(options.optimizer, needs.optimizer), ("teacher", needs.teacher)]
+    listed = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts if size)
+    lines += [
+        f"memory      {_gigabytes(needs.memory)} on a GPU ({listed}); activations come on top",
+        f"disk        {_gigabytes(needs.result)} for the result; {_gigabytes(needs.state)} for a "
+        "saved state, twice while the next one is saved",
+        "dry run     no weights were read, and nothing was written",
+    ]
+    return lines
+
+
+def dry_run_record(plan: DryRun) -> dict[str, Any]:
+    """The same, JSON-ready; sizes in bytes."""
+    resolved = plan.resolved
+    options = resolved.options
+    return {
+        "dry_run": True,
+        "model": resolved.checkpoint.hub_id or resolved.checkpoint.name,
+        "output": str(options.output),
+        "teacher": options.teacher if options.distills else None,
+        "train": options.train,
+        "data": list(options.data),
+        "tokens": options.tokens,
+        **asdict(plan.needs),
+        "memory": plan.needs.memory,
+        "warnings": list(plan.warnings),
+    }
+
+
+def _gigabytes(size: int) -> str:
+    """Format bytes: `53.3 GB`, or in MB if there is less than one."""
+    if size < 1e9:
+        return f"{size / 1e6:.1f} MB"
+    return f"{size / 1e9:.1f} GB"
+
+
 def _model_line(setup: Setup) -> str:
     parameters = setup.model.num_parameters()
     trained = setup.model.num_parameters(only_trainable=True)
@@ -55,10 +112,10 @@ def _model_line(setup: Setup) -> str:
     )
 
 
-def _teacher_line(setup: Setup) -> str:
-    if setup.options.distills:
-        return f"teacher     {setup.teacher_text}"
-    return f"no teacher  {setup.teacher_text}"
+def _teacher_line(options: TrainOptions, teacher_text: str) -> str:
+    if options.distills:
+        return f"teacher     {teacher_text}"
+    return f"no teacher  {teacher_text}"
 
 
 def _steps_line(setup: Setup) -> str:

@@ -1,0 +1,73 @@
+"""What models write after the same beginning, side by side.
+
+    make try
+
+converts the example model and calls this script with the base model and the converted one. The
+continuations are greedy, so they are the same on every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from itertools import zip_longest
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+PROMPT = '''def read_lines(path):
+    """Return the lines of a text file."""
+'''
+NEW_TOKENS = 48
+NARROWEST = 30  # characters of a column
+
+
+def continuation(model_name: str, prompt: str, new_tokens: int) -> tuple[str, int]:
+    """The prompt and its most probable continuation, and the KV heads of the model."""
+    tokenizer = AutoTokenizer.from_pretrained(model_name)
+    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    tokens = model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens)
+    written = tokens[0, inputs["input_ids"].shape[1] :]
+    text = tokenizer.decode(written, skip_special_tokens=True)
+    return prompt + text, model.config.num_key_value_heads
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """The lines of a text; longer ones are cut into pieces, so that indents stay."""
+    lines: list[str] = []
+    for line in text.expandtabs(4).splitlines():
+        pieces = [line[start : start + width] for start in range(0, len(line), width)]
+        lines += pieces or [""]
+    return lines
+
+
+def side_by_side(columns: list[tuple[str, str]], width: int) -> str:
+    """A heading and a text for each column, as lines of at most `width` characters."""
+    column_width = max((width + 3) // len(columns) - 3, NARROWEST)
+    wrapped = [
+        [heading, "-" * len(heading), *wrap(text, column_width)] for heading, text in columns
+    ]
+    rows = zip_longest(*wrapped, fillvalue="")
+    return "\n".join(" | ".join(cell.ljust(column_width) for cell in row).rstrip() for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a directory or a hub id")
+    parser.add_argument("--prompt", default=PROMPT, help="the beginning of the text")
+    parser.add_argument("--tokens", type=int, default=NEW_TOKENS, help="how many tokens to write")
+    args = parser.parse_args()
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    columns = []
+    for name in args.models:
+        text, kv_heads = continuation(name, args.prompt, args.tokens)
+        columns.append((f"{kv_heads} KV heads ({name.rstrip('/').rpartition('/')[2]})", text))
+    print(side_by_side(columns, shutil.get_terminal_size((100, 24)).columns))
+
+
+if __name__ == "__main__":
+    main()

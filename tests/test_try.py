@@ -1,0 +1,56 @@
+"""`make try`: the script that shows what two models write, and the commands of the target."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.embedded import SOURCE
+from support.training import tiny_checkpoint
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples/try.py"
+
+
+def written(*words: object) -> str:
+    """What the script prints."""
+    command = [sys.executable, str(SCRIPT), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_both_models_continue_the_prompt_side_by_side(tmp_path: Path) -> None:
+    small = tiny_checkpoint(tmp_path / "small", kv_heads=2)
+    text = written(SOURCE, small, "--prompt", "def first(x):\n", "--tokens", 8)
+    heads, _, prompt, *continuation = text.splitlines()
+    base, converted = heads.split(" | ")
+    assert base.rstrip() == "8 KV heads (stdlib-mha)"
+    assert converted == "2 KV heads (small)"
+    assert prompt.count("def first(x):") == 2
+    assert "".join(continuation).replace("|", "").strip()
+
+
+def test_the_same_model_writes_the_same_twice() -> None:
+    rows = written(SOURCE, SOURCE, "--prompt", "import ", "--tokens", 8).splitlines()
+    halves = [row.partition(" | ") for row in rows]
+    assert [left.rstrip() for left, _, _ in halves] == [right for _, _, right in halves]
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_target_converts_and_shows_samples(gpu: bool, tmp_path: Path) -> None:
+    """It takes torch's builds for CPUs unless there is an NVIDIA GPU."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: a GPU'\n" if gpu else "#!/bin/sh\nexit 1\n")
+    tool.chmod(0o755)
+    done = subprocess.run(
+        ["make", "-n", "try", f"TRY={tmp_path / 'environment'}"],
+        cwd=ROOT,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "gqa-convert --kv-heads 2 --overwrite examples/stdlib-mha\n" in done.stdout
+    assert "examples/try.py examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated" in done.stdout
+    assert ("whl/cpu" in done.stdout) is not gpu

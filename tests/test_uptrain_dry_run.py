@@ -1,0 +1,100 @@
+"""`gqa-uptrain --dry-run`: what it says is what a run trains and stores."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import Result, run, snapshot
+from support.training import material
+
+from gqa.convert.api import convert_checkpoint
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+@pytest.fixture
+def converted(tmp_path: Path) -> Path:
+    """A conversion next to its base model."""
+    shutil.copytree(material() / "teacher", tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", 2, tmp_path / "converted", method="mean")
+    return tmp_path / "converted"
+
+
+def uptrain(*words: object) -> Result:
+    return run(*map(str, words), program="gqa-uptrain")
+
+
+def plan(*words: object) -> dict[str, Any]:
+    """The record of a dry run."""
+    done = uptrain(*words, "--dry-run", "--json")
+    assert done.code == 0, done.err
+    return dict(json.loads(done.out))
+
+
+def line(text: str, name: str) -> str:
+    """The line of an output that begins with a name."""
+    return next(one for one in text.splitlines() if one.startswith(name))
+
+
+def test_a_dry_run_writes_nothing(converted: Path) -> None:
+    before = snapshot(converted.parent)
+    done = uptrain(converted, "--tokens", "10M", "--dry-run")
+    assert done.code == 0, done.err
+    assert "length      10,000,000 tokens\n" in done.out
+    assert done.out.endswith("dry run     no weights were read, and nothing was written\n")
+    assert snapshot(converted.parent) == before
+
+
+@pytest.mark.parametrize("scope", ["all", "attention", "kv", "lora"])
+def test_a_dry_run_counts_the_parameters_that_a_run_trains(converted: Path, scope: str) -> None:
+    words = [converted, "--train", scope, "--steps", 1, "--batch-size", 2, "--heldout-tokens", 128]
+    planned = uptrain(*words, "--dry-run")
+    done = uptrain(*words)
+    assert done.code == 0, done.err
+    assert line(planned.out, "model ") == line(done.out, "model ")
+    assert line(planned.out, "teacher ") == line(done.out, "teacher ")
+
+
+def test_memory_is_the_sum_of_what_a_process_keeps(converted: Path) -> None:
+    """By the table of docs/scale.md; the teacher is stored in float32."""
+    needs = plan(converted, "--train", "kv")
+    assert needs["weights"] == 4 * needs["parameters"]
+    assert needs["gradients"] == 4 * needs["trained"]
+    assert needs["optimizer"] == 8 * needs["trained"]
+    weights = (converted.parent / "base").glob("*.safetensors")
+    assert needs["teacher"] == pytest.approx(sum(file.stat().st_size for file in weights), rel=0.1)
+    parts = ("weights", "gradients", "optimizer", "teacher")
+    assert needs["memory"] == sum(needs[part] for part in parts)
+
+
+def test_adafactor_and_no_teacher_need_less_memory(converted: Path) -> None:
+    words = ("--teacher", "none", "--data", material() / "data.jsonl", "--optimizer", "adafactor")
+    needs = plan(converted, *words)
+    assert (needs["optimizer"], needs["teacher"]) == (0, 0)
+    assert needs["memory"] == needs["weights"] + needs["gradients"]
+
+
+def test_a_saved_state_has_the_size_that_a_dry_run_says(converted: Path) -> None:
+    words = [converted, "--steps", 2, "--batch-size", 2, "--heldout-tokens", 128]
+    done = uptrain(*words, "--save-every", 1, "--keep-state")
+    assert done.code == 0, done.err
+    state = converted.with_name("converted-uptrained-state") / "step-00000001"
+    stored = sum(file.stat().st_size for file in state.rglob("*") if file.is_file())
+    assert stored == pytest.approx(plan(*words)["state"], rel=0.25)
+
+
+def test_a_dry_run_refuses_what_a_run_refuses(converted: Path) -> None:
+    for words in (("--alpha", 0.1), ("--steps", 1, "--tokens", 8), ("--teacher", "none")):
+        assert uptrain(converted, *words, "--dry-run").code == 2
+        assert uptrain(converted, *words, "--dry-run").err == uptrain(converted, *words).err
+
+
+def test_a_dry_run_warns_of_an_output_that_is_there(converted: Path) -> None:
+    done = uptrain(converted, "--dry-run", "-o", converted.parent / "base")
+    assert done.code == 0
+    assert re.match(r"warning: .*--overwrite", done.err), done.err
