@@ -1,8 +1,8 @@
 """Calibrate one layer after another: observe it, fit maps of its heads, advance.
 
-All methods that read text do this, each with a function of its own that fits one module. Both
-models keep hidden states of the calibration text between two layers; `Calibrator.run` handles the
-layer that comes next.
+All methods that read text do this; they differ in the function that fits one module. Both models
+keep hidden states of the calibration text between two layers; `Calibrator.run` handles the layer
+that comes next.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Calibrator:
     def run(self, index: int) -> list[FittedModule]:
         """Fit the attention modules of layer `index`, and take all hidden states through it.
 
-        Returns nothing for a layer whose heads stay as they are.
+        Returns an empty list for a layer whose heads stay as they are.
         """
         pair = self.pair
         base = pair.base.load(index)
@@ -90,7 +90,9 @@ class Calibrator:
             result = self.fit(task)
             results.append(result)
 
-            # Later modules of the layer read what this one makes of the hidden states.
+            # Later modules of the layer read what this one makes of the hidden states, and correct
+            # what it misses of its targets. The base model's layer gets the converted heads too
+            # (repeated), because the later modules observe it.
             tensors = self._converted_tensors(result)
             converted.set_tensors(tensors)
             if number + 1 < len(modules):

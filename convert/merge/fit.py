@@ -21,10 +21,12 @@ from gqa.convert.merge.rope import unrotate
 from gqa.convert.merge.sensitivity import output_roots, query_sensitivity, visible_keys
 from gqa.core.devices import as_float64, float64_device
 
-# Tokens that key and value maps are fitted to. More hardly improve them; W_O's refit uses all.
-SAMPLED = 16_384
-# Scores (H T S) of a batch. If there are more, one value of width e is attended at a time, for
-# which fused kernels need not store the scores.
+# Key and value maps are fitted to at least so many tokens, because more hardly improve them. The
+# refit of W_O uses all tokens.
+FITTED_TOKENS = 16_384
+# Attention weights (H T S) of a batch, up to which the stacked values (width m e) are attended in
+# one call. Above, they are attended in m calls of width e, that of one head, for which torch has
+# fused kernels that store no attention weights.
 MAX_SCORES = 1 << 28
 
 
@@ -35,10 +37,12 @@ class FittedModule:
     Attributes:
         module: The module.
         maps: Its maps.
-        error: Squared error of the attention output relative to the energy of its targets (which
-            include the drift, `Calibrator._first_targets`), positions weighted. After the refit of
-            W_O: on the text that it was fitted to, without the bias. After training: on blocks that
-            were not trained on, over the energy of all blocks, bias included. NaN if not measured.
+        error: Squared error of the attention output, relative to the energy of its targets. Both
+            are weighted by position, and the targets include the drift
+            (`Calibrator._first_targets`). After the refit of W_O it is measured on the text that
+            W_O was fitted to, without the bias. After training it is measured on blocks that were
+            not trained on, relative to the energy of all blocks, with the bias. NaN if it was not
+            measured.
         weights: Tensors that were trained, by stored name. They take the place of the maps.
     """
 
@@ -55,13 +59,13 @@ class FitTask:
     Attributes:
         pair: Both models, and how heads are merged.
         module: The module.
-        base: It in the base model. Modules before it in the same layer are converted, so that it
-            computes from `stream` what the converted module will read.
-        converted: It in the converted model.
+        base: The module in the base model. Modules before it in the same layer are converted there
+            too, so that it reads what the converted module will read.
+        converted: The module in the converted model.
         stream: The converted model's hidden states before this layer, which the merged heads will
             read.
-        targets: (N, T, D), the attention output with which the hidden states are the base model's
-            again.
+        targets: (N, T, D), the attention output that would make the converted model's hidden
+            states those of the base model again.
         position_weights: (N, T), what a squared error at a position counts (`position_weights` in
             sensitivity.py).
     """
@@ -79,10 +83,11 @@ class FitTask:
         self.converted.layer.set_tensors(self.pair.merged_tensors(self.module, maps))
 
     def sample(self) -> tuple[Tensor, ...]:
-        """Every k-th batch of the text, together at least SAMPLED tokens if the text has them: one
-        tensor of indices of blocks for each batch.
+        """Batches of the text, evenly spaced, which have at least FITTED_TOKENS tokens together.
+
+        Each batch is a tensor of the indices of its blocks. Short text is used whole.
         """
-        step = max(1, self.position_weights.numel() // SAMPLED)
+        step = max(1, self.position_weights.numel() // FITTED_TOKENS)
         return self.stream.batches()[::step]
 
 
@@ -102,9 +107,11 @@ def fit_module(task: FitTask) -> FittedModule:
     4. Fit the shared value of each group, under the attention that merged keys give.
     5. Refit W_O, so that the output comes closest to the targets.
 
-    What counts how much: in step 1 a query its sensitivity times the weight of its position, keys
-    and values all alike (none of blocks that are held out); attended values (4) and outputs (5) the
-    weight of their position. A variant of this method composes the same steps.
+    In step 1 each query counts as much as its sensitivity times the weight of its position, and all
+    keys and values count alike. In steps 4 and 5 each position counts as much as its weight. Blocks
+    on which `refined` selects its best step weigh nothing anywhere.
+
+    A variant of this method composes the same steps.
     """
     pair = task.pair
     plan = pair.plan
@@ -119,8 +126,8 @@ def fit_module(task: FitTask) -> FittedModule:
     w_o = stored["output"]  # transposed: (H, e, D)
     check_finite(task.module.layer, w_o)
 
-    # 1. Second moments. With a search the whole layer is one group at first, from which any
-    # partition follows.
+    # 1. Second moments. For a search they are measured of all heads as one group, because those of
+    # any group are a part of them.
     moments = measure_moments(task, rotary, w_o, groups=1 if search else groups)
 
     # 2. The heads of each group; the search itself is small, and runs on the CPU.
@@ -261,9 +268,9 @@ def refit_output(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
         gram / count, cross / count, start, task.pair.options.ridge, block=heads.value_dim
     )
 
-    # The new W_O as a map of the base model's, which is how it is stored: exact if H e is at most
-    # D, else only the part of the change in the row space of w_o. CUT is squared, because
-    # eigenvalues of w_o^T w_o are.
+    # What is stored is a map, which the writer multiplies with the base model's W_O. It gives the
+    # fitted W_O exactly if H e is at most D; otherwise only the part of the change that lies in the
+    # row space of w_o. CUT is squared, because eigenvalues of w_o^T w_o are.
     change = (fitted - start) @ pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T
     output = maps.output.to(w_o).T + change
     fitted = output @ w_o

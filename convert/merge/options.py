@@ -47,7 +47,7 @@ class MapsOptions:
 
     text: CalibrationText = field(default_factory=CalibrationText)
     grouping: str = "auto"
-    ridge: float = 0.03
+    ridge: float = 0.3
     refinement: Refinement = field(default_factory=Refinement)
     dtype: str = "float32"
     device: str = "cpu"
