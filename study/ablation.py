@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.write import write_text
 from gqa.convert.api import convert_checkpoint
@@ -28,6 +28,7 @@ from gqa.core.errors import (
     one_line,
     plural,
 )
+from gqa.core.options import flag
 from gqa.corpus.rows import row_digest
 from gqa.corpus.specs import parse_sources
 from gqa.eval.evaluate import Comparison, environment
@@ -43,6 +44,9 @@ from gqa.uptrain.build_data import build_data
 from gqa.uptrain.data_sources import heldout_sources
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import prepare
+
+if TYPE_CHECKING:
+    from gqa.convert.plan import Plan
 
 
 class Ablation:
@@ -65,8 +69,11 @@ class Ablation:
         check_predicts_tokens(self.subject.config, self.subject.name, options.trust_remote_code)
         check_target_field(self.subject, options.target_field)
 
-        self.cells = options.cells(self._check_conversions())
+        plans = self._plan_conversions()
+        self.cells = options.cells(plans[0].config.main.kv)
         self._text = self._read_heldout()
+        if any(plan.reads_text for plan in plans):
+            options.maps.text.check_sources(self.subject.checkpoint, flag("calibration_tokens"))
         self._check_training()
         self._identity: rows.Row = json.loads(
             json.dumps(
@@ -79,8 +86,8 @@ class Ablation:
         )
         self._directory.check(self._identity, options.overwrite)
 
-    def _check_conversions(self) -> int:
-        """The number of KV heads of the base model.
+    def _plan_conversions(self) -> list[Plan]:
+        """The plan of each method and number of KV heads, or of 1 where no number is given.
 
         Raises RefusedError if the base model cannot be converted by a method, or to a number of
         heads, of the study.
@@ -97,7 +104,7 @@ class Ablation:
                 f"--kv-heads {max(counts)} is more than the {heads} key/value heads of "
                 f"{self.subject.name}"
             )
-        return heads
+        return plans
 
     def _check_training(self) -> None:
         """Raise CorpusError if the data is less than a step of any training needs."""

@@ -439,6 +439,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["--context 4096 is more than the 64 positions"],
     ),
     "a device that is not there": ({"device": "cuda:99"}, ["cuda:99"]),
+    "calibration text of less than a block": (
+        {"methods": "mean,calibrated", "calibration_tokens": 100},
+        ["--calibration-tokens 100 gives", "less than one block of 256 tokens; give at least 256"],
+    ),
     "targets of a decoder": (
         {"target_field": "text"},
         ["--target-field is for encoder-decoders, model is not one"],

@@ -130,7 +130,9 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("words")
     check_refused(run(*words, model, "--data", text), "cannot load the tokenizer of m")
-    check_refused(run(*words, model, "--tokens", 7), "less than a block of 256 tokens")
+    check_refused(
+        run(*words, model, "--tokens", 7), "--tokens 7 gives self less than one block of 256"
+    )
     done = run(*words, model, "-o", model)
     assert done.code == 0
     assert done.err.startswith(f"warning: the output {model} is the model itself")

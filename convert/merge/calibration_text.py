@@ -224,15 +224,16 @@ class CalibrationText:
 
     # ------------------------------------------------------------------------------------- checks
 
-    def check_sources(self, checkpoint: Checkpoint) -> None:
+    def check_sources(self, checkpoint: Checkpoint, tokens_option: str = "--tokens") -> None:
         """Raise RefusedError or CorpusError for text that cannot be used.
 
-        Of local files the beginning is read; others are not fetched yet.
+        Of local files the beginning is read; others are not fetched yet. `tokens_option` is what
+        the command calls `tokens`.
         """
         from gqa.corpus.encoders import check_template
         from gqa.models.loading import load_tokenizer
 
-        self.shares()
+        self.shares(tokens_option)
         specs = (*self.sources, *filter(None, [self.heldout]))
         check_text_options(specs, self.field, self.separator)
         data = [spec for spec in self.sources if not is_self(spec)]
@@ -278,23 +279,27 @@ class CalibrationText:
         """Tokens of all sources. Raises RefusedError and CorpusError."""
         return sum(tokens for _, tokens in self.shares())
 
-    def shares(self) -> Sequence[tuple[str, int]]:
+    def shares(self, tokens_option: str = "--tokens") -> Sequence[tuple[str, int]]:
         """The sources with their numbers of tokens.
 
-        `self:TOKENS` states it, the others share `tokens` equally. Raises RefusedError and
-        CorpusError.
+        `self:TOKENS` states it, the others share `tokens` equally. Raises RefusedError, which names
+        `tokens_option`, and CorpusError.
         """
         stated = [_stated_tokens(source) for source in self.sources]
-        shares = [
-            (source, tokens or self.tokens // stated.count(0))
-            for source, tokens in zip(self.sources, stated, strict=True)
-        ]
-        for source, tokens in shares:
+        sharing = stated.count(0)
+
+        shares = []
+        for source, stated_tokens in zip(self.sources, stated, strict=True):
+            tokens = stated_tokens or self.tokens // sharing
             if tokens < self.length:
+                block = f"less than one block of {self.length} tokens"
+                if stated_tokens:
+                    raise RefusedError(f"{source} is {block}; give more")
                 raise RefusedError(
-                    f"{source} gives less than a block of {self.length} tokens; give more "
-                    "calibration tokens (--tokens; in gqa-ablate --calibration-tokens)"
+                    f"{tokens_option} {self.tokens} gives {source} {block}; give at least "
+                    f"{self.length * sharing}"
                 )
+            shares.append((source, tokens))
         return shares
 
     def _source(self, spec: str) -> Source:
