@@ -236,6 +236,6 @@ def check_ids(largest: int, vocabulary: int, name: str) -> None:
     """Raise RefusedError if token ids exceed the embedding of the model `name`."""
     if largest >= vocabulary:
         raise RefusedError(
-            f"the tokenizer of {name} gives token {largest}, its embedding has {vocabulary}; they "
-            "do not belong together"
+            f"the tokenizer gives token {largest}, but the embedding of {name} has {vocabulary} "
+            "rows: they do not belong together; use the tokenizer of that model"
         )

@@ -323,7 +323,7 @@ def damaged(path: Path, damage: str) -> Path:
             "SRC BAD --data TEXT",
             "bad knows 3,000 of the 4,096 tokens of its tokenizer",
         ),
-        ("vocabulary", "BAD --data TEXT", "its embedding has 3000; they do not belong together"),
+        ("vocabulary", "BAD --data TEXT", "has 3000 rows: they do not belong together"),
         ("tokenizer", "SRC BAD --data TEXT", "transformers cannot load the tokenizer of bad"),
         ("other tokenizer", "SRC BAD --data TEXT", "stdlib-mha and bad have different tokenizers"),
     ],

@@ -43,4 +43,5 @@ def rate_factor(step: int, steps: int, schedule: Schedule, warmup: int = 0) -> f
     left = (steps - step) / (steps - warmup)  # the share of the steps after the warm-up
     if schedule == "cosine":
         return 0.5 * (1 - math.cos(math.pi * left))
+    assert schedule == "linear"
     return left

@@ -191,6 +191,7 @@ class Fused(Layout):
         if self.order == "stacked":
             return torch.cat([query, key, value]).flatten(0, 1)
 
+        assert self.order == "grouped"
         per_group = query.unflatten(0, (len(key), -1))  # (G, r, d, *rest)
         return torch.cat([per_group, key[:, None], value[:, None]], dim=1).flatten(0, 2)
 
