@@ -264,9 +264,9 @@ def refit_output(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
 
     count = int(task.position_weights.count_nonzero())
     start = maps.output.to(w_o).T @ w_o
-    fitted = ridge(
-        gram / count, cross / count, start, task.pair.options.ridge, block=heads.value_dim
-    )
+    # The less text there is, the more of what fits it is peculiar to it.
+    strength = task.pair.options.ridge / count
+    fitted = ridge(gram / count, cross / count, start, strength, block=heads.value_dim)
 
     # What is stored is a map, which the writer multiplies with the base model's W_O. It gives the
     # fitted W_O exactly if H e is at most D; otherwise only the part of the change that lies in the

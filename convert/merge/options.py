@@ -37,7 +37,7 @@ class MapsOptions:
     Attributes:
         text: The calibration text.
         grouping: `contiguous`; `auto` searches for the groups with the least loss.
-        ridge: Strength of the refit of W_O, relative to the mean energy of each head's outputs.
+        ridge: How many tokens of text the base model's W_O counts as in the refit of W_O.
         refinement: The training of `refined`.
         dtype: In which layers run.
         device: On which they run.
@@ -47,7 +47,7 @@ class MapsOptions:
 
     text: CalibrationText = field(default_factory=CalibrationText)
     grouping: str = "auto"
-    ridge: float = 0.3
+    ridge: float = 2_000.0
     refinement: Refinement = field(default_factory=Refinement)
     dtype: str = "float32"
     device: str = "cpu"
