@@ -249,6 +249,21 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
     assert errors
 
 
+def test_the_ridge_counts_as_tokens_of_text(source: Path) -> None:
+    """The same text twice is fitted like the text once with half the ridge; with the same ridge it
+    is fitted more closely.
+    """
+
+    def first_error(copies: int, ridge: float) -> float:
+        ids = Ids().ids().repeat(copies, 1)
+        options = on_ids(ridge=ridge, grouping="contiguous")
+        (result,) = Calibrator(plan_of(source), ids, options).run(0)
+        return result.error
+
+    assert first_error(2, ridge=4_000) == pytest.approx(first_error(1, ridge=2_000), rel=1e-4)
+    assert first_error(2, ridge=2_000) < 0.99 * first_error(1, ridge=2_000)
+
+
 # A model, and whose weights are zero, along which dimension, and what part of them.
 DEATHS = [
     ("llama", "v_proj", 0, 1),
