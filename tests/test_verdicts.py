@@ -113,7 +113,7 @@ def test_the_terminal_and_the_page_say_the_level(tmp_path: Path) -> None:
 
 
 def test_docs_state_the_thresholds() -> None:
-    for page in ("evaluating.md", "quickstart.md"):
+    for page in ("reading.md", "quickstart.md"):
         text = (DOCS / page).read_text()
         for level in MEANINGS:
             row = rf"\| (\*\*|){level}\1 \|"

@@ -95,8 +95,8 @@ class TextDataBuilder:
         summary = f"{distinct:,} of {data_tokens:,} tokens ({percent(distinct, data_tokens)})"
         if text.has_masks:
             counted = count_in_loss(text, lengths, order, distinct)
-            summary += f", {counted:,} of which count in the loss,"
-        summary += f" in {plural(text_blocks, 'block')} of {size:,}"
+            summary += f", {counted:,} of which count in the loss"
+        summary += f", in {plural(text_blocks, 'block')} of {size:,}"
         if read_tokens > data_tokens:
             summary += f", read {read_tokens / data_tokens:.2f} times, each time in another order"
         if n_blocks > text_blocks:
