@@ -26,8 +26,9 @@ $(TRY)/.installed: pyproject.toml constraints.txt
 		{ echo "gqa needs Python 3.11 or newer; name one: make try PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(TRY) || \
 		{ echo "Python has no venv module; on Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
+	@# torch alone, and one retry: where its index cannot be reached, the configured one has a build.
 	$(TRY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
-		--extra-index-url $(TORCH_INDEX) torch
+		--no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch
 	$(TRY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt .
 	@touch $@
 endif

@@ -35,8 +35,8 @@ from gqa.convert.recast.targets import RECAST_TYPES, recast
 from gqa.core.errors import CorruptError, EntryError, RefusedError, alternatives
 from gqa.models.custom_code import MODEL_TYPES
 
-# Heads are searched for groups up to this width of all keys or values: the moments of two layers of
-# this width in float64, one of keys and one of values, take a GiB.
+# Groups are searched for up to this width of all keys, or of all values, of a layer (heads x head
+# dimension): their second moments in float64 then take half a GiB each.
 _WIDEST_SEARCH = 8192
 # Query and output projections of models whose heads cannot be aligned: training changes them.
 _UNALIGNED = tuple(Rule(name, Layout()) for name in ("q_proj", "o_proj", "out_proj", "dense"))
@@ -182,7 +182,8 @@ def _check_method(
     if not reason:
         return
 
-    # The reason may be that config.json belongs to other weights, as far as `check_loads` knows.
+    # If config.json and the weights do not belong together, that is the reason to give:
+    # `check_loads` raises it.
     list(check_loads(checkpoint.config, _outputs(checkpoint, (), None), checkpoint))
     usable = (one.name for one in _available_methods(checkpoint, config, modules))
     raise RefusedError(f"{reason}; use --method {alternatives(usable)}")

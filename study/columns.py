@@ -1,6 +1,6 @@
-"""The numbers of a row, and the columns of the tables that show them.
+"""The numbers in a row of a study, and the columns of its table.
 
-Those that are measured on text come from the lists of `gqa.eval.metrics`.
+What is measured on text comes from the list of metrics in `gqa.eval.metrics`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from gqa.study.rows import Row
 def row_numbers(
     record: Mapping[str, Any], cache: KVCache | None, base_cache: KVCache | None
 ) -> Row:
-    """The numbers in the row of a cell.
+    """The numbers in the row of a model.
 
     Args:
-        record: Measurements of the cell's model, by `Comparison.measure`. Without
-            `against_baseline` they are those of the base model.
-        cache: KV cache of the cell's model.
-        base_cache: KV cache of the base model.
+        record: What `Comparison.measure` measured of the model. A record without
+            `against_baseline` is that of the base model.
+        cache: The KV cache of the model.
+        base_cache: The KV cache of the base model.
     """
-    assert cache, "a study converts only models whose KV heads are known"
-    assert base_cache, "a study converts only models whose KV heads are known"
+    # `Subject.cache` is None only for models that cannot be converted.
+    assert cache is not None
+    assert base_cache is not None
+
+    # Compared with itself, the base model loses nothing.
     compared = {"against_baseline": {"log_ratio": 0.0}, **record}
     numbers: Row = {}
     for metric in METRICS:
@@ -49,7 +52,7 @@ def row_numbers(
 
 
 def _look_up(record: Mapping[str, Any], path: str) -> Any:
-    """What stands at a path like `quality.nats_per_token`; None if nothing does."""
+    """The value at a path like `quality.nats_per_token`, or None."""
     value: Any = record
     for key in path.split("."):
         if key not in value:
@@ -66,7 +69,7 @@ METHOD = Column("method", _method)
 KV_HEADS = Column("KV heads", "{groups}")
 CACHE = Column("KV bytes/token", "{kv_bytes_per_token:,.0f}")
 
-# Of the table of all cells. `level` is that of the verdict.
+# The table of all configurations; `row["level"]` is the level of the verdict.
 COLUMNS = [
     METHOD,
     KV_HEADS,

@@ -17,7 +17,13 @@ from support.checkpoints import Result, edit_json, run
 from support.documents import open_data
 from support.patches import log_every_line, use_data_cache
 from support.tiny_models import TINY, build
-from support.training import load, material, options_for, training_model
+from support.training import (
+    converted_beside_base,
+    load,
+    material,
+    options_for,
+    training_model,
+)
 
 from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert.api import convert_checkpoint
@@ -33,10 +39,8 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 @pytest.fixture
 def converted(tmp_path: Path) -> Path:
-    """A conversion beside its base model."""
-    shutil.copytree(material() / "teacher", tmp_path / "base")
-    convert_checkpoint(tmp_path / "base", 2, tmp_path / "converted", method="mean")
-    return tmp_path / "converted"
+    """Next to its base model."""
+    return converted_beside_base(tmp_path)
 
 
 def settled(model: Path, **given: Any) -> tuple[TrainOptions, str]:
@@ -50,12 +54,17 @@ def uptrain(*words: object) -> Result:
     return run(*map(str, words), program="gqa-uptrain")
 
 
-def test_no_options(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_options(
+    converted: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """But how much: the base model teaches, on what it writes,
     and the result is beside the model.
     """
-    # Nothing is written yet
-    use_data_cache(monkeypatch, str(tmp_path.with_name("cache")))
+    # The tests of a process share a cache, in which another one may have generated the same text.
+    use_data_cache(monkeypatch, tmp_path_factory.mktemp("cache-without-text"))
     log_every_line(monkeypatch)
     refused = uptrain(converted, "--alpha", 0.1)
     assert "--alpha needs data of known length; give --data self:1M" in refused.err

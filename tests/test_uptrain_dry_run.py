@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpoints import Result, run, snapshot
-from support.training import material
-
-from gqa.convert.api import convert_checkpoint
+from support.training import converted_beside_base, material
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture
 def converted(tmp_path: Path) -> Path:
-    """A conversion next to its base model."""
-    shutil.copytree(material() / "teacher", tmp_path / "base")
-    convert_checkpoint(tmp_path / "base", 2, tmp_path / "converted", method="mean")
-    return tmp_path / "converted"
+    """Next to its base model."""
+    return converted_beside_base(tmp_path)
 
 
 def uptrain(*words: object) -> Result:

@@ -1,4 +1,4 @@
-"""The held-out blocks of a run: on them training is measured, and it never reads their text.
+"""The held-out blocks of a run, which measure the training. Their text is never trained on.
 
 They come from sources that are named (--heldout, --heldout-fraction), or from the end of the data.
 """
@@ -27,15 +27,18 @@ from gqa.uptrain.overlap import heldout_texts
 def blocks_of_named_text(
     options: TrainOptions, encoders: Encoders
 ) -> tuple[HeldoutDocuments, list[Block]]:
-    """The documents of the held-out sources, which training skips, and blocks spread evenly over
-    them; no blocks without such sources. Raises RefusedError and CorpusError.
+    """The documents of the held-out sources, which training skips, and blocks of them.
+
+    The blocks are spread evenly over the documents. Both are empty if no source is named.
+
+    Raises RefusedError and CorpusError.
     """
     sources = heldout_sources(options)
     if not sources:
         return HeldoutDocuments(), []
 
     text = tokenize(sources, encoders)
-    heldout = HeldoutDocuments({bytes(digest): 0 for digest in text.digests})
+    heldout = HeldoutDocuments({bytes(digest): 0 for digest in text.digests})  # from token 0 on
 
     all_blocks = Blocks(text, np.arange(len(text)), options.block)
     count = min(count_heldout(options), len(all_blocks))
@@ -52,11 +55,12 @@ def blocks_of_named_text(
 def blocks_of_the_end(
     options: TrainOptions, text: Documents
 ) -> tuple[HeldoutDocuments, list[Block]]:
-    """The end of the data in the order of hashes, which training skips, and its blocks; no blocks
-    of little data.
+    """The end of the data, in the order of the documents' hashes, which training skips, and its
+    blocks. Little data has no held-out end.
     """
     heldout = HeldoutDocuments(hold_back(text, count_held_back(options, text) * options.block))
 
+    # Of each document with a limit, the tokens from there on, in the order of the data.
     numbers = {bytes(digest): number for number, digest in enumerate(text.digests)}
     ends = sorted((numbers[digest], limit) for digest, limit in heldout.limits.items())
     read = text.tokens_with_mask if text.has_masks else text.tokens
@@ -72,8 +76,9 @@ def passages_to_exclude(
     heldout: HeldoutDocuments,
     encoders: Encoders,
 ) -> Exclusion:
-    """Passages of the held-out text, to leave out of all documents except those that `heldout`
-    leaves out as a whole.
+    """Passages of the held-out text, which are cut out of all documents that are trained on.
+
+    Documents that `heldout` skips as a whole need not be searched for them.
     """
     texts: Iterator[str]
     named = heldout_sources(options)
@@ -98,7 +103,8 @@ def count_heldout(options: TrainOptions) -> int:
 
 
 def count_held_back(options: TrainOptions, data: Documents) -> int:
-    """The number of blocks to hold back: a twentieth of the data, --heldout-tokens at most, none of
-    less than 20.
+    """The number of blocks to hold back: a twentieth of the data, and at most --heldout-tokens.
+
+    Data of fewer than 20 blocks has none.
     """
     return min(count_heldout(options), int(data.lengths.sum()) // (20 * options.block))

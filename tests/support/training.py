@@ -287,6 +287,14 @@ def material() -> Path:
     return made
 
 
+def converted_beside_base(directory: Path) -> Path:
+    """The tiny model `base` in a directory, and beside it what becomes of it with 2 KV heads."""
+    from gqa.convert.api import convert_checkpoint
+
+    shutil.copytree(material() / "teacher", directory / "base")
+    return convert_checkpoint(directory / "base", 2, directory / "converted", method="mean").out
+
+
 def runs_shelf() -> Path:
     """Where `Runs` note the states of their runs."""
     return material() / "cache" / "gqa-runs"
