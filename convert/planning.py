@@ -38,6 +38,8 @@ from gqa.models.custom_code import MODEL_TYPES
 # Groups are searched for up to this width of all keys, or of all values, of a layer (heads x head
 # dimension): their second moments in float64 then take half a GiB each.
 _WIDEST_SEARCH = 8192
+# And up to so many heads of a layer, because the loss of each pair of them is computed.
+_MOST_SEARCHED_HEADS = 128
 # Query and output projections of models whose heads cannot be aligned: training changes them.
 _UNALIGNED = tuple(Rule(name, Layout()) for name in ("q_proj", "o_proj", "out_proj", "dense"))
 
@@ -209,6 +211,8 @@ def _can_regroup(config: ModelConfig, groups: Groups, merge_method: Method | Non
         return False
 
     heads = config.main
+    if heads.kv > _MOST_SEARCHED_HEADS:
+        return False
     if heads.kv * max(heads.key_dim, heads.value_dim) > _WIDEST_SEARCH:
         return False
     counts = [groups] if isinstance(groups, int) else groups

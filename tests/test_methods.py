@@ -338,6 +338,8 @@ def test_from_the_option_to_the_checkpoint(
         ("llama", 8, 2, "aligned", True),
         ("llama", 12, 2, "refined", True),  # 924 groups of six heads: by swaps
         ("llama", 14, 7, "aligned", True),  # 91 pairs, and 135,135 ways to divide into pairs
+        ("llama", 128, 64, "refined", True),
+        ("llama", 136, 68, "refined", False),  # 9,180 pairs, and more with every head
         ("llama", 8, 1, "calibrated", False),  # all share
         ("llama", 8, 2, "mean", False),
         ("falcon+rw", 4, 1, "procrustes", False),  # ALiBi: a head's place is its slope
