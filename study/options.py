@@ -132,7 +132,7 @@ class AblateOptions(Options):
         metavar="COUNT",
     )
     batch_size: int | None = same_as(TrainOptions, "batch_size")
-    learning_rate: float = same_as(TrainOptions, "learning_rate")
+    learning_rate: float | None = same_as(TrainOptions, "learning_rate")
     seed: int = same_as(TrainOptions, "seed")
     precision: Literal["float32", "bfloat16"] | None = option(
         None,

@@ -29,7 +29,7 @@ from gqa.uptrain.evaluation import (
     zero_sums,
 )
 from gqa.uptrain.log import Log
-from gqa.uptrain.models import make_optimizer
+from gqa.uptrain.optimizer import base_rate, make_optimizer, set_rate
 from gqa.uptrain.saver import Saver
 from gqa.uptrain.schedule import evaluation_interval, rate_factor, warmup_steps
 from gqa.uptrain.setup import Setup
@@ -184,7 +184,7 @@ def _learning_rate(setup: Setup, step: int) -> float:
     options = setup.options
     steps = setup.dataloader.steps
     warmup = warmup_steps(options.warmup, options.schedule, steps)
-    return options.learning_rate * rate_factor(step, steps, options.schedule, warmup)
+    return base_rate(options) * rate_factor(step, steps, options.schedule, warmup)
 
 
 def train_step(
@@ -226,8 +226,7 @@ def train_step(
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
 
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    set_rate(optimizer, rate)
     optimizer.step()
     optimizer.zero_grad()
     return sums, float(norm)

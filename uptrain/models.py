@@ -1,11 +1,8 @@
-"""The models of a run: the teacher, the parameters that train, low-rank adapters, and the
-optimizer.
-"""
+"""The models of a run: the teacher, the parameters that train, and low-rank adapters."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -401,39 +398,3 @@ def check_teacher(
             f"the teacher {name} knows {teacher_rows:,} tokens, fewer than the {needed:,} of the "
             "model's tokenizer; give the checkpoint from which the model was converted"
         )
-
-
-def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-    """AdamW (fused if the device supports it), or Adafactor with an external learning rate (arXiv
-    1804.04235, section 3.1).
-
-    Matrices decay; vectors (norms, biases, gates) do not, even if stored as matrices. There is no
-    empty parameter group, which torch's distributed state dicts cannot hold.
-    """
-    matrices = list[nn.Parameter]()
-    vectors = list[nn.Parameter]()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            is_vector = parameter.ndim < 2 or re.search(r"norm|bias", name.lower())
-            (vectors if is_vector else matrices).append(parameter)
-
-    groups: list[dict[str, Any]] = []
-    if matrices:
-        groups.append({"params": matrices, "weight_decay": options.weight_decay})
-    if vectors:
-        groups.append({"params": vectors, "weight_decay": 0.0})
-
-    if options.optimizer == "adafactor":
-        from transformers import Adafactor
-
-        adafactor: torch.optim.Optimizer = Adafactor(
-            groups,
-            lr=options.learning_rate,
-            relative_step=False,
-            scale_parameter=False,
-            warmup_init=False,
-        )
-        return adafactor
-
-    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in (*matrices, *vectors))
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused)

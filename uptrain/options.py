@@ -122,7 +122,12 @@ class TrainOptions(Options):
         f"{', '.join(_FITTED[:-1])} and {_FITTED[-1]}, else all]",
     )
     optimizer: Literal["adamw", "adafactor"] = option("adamw", "Optimizer.")
-    learning_rate: float = option(3e-4, "Peak learning rate.", POSITIVE)
+    learning_rate: float | None = option(
+        None,
+        "Peak learning rate, the same for all weights.  [default: 0.3% of the root mean square of "
+        "each weight]",
+        POSITIVE,
+    )
     schedule: Schedule = option("linear", "Learning rate after the warm-up.")
     warmup: int | None = option(
         None,

@@ -7,6 +7,7 @@ from typing import Any
 
 from gqa.core.errors import plural
 from gqa.uptrain.dry_run import DryRun
+from gqa.uptrain.optimizer import RELATIVE_RATE
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import warmup_steps
 from gqa.uptrain.setup import Run, Setup
@@ -133,9 +134,16 @@ def _optimizer_line(setup: Setup) -> str:
     options = setup.options
     warmup = warmup_steps(options.warmup, options.schedule, setup.dataloader.steps)
     return (
-        f"optimizer   {options.optimizer}, learning rate {options.learning_rate:g}, "
+        f"optimizer   {options.optimizer}, learning rate {_peak_rate(options)}, "
         f"{options.schedule}, {warmup} warm-up steps"
     )
+
+
+def _peak_rate(options: TrainOptions) -> str:
+    """The peak learning rate in words."""
+    if options.learning_rate is None:
+        return f"{RELATIVE_RATE:.1%} of each weight's root mean square"
+    return f"{options.learning_rate:g}"
 
 
 def heldout_text(setup: Setup) -> str:
@@ -192,6 +200,6 @@ def _heldout_lines(run: Run, progress: TrainingProgress) -> list[str]:
         lines.append(
             f"unchanged   no step lowered the {measure}: the weights are "
             f"those of {run.checkpoint.name}. Try a lower --learning-rate (now "
-            f"{run.options.learning_rate:g}), or more tokens"
+            f"{_peak_rate(run.options)}), or more tokens"
         )
     return lines
