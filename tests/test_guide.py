@@ -111,6 +111,7 @@ def test_the_conversion_ends_with_a_training_plan_that_fits_the_gpu(
     (planned,) = (one for one in commands_of("gqa-uptrain") if "--dry-run" in one)
     words = {word.removeprefix("./") for word in shlex.split(planned)} - {"--tokens", "10M"}
     assert set(shlex.split(advised)) == words
+    assert f"\nnext        {line}\n" in PAGE.read_text()
 
 
 def test_the_conversion_ends_with_plain_training_where_that_fits(
