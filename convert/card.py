@@ -134,10 +134,9 @@ def _summary(plan: Plan) -> str:
     main = plan.config.main
     instead = f"with {groups_text(plan.groups)} instead of {main.kv} key/value heads"
     if plan.merge_method is not None:
-        method = f"`gqa-convert --method {plan.merge_method.name}`"
-        change = f"{instead} ({plan.merge_method.result}; {method})"
+        change = f"{instead}, {plan.merge_method.result} (`--method {plan.merge_method.name}`)"
     elif plan.method_name == "repeat":
-        change = f"{instead}: each is repeated, and the logits are the same"
+        change = f"{instead}, by repeating each: the same logits"
     else:
         change = f"with its original {main.kv} key/value heads: no heads are merged"
 
