@@ -30,6 +30,9 @@ def ratios(path: Path) -> dict[str, float]:
 
 
 def text(ratio: float) -> str:
+    """A ratio as the tables have it: `x1.40`, `x12.2`, `x735`."""
+    if ratio < 10:
+        return f"x{ratio:.2f}"
     return f"x{ratio:,.3g}" if ratio < 100 else f"x{ratio:,.0f}"
 
 

@@ -30,7 +30,8 @@ def draw(axes: Any, kv_heads: int, tokens: np.ndarray, kl: np.ndarray) -> float:
     color = COLORS[kv_heads]
     axes.plot(tokens, kl, "o", color=color)
     axes.plot(tokens, np.exp(logarithm) * tokens**exponent, color=color, linewidth=2)
-    label = f"{kv_heads} of 8 KV heads\nKL ~ tokens^{exponent:.2g}"
+    less = 1 - 10**exponent
+    label = f"{kv_heads} of 8 KV heads:\n10 times the tokens,\n{less:.0%} less KL"
     axes.annotate(
         label,
         (tokens[-1], kl[-1]),

@@ -6,6 +6,7 @@ left out where the model does not allow it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,18 @@ from gqa.convert.methods.base import Method
 from gqa.convert.options import ConvertOptions, options_of
 from gqa.convert.output import default_directory
 from gqa.convert.plan import Plan
-from gqa.convert.summary import quality_loss, quality_text
+from gqa.convert.summary import quality_loss, quality_text, size
+from gqa.core import devices
 from gqa.core.console import operand
 from gqa.core.errors import RefusedError
 from gqa.core.escape import shell_line
 from gqa.core.options import flag
 from gqa.models.loading import load_tokenizer, positions, predicts_tokens
+from gqa.models.training_memory import MAX_BLOCK, activation_memory, training_memory
 
 _LEAST_RECALL_CONTEXT = 128  # `gqa-eval --recall` refuses a shorter context
+# An estimate of memory up to this share of what there is will do: activations are known roughly.
+_SURE_SHARE = 3 / 4
 _EVALUATED_TOKENS = 20_000  # seconds for a small model, minutes for one of 7B on a GPU
 
 # Options that another run of gqa-convert does not repeat: what is written where, and what is
@@ -96,7 +101,11 @@ def next_line(
     command = training_command(plan, options, out, source)
     if not command:
         return ""
-    return f"for better quality distill from the base model: {command}"
+    goal = "for better quality distill from the base model"
+    if _fits_training(plan, options):
+        return f"{goal}: {command}"
+    needed = size(default_training_memory(plan))
+    return f"{goal}; by default that needs about {needed}, so look at the plan first: {command}"
 
 
 def warnings(
@@ -141,8 +150,10 @@ def evaluation_command(plan: Plan, options: ConvertOptions, out: Path) -> str:
 
 
 def training_command(plan: Plan, options: ConvertOptions, out: Path, source: dict[str, Any]) -> str:
-    """gqa-uptrain of the result, with the base model as its teacher;
-    empty if it cannot be trained.
+    """gqa-uptrain of the result, with the base model as its teacher; empty if it cannot be trained.
+
+    Where its defaults may need more memory than there is, it is the plan of a training that needs
+    less.
     """
     if plan.checkpoint.packed or not predicts_tokens(transformers_config(plan.new_config)):
         return ""
@@ -154,7 +165,40 @@ def training_command(plan: Plan, options: ConvertOptions, out: Path, source: dic
     if is_local and not source.get("path") and not _are_beside(out, plan.checkpoint.directory):
         # Neither the record says where the base model is, nor is it where gqa-uptrain looks.
         words += ["--teacher", options.model]
-    return shell_line([*words, *_shared(options)])
+    words += _shared(options)
+    if not _fits_training(plan, options):
+        words += _saving_options(options)
+    return shell_line(words)
+
+
+def default_training_memory(plan: Plan) -> int:
+    """Bytes that gqa-uptrain of the result needs with its default options, roughly."""
+    trained = parameters = plan.parameters_after
+    assert plan.merge_method is not None
+    if plan.merge_method.reads != "nothing":  # then attention alone trains
+        paths = tuple(f"{module.path}." for module in plan.modules)
+        sizes = [math.prod(one.shape) for one in plan.tensors if one.name.startswith(paths)]
+        trained = sum(sizes)
+
+    config = transformers_config(plan.new_config)
+    block = min(positions(config) or MAX_BLOCK, MAX_BLOCK)
+    needs = training_memory(parameters, trained, plan.checkpoint.nbytes)
+    hidden_size = int(plan.config.text.hidden_size)
+    return needs.memory + activation_memory(hidden_size, plan.config.layers, block)
+
+
+def _fits_training(plan: Plan, options: ConvertOptions) -> bool:
+    """Whether gqa-uptrain surely fits this machine with its default options."""
+    total = devices.total_memory(options.maps.device)
+    return total is None or default_training_memory(plan) <= _SURE_SHARE * total
+
+
+def _saving_options(options: ConvertOptions) -> list[str]:
+    """Options of gqa-uptrain that make activations small, and --dry-run (docs/guide-7b.md)."""
+    words = []
+    if devices.native_bfloat16(options.maps.device):
+        words += ["--precision", "bfloat16"]
+    return [*words, "--micro-batch", "1", "--checkpointing", "--dry-run"]
 
 
 def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> str:

@@ -111,10 +111,11 @@ def cache_rows(cache: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def quality_paragraph(level: Level, text: str) -> str:
-    """Markdown: the verdict and the numbers of `describe_quality`."""
+    """Markdown: the verdict, and the numbers of `describe_quality`."""
     return (
-        f"**{level.capitalize()}** ({MEANINGS[level]}). Compared with the base model: "
-        f"{markdown(text)} (recall: share of a repeated passage predicted right)."
+        f"**{level.capitalize()}** ({MEANINGS[level]}). "
+        f"Compared with the base model: {markdown(text)}. Recall is the share of a repeated "
+        "passage that is predicted right."
     )
 
 
@@ -145,7 +146,7 @@ def _summary(plan: Plan) -> str:
     cache = ""
     if ratio != 1:
         cache = f" The KV cache takes {cache_change(ratio)} memory."
-    return f"{base} {change}; {main.query} query heads.{cache}"
+    return f"This is {base} {change}. It has {main.query} query heads.{cache}"
 
 
 def _changes(plan: Plan) -> list[tuple[str, str, str]]:

@@ -32,15 +32,15 @@ _QUICK = (
 _METHODS = "\n".join(
     f"  {name:12}{method.reads}; {method.cost}: {method.result}" for name, method in METHODS.items()
 )
-_EPILOG = f"""\b
+_EPILOG = f"""\
 Methods (text: --data, or self-generated), with input, time and algorithm:
 {_METHODS}
-\b
+
 Examples:
-  gqa-convert --kv-heads 8 ./Llama-2-7b-hf
-  gqa-convert --kv-heads 8 --dry-run meta-llama/Llama-2-7b-hf
-  gqa-convert --kv-heads 8 --method refined ./Llama-2-7b-hf
-  gqa-convert --kv-heads 8 --method mean ./Llama-2-7b-hf    # as in the GQA paper; it needs training
+  gqa-convert --kv-heads 2 examples/stdlib-mha
+  gqa-convert --kv-heads 2 --method refined examples/stdlib-mha
+  gqa-convert --kv-heads 2 --method mean examples/stdlib-mha  # as in the paper
+  gqa-convert --kv-heads 1 --dry-run HuggingFaceTB/SmolLM2-135M-Instruct
 """
 
 

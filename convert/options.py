@@ -15,7 +15,21 @@ from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.methods.base import Method
 from gqa.convert.methods.table import DEFAULT, METHODS
 from gqa.core.errors import RefusedError
-from gqa.core.options import COUNT, SEED, KVHeads, Number, Options, Text, flag, option, tokens_type
+from gqa.core.options import (
+    COUNT,
+    HARDWARE,
+    MAIN,
+    MODEL,
+    OUTPUT,
+    SEED,
+    KVHeads,
+    Number,
+    Options,
+    Text,
+    flag,
+    option,
+    tokens_type,
+)
 from gqa.corpus.specs import is_self, parse_self
 
 
@@ -24,6 +38,7 @@ class ConvertOptions(Options):
     """See `gqa-convert --help`."""
 
     model: str = option(MISSING, argument="MODEL")
+
     kv_heads: int | tuple[int, ...] | None = option(
         None,
         "Key/value heads of the result: a divisor of the model's number, or a multiple to expand; "
@@ -32,6 +47,7 @@ class ConvertOptions(Options):
         short="-g",
         alias="--groups",
         metavar="G",
+        group=MAIN,
     )
     kv_budget: float | None = option(
         None,
@@ -40,23 +56,34 @@ class ConvertOptions(Options):
         "chosen by its loss on calibration text.",
         Number(float, "above 0 below 1"),
         metavar="SHARE",
+        group=MAIN,
+    )
+    method: str = option(
+        DEFAULT,
+        "How to merge heads; see below.",
+        click.Choice((*METHODS,)),
+        metavar="METHOD",
+        group=MAIN,
     )
     output: Path | None = option(
         None,
-        "Output directory.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for "
+        "Output directory.  [default: MODEL-gqa<G>-<METHOD> next to MODEL, MODEL-mqa-<METHOD> for "
         "1]",
         short="-o",
         metavar="DIR",
+        group=MAIN,
     )
-    method: str = option(
-        DEFAULT, "How to merge heads; see below.", click.Choice((*METHODS,)), metavar="METHOD"
+    dry_run: bool = option(
+        False, "Print the plan and write nothing; fetches only headers of a hub id.", group=MAIN
     )
+
     data: tuple[str, ...] = option(
         CalibrationText.sources,
         "Calibration text: self (sampled from MODEL), self:TOKENS, self:plain (no repeats), "
         "a file, a hub data set or stdlib:train. Repeat it or use commas for several.",
         metavar="SOURCE[,...]",
         methods="text",
+        group="Calibration text",
     )
     tokens: int = option(
         CalibrationText.tokens,
@@ -64,6 +91,7 @@ class ConvertOptions(Options):
         tokens_type(),
         metavar="COUNT",
         methods="text",
+        group="Calibration text",
     )
     context: int = option(
         CalibrationText.length,
@@ -71,6 +99,7 @@ class ConvertOptions(Options):
         tokens_type(2),
         metavar="COUNT",
         methods="text",
+        group="Calibration text",
     )
     field: str = option(
         "text",
@@ -78,6 +107,7 @@ class ConvertOptions(Options):
         "conversations.",
         metavar="NAME",
         methods="text",
+        group="Calibration text",
     )
     separator: str | None = option(
         None,
@@ -87,6 +117,7 @@ class ConvertOptions(Options):
         Text(blank=True),
         metavar="TEXT",
         methods="text",
+        group="Calibration text",
     )
     target_field: str | None = option(
         None,
@@ -94,41 +125,58 @@ class ConvertOptions(Options):
         "[default: mask spans of plain text]",
         metavar="NAME",
         methods="text",
+        group="Calibration text",
     )
+
     grouping: Literal["auto", "contiguous"] = option(
         "auto",
         "Which heads to merge. auto: the groups with the least loss, by trying all groupings of "
         "few heads, and by swapping heads between groups of many; contiguous: neighbors.",
         methods="maps",
+        group="Merging",
     )
     refine_steps: int = option(
-        Refinement.steps, "Training steps per layer.", COUNT, methods="training"
+        Refinement.steps, "Training steps per layer.", COUNT, methods="training", group="Merging"
     )
-    precision: Literal["float32", "bfloat16", "float16"] = option(
-        "float32", "Dtype in which layers run; 16 bits are less accurate.", methods="text"
-    )
+    seed: int = option(0, "Random seed.", SEED, methods="seed", group="Merging")
+
     device: str | None = option(
         None,
         "Device: cpu, cuda, cuda:1 or mps.  [default: a GPU if there is one]",
         metavar="NAME",
         methods="maps",
+        group=HARDWARE,
     )
-    seed: int = option(0, "Random seed.", SEED, methods="seed")
+    precision: Literal["float32", "bfloat16", "float16"] = option(
+        "float32",
+        "Dtype in which layers run; 16 bits are less accurate.",
+        methods="text",
+        group=HARDWARE,
+    )
+
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = option(
-        None, "Dtype of the stored weights.  [default: unchanged]"
+        None, "Dtype of the stored weights.  [default: unchanged]", group=MODEL
     )
-    revision: str | None = option(None, "Branch, tag or commit of a hub id.", metavar="NAME")
+    revision: str | None = option(
+        None, "Branch, tag or commit of a hub id.", metavar="NAME", group=MODEL
+    )
     trust_remote_code: bool = option(
-        False, "Run the checkpoint's modeling code (dangerous).", methods="text"
+        False, "Run the checkpoint's modeling code (dangerous).", methods="text", group=MODEL
     )
-    check: bool = option(True, "Measure perplexity and recall against MODEL on other text.")
-    dry_run: bool = option(
-        False, "Print the plan and write nothing; fetches only headers of a hub id."
+
+    check: bool = option(
+        True, "Measure perplexity and recall against MODEL on other text.", group=OUTPUT
     )
-    json: bool = option(False, "One JSON object on stdout, everything else on stderr.")
-    overwrite: bool = option(False, "Replace the checkpoint at DIR once the new one is complete.")
-    verbose: bool = option(False, "List every changed tensor; show tracebacks.", short="-v")
-    quiet: bool = option(False, "Print errors and warnings only.", short="-q")
+    overwrite: bool = option(
+        False, "Replace the checkpoint at DIR once the new one is complete.", group=OUTPUT
+    )
+    json: bool = option(
+        False, "One JSON object on stdout, everything else on stderr.", group=OUTPUT
+    )
+    verbose: bool = option(
+        False, "List every changed tensor; show tracebacks.", short="-v", group=OUTPUT
+    )
+    quiet: bool = option(False, "Print errors and warnings only.", short="-q", group=OUTPUT)
     # For Python callers: whether half of the blocks repeat themselves.
     repeats: bool = option(True, methods="text", expert=True)
 

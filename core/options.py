@@ -4,8 +4,10 @@ Python callers make too.
     @dataclass(frozen=True)
     class Windows(Options):
         model: str = option(MISSING, argument="MODEL")
-        context: int | None = option(None, "Tokens.  [default: the model's]", tokens_type(4))
-        recall: bool | None = option(None, "Measure recall.", needs=("context",))
+        context: int | None = option(
+            None, "Tokens.  [default: the model's]", tokens_type(4), group=MAIN
+        )
+        recall: bool | None = option(None, "Measure recall.", group="Recall", needs=("context",))
 
     @command(Windows)
     def windows(options: Windows) -> None:
@@ -35,6 +37,14 @@ from gqa.core.console import CONTEXT_SETTINGS, version_option
 from gqa.core.errors import DivergedError, OutputError, RefusedError
 
 T = TypeVar("T")
+# Headings of --help that all commands share. A group appears where its first option is declared.
+MAIN = "Main options"  # what people need first
+MODEL = "Model"
+HARDWARE = "Hardware"
+OUTPUT = "Output"
+_HELP = "Help"  # --version and --help themselves
+_NAME_COLUMNS = 24  # of --help; a longer name has a line of its own
+
 # Units of numbers of tokens, and of sizes in bytes.
 _COUNTS = {
     "": 1,
@@ -225,6 +235,7 @@ def option(
     help: str = "",
     kind: click.ParamType[Any] | None = None,
     *,
+    group: str = "",
     metavar: str = "",
     short: str = "",
     alias: str = "",
@@ -240,6 +251,7 @@ def option(
         default: MISSING where it must be given.
         help: What --help says, without the default.
         kind: The click type of a value, where the type of the field does not determine it.
+        group: The heading of --help below which it stands; every option of a command needs one.
         metavar: What --help calls a value.
         short: `-o`.
         alias: Another name, `--groups`.
@@ -256,6 +268,7 @@ def option(
         metadata={
             "help": help,
             "kind": kind,
+            "group": group,
             "metavar": metavar,
             "short": short,
             "alias": alias,
@@ -407,6 +420,39 @@ def default_text(default: Any) -> str:
     return f"  [default: {','.join(shown)}]"
 
 
+class _GroupedOption(click.Option):
+    """An option below a heading of --help."""
+
+    def __init__(self, names: Sequence[str], *, group: str, **arguments: Any) -> None:
+        super().__init__(names, **arguments)
+        self.group = group
+
+
+class _GroupedCommand(click.Command):
+    """A command whose --help has options in groups, all in the same columns, and an epilog that is
+    printed as it is.
+    """
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for one in self.get_params(ctx):
+            row = one.get_help_record(ctx)
+            if row is None or isinstance(one, click.Argument):  # the text above says what they are
+                continue
+            group = one.group if isinstance(one, _GroupedOption) else _HELP
+            names, text = row
+            groups.setdefault(group, []).append((names.ljust(_NAME_COLUMNS), text))
+
+        for group, rows in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(rows, col_max=_NAME_COLUMNS)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.epilog:
+            formatter.write_paragraph()
+            formatter.write(self.epilog)
+
+
 def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
     """The option or argument of a command that a field of its dataclass is.
 
@@ -424,6 +470,9 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
             [name], type=Text(), nargs=nargs, required=required, metavar=metadata["argument"]
         )
 
+    group = metadata["group"]
+    assert group, f"{owner.__name__}.{one.name} needs a group of --help"
+
     names = [name, flag(name)]
     if metadata["short"]:
         names.insert(1, metadata["short"])
@@ -433,15 +482,21 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
     if kind is _FLAG:
         if one.default is not False:
             names[-1] += f"/--no-{flag(name)[2:]}"
-        return click.Option(names, is_flag=True, default=None, help=text)
+        return _GroupedOption(names, group=group, is_flag=True, default=None, help=text)
 
     metavar = metadata["metavar"]
     if not metavar and several:
         metavar = "N[,...]"
     elif not metavar:
         metavar = "N" if isinstance(kind, Number) else None
-    return click.Option(
-        names, type=kind, required=required, help=text, metavar=metavar, multiple=several
+    return _GroupedOption(
+        names,
+        group=group,
+        type=kind,
+        required=required,
+        help=text,
+        metavar=metavar,
+        multiple=several,
     )
 
 
@@ -456,7 +511,12 @@ def read(kind: type[T], params: Mapping[str, Any]) -> T:
 
 
 def command(kind: type[T], epilog: str = "") -> Callable[[Callable[[T], Any]], click.Command]:
-    """A command whose options are the fields of `kind`, of which the function gets one."""
+    """A command whose options are the fields of `kind`, of which the function gets one.
+
+    Args:
+        kind: The dataclass.
+        epilog: What --help says after the options; its lines are printed as they are.
+    """
 
     def decorate(function: Callable[[T], Any]) -> click.Command:
         def call(**params: Any) -> Any:
@@ -464,7 +524,7 @@ def command(kind: type[T], epilog: str = "") -> Callable[[Callable[[T], Any]], c
 
         public = [one for one in fields(kind) if not one.metadata["expert"]]  # type: ignore[arg-type]
         return version_option(
-            click.Command(
+            _GroupedCommand(
                 None,
                 callback=call,
                 params=[parameter(kind, one, one.name) for one in public],

@@ -9,12 +9,15 @@ from gqa.core.console import print_json, print_lines, run
 from gqa.core.options import command as command_of
 from gqa.eval.options import EvaluateOptions
 
-_EPILOG = """\b
+_EPILOG = """\
 Examples:
-  gqa-eval SRC SRC-gqa2-calibrated --data heldout.jsonl
-  gqa-eval SRC SRC-gqa8-refined SRC-mqa-refined --data stdlib:heldout --kl --decode -o report
-  gqa-eval SRC SRC-gqa8-refined --memory 80GB
-  torchrun --nproc_per_node 8 -m gqa.eval SRC SRC-gqa8-refined --data heldout.jsonl
+  gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated \\
+      --data stdlib:heldout
+  gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated \\
+      --data stdlib:heldout --kl --cache-bits 8,4 -o report
+  gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated --memory 1GB
+  torchrun --nproc_per_node 8 -m gqa.eval examples/stdlib-mha \\
+      examples/stdlib-mha-gqa2-calibrated --data stdlib:heldout
 """
 
 

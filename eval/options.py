@@ -8,7 +8,19 @@ from typing import Literal
 
 from gqa.convert.options import ConvertOptions
 from gqa.core.errors import RefusedError
-from gqa.core.options import BYTES, COUNT, Number, Options, option, same_as, tokens_type
+from gqa.core.options import (
+    BYTES,
+    COUNT,
+    HARDWARE,
+    MAIN,
+    MODEL,
+    OUTPUT,
+    Number,
+    Options,
+    option,
+    same_as,
+    tokens_type,
+)
 
 CACHE_BITS = Number(int, "from 2 to 8")
 
@@ -21,19 +33,49 @@ class EvaluateOptions(Options):
     """
 
     models: tuple[str, ...] = option((), argument="BASELINE [MODEL]...")
+
     data: tuple[str, ...] | None = option(
         None,
         "Text to evaluate on: a file (txt, jsonl, csv, parquet, arrow), a directory, a glob, "
         "stdlib:heldout, or a hub data set. Repeat it or use commas for several.",
         metavar="SOURCE[,...]",
+        group=MAIN,
     )
-    field: str = same_as(ConvertOptions, "field", needs=("data",))
-    separator: str | None = same_as(ConvertOptions, "separator", needs=("data",))
+    kl: bool = option(
+        False, "Compare next-token distributions with the baseline's.", needs=("data",), group=MAIN
+    )
+    recall: bool | None = option(
+        None,
+        "Measure recall from the context: repeated text, repeated samples, "
+        "repeated random tokens, key-value "
+        "lookup, passkeys.  [default: with -o and --data, for decoders]",
+        group=MAIN,
+    )
+    cache_bits: tuple[int, ...] | None = option(
+        None,
+        "Also evaluate with a KV cache quantized to N bits, like 8,4,2.",
+        CACHE_BITS,
+        group=MAIN,
+    )
+    memory: int | None = option(
+        None,
+        "Show how many sequences of --context tokens fit into this memory, like 80GB.",
+        BYTES,
+        metavar="SIZE",
+        group=MAIN,
+    )
+    output: Path | None = option(
+        None, "Write results.json and report.html here.", short="-o", metavar="DIR", group=MAIN
+    )
+
+    field: str = same_as(ConvertOptions, "field", needs=("data",), group="Text")
+    separator: str | None = same_as(ConvertOptions, "separator", needs=("data",), group="Text")
     target_field: str | None = option(
         None,
         "Encoder-decoders: column of targets; --field names that of sources.",
         metavar="NAME",
         needs=("data",),
+        group="Text",
     )
     context: int | None = option(
         None,
@@ -42,6 +84,7 @@ class EvaluateOptions(Options):
         tokens_type(4),
         metavar="COUNT",
         needs=("data", "recall", "memory"),
+        group="Text",
     )
     tokens: int | None = option(
         None,
@@ -49,22 +92,12 @@ class EvaluateOptions(Options):
         tokens_type(),
         metavar="COUNT",
         needs=("data",),
+        group="Text",
     )
-    kl: bool = option(
-        False, "Compare next-token distributions with the baseline's.", needs=("data",)
-    )
-    recall: bool | None = option(
-        None,
-        "Measure recall from the context: repeated text, repeated samples, "
-        "repeated random tokens, key-value "
-        "lookup, passkeys.  [default: with -o and --data, for decoders]",
-    )
-    cache_bits: tuple[int, ...] | None = option(
-        None, "Also evaluate with a KV cache quantized to N bits, like 8,4,2.", CACHE_BITS
-    )
-    decode: bool = option(False, "Time prefill and decoding.")
+
+    decode: bool = option(False, "Time prefill and decoding.", group="Decoding speed")
     decode_batches: tuple[int, ...] = option(
-        (1, 8), "Batch sizes of --decode.", COUNT, needs=("decode",)
+        (1, 8), "Batch sizes of --decode.", COUNT, needs=("decode",), group="Decoding speed"
     )
     decode_contexts: tuple[int, ...] | None = option(
         None,
@@ -73,36 +106,37 @@ class EvaluateOptions(Options):
         tokens_type(),
         metavar="N[,...]",
         needs=("decode",),
+        group="Decoding speed",
     )
-    decode_steps: int = option(32, "Tokens to generate with --decode.", COUNT, needs=("decode",))
-    memory: int | None = option(
-        None,
-        "Show how many sequences of --context tokens fit into this memory, like 80GB.",
-        BYTES,
-        metavar="SIZE",
+    decode_steps: int = option(
+        32, "Tokens to generate with --decode.", COUNT, needs=("decode",), group="Decoding speed"
     )
-    batch_size: int = option(8, "Windows per forward pass.", COUNT, needs=("data", "recall"))
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto",
-        "Dtype of the computation; auto: as stored, but float32 on a CPU that emulates 16 bits.",
-        needs=("data", "recall", "decode"),
-    )
+
     device: str | None = option(
         None,
         "Device: cpu, cuda, cuda:1, mps, or auto: spread over all GPUs, then host memory, then "
         "disk.  [default: a GPU if there is one]",
         metavar="NAME",
         needs=("data", "recall", "decode"),
+        group=HARDWARE,
     )
-    revision: str | None = same_as(ConvertOptions, "revision")
-    trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code")
-    output: Path | None = option(
-        None, "Write results.json and report.html here.", short="-o", metavar="DIR"
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        "Dtype of the computation; auto: as stored, but float32 on a CPU that emulates 16 bits.",
+        needs=("data", "recall", "decode"),
+        group=HARDWARE,
     )
-    overwrite: bool = option(False, "Replace the report at DIR.", needs=("output",))
-    json: bool = same_as(ConvertOptions, "json")
-    verbose: bool = option(False, "Show tracebacks.", short="-v")
-    quiet: bool = option(False, "Print only results.", short="-q")
+    batch_size: int = option(
+        8, "Windows per forward pass.", COUNT, needs=("data", "recall"), group=HARDWARE
+    )
+
+    revision: str | None = same_as(ConvertOptions, "revision", group=MODEL)
+    trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code", group=MODEL)
+
+    overwrite: bool = option(False, "Replace the report at DIR.", needs=("output",), group=OUTPUT)
+    json: bool = same_as(ConvertOptions, "json", group=OUTPUT)
+    verbose: bool = option(False, "Show tracebacks.", short="-v", group=OUTPUT)
+    quiet: bool = option(False, "Print only results.", short="-q", group=OUTPUT)
 
     @property
     def measures_recall(self) -> bool:

@@ -30,6 +30,7 @@ from gqa.eval.page import Column, Table, Verdict, line_width, table, wrap, write
 Record = dict[str, Any]
 
 _RESULTS = "results.json"
+_NAMED = 2  # most models that the title of a report names
 
 
 def verdicts(results: Record) -> list[Verdict]:
@@ -271,14 +272,10 @@ def open_report(options: EvaluateOptions) -> AbstractContextManager[OutputDirect
 
 def write_report(results: Record, report: OutputDirectory) -> None:
     """Write report.html and results.json, which lists both."""
-    first, *converted = results["models"]
-    title = first["name"]
-    if converted:
-        title = f"{', '.join(model['name'] for model in converted)} against {title}"
     argv = results["argv"]
     write_page(
         report.work,
-        title=title,
+        title=_title(results["models"]),
         verdicts=verdicts(results),
         tables=tables(results),
         samples=list(compare_samples(results["models"])),
@@ -286,6 +283,15 @@ def write_report(results: Record, report: OutputDirectory) -> None:
         foot=f"{describe_environment(results)}.",
     )
     report.commit(_RESULTS, finite(results, infinity=str))
+
+
+def _title(models: Sequence[Record]) -> str:
+    """The models by name, or their number if they are many."""
+    first, *others = [model["name"] for model in models]
+    if not others:
+        return str(first)
+    compared = " and ".join(others) if len(others) <= _NAMED else plural(len(others), "model")
+    return f"{compared} compared with {first}"
 
 
 def describe_environment(record: Record) -> str:

@@ -287,5 +287,6 @@ def making_of(tool: str, argv: Sequence[str], options: Mapping[str, Any], record
     command = [code_block([shell_line([tool, *argv])])] if argv else []
     return [
         *command,
-        f"Options: {shown}. Made with {packages}; `{record}` has all options and versions.",
+        f"Options: {shown}.",
+        f"Made with {packages}; `{record}` has all options and versions.",
     ]

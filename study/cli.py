@@ -8,11 +8,12 @@ from gqa.core.console import fail, print_lines, run
 from gqa.core.options import command as command_of
 from gqa.study.options import ADVICE, AblateOptions, Cell
 
-_EPILOG = """\b
+_EPILOG = """\
 Examples:
-  gqa-ablate ./Llama-2-7b-hf --data corpus.jsonl --heldout-fraction 0.01 -o study
-  gqa-ablate MODEL --data stdlib:train --methods mean,first,refined --kv-heads 1,2,4,8 \\
-      --alphas 0,0.01,0.05,0.1 -o study
+  gqa-ablate examples/stdlib-mha --data stdlib:train --heldout stdlib:heldout \\
+      -o study
+  gqa-ablate examples/stdlib-mha --data stdlib:train --heldout stdlib:heldout \\
+      --methods mean,refined --kv-heads 1,2,4 --alphas 0,0.01,0.05 -o study
   gqa-ablate -o study --max-loss-increase 0.05
 """
 

@@ -19,7 +19,19 @@ from gqa.convert.options import ConvertOptions, options_of, refuse_unused
 from gqa.core.console import operand
 from gqa.core.errors import RefusedError
 from gqa.core.escape import shell_line
-from gqa.core.options import COUNT, FROM_ZERO, SHARE, Options, flag, option, same_as, tokens_type
+from gqa.core.options import (
+    COUNT,
+    FROM_ZERO,
+    HARDWARE,
+    MAIN,
+    OUTPUT,
+    SHARE,
+    Options,
+    flag,
+    option,
+    same_as,
+    tokens_type,
+)
 from gqa.corpus.specs import is_self
 from gqa.eval.options import EvaluateOptions
 from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
@@ -80,14 +92,28 @@ class AblateOptions(Options):
         short="-o",
         metavar="DIR",
         free=True,
+        group=MAIN,
     )
     model: str | None = option(None, argument="[MODEL]", free=True)
+    data: tuple[str, ...] = option(
+        (),
+        "Training text, as for gqa-uptrain. Repeat it or use commas for several.",
+        metavar="SOURCE[,...]",
+        group=MAIN,
+    )
+    heldout: str | None = option(
+        None,
+        "Text to evaluate on; also selects the best step of each training, as in gqa-uptrain.",
+        metavar="SOURCE",
+        group=MAIN,
+    )
     methods: tuple[str, ...] = option(
         ("mean", "first", "aligned", "calibrated", "refined"),
         "Methods to compare; random is a control.",
         click.Choice([*METHODS]),
         metavar="METHOD[,...]",
         free=True,
+        group=MAIN,
     )
     kv_heads: tuple[int, ...] | None = option(
         None,
@@ -98,6 +124,7 @@ class AblateOptions(Options):
         alias="--groups",
         metavar="G[,...]",
         free=True,
+        group=MAIN,
     )
     alphas: tuple[float, ...] = option(
         (0.0, 0.05),
@@ -105,60 +132,65 @@ class AblateOptions(Options):
         SHARE,
         metavar="SHARE[,...]",
         free=True,
+        group=MAIN,
     )
-    train: Scope | None = same_as(TrainOptions, "train")
-    teacher: Literal["source", "none"] = option(
-        "source", "source: distill from MODEL; none: train on text alone."
-    )
-    data: tuple[str, ...] = option(
-        (),
-        "Training text, as for gqa-uptrain. Repeat it or use commas for several.",
-        metavar="SOURCE[,...]",
-    )
-    field: str = same_as(TrainOptions, "field")
-    separator: str | None = same_as(TrainOptions, "separator")
-    target_field: str | None = same_as(TrainOptions, "target_field")
-    heldout: str | None = option(
-        None,
-        "Text to evaluate on; also selects the best step of each training, as in gqa-uptrain.",
-        metavar="SOURCE",
-    )
-    heldout_fraction: float = same_as(TrainOptions, "heldout_fraction")
+
+    field: str = same_as(TrainOptions, "field", group="Text")
+    separator: str | None = same_as(TrainOptions, "separator", group="Text")
+    target_field: str | None = same_as(TrainOptions, "target_field", group="Text")
+    heldout_fraction: float = same_as(TrainOptions, "heldout_fraction", group="Text")
     context: int | None = option(
         None,
         "Tokens per training block and per evaluation window.  [default: the model's context, at "
         "most 2048]",
         tokens_type(4),
         metavar="COUNT",
+        group="Text",
     )
-    batch_size: int | None = same_as(TrainOptions, "batch_size")
-    learning_rate: float | None = same_as(TrainOptions, "learning_rate")
-    seed: int = same_as(TrainOptions, "seed")
-    precision: Literal["float32", "bfloat16"] | None = option(
-        None,
-        "Dtype of the computation.  [default: float32 for training; for evaluation that of "
-        "gqa-eval]",
+
+    calibration_tokens: int = same_as(ConvertOptions, "tokens", group="Conversion")
+    refine_steps: int = same_as(ConvertOptions, "refine_steps", group="Conversion")
+
+    train: Scope | None = same_as(TrainOptions, "train", group="Training")
+    teacher: Literal["source", "none"] = option(
+        "source", "source: distill from MODEL; none: train on text alone.", group="Training"
     )
-    calibration_tokens: int = same_as(ConvertOptions, "tokens")
-    refine_steps: int = same_as(ConvertOptions, "refine_steps")
+    batch_size: int | None = same_as(TrainOptions, "batch_size", group="Training")
+    learning_rate: float | None = same_as(TrainOptions, "learning_rate", group="Training")
+    seed: int = same_as(TrainOptions, "seed", group="Training")
+
     eval_tokens: int | None = option(
-        None, "Held-out tokens to evaluate on.  [default: all]", tokens_type(), metavar="COUNT"
+        None,
+        "Held-out tokens to evaluate on.  [default: all]",
+        tokens_type(),
+        metavar="COUNT",
+        group="Evaluation",
     )
     skip: tuple[Literal["kl", "recall"], ...] = option(
         (),
         "Leave out KL divergence from MODEL (kl) or recall from the context (recall).",
         metavar="NAME[,...]",
+        group="Evaluation",
     )
-    device: str | None = same_as(TrainOptions, "device")
     max_loss_increase: float = option(
         0.1,
         "Recommend the smallest KV cache within N nats per token of MODEL's loss.",
         FROM_ZERO,
         free=True,
+        group="Evaluation",
     )
-    overwrite: bool = option(False, "Remove the study at DIR first.", free=True)
-    verbose: bool = same_as(TrainOptions, "verbose")
-    quiet: bool = same_as(EvaluateOptions, "quiet", free=True)
+
+    device: str | None = same_as(TrainOptions, "device", group=HARDWARE)
+    precision: Literal["float32", "bfloat16"] | None = option(
+        None,
+        "Dtype of the computation.  [default: float32 for training; for evaluation that of "
+        "gqa-eval]",
+        group=HARDWARE,
+    )
+
+    overwrite: bool = option(False, "Remove the study at DIR first.", free=True, group=OUTPUT)
+    verbose: bool = same_as(TrainOptions, "verbose", group=OUTPUT)
+    quiet: bool = same_as(EvaluateOptions, "quiet", free=True, group=OUTPUT)
     # For Python callers.
     calibration_context: int = same_as(ConvertOptions, "context", expert=True)
     trust_remote_code: bool = same_as(TrainOptions, "trust_remote_code", free=True, expert=True)

@@ -19,6 +19,7 @@ from support.checkpoints import Result, llama, run
 from support.embedded import copy_source
 from support.evaluations import few_questions
 from support.patches import call_good_up_to, train_on_few_tokens
+from support.repository import ROOT
 from support.training import fresh_accelerator, tiny_checkpoint
 
 import gqa
@@ -238,13 +239,20 @@ def test_examples_of_help_are_read_by_their_programs(program: str) -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_examples_of_help_have_names_that_defaults_make(program: str) -> None:
     """A conversion is named after its heads and its method."""
-    names = [
-        word for words in examples(program) for word in words if re.search(r"-(gqa|mqa)", word[1:])
-    ]
-    assert all(re.fullmatch(rf"\w+-(mqa|gqa\d+)-({'|'.join(METHODS)})", name) for name in names), (
-        names
-    )
+    words = [word for words in examples(program) for word in words[1:]]
+    names = [word for word in words if re.search(r"-mha-(gqa|mqa)", word)]
+    pattern = rf"examples/stdlib-mha-(mqa|gqa\d+)-({'|'.join(METHODS)})"
+    assert all(re.fullmatch(pattern, name) for name in names), names
     assert bool(names) == (program in ("gqa-uptrain", "gqa-eval"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_examples_of_help_begin_with_a_model_of_this_repository(program: str) -> None:
+    words = examples(program)[0]
+    names = [word for word in words if word.startswith("examples/")]
+    assert names
+    base = re.sub(r"-(gqa\d+)-\w+$", "", names[0])
+    assert (ROOT / base / "config.json").is_file()
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -185,6 +185,24 @@ def test_report(full: tuple[Result, Path]) -> None:
     assert len(re.findall(r'<div class="sample">', html)) == 4
 
 
+@pytest.mark.parametrize(
+    ("models", "title"),
+    [
+        ("SRC", "stdlib-mha"),
+        ("SRC G2", "gqa2 compared with stdlib-mha"),
+        ("SRC G2 G2 G2", "3 models compared with stdlib-mha"),
+    ],
+)
+def test_the_title_of_a_report_names_few_models_and_counts_many(
+    models: str, title: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "report"
+    done = run(*words(f"{models} --memory 1GB"), "-o", out, program="gqa-eval")
+    assert done.code == 0, done.err
+    (heading,) = re.findall("<h1>(.*)</h1>", (out / "report.html").read_text())
+    assert heading == title
+
+
 def test_text_of_a_page_stays_text(tmp_path: Path) -> None:
     picture = '<svg xmlns="http://www.w3.org/2000/svg"/>'
     (tmp_path / "x.svg").write_text(picture)

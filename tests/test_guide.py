@@ -6,14 +6,23 @@ The checkpoints are headers without weights; each command is the page's, with `-
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpoints import header_only, run
+from support.embedded import SOURCE
 from support.pages import blocks, commands
 from transformers import LlamaConfig
+
+from gqa.convert.advice import default_training_memory, next_line
+from gqa.convert.api import prepare
+from gqa.convert.options import ConvertOptions
+from gqa.convert.plan import Plan
+from gqa.core import devices
 
 PAGE = Path(__file__).parents[1] / "docs/guide-7b.md"
 GPU = 80 * 10**9  # bytes
@@ -49,6 +58,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         (root / name).mkdir()
         header_only(root / name, config)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(SOURCE / file, root / name)
     record = {
         "source": {"model": "Llama-2-7b-hf", "path": "../Llama-2-7b-hf"},
         "options": {"method": "refined"},
@@ -78,6 +89,48 @@ def test_the_training_fits(command: str, models: Path, monkeypatch: pytest.Monke
     _, record = dry_run(command, models, monkeypatch)
     assert {option for option in SAVING if option in command} == SAVING
     assert record["memory"] + ACTIVATIONS < GPU
+
+
+def plan_and_advice(memory: int, models: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Plan, str]:
+    """The plan of the guide's conversion, and its last line on a GPU of so many bytes."""
+    monkeypatch.setattr(devices, "total_memory", lambda device: memory)
+    monkeypatch.setattr(devices, "native_bfloat16", lambda device: True)
+    monkeypatch.chdir(models)
+    options = ConvertOptions("./Llama-2-7b-hf", kv_heads=8, method="refined", overwrite=True)
+    plan = prepare(options)
+    out = Path("./Llama-2-7b-hf-gqa8-refined")
+    return plan, next_line(plan, None, options, out, {})
+
+
+def test_the_conversion_ends_with_a_training_plan_that_fits_the_gpu(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next command is that of step 5, without its number of tokens."""
+    _, line = plan_and_advice(GPU, models, monkeypatch)
+    (advised,) = re.findall(r"look at the plan first: (gqa-uptrain .*)$", line)
+    (planned,) = (one for one in commands_of("gqa-uptrain") if "--dry-run" in one)
+    words = {word.removeprefix("./") for word in shlex.split(planned)} - {"--tokens", "10M"}
+    assert set(shlex.split(advised)) == words
+    assert f"\nnext        {line}\n" in PAGE.read_text()
+
+
+def test_the_conversion_ends_with_plain_training_where_that_fits(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, line = plan_and_advice(2 * GPU, models, monkeypatch)
+    assert line.endswith("distill from the base model: gqa-uptrain Llama-2-7b-hf-gqa8-refined")
+
+
+def test_the_memory_of_training_is_that_of_a_dry_run_and_activations(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, record = dry_run(commands_of("gqa-uptrain")[0], models, monkeypatch)
+    plan, _ = plan_and_advice(GPU, models, monkeypatch)
+    activations = default_training_memory(plan) - record["memory"]
+    tokens = 2048
+    layers = 32
+    numbers = 17 * 4096
+    assert activations == 4 * numbers * layers * tokens
 
 
 def test_training_all_weights_would_not_fit(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

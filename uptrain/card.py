@@ -142,11 +142,11 @@ def _base_models(checkpoint: Checkpoint, conversion: Conversion, source: SourceC
 
 def _summary(checkpoint: Checkpoint, conversion: Conversion, record: Record) -> str:
     """A paragraph that says what the model is."""
-    start = f"{model_name(record['model'], checkpoint.hub_id is not None)}, further "
+    start = f"This is {model_name(record['model'], checkpoint.hub_id is not None)}, further "
     if conversion.base and conversion.heads:
         before, after = conversion.heads
         base = model_name(conversion.base, conversion.base_is_on_hub)
-        start = f"{base} with {after} instead of {before} key/value heads"
+        start = f"This is {base} with {after} instead of {before} key/value heads"
         if conversion.method:
             start += f" (`gqa-convert`, method {code_span(conversion.method)})"
         start += ", then "

@@ -8,15 +8,16 @@ from gqa.core.console import Watcher, print_json, print_lines, run
 from gqa.core.options import command as command_of
 from gqa.uptrain.options import TrainOptions
 
-_EPILOG = """\b
+_EPILOG = """\
 Examples:
-  gqa-uptrain MODEL-gqa8-refined
-  gqa-uptrain MODEL-gqa8-refined --dry-run
-  gqa-uptrain MODEL-gqa8-refined --data corpus.jsonl --alpha 0.05 -o OUT
-  accelerate launch -m gqa.uptrain MODEL-gqa8-refined --data HuggingFaceFW/fineweb-edu \\
-      --streaming --tokens 1B -o OUT
-  torchrun --nproc_per_node 8 -m gqa.uptrain MODEL-gqa8-refined --data 'shards/*.parquet' \\
-      --tokens 1B -o OUT
+  gqa-uptrain examples/stdlib-mha-gqa2-refined
+  gqa-uptrain examples/stdlib-mha-gqa2-refined --dry-run
+  gqa-uptrain examples/stdlib-mha-gqa2-refined --data stdlib:train \\
+      --alpha 0.05 -o stdlib-gqa2
+  torchrun --nproc_per_node 8 -m gqa.uptrain examples/stdlib-mha-gqa2-refined \\
+      --data HuggingFaceFW/fineweb-edu --streaming --tokens 1B -o stdlib-gqa2
+  accelerate launch -m gqa.uptrain examples/stdlib-mha-gqa2-refined \\
+      --data corpus.jsonl -o stdlib-gqa2
 """
 
 
@@ -25,8 +26,9 @@ def command(options: TrainOptions) -> None:
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
     By default it is distilled from its base model, on text that the base model generates. The
-    result has the lowest held-out loss of the run, with a teacher the KL divergence from it, else
-    the cross-entropy; it may be MODEL unchanged. The same command continues a run that was stopped.
+    weights with the lowest held-out loss are written: the KL divergence from the teacher, or the
+    cross-entropy without a teacher. If no step lowers it, MODEL is written unchanged. The same
+    command continues a run that was stopped.
 
     For several processes use `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedModel
 
@@ -12,42 +12,25 @@ from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import ranks
 from gqa.core.errors import OutputError, RefusedError
 from gqa.models.loading import load_model
+from gqa.models.training_memory import TrainingMemory, training_memory
 from gqa.uptrain.models import freeze_parameters
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import Resolved, resolve_options
 
-_FLOAT32 = 4  # bytes
-_ADAMW = 2 * _FLOAT32  # two moments of each trained parameter; Adafactor has next to none
-
 
 @dataclass(frozen=True)
-class TrainingNeeds:
+class TrainingNeeds(TrainingMemory):
     """What a run on one GPU needs, in bytes, besides activations.
 
     Attributes:
         parameters: Number of parameters of the model.
         trained: Number of those that train.
-        weights: The model, in float32.
-        gradients: Of the trained parameters, in float32.
-        optimizer: State of the optimizer.
-        teacher: The teacher in its stored dtype, as on a GPU; 0 without one.
-        state: Disk space of a saved state: weights, optimizer, and the best weights so far.
         result: Disk space of the result.
     """
 
     parameters: int
     trained: int
-    weights: int
-    gradients: int
-    optimizer: int
-    teacher: int
-    state: int
     result: int
-
-    @property
-    def memory(self) -> int:
-        """Bytes on the GPU, without activations."""
-        return self.weights + self.gradients + self.optimizer + self.teacher
 
 
 @dataclass(frozen=True)
@@ -78,24 +61,15 @@ def training_needs(resolved: Resolved) -> TrainingNeeds:
 
     parameters = model.num_parameters()
     trained = model.num_parameters(only_trainable=True)
-    weights = _FLOAT32 * parameters
-    optimizer = _ADAMW * trained if options.optimizer == "adamw" else 0
-    best_weights = _FLOAT32 * trained
 
     teacher = 0
     if resolved.teacher_checkpoint:
         empty = _empty_model(resolved.teacher_checkpoint, options, "auto")
         teacher = sum(parameter.nbytes for parameter in empty.parameters())
 
+    memory = training_memory(parameters, trained, teacher, options.optimizer)
     return TrainingNeeds(
-        parameters=parameters,
-        trained=trained,
-        weights=weights,
-        gradients=_FLOAT32 * trained,
-        optimizer=optimizer,
-        teacher=teacher,
-        state=weights + optimizer + best_weights,
-        result=checkpoint.nbytes,
+        **asdict(memory), parameters=parameters, trained=trained, result=checkpoint.nbytes
     )
 
 

@@ -13,7 +13,11 @@ from gqa.core.errors import RefusedError
 from gqa.core.options import (
     COUNT,
     FROM_ZERO,
+    HARDWARE,
     LARGEST,
+    MAIN,
+    MODEL,
+    OUTPUT,
     POSITIVE,
     SEED,
     SHARE,
@@ -44,13 +48,15 @@ class TrainOptions(Options):
     """
 
     model: str = option(MISSING, argument="MODEL")
+
     output: Path | None = option(
         None,
         "Output directory; DIR-state stores the run until it ends.  [default: MODEL-uptrained "
-        "beside MODEL]",
+        "next to MODEL]",
         short="-o",
         metavar="DIR",
         free=True,
+        group=MAIN,
     )
     data: tuple[str, ...] = option(
         (),
@@ -58,35 +64,7 @@ class TrainOptions(Options):
         "self (sampled from the teacher) or self:TOKENS. "
         "Repeat it or use commas for several.  [default: self]",
         metavar="SOURCE[,...]",
-    )
-    field: str = same_as(ConvertOptions, "field", methods="")
-    separator: str | None = same_as(ConvertOptions, "separator", methods="")
-    target_field: str | None = option(
-        None,
-        "Encoder-decoders: the column of targets; --field names that of sources.  [default: mask "
-        "spans of plain text]",
-        metavar="NAME",
-    )
-    assistant_only_loss: bool = option(
-        False, "Chats: train on what the assistant writes alone.  [default: on all tokens]"
-    )
-    streaming: bool = option(False, "Stream a hub data set; store nothing.")
-    heldout: str | None = option(
-        None,
-        "Held-out text: the step with the lowest loss on it is written (with a teacher the KL "
-        "divergence from it, else the cross-entropy).  "
-        "[default: a part of the data; none of a stream]",
-        metavar="SOURCE",
-    )
-    heldout_fraction: float = option(0.0, "Share of the documents to hold out.", SHARE)
-    heldout_tokens: int = option(
-        8192, "Maximum number of held-out tokens.", tokens_type(), metavar="COUNT"
-    )
-    alpha: float | None = option(
-        None,
-        "Train on this fraction of the tokens of --data, each once. The GQA paper's alpha is a "
-        "fraction of the pre-training steps: use --tokens for that.",
-        Number(float, "above 0 to 1"),
+        group=MAIN,
     )
     tokens: int | None = option(
         None,
@@ -94,69 +72,139 @@ class TrainOptions(Options):
         "again.  [default: 512K]",
         tokens_type(),
         metavar="COUNT",
-    )
-    steps: int | None = option(None, "Number of training steps.", COUNT)
-    context: int | None = option(
-        None,
-        "Tokens per block.  [default: the model's context, at most 2048; less if there are fewer "
-        "than 250 blocks]",
-        tokens_type(),
-        metavar="COUNT",
-    )
-    batch_size: int | None = option(
-        None,
-        "Blocks per step, over all processes.  [default: 8; less if the run has fewer than 250 "
-        "steps]",
-        COUNT,
-    )
-    micro_batch: int | None = option(
-        None,
-        "Blocks per forward pass and process.  [default: batch size / processes]",
-        COUNT,
-        free=True,
+        group=MAIN,
     )
     train: Scope | None = option(
         None,
         "Which weights train. kv: key and value projections (and queries if fused); lora: kv, plus "
         "adapters on the other layers, merged at the end.  [default: attention after "
         f"{', '.join(_FITTED[:-1])} and {_FITTED[-1]}, else all]",
-    )
-    optimizer: Literal["adamw", "adafactor"] = option("adamw", "Optimizer.")
-    learning_rate: float | None = option(
-        None,
-        "Peak learning rate, the same for all weights.  [default: 0.3% of the root mean square of "
-        "each weight]",
-        POSITIVE,
-    )
-    schedule: Schedule = option("linear", "Learning rate after the warm-up.")
-    warmup: int | None = option(
-        None,
-        "Warm-up steps.  [default: 0 with constant, else 5% of the steps, at most 100]",
-        Number(int, f"from 0 to {LARGEST}"),
-    )
-    precision: Literal["float32", "bfloat16"] | None = option(
-        None,
-        "Dtype of the computation; weights stay in float32.  [default: that of the launcher, else "
-        "float32]",
-    )
-    device: str | None = same_as(ConvertOptions, "device", methods="", free=True)
-    checkpointing: bool = option(
-        False, "Recompute activations in the backward pass to save memory.", free=True
-    )
-    compile: bool = option(False, "Compile the model with torch.compile.", free=True)
-    attn_implementation: str = option(
-        "sdpa",
-        "Attention implementation: sdpa, eager, flash_attention_2 ...",
-        metavar="NAME",
-        free=True,
+        group=MAIN,
     )
     teacher: str = option(
         "auto",
         "Model to distill from. auto: the base model recorded in gqa_conversion.json, if it is "
         "still there; none: train on text alone.",
         metavar="MODEL",
+        group=MAIN,
     )
-    seed: int = option(0, "Random seed of data order and sampling.", SEED)
+    dry_run: bool = option(
+        False,
+        "Print which weights would train, and the memory and disk space that they need; read no "
+        "weights and write nothing.",
+        free=True,
+        group=MAIN,
+    )
+
+    field: str = same_as(ConvertOptions, "field", methods="", group="Training text")
+    separator: str | None = same_as(ConvertOptions, "separator", methods="", group="Training text")
+    target_field: str | None = option(
+        None,
+        "Encoder-decoders: the column of targets; --field names that of sources.  [default: mask "
+        "spans of plain text]",
+        metavar="NAME",
+        group="Training text",
+    )
+    assistant_only_loss: bool = option(
+        False,
+        "Chats: train on what the assistant writes alone.  [default: on all tokens]",
+        group="Training text",
+    )
+    streaming: bool = option(False, "Stream a hub data set; store nothing.", group="Training text")
+
+    heldout: str | None = option(
+        None,
+        "Held-out text: the step with the lowest loss on it is written (with a teacher the KL "
+        "divergence from it, else the cross-entropy).  "
+        "[default: a part of the data; none of a stream]",
+        metavar="SOURCE",
+        group="Held-out text",
+    )
+    heldout_fraction: float = option(
+        0.0, "Share of the documents to hold out.", SHARE, group="Held-out text"
+    )
+    heldout_tokens: int = option(
+        8192,
+        "Maximum number of held-out tokens.",
+        tokens_type(),
+        metavar="COUNT",
+        group="Held-out text",
+    )
+
+    alpha: float | None = option(
+        None,
+        "Train on this fraction of the tokens of --data, each once. The GQA paper's alpha is a "
+        "fraction of the pre-training steps: use --tokens for that.",
+        Number(float, "above 0 to 1"),
+        group="Length and batches",
+    )
+    steps: int | None = option(None, "Number of training steps.", COUNT, group="Length and batches")
+    context: int | None = option(
+        None,
+        "Tokens per block.  [default: the model's context, at most 2048; less if there are fewer "
+        "than 250 blocks]",
+        tokens_type(),
+        metavar="COUNT",
+        group="Length and batches",
+    )
+    batch_size: int | None = option(
+        None,
+        "Blocks per step, over all processes.  [default: 8; less if the run has fewer than 250 "
+        "steps]",
+        COUNT,
+        group="Length and batches",
+    )
+    micro_batch: int | None = option(
+        None,
+        "Blocks per forward pass and process.  [default: batch size / processes]",
+        COUNT,
+        free=True,
+        group="Length and batches",
+    )
+
+    optimizer: Literal["adamw", "adafactor"] = option("adamw", "Optimizer.", group="Optimizer")
+    learning_rate: float | None = option(
+        None,
+        "Peak learning rate, the same for all weights.  [default: 0.3% of the root mean square of "
+        "each weight]",
+        POSITIVE,
+        group="Optimizer",
+    )
+    schedule: Schedule = option("linear", "Learning rate after the warm-up.", group="Optimizer")
+    warmup: int | None = option(
+        None,
+        "Warm-up steps.  [default: 0 with constant, else 5% of the steps, at most 100]",
+        Number(int, f"from 0 to {LARGEST}"),
+        group="Optimizer",
+    )
+    seed: int = option(0, "Random seed of data order and sampling.", SEED, group="Optimizer")
+
+    device: str | None = same_as(ConvertOptions, "device", methods="", free=True, group=HARDWARE)
+    precision: Literal["float32", "bfloat16"] | None = option(
+        None,
+        "Dtype of the computation; weights stay in float32.  [default: that of the launcher, else "
+        "float32]",
+        group=HARDWARE,
+    )
+    checkpointing: bool = option(
+        False,
+        "Recompute activations in the backward pass to save memory.",
+        free=True,
+        group=HARDWARE,
+    )
+    compile: bool = option(
+        False, "Compile the model with torch.compile.", free=True, group=HARDWARE
+    )
+
+    attn_implementation: str = option(
+        "sdpa",
+        "Attention implementation: sdpa, eager, flash_attention_2 ...",
+        metavar="NAME",
+        free=True,
+        group=MODEL,
+    )
+    trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code", methods="", group=MODEL)
+
     save_every: int | None = option(
         None,
         "Save a state every STEPS steps.  [default: every ten minutes, or less often if saving "
@@ -164,23 +212,18 @@ class TrainOptions(Options):
         COUNT,
         metavar="STEPS",
         free=True,
+        group=OUTPUT,
     )
-    keep_state: bool = option(False, "Keep DIR-state after the end.", free=True)
-    trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code", methods="")
+    keep_state: bool = option(False, "Keep DIR-state after the end.", free=True, group=OUTPUT)
     overwrite: bool = option(
         False,
         "Start over, and replace the checkpoint at DIR once the new one is complete.",
         free=True,
+        group=OUTPUT,
     )
-    dry_run: bool = option(
-        False,
-        "Print which weights would train, and the memory and disk space that they need; read no "
-        "weights and write nothing.",
-        free=True,
-    )
-    json: bool = same_as(ConvertOptions, "json", free=True)
-    verbose: bool = option(False, "Show tracebacks.", short="-v", free=True)
-    quiet: bool = same_as(ConvertOptions, "quiet", free=True)
+    json: bool = same_as(ConvertOptions, "json", free=True, group=OUTPUT)
+    verbose: bool = option(False, "Show tracebacks.", short="-v", free=True, group=OUTPUT)
+    quiet: bool = same_as(ConvertOptions, "quiet", free=True, group=OUTPUT)
 
     # The rest are for Python callers.
     # Rank of the adapters of train="lora".

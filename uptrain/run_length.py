@@ -13,11 +13,10 @@ from gqa.core.errors import CorpusError, RefusedError
 from gqa.corpus.blocks import MIX, is_plain
 from gqa.corpus.tokens import check_ids
 from gqa.models.loading import positions
+from gqa.models.training_memory import MAX_BLOCK
 from gqa.uptrain.options import TrainOptions
 
-# Most tokens of a block; of a source or target with relative positions, as for T5
-MAX_BLOCK = 2048
-MAX_PAIR = 512
+MAX_PAIR = 512  # most tokens of a source or target with relative positions, as for T5
 # A run has at least so many steps, if smaller batches and blocks allow it
 _MIN_STEPS = 250
 _MAX_BATCH = 8  # blocks of a step

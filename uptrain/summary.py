@@ -92,6 +92,7 @@ def dry_run_record(plan: DryRun) -> dict[str, Any]:
         "data": list(options.data),
         "tokens": options.tokens,
         **asdict(plan.needs),
+        "state": plan.needs.state,
         "memory": plan.needs.memory,
         "warnings": list(plan.warnings),
     }

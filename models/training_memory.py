@@ -1,0 +1,61 @@
+"""What training a model needs in memory, counted (docs/scale.md). Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FLOAT32 = 4  # bytes
+_ADAMW = 2 * _FLOAT32  # two moments of each trained parameter; Adafactor has next to none
+
+# Most tokens of a block, unless --context says otherwise.
+MAX_BLOCK = 2048
+# Numbers that the backward pass of a transformer layer needs, for each token and unit of the hidden
+# size: 34 bytes at 16 bits, without the scores of attention (arXiv 2205.05198, equation 2).
+_LAYER_NUMBERS = 17
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """What a run on one GPU keeps, in bytes, besides activations.
+
+    Attributes:
+        weights: The model, in float32.
+        gradients: Of the trained parameters, in float32.
+        optimizer: State of the optimizer.
+        teacher: The teacher in its stored dtype, as on a GPU; 0 without one.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    teacher: int
+
+    @property
+    def memory(self) -> int:
+        """Bytes on the GPU, without activations."""
+        return self.weights + self.gradients + self.optimizer + self.teacher
+
+    @property
+    def state(self) -> int:
+        """Disk space of a saved state: weights, optimizer, and the best weights so far."""
+        best_weights = self.gradients  # of the trained parameters, in float32 too
+        return self.weights + self.optimizer + best_weights
+
+
+def training_memory(
+    parameters: int, trained: int, teacher: int, optimizer: str = "adamw"
+) -> TrainingMemory:
+    """Memory from the number of parameters, of those that train, and the bytes of the teacher."""
+    return TrainingMemory(
+        weights=_FLOAT32 * parameters,
+        gradients=_FLOAT32 * trained,
+        optimizer=_ADAMW * trained if optimizer == "adamw" else 0,
+        teacher=teacher,
+    )
+
+
+def activation_memory(hidden_size: int, layers: int, tokens: int) -> int:
+    """Bytes of activations of one forward pass over so many tokens, in float32 and without
+    --checkpointing.
+    """
+    return _FLOAT32 * _LAYER_NUMBERS * hidden_size * layers * tokens
