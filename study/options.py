@@ -156,7 +156,7 @@ class AblateOptions(Options):
         "source", "source: distill from MODEL; none: train on text alone.", group="Training"
     )
     batch_size: int | None = same_as(TrainOptions, "batch_size", group="Training")
-    learning_rate: float | None = same_as(TrainOptions, "learning_rate", group="Training")
+    learning_rate: float | str = same_as(TrainOptions, "learning_rate", group="Training")
     seed: int = same_as(TrainOptions, "seed", group="Training")
 
     eval_tokens: int | None = option(

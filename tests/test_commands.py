@@ -43,7 +43,7 @@ from gqa.core.options import (
 )
 from gqa.eval.options import EvaluateOptions
 from gqa.study.options import AblateOptions
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import Rate, TrainOptions
 
 ROOT = Path(__file__).parents[1]
 # The dataclass of each command, its module, and arguments without which it says nothing else.
@@ -171,7 +171,8 @@ def test_python_refuses_the_same_values(program: str) -> None:
         name: "x" for name, one in kind.__dataclass_fields__.items() if one.default is MISSING
     }
     for name, (type_, _) in _types(kind).items():
-        numeric = isinstance(type_.kind if isinstance(type_, Several) else type_, (Number, Amount))
+        of_one = type_.kind if isinstance(type_, Several) else type_
+        numeric = isinstance(of_one, (Number, Amount, Rate))
         bad = (math.nan, math.inf, -1, 10**40, True, "x") if numeric else ("", 1.5)
         for value in bad:
             with pytest.raises(RefusedError, match=f"^{name}: "):

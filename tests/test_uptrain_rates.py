@@ -12,7 +12,8 @@ from support.tiny_models import TINY, build
 from support.training import losses, options_for, tiny_checkpoint, trained, training_model
 from torch import Tensor
 
-from gqa.uptrain.optimizer import RELATIVE_RATE, make_optimizer, set_rate
+from gqa.core.errors import RefusedError
+from gqa.uptrain.optimizer import base_rate, make_optimizer, set_rate
 from gqa.uptrain.options import TrainOptions
 
 
@@ -52,7 +53,7 @@ def test_a_weight_of_zeros_trains_at_the_rate_of_the_smallest_other() -> None:
 
 def rates_of(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     """The learning rate of each parameter at the peak, by the parameter's id."""
-    set_rate(optimizer, RELATIVE_RATE)
+    set_rate(optimizer, base_rate(TrainOptions("model")))
     return {
         id(parameter): group["lr"]
         for group in optimizer.param_groups
@@ -67,7 +68,7 @@ def test_a_model_in_other_units_trains_to_the_same_losses(tmp_path: Path) -> Non
     shutil.copytree(plain, other)
     edit_tensors(other, in_other_units)
 
-    assert losses_of_steps(other, None) == pytest.approx(losses_of_steps(plain, None), rel=2e-3)
+    assert losses_of_steps(other, "0.3%") == pytest.approx(losses_of_steps(plain, "0.3%"), rel=2e-3)
     assert losses_of_steps(other, 3e-3) != pytest.approx(losses_of_steps(plain, 3e-3), rel=2e-3)
 
 
@@ -82,10 +83,16 @@ def in_other_units(tensors: dict[str, Tensor]) -> None:
             tensor /= 16
 
 
-def losses_of_steps(model: Path, rate: float | None) -> list[float]:
+def losses_of_steps(model: Path, rate: float | str) -> list[float]:
     """The loss of each step of a short run; the last is that of a trained model."""
     out = model.parent / f"{model.name}-{rate}"
     trained(
         options_for(model, out, steps=12, learning_rate=rate, teacher="none", train="attention")
     )
     return losses(out)
+
+
+@pytest.mark.parametrize("rate", ["0.3%%", "x%", "-1%", "0", "nan", "inf%", "", True])
+def test_a_rate_is_a_positive_number_or_share(rate: object) -> None:
+    with pytest.raises(RefusedError, match="is not a learning rate; give a share of each weight"):
+        TrainOptions("model", learning_rate=rate)  # type: ignore[arg-type]

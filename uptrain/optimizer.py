@@ -12,10 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from gqa.uptrain.options import TrainOptions
 
-# The default learning rate, as a share of the root mean square of each weight: an absolute rate
-# that suits one model is ten times too large for another (matrices of SmolLM2-135M have 0.2, of
-# Qwen2.5-0.5B 0.016), since a step of Adam has about the size of the rate whatever the gradient.
-RELATIVE_RATE = 0.003
 # Adapters begin at zero and are scaled: a size of their own would say nothing.
 _ADAPTER_SIZE = 0.1
 _BETAS = (0.9, 0.95)
@@ -23,7 +19,19 @@ _BETAS = (0.9, 0.95)
 
 def base_rate(options: TrainOptions) -> float:
     """The peak learning rate, which `make_optimizer` multiplies by the `scale` of a weight."""
-    return RELATIVE_RATE if options.learning_rate is None else options.learning_rate
+    if is_relative(options):
+        return float(str(options.learning_rate).removesuffix("%")) / 100
+    return float(options.learning_rate)
+
+
+def is_relative(options: TrainOptions) -> bool:
+    """Whether the learning rate is a share of the size of each weight.
+
+    It is by default. A step of Adam has about the size of the rate whatever the gradient, so one
+    number that suits a model is ten times too large for another: the root mean square of matrices
+    is 0.2 in SmolLM2-135M and 0.016 in Qwen2.5-0.5B.
+    """
+    return isinstance(options.learning_rate, str)
 
 
 def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
@@ -34,13 +42,13 @@ def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optim
     empty parameter group, which torch's distributed state dicts cannot hold.
 
     Each group has a `scale`: its learning rate is that of the step times the scale, which is 1 if
-    the options name a rate.
+    the options name one rate for all weights.
     """
     trained = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
     scales = dict.fromkeys(trained, 1.0)
-    if options.learning_rate is None:
+    if is_relative(options):
         scales = weight_sizes(trained)
 
     # Parameters of the same scale and decay share a group.

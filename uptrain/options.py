@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import click
 
 from gqa.convert.methods.table import METHODS
 from gqa.convert.options import ConvertOptions
@@ -35,6 +37,30 @@ AUTO_TEACHER = "auto"
 # Methods after which attention fits the rest of the model, and is all that trains by default.
 _FITTED = [method.name for method in METHODS.values() if method.reads != "nothing"]
 NO_TEACHER = "none"
+
+
+class Rate(click.ParamType[float | str]):
+    """A learning rate: a number, or a share of the size of each weight (`0.3%`, a string)."""
+
+    name = "rate"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float | str:
+        share = str(value).removesuffix("%")
+        is_share = share != str(value)
+        try:
+            number = float(share)
+        except ValueError:
+            number = -1.0
+        if isinstance(value, bool) or not 0 < number <= LARGEST:
+            self.fail(
+                f"{value!r} is not a learning rate; give a share of each weight like 0.3%, or a "
+                "number above 0 like 1e-4",
+                param,
+                ctx,
+            )
+        return f"{share}%" if is_share else number
 
 
 @dataclass(frozen=True)
@@ -163,11 +189,12 @@ class TrainOptions(Options):
     )
 
     optimizer: Literal["adamw", "adafactor"] = option("adamw", "Optimizer.", group="Optimizer")
-    learning_rate: float | None = option(
-        None,
-        "Peak learning rate, the same for all weights.  [default: 0.3% of the root mean square of "
-        "each weight]",
-        POSITIVE,
+    learning_rate: float | str = option(
+        "0.3%",
+        "Peak learning rate: a share of the root mean square of each weight, like 0.3%, or one "
+        "number for all weights, like 1e-4.",
+        Rate(),
+        metavar="RATE",
         group="Optimizer",
     )
     schedule: Schedule = option("linear", "Learning rate after the warm-up.", group="Optimizer")

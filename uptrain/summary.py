@@ -7,7 +7,7 @@ from typing import Any
 
 from gqa.core.errors import plural
 from gqa.uptrain.dry_run import DryRun
-from gqa.uptrain.optimizer import RELATIVE_RATE
+from gqa.uptrain.optimizer import is_relative
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import warmup_steps
 from gqa.uptrain.setup import Run, Setup
@@ -142,8 +142,8 @@ def _optimizer_line(setup: Setup) -> str:
 
 def _peak_rate(options: TrainOptions) -> str:
     """The peak learning rate in words."""
-    if options.learning_rate is None:
-        return f"{RELATIVE_RATE:.1%} of each weight's root mean square"
+    if is_relative(options):
+        return f"{options.learning_rate} of each weight's root mean square"
     return f"{options.learning_rate:g}"
 
 
