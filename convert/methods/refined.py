@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.methods.text_method import TextMethod, not_layerwise
+from gqa.convert.methods.text_method import TextMethod, layerwise_obstacle
 
 if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
@@ -29,7 +29,7 @@ class Refined(TextMethod):
     def obstacle(
         self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
     ) -> str:
-        return not_layerwise(checkpoint, config)
+        return layerwise_obstacle(checkpoint, config)
 
     def fit(self, task: FitTask) -> FittedModule:
         from gqa.convert.merge.fit_and_refine import fit_and_refine
