@@ -1,8 +1,8 @@
 """Read the rows of local files: text, JSON, CSV, Parquet and Arrow.
 
-Only the columns that are named are read, so a file may have any other columns, of any type. Files
-of one source need not have the same columns or types: each is read by itself, and one without rows
-has no text.
+All files of one source are of one format, and those with rows have the columns that are named. Only
+these columns are read, each file by itself, so files may differ in other columns and in types. A
+file without rows has no text.
 """
 
 from __future__ import annotations
