@@ -42,4 +42,9 @@ class Refined(TextMethod):
         return refinement_workload(plan, options)
 
     def describe_options(self, options: MapsOptions) -> dict[str, Any]:
-        return super().describe_options(options) | {"refinement": asdict(options.refinement)}
+        refinement = dict[str, Any]()
+        for name, value in asdict(options.refinement).items():
+            # Records keep the older name, by which readers and stored layers know it
+            recorded_name = "heldout" if name == "validation" else name
+            refinement[recorded_name] = value
+        return super().describe_options(options) | {"refinement": refinement}
