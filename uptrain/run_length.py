@@ -14,6 +14,7 @@ from gqa.corpus.blocks import MIX, is_plain
 from gqa.corpus.tokens import check_ids
 from gqa.models.loading import positions
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.schedule import depends_on_length
 
 # Most tokens of a block; of a source or target with relative positions, as for T5
 MAX_BLOCK = 2048
@@ -58,7 +59,7 @@ def settle_steps(options: TrainOptions, data_tokens: int, longest: int, ranks: i
         tokens = int(options.alpha * data_tokens)
         if options.repeats:
             tokens = int(tokens / MIX["plain"])
-    may_shrink = options.steps is None and options.schedule != "constant"
+    may_shrink = options.steps is None and depends_on_length(options.schedule)
 
     block = options.context or longest
     if may_shrink and options.context is None:
