@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
+from support.pages import with_table
 from support.repository import PACKAGES, ROOT
 
 import gqa
@@ -137,12 +138,8 @@ def family_rows() -> Iterator[tuple[str, str, str]]:
 
 
 def models_page() -> str:
-    """docs/models.md with its last table written anew: Markdown, in whose cells a bar would end the
-    cell.
-    """
-    rows = (" | ".join(cell.replace("|", r"\|") for cell in row) for row in family_rows())
-    prose = MODELS.read_text(encoding="utf-8").partition(HEADER)[0]
-    return prose + HEADER + "".join(f"| {row} |\n" for row in rows)
+    """docs/models.md with its last table written anew."""
+    return with_table(MODELS.read_text(encoding="utf-8"), HEADER, family_rows())
 
 
 def test_models_page_shows_every_model_type() -> None:
