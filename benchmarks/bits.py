@@ -72,7 +72,7 @@ def convert_tiny_families(figures: Figures, scratch: Path) -> None:
     from gqa.convert.merge.options import Refinement
 
     options = on_ids(
-        refinement=Refinement(steps=6, heldout=0.25, autocast=False), check=True, batch=24
+        refinement=Refinement(steps=6, validation=0.25, autocast=False), check=True, batch=24
     )
     for family in FAMILIES:
         if family not in TINY:

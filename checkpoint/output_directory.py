@@ -79,10 +79,12 @@ class OutputDirectory:
         with ExitStack() as stack, self._system_errors():
             self.out.parent.mkdir(parents=True, exist_ok=True)
             busy = f"another run is writing {self.out}; wait for it or give another -o"
-            # The lock is not in the hidden directory, which becomes the result.
+            # A file of its own next to the hidden directory: in it, the lock would become a part
+            # of the result.
             stack.enter_context(locked(self._sibling("lock"), busy))
 
-            # What earlier runs have left; from here on no other run changes it.
+            # While the lock is held no other run changes these names: put back or remove what
+            # stopped runs have left under them.
             self._restore()
             self._check_existing()
             self._check_leftovers()
@@ -91,7 +93,8 @@ class OutputDirectory:
 
             stack.callback(self._remove_partial)
             self._partial.claim()
-            self._stack = stack.pop_all()  # `__exit__` removes and unlocks
+            # The cleanup is left to `__exit__`; after an error above, it happens here.
+            self._stack = stack.pop_all()
         return self
 
     def commit(self, name: str, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,20 +117,21 @@ class OutputDirectory:
         text = json.dumps({**finite(record), "files": files}, indent=2, ensure_ascii=False) + "\n"
         write_text(self.work / name, text)
 
-        # 2. Files are durable when they are written. Here their names become durable, before the
-        # directory gets its own: after a power cut it is complete or not there.
+        # 2. The contents of all files are on the disk already. Their names follow here, before the
+        # directory is renamed: after a power cut the result is complete or absent.
         directories = [path for path in self.work.rglob("*") if path.is_dir()]
         for directory in (*directories, self.work):
             fsync_directory(directory)
 
-        # 3. The final name.
+        # 3. The final name. `out` may have been made while this run was writing.
         try:
             self._check_existing()
-        except RefusedError as error:  # it was made while this run was writing
+        except RefusedError as error:
             raise OutputError(str(error)) from error
         if self.out.exists():
-            self.out.rename(self._replaced.path)  # then OUT is absent for a moment: see _restore
-        # Without the mark it still is ours: the record lists all of its files.
+            # From here to the second rename `out` is absent; `_restore` puts it back after a stop
+            self.out.rename(self._replaced.path)
+        # Later runs know the directory as ours without its mark: the record lists all files in it
         (self.work / MARK).unlink()
         self.work.rename(self.out)
         fsync_directory(self.out.parent)
@@ -136,9 +140,9 @@ class OutputDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: object
     ) -> None:
-        with self._stack:
+        with self._stack:  # removes the hidden directory and unlocks
             self._restore()
-            with suppress(OSError):  # what stays is removed by the next run
+            with suppress(OSError):  # the next run removes what cannot be removed now
                 self._remove_replaced()
 
         is_full = isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -149,8 +153,9 @@ class OutputDirectory:
             ) from value
 
     def _may_be_ours(self, error: BaseException | None) -> bool:
-        """Whether an error may be about a file next to the output: not if it names a file
-        elsewhere, such as in a cache.
+        """Whether an error may have happened while writing in the parent directory of the output.
+
+        Not if it names a file elsewhere, such as in a cache.
         """
         name = getattr(error, "filename", None)
         if not isinstance(name, str):
@@ -160,9 +165,9 @@ class OutputDirectory:
     # --------------------------------------------------------------------------- hidden directories
 
     def _remove_partial(self) -> None:
-        """Remove what this run has written, unless it is published.
+        """Remove the hidden directory of a run that did not come to the end of `commit`.
 
-        What stays is removed by the next run.
+        After `commit` there is none. The next run removes what cannot be removed now.
         """
         with suppress(OSError, RefusedError):
             self._mark_whole_partial()
@@ -171,18 +176,22 @@ class OutputDirectory:
     def _remove_replaced(self) -> None:
         """Remove the result that another one has replaced."""
         if self._replaced.path.exists():
-            self._replaced.mark()  # from now on it is not put back
+            # A mark is a file that no record lists: `_restore` leaves the directory alone from now
+            # on, also if the removal is stopped half-way
+            self._replaced.mark()
             self._replaced.remove()
 
     def _restore(self) -> None:
-        """Undo an --overwrite that was stopped between its two renames."""
+        """Give the replaced result its name back if a run was stopped between the two renames of
+        `commit`.
+        """
         if os.path.lexists(self.out) or not self._is_result(self._replaced.path):
             return
         self._replaced.path.rename(self.out)
 
     def _check_leftovers(self) -> None:
-        """Raise RefusedError if one of the hidden names is taken by something that no run of ours
-        has left.
+        """Raise RefusedError if one of the hidden names belongs to something that no run of gqa
+        made.
         """
         for directory in (self._partial, self._replaced):
             if not self._is_result(directory.path):
@@ -190,16 +199,18 @@ class OutputDirectory:
         self._mark_whole_partial()
 
     def _mark_whole_partial(self) -> None:
-        """Mark a whole result under the hidden name again, so that it can be removed.
+        """Mark the hidden directory again if it contains a complete result without a mark, so that
+        it can be removed.
 
-        A run left it that was stopped in `commit` after the mark was removed and before the rename.
+        A run that is stopped in `commit`, between the removal of the mark and the last rename,
+        leaves such a directory.
         """
         if not self._partial.is_ours() and self._is_result(self.work):
             self._partial.mark()
 
     def _is_result(self, directory: Path) -> bool:
-        """Whether a directory is empty, or contains nothing but a whole result: records list every
-        file.
+        """Whether a directory contains only files that the records in it list: a complete result,
+        or nothing.
         """
         return (
             directory.is_dir()
@@ -210,8 +221,11 @@ class OutputDirectory:
     # ----------------------------------------------------------------------------- what is refused
 
     def _check_place(self, source: Path | None) -> None:
-        """Raise RefusedError for an output that overlaps with the model `source`, or that nothing
-        can be renamed to; NotADirectoryError if it cannot be made where it should be.
+        """Check that a directory can be made under the name of the output.
+
+        Raises:
+            RefusedError: The output overlaps with the model `source`, or is a mount point.
+            NotADirectoryError: Its parent is no directory that can be written to.
         """
         if source:
             self._check_apart(source)
@@ -269,10 +283,10 @@ class OutputDirectory:
 
 
 def _absolute(out: Path) -> Path:
-    """The absolute path of an output, whose last part is the name that is given to the result.
+    """The absolute path of an output, with links and `..` in its parents resolved.
 
-    Links are followed above it, so that the path stays valid while the output is renamed (`x/../x`
-    would not), but the output itself may be a link, which is refused later.
+    So the path stays valid while the output is renamed; `x/../x` would not. The output itself is
+    not resolved: if it is a link, `_check_existing` refuses it.
     """
     if out.name in ("", ".."):  # `.` and `..` are not names of directories
         return out.resolve()
@@ -283,7 +297,7 @@ def _unlisted_files(directory: Path, records: str) -> list[str]:
     """Files in a directory that the `records` in it do not list as parts of a result."""
     listed: set[str] = set()
     for path in directory.glob(records):
-        # What raises is a record of another tool: it lists nothing.
+        # A file that does not have the form of a record is not ours, and lists nothing
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             listed |= set(json.loads(path.read_bytes())["files"])
 

@@ -103,8 +103,7 @@ class ConvertOptions(Options):
     )
     field: str = option(
         "text",
-        "Column of text in jsonl, csv, parquet and data sets, or of chats: messages or "
-        "conversations.",
+        "Column of text in JSON, tables and data sets, or of chats: messages or conversations.",
         metavar="NAME",
         methods="text",
         group="Calibration text",

@@ -31,10 +31,10 @@ class NoMemoryError(RefusedError):
 
 
 class LayerwiseError(RefusedError):
-    """A model that cannot be run layer by layer; `not_layerwise` makes it."""
+    """A model that cannot be run layer by layer; `layerwise_error` makes it."""
 
 
-def not_layerwise(subject: str, reason: str) -> LayerwiseError:
+def layerwise_error(subject: str, reason: str) -> LayerwiseError:
     """The error `SUBJECT cannot be run layer by layer: REASON`."""
     return LayerwiseError(f"{subject} cannot be run layer by layer: {reason}")
 

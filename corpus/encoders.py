@@ -1,9 +1,15 @@
 """Documents -> token ids, for training, calibration and evaluation alike.
 
-An `Encoder` turns documents of one kind into token ids, and if not all of them count in the loss,
-into a loss mask with one entry per token. Text is encoded by a `TextEncoder` (in an evaluation by a
-`HarnessEncoder`, as its perplexities are compared with those of other tools), chats by a
-`ChatEncoder`; `Encoders` has those of one tokenizer. Pairs are encoded in `pairs.py`.
+An `Encoder` turns documents of one kind into token ids. Where only some tokens count in the loss,
+it also returns a loss mask, with one entry for each token. There are three:
+
+- `TextEncoder` encodes text for training and calibration.
+- `HarnessEncoder` encodes text for evaluation, where perplexities are compared with those of
+  lm-evaluation-harness.
+- `ChatEncoder` encodes chats.
+
+`Encoders` has the encoders of one tokenizer, and picks the one for a source of text. The pairs of
+an encoder-decoder are encoded in `pairs.py`.
 """
 
 from __future__ import annotations
@@ -22,16 +28,20 @@ from gqa.core.errors import CorpusError, RefusedError, explain
 from gqa.corpus.chats import Message, messages_of
 from gqa.corpus.sources import Source
 
-# As transformers looks for it
+# The pattern by which transformers decides whether a template marks what the assistant writes
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_SHOWN = 60  # characters of a chat in errors
+_SHOWN = 60  # how many characters of a chat an error quotes
 
-Span = tuple[int, int]  # characters from `begin` to before `end`
+Span = tuple[int, int]  # a piece of a text: its first character, and the first one after it
 
 
 class Encoded(NamedTuple):
-    """A document: what its tokens spell, their ids, and which of them count in the loss; None if
-    all do.
+    """An encoded document.
+
+    Attributes:
+        text: What the tokens spell, without special tokens that the encoder adds.
+        tokens: Their ids.
+        loss_mask: For each token, whether it counts in the loss; None if all count.
     """
 
     text: str
@@ -42,9 +52,11 @@ class Encoded(NamedTuple):
 class Encoder(Protocol):
     """Turns documents of one kind into token ids.
 
-    start: the token with which texts begin for this model; None if it has none. starts_documents:
-    whether documents begin with what they should begin with, so that nobody need put `start` before
-    them. masks: whether documents have a loss mask.
+    Attributes:
+        start: The token with which this model expects a text to begin; None if there is none.
+        starts_documents: Whether encoded documents already begin as the model expects. If not, a
+            caller that needs it puts `start` before them.
+        masks: Whether encoded documents have a loss mask.
     """
 
     start: int | None
@@ -56,7 +68,7 @@ class Encoder(Protocol):
         ...
 
     def beginning(self, text: str, count: int) -> str:
-        """The beginning of the text of an `Encoded` that its first `count` tokens spell."""
+        """The part of the text of an `Encoded` that its first `count` tokens spell."""
         ...
 
     def identify(self) -> str:
@@ -65,11 +77,10 @@ class Encoder(Protocol):
 
 
 class TextEncoder:
-    """Encodes texts as they are packed into blocks: BOS (if the tokenizer adds one), text, EOS.
+    """Encodes texts that are packed into blocks: BOS (if the tokenizer adds it), the text, EOS.
 
-    BOS is added if the tokenizer adds it by default, as for Llama and Gemma, but not GPT-2 and
-    Qwen. Text that spells a special token stays text. Raises CorpusError if the tokenizer has no
-    EOS token.
+    The tokenizers of Llama and Gemma add BOS, those of GPT-2 and Qwen do not. Text that spells a
+    special token stays text. Raises CorpusError if the tokenizer has no EOS token.
     """
 
     masks = False
@@ -103,10 +114,13 @@ class TextEncoder:
         ]
 
     def beginning(self, text: str, count: int) -> str:
-        """The beginning of a text that the first `count` tokens spell, of which BOS is one."""
-        of_text = max(count - (self.bos is not None), 0)
+        """The part of a text that its first `count` tokens spell. BOS is one of them, if there is
+        one.
+        """
+        special = 0 if self.bos is None else 1
+        text_tokens = max(count - special, 0)
         settings = {"add_special_tokens": False, "split_special_tokens": True}
-        return text_of_first_tokens(text, self.tokenizer, of_text, **settings)
+        return text_of_first_tokens(text, self.tokenizer, text_tokens, **settings)
 
     def identify(self) -> str:
         """A hash of everything that determines the tokens, without paths and padding settings."""
@@ -114,11 +128,13 @@ class TextEncoder:
 
 
 class HarnessEncoder:
-    """Encodes texts as lm-evaluation-harness does: with the special tokens that the tokenizer adds,
-    and text that spells a special token is that token.
+    """Encodes texts as lm-evaluation-harness does.
+
+    The tokenizer adds its special tokens, and text that spells a special token becomes that token.
     """
 
     masks = False
+    # As there, `start` is put before every text, also before a BOS that the tokenizer adds
     starts_documents = False
 
     def __init__(self, tokenizer: Any) -> None:
@@ -132,7 +148,7 @@ class HarnessEncoder:
         ]
 
     def beginning(self, text: str, count: int) -> str:
-        """The beginning of a text that the first `count` tokens spell."""
+        """The part of a text that its first `count` tokens spell."""
         return text_of_first_tokens(text, self.tokenizer, count)
 
     def identify(self) -> str:
@@ -143,15 +159,16 @@ class HarnessEncoder:
 class ChatEncoder:
     """Encodes chats as transformers' `apply_chat_template` does.
 
-    The template writes all special tokens itself, so none is added. It is rendered in a process of
-    its own, as `chat_template.py` explains.
+    The template writes all special tokens itself, so the tokenizer adds none. Templates are
+    rendered in a process of their own; `checkpoint/chat_template.py` says why.
 
-    With `assistant_only_loss` the loss mask is true for what the model would have to write: by the
-    `{% generation %}` marks of the template, or if it has none, by comparing what the template
-    writes for the beginnings of a chat.
+    With `assistant_only_loss` the loss mask is true for the tokens that the assistant writes. They
+    are what the template puts between `{% generation %}` marks. A template without such marks is
+    rendered for the messages before each turn of the assistant, and again with that turn: what the
+    second text has more is what the assistant writes.
 
-    Raises RefusedError if the tokenizer has no chat template, or with `assistant_only_loss` does
-    not know where its tokens are in a text.
+    Raises RefusedError if the tokenizer has no chat template, or if with `assistant_only_loss` the
+    tokenizer does not say which characters each token covers.
     """
 
     starts_documents = True
@@ -202,7 +219,7 @@ class ChatEncoder:
         ]
 
     def beginning(self, text: str, count: int) -> str:
-        """The beginning of a rendered chat that the first `count` tokens spell."""
+        """The part of a rendered chat that its first `count` tokens spell."""
         return text_of_first_tokens(text, self.tokenizer, count, add_special_tokens=False)
 
     def identify(self) -> str:
@@ -214,8 +231,8 @@ class ChatEncoder:
         return _hash(["chats", content, self.masks, versions("transformers")])
 
     def _rendered(self, document: str) -> tuple[str, list[Span]]:
-        """A chat as the template writes it, and what the assistant writes of it (only if it is
-        asked for).
+        """The text of a chat as the template writes it, and the spans of the text that the
+        assistant writes; no spans if there is no loss mask.
         """
         messages = messages_of(document)
         if not self.masks:
@@ -227,10 +244,11 @@ class ChatEncoder:
         return text, [*self._assistant_turns(messages, text)]
 
     def _assistant_turns(self, messages: Sequence[Message], text: str) -> Iterator[Span]:
-        """What the assistant writes in a rendered chat: from the end of the prompt before each of
-        its turns to the end of the turn.
+        """The spans of a rendered chat that the assistant writes, one for each of its turns: from
+        the end of the prompt before the turn to the end of the turn.
 
-        Raises RefusedError if a rendered chat does not begin as its beginning is rendered.
+        Raises RefusedError if the template writes the first messages of a chat in another way when
+        more messages follow: then nobody can say where a turn begins and ends.
         """
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -247,8 +265,8 @@ class ChatEncoder:
             yield len(prompt), self._end_of_turn(with_turn)
 
     def _end_of_turn(self, text: str) -> int:
-        """The length of a chat without the white space after its last special token: a model ends
-        its turn with that token and writes nothing after it.
+        """Where the last turn of a rendered chat ends: white space after a last special token does
+        not belong to it, since a model ends its turn with that token.
         """
         without_space = text.rstrip()
         if without_space.endswith(self._special_tokens):
@@ -257,13 +275,19 @@ class ChatEncoder:
 
     @cached_property
     def _special_tokens(self) -> tuple[str, ...]:
-        """Special tokens, and others that are added to the vocabulary, but white space."""
+        """The special tokens of the tokenizer and the other tokens that were added to its
+        vocabulary, except those that are white space.
+        """
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
         names = [*self.tokenizer.all_special_tokens, *added]
         return tuple(name for name in names if name.strip())
 
     def _render(self, messages: Sequence[Message], **settings: bool) -> dict[str, Any]:
-        """What the template writes. Raises RefusedError and CorpusError."""
+        """Render messages: the text in `text`, with `mark_assistant` also its `spans`.
+
+        Raises RefusedError if the template cannot be used, CorpusError if it refuses these
+        messages.
+        """
         length = sum(len(str(message.get("content", ""))) for message in messages)
         answer = self._renderer.render(messages, CHARACTERS + 2 * length, **settings)
 
@@ -296,10 +320,9 @@ def check_template(tokenizer: Any, name: str) -> str:
 
 
 class Encoders:
-    """The encoders of one tokenizer, by kind of document; `name` is that of the model.
+    """The encoders of one tokenizer, one for each kind of document.
 
-    `text_encoder`: how plain text is encoded. Raises what the encoders raise, when one of them is
-    needed.
+    An encoder is made when it is first needed, so what it refuses is refused then.
     """
 
     def __init__(
@@ -310,6 +333,13 @@ class Encoders:
         assistant_only_loss: bool = False,
         text_encoder: Callable[[Any], Encoder] = TextEncoder,
     ) -> None:
+        """
+        Args:
+            tokenizer: Of the model.
+            name: What errors call the model.
+            assistant_only_loss: Only what the assistant of a chat writes counts in the loss.
+            text_encoder: Makes the encoder of plain text from the tokenizer.
+        """
         self.tokenizer = tokenizer
         self.name = name
         self._assistant_only_loss = assistant_only_loss
@@ -326,7 +356,10 @@ class Encoders:
         return ChatEncoder(self.tokenizer, self.name, assistant_only_loss=self._assistant_only_loss)
 
     def of(self, source: Source) -> Encoder:
-        """The encoder of the documents of a source. Raises RefusedError and CorpusError."""
+        """The encoder for the documents of a source.
+
+        Raises RefusedError and CorpusError.
+        """
         if source.chats:
             return self.chats
         if self._assistant_only_loss:
@@ -338,8 +371,11 @@ class Encoders:
 
 
 def overlapping(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Whether each token overlaps one of the spans of characters, as transformers decides it; both
-    are in order.
+    """For each token, whether it overlaps one of the spans, as transformers decides it.
+
+    Args:
+        offsets: The characters of each token, in the order of the text.
+        spans: Pieces of the same text, in its order.
     """
     mask = [False] * len(offsets)
     number = 0
@@ -361,12 +397,17 @@ def start_token(tokenizer: Any) -> int | None:
 
 
 def text_of_first_tokens(text: str, tokenizer: Any, count: int, **settings: Any) -> str:
-    """The beginning of a text that its first `count` tokens cover, in the text's own characters;
-    `settings`: of the tokenizer's call.
+    """The part of a text that its first `count` tokens cover, in the text's own characters.
 
-    Decoded tokens would not do: a tokenizer without a decoder puts spaces between them, others
-    change white space. Tokenizers in Python know no positions: then it is the same share of the
-    characters.
+    Decoding the tokens would return other characters: a tokenizer without a decoder puts spaces
+    between tokens, others change white space. A slow tokenizer does not say which characters a
+    token covers: there the same share of the characters is taken.
+
+    Args:
+        text: The whole text.
+        tokenizer: A tokenizer of transformers.
+        count: How many tokens.
+        settings: Passed to the tokenizer with the text.
     """
     if not getattr(tokenizer, "is_fast", False):
         total = len(tokenizer(text, verbose=False, **settings)["input_ids"])
@@ -374,13 +415,15 @@ def text_of_first_tokens(text: str, tokenizer: Any, count: int, **settings: Any)
 
     encoded = tokenizer(text, verbose=False, return_offsets_mapping=True, **settings)
     offsets = encoded["offset_mapping"]
-    # Special tokens have the offsets (0, 0), also in the middle.
+    # Special tokens have the offsets (0, 0), wherever they are: hence not the last end, but the
+    # largest.
     return text[: max((end for _, end in offsets[:count]), default=0)]
 
 
 def tokenizer_content(tokenizer: Any) -> Any:
-    """What determines how a tokenizer splits text, JSON-ready, without paths and padding
-    settings.
+    """Everything that determines how a tokenizer splits text, JSON-ready.
+
+    Paths, truncation and padding are left out.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -394,7 +437,7 @@ def tokenizer_content(tokenizer: Any) -> Any:
         if isinstance(value, bool) and name not in ("is_local", "local_files_only"):
             settings.append((name, value))
 
-    # The files also have merges or scores, get_vocab() does not
+    # The files also have merges or scores, which get_vocab() does not return
     with TemporaryDirectory() as directory:
         tokenizer.save_vocabulary(directory)
         files = [file.read_bytes().hex() for file in sorted(Path(directory).iterdir())]

@@ -8,16 +8,13 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from itertools import chain
 from pathlib import Path
 
 from gqa.core.errors import CorpusError, listing
-from gqa.corpus.readers import FORMATS, file_format
+from gqa.corpus.readers import allowed_files, file_format
 
 _SKIPPED = re.compile(r"(readme|license)\.txt|cache-.*\.arrow", re.I)  # of directories and patterns
 _SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(?![a-z])")
-_SUFFIXES = ", ".join(chain.from_iterable(FORMATS.values()))
-ALLOWED = f"{_SUFFIXES} (text, JSON and CSV also with .gz or .zst)"
 
 
 def find_files(spec: str) -> tuple[Path, ...]:
@@ -46,7 +43,8 @@ def find_files(spec: str) -> tuple[Path, ...]:
     files = _without_repeats(files)
     if not files:
         raise CorpusError(
-            f"there is no file or directory {spec} with text; allowed are {ALLOWED}, and patterns"
+            f"there is no file or directory {spec} with text; allowed are {allowed_files()}, and "
+            "patterns"
         )
 
     if is_directory:

@@ -1,8 +1,8 @@
 """Read the rows of local files: text, JSON, CSV, Parquet and Arrow.
 
-Only the columns that are named are read, so a file may have any other columns, of any type. Files
-of one source need not have the same columns or types: each is read by itself, and one without rows
-has no text.
+All files of one source are of one format, and those with rows have the columns that are named. Only
+these columns are read, each file by itself, so files may differ in other columns and in types. A
+file without rows has no text.
 """
 
 from __future__ import annotations
@@ -10,22 +10,15 @@ from __future__ import annotations
 import codecs
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gqa.core.errors import CorpusError, RefusedError, explain, listing
 from gqa.corpus.cache import cache_errors, datasets_cache
 
-FORMATS = {
-    "text": (".txt",),
-    "json": (".jsonl", ".json", ".ndjson"),
-    "csv": (".csv",),
-    "parquet": (".parquet",),
-    "arrow": (".arrow",),
-}
 COMPRESSED = (".gz", ".zst")
 _PEEKED = 1 << 20  # bytes of a list of JSON in which its first row is looked for
 _ROWS = 1024  # of Parquet and CSV that are in memory at a time
@@ -33,12 +26,39 @@ _ROWS = 1024  # of Parquet and CSV that are in memory at a time
 Row = dict[str, Any]
 
 
+class FileFormat(NamedTuple):
+    """A kind of text file; `FORMATS` lists all.
+
+    Attributes:
+        title: What errors and docs/uptraining.md call it.
+        suffixes: Of the names of its files.
+        read: The rows of a file, with some of its columns.
+        text_columns: For the columns of these names that a file has, whether they have text, by
+            its schema or first row; None if nothing says so.
+        may_be_compressed: Whether files may also have the suffixes COMPRESSED.
+    """
+
+    title: str
+    suffixes: tuple[str, ...]
+    read: Callable[[Path, Sequence[str]], Iterator[Row]]
+    text_columns: Callable[[Path, Sequence[str]], dict[str, bool]] | None = None
+    may_be_compressed: bool = False
+
+
 def file_format(path: Path) -> str | None:
     """The key of FORMATS for the suffixes of a file, or None."""
     name = path.name.lower()
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
-    return next((kind for kind, suffixes in FORMATS.items() if name.endswith(suffixes)), None)
+    return next((key for key, kind in FORMATS.items() if name.endswith(kind.suffixes)), None)
+
+
+def allowed_files() -> str:
+    """The suffixes of all formats, as errors and docs/uptraining.md state them."""
+    suffixes = chain.from_iterable(kind.suffixes for kind in FORMATS.values())
+    compressed = [kind.title for kind in FORMATS.values() if kind.may_be_compressed]
+    titles = f"{', '.join(compressed[:-1])} and {compressed[-1]}"
+    return f"{', '.join(suffixes)} ({titles} also with {' or '.join(COMPRESSED)})"
 
 
 def load_files(files: Sequence[Path], columns: Sequence[str], chats: bool = False) -> Any:
@@ -67,7 +87,7 @@ def read_rows(files: Iterable[str], columns: Sequence[str], chats: bool = False)
     for file in files:
         path = Path(file)
         try:
-            for row in _READERS[str(file_format(path))](path, columns):
+            for row in FORMATS[str(file_format(path))].read(path, columns):
                 if not chats:
                     for column in columns:
                         check_text(row[column], column, file)
@@ -86,21 +106,20 @@ def columns_with_text(path: Path, names: Sequence[str]) -> dict[str, bool]:
 
     Raises CorpusError.
     """
-    kind = str(file_format(path))
+    text_columns = FORMATS[str(file_format(path))].text_columns
+    if text_columns is None:
+        return {}
     try:
-        if kind == "json":
-            row = _first_of_json(path)
-            return {name: isinstance(row[name], str) for name in names if name in row}
-        if kind in _SCHEMAS:
-            schema = _SCHEMAS[kind](path)
-            return {
-                name: _has_text(schema.field(name).type) for name in names if name in schema.names
-            }
+        return text_columns(path, names)
     except RefusedError:
         raise
     except Exception as error:  # pyarrow's, Python's
         raise CorpusError(f"{path} cannot be read: {explain(error)}") from error
-    return {}
+
+
+def _json_text_columns(path: Path, names: Sequence[str]) -> dict[str, bool]:
+    row = _first_of_json(path)
+    return {name: isinstance(row[name], str) for name in names if name in row}
 
 
 def _first_of_json(path: Path) -> Row:
@@ -119,19 +138,20 @@ def _first_of_json(path: Path) -> Row:
     return value if isinstance(value, dict) else {}
 
 
-def _parquet_schema(path: Path) -> Any:
+def _parquet_text_columns(path: Path, names: Sequence[str]) -> dict[str, bool]:
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     with pq.ParquetFile(path) as file:
-        return file.schema_arrow
+        return _text_columns_of_schema(file.schema_arrow, names)
 
 
-def _arrow_schema(path: Path) -> Any:
+def _arrow_text_columns(path: Path, names: Sequence[str]) -> dict[str, bool]:
     with _arrow_batches(path) as (schema, _):
-        return schema
+        return _text_columns_of_schema(schema, names)
 
 
-_SCHEMAS = {"parquet": _parquet_schema, "arrow": _arrow_schema}
+def _text_columns_of_schema(schema: Any, names: Sequence[str]) -> dict[str, bool]:
+    return {name: _has_text(schema.field(name).type) for name in names if name in schema.names}
 
 
 def _has_text(kind: Any) -> bool:
@@ -329,10 +349,16 @@ def _arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
         yield reader.schema, batches
 
 
-_READERS = {
-    "text": _read_text,
-    "json": _read_json,
-    "csv": _read_csv,
-    "parquet": _read_parquet,
-    "arrow": _read_arrow,
+FORMATS = {
+    "text": FileFormat("text", (".txt",), _read_text, may_be_compressed=True),
+    "json": FileFormat(
+        "JSON",
+        (".jsonl", ".json", ".ndjson"),
+        _read_json,
+        _json_text_columns,
+        may_be_compressed=True,
+    ),
+    "csv": FileFormat("CSV", (".csv",), _read_csv, may_be_compressed=True),
+    "parquet": FileFormat("Parquet", (".parquet",), _read_parquet, _parquet_text_columns),
+    "arrow": FileFormat("Arrow", (".arrow",), _read_arrow, _arrow_text_columns),
 }

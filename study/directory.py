@@ -14,7 +14,7 @@ from pathlib import Path
 from gqa.checkpoint.write import system_errors
 from gqa.core.errors import RefusedError
 from gqa.core.run_directory import RunDirectory, differences, read_mark, refuse_another
-from gqa.study.options import ADVICE
+from gqa.study.options import ADVICE, names_of_identity
 from gqa.study.rows import FILES, ROWS, Row, read_rows
 
 WORK = ".work"
@@ -49,7 +49,7 @@ class StudyDirectory:
 
         rows = read_rows(self.path)
         identity_before = next((row["options"] for row in rows.values()), identity)
-        changed = differences(identity, identity_before)
+        changed = differences(identity, identity_before, names_of_identity())
         if changed and not overwrite:
             advice = f"{_ELSEWHERE}, the same options, or start over with --overwrite"
             refuse_another(self.path, "another study", changed, advice)

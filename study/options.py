@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -43,6 +43,13 @@ UNMERGED = "none"  # the method of cells with as many KV heads as the base model
 BASE = "base model"  # what reports call it
 ADVICE = "measured rows are kept; repeat the command without --overwrite to continue"
 
+# What an error calls the entries of a study's identity that are not options.
+_NAMES_OF_ENTRIES = {
+    "model": "MODEL",
+    "fingerprint": "content of MODEL",
+    "content of the data": "content of --data",
+}
+
 # Options that have an effect without MODEL: then only the report is written.
 _OF_REPORTS = ("output", "max_loss_increase", "verbose", "quiet")
 
@@ -76,6 +83,14 @@ class Cell(NamedTuple):
     def of(cls, row: Mapping[str, Any]) -> Cell:
         """The cell that a row is of. Raises KeyError if it is none of a study."""
         return cls(**{name: row[name] for name in cls._fields})
+
+
+def names_of_identity() -> dict[str, str]:
+    """What users call the entries of `AblateOptions.identity`: options by their flags."""
+    options = {
+        one.name: flag(one.name) for one in fields(AblateOptions) if not one.metadata["expert"]
+    }
+    return options | _NAMES_OF_ENTRIES
 
 
 @dataclass(frozen=True)

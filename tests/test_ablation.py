@@ -456,12 +456,20 @@ def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     refused(tmp_path / "study", *messages, **options)
 
 
+def test_another_study_is_refused_by_the_names_that_users_type(tmp_path: Path) -> None:
+    out = copied(tmp_path)
+    other = tiny_checkpoint(tmp_path / "other" / "model", kv_heads=2)
+    refused(out, "holds another study (--learning-rate: 0.003 -> 0.001); ", learning_rate=1e-3)
+    renamed = shutil.copytree(place() / "model", tmp_path / "renamed")
+    refused(out, "holds another study (MODEL: model -> renamed); ", model=str(renamed))
+    refused(out, "content of MODEL: ", model=other, groups="1")
+    refused(out, "content of --data: ", data=write_corpus(tmp_path / "text.jsonl", 11))
+
+
 def test_a_directory_with_something_else(tmp_path: Path) -> None:
-    out, other = copied(tmp_path), tiny_checkpoint(tmp_path / "other" / "model", kv_heads=2)
+    out = copied(tmp_path)
     text = write_corpus(tmp_path / "text.jsonl", 3, first=20)
-    refused(out, "holds another study (learning_rate: 0.003 -> 0.001); ", learning_rate=1e-3)
     refused(out, "content of the held-out text: ", "--overwrite", heldout=text)
-    refused(out, "fingerprint: ", model=other, groups="1")
     for name, file, content, says in (
         ("thesis", "chapter.md", "one", "holds no study"),
         ("rows", "results.jsonl", '{"name": "no cell"}\n', "holds no rows of a study"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from gqa.convert.api import convert_checkpoint
 from gqa.convert.merge.calibrate import Calibrator
 from gqa.convert.merge.fit import FitTask, FittedModule, fit_module
-from gqa.convert.merge.options import Refinement
+from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.merge.refine import TrainedWeights, refine
 from gqa.convert.methods.table import METHODS
 
@@ -53,7 +53,7 @@ def test_a_drift_is_in_units_of_what_attention_adds(tmp_path: Path) -> None:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
-    """The held-out errors of one module after another, before and after it is trained."""
+    """The validation errors of one module after another, before and after it is trained."""
     errors: list[tuple[float, float]] = []
 
     def refine_and_record(*args: Any) -> TrainedWeights:
@@ -76,7 +76,7 @@ def test_refinement_lowers_the_error(
     tiny = TINY[name]
     directory = write_checkpoint(build(tiny, 4), tmp_path / "source")
     options = on_ids(
-        refinement=Refinement(steps=40, heldout=0.25), text=Ids(high=tiny.tokens, count=192)
+        refinement=Refinement(steps=40, validation=0.25), text=Ids(high=tiny.tokens, count=192)
     )
     refined, mean = (
         convert_checkpoint(directory, 2, tmp_path / method, method=method, calibration=how).out
@@ -99,7 +99,7 @@ def test_every_module_of_an_encoder_decoder_is_refined(
     """
     encoding, errors = write_checkpoint(build(TINY["gqa_t5"], 4), tmp_path), []
     for padding, steps, rate in ((0, 30, 0.02), (0, 1, 1e-9), (8, 1, 1e-9)):
-        how = Refinement(steps=steps, learning_rate=rate, heldout=0.25, autocast=False)
+        how = Refinement(steps=steps, learning_rate=rate, validation=0.25, autocast=False)
         calibrator = Calibrator(
             plan_of(encoding, "refined"),
             pairs(TINY["gqa_t5"].tokens, padding),
@@ -154,7 +154,7 @@ def test_refinement_looks_where_errors_count() -> None:
     assert all(torch.equal(result.weights[name], start[name]) for name in start)
 
 
-def test_held_out_blocks_are_not_trained_on() -> None:
+def test_validation_blocks_are_not_trained_on() -> None:
     """Whichever the seed has chosen."""
     module, hidden = torch.nn.Linear(4, 4), torch.arange(32.0)[:, None, None].expand(32, 5, 4)
     seen: dict[bool, set[float]] = {}
@@ -163,7 +163,7 @@ def test_held_out_blocks_are_not_trained_on() -> None:
             args[0][:, 0, 0].tolist()
         )
     )
-    heldout = []
+    validation = []
     for seed in (0, 1):
         seen.clear()
         refined(
@@ -172,30 +172,39 @@ def test_held_out_blocks_are_not_trained_on() -> None:
             module.state_dict(),
             torch.ones(32, 5, 4),
             steps=16,
-            heldout=0.25,
+            validation=0.25,
             seed=seed,
         )
         assert len(seen[False]) == 8
         assert seen[True] == set(range(32)) - seen[False]
-        heldout.append(seen[False])
-    assert heldout[0] != heldout[1]
+        validation.append(seen[False])
+    assert validation[0] != validation[1]
 
 
 @pytest.mark.parametrize("method", ["refined", "calibrated"])
-def test_held_out_blocks_are_new_to_the_start(source: Path, method: str) -> None:
-    """Refinement starts from what other blocks say alone; without it there are none held out."""
+def test_validation_blocks_are_new_to_the_start(source: Path, method: str) -> None:
+    """Refinement starts from what other blocks say alone; `calibrated` fits to all blocks."""
     ids, found = Ids().ids(), []
-    (heldout,) = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))[:1].tolist()
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    validation = int(order[0])
+    one_block = Refinement(steps=1, learning_rate=1e-9, validation=1 / len(ids))
     for _ in range(2):
-        options = on_ids(refinement=Refinement(steps=1, learning_rate=1e-9, heldout=1 / len(ids)))
+        options = on_ids(refinement=one_block)
         calibrator = Calibrator(plan_of(source, method), ids, options, METHODS[method].fit)
         (result,) = calibrator.run(0)
         found.append(result.maps)
         ids = ids.clone()
-        ids[heldout] = ids[heldout].flip(0)
+        ids[validation] = ids[validation].flip(0)
     for part in ("key", "query", "value", "output"):
         one, other = (getattr(maps, part) for maps in found)
         assert torch.equal(one, other) is (method == "refined"), part
+
+
+def test_records_call_validation_by_its_older_name() -> None:
+    """Else stored layers of a run that was stopped would be those of another run."""
+    described = METHODS["refined"].describe_options(MapsOptions())["refinement"]
+    assert described["heldout"] == Refinement().validation
+    assert described.keys() ^ vars(Refinement()).keys() == {"heldout", "validation"}
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [("bfloat16", False), ("float16", True)])

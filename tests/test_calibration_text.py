@@ -183,10 +183,10 @@ def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
         text = CalibrationText(sources, count * LENGTH, LENGTH, repeats=False)
         found = text.inputs(read_checkpoint(SOURCE), "cpu", recorder)[0]["input_ids"]
         assert len(found) == (len(pieces) + 99 if len(sources) > 1 else min(count, len(pieces)))
-    asked = f"blocks of {LENGTH} tokens; give more text"
+    asked = f"blocks of {LENGTH} tokens that calibration asks for; name more text with --data"
     assert recorder.warnings == [
-        f"{source}: only {len(pieces)} of 99 {asked}",
-        f"{source}, self:plain: only {len(pieces) + 99} of 198 {asked}",
+        f"{source} has only {len(pieces)} of the 99 {asked}",
+        f"{source}, self:plain have only {len(pieces) + 99} of the 198 {asked}",
     ]
 
 

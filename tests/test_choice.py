@@ -9,21 +9,27 @@ import pytest
 import torch
 from support.checkpoints import check_refused, edit_tensors, llama, run, weights
 from support.families import write_checkpoint
+from support.pages import with_table
 from support.patches import use_speed
+from support.repository import ROOT
 from support.tiny_models import TINY, build
 
 from gqa.convert import api, estimate
 from gqa.convert.api import plan_conversion
+from gqa.convert.methods.table import METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.convert.summary import size
 from gqa.core import devices
 from gqa.core.errors import RefusedError
 from gqa.models import loading
 
+PAGE = ROOT / "docs/methods.md"
+HEADER = "| `--method` | reads | takes | heads of the result |\n|---|---|---|---|\n"
+
 # Of tiny models: what the default says of those that it cannot convert, and which methods they
 # allow.
-POOLING = ("mean", "first")
-ALL = (*POOLING, "procrustes", "aligned", "calibrated", "refined")
+ALL = tuple(name for name, method in METHODS.items() if not method.is_control)
+POOLING = tuple(name for name in ALL if METHODS[name].reads == "nothing")
 WITHOUT_ALIGNED = tuple(name for name in ALL if name != "aligned")
 ALLOWED = {
     **dict.fromkeys(("llama", "qwen3", "phi", "starcoder2", "gemma", "gemma2", "olmo2"), ("", ALL)),
@@ -31,6 +37,20 @@ ALLOWED = {
     "gemma3n_text": ("cannot be run layer by layer", POOLING),
     **dict.fromkeys(("qwen3_next", "bitnet"), ("cannot align the heads", (*POOLING, "refined"))),
 }
+
+
+def methods_page() -> str:
+    """docs/methods.md with its table of methods written anew, the best first."""
+    rows = [
+        (f"`{method.name}`", method.reads, method.cost, method.result)
+        for method in reversed(METHODS.values())
+    ]
+    return with_table(PAGE.read_text(encoding="utf-8"), HEADER, rows)
+
+
+def test_the_page_of_methods_shows_every_method() -> None:
+    """`python tests/test_choice.py` writes the page anew."""
+    assert PAGE.read_text(encoding="utf-8") == methods_page()
 
 
 def tiny(name: str, place: Path) -> Path:
@@ -175,3 +195,7 @@ def test_the_memory_of_an_estimate_includes_the_process_itself(tmp_path: Path) -
     assert 150 * 2**20 < memory < 1.2 * devices.peak_memory() + 2**24
     assert f"{size(memory)} of memory" in done.err
     assert estimate.runtime_memory("cuda") == 0
+
+
+if __name__ == "__main__":
+    PAGE.write_text(methods_page(), encoding="utf-8")

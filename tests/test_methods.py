@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain, permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +16,15 @@ from torch import Tensor
 
 from gqa.convert.api import convert_checkpoint, plan_conversion
 from gqa.convert.head_maps import HeadMaps
-from gqa.convert.heads.family import Conv1D, Fused, LayerHeads, Layout, Rotary, Separate
+from gqa.convert.heads.family import (
+    Conv1D,
+    Fused,
+    FusedOrder,
+    LayerHeads,
+    Layout,
+    Rotary,
+    Separate,
+)
 from gqa.convert.merge.fit import FitTask, FittedModule
 from gqa.convert.merge.from_weights import ModuleEstimate
 from gqa.convert.merge.grouping import find_order, partitions, swap_heads
@@ -171,8 +179,8 @@ def test_every_kind_of_setting_belongs_to_a_method_and_an_option() -> None:
         (Separate("value", axis=1), (7,)),
         (Separate("key", "one"), (4, 6)),
         (Separate("query"), (48, 7)),
-        (Fused("stacked"), (96, 7)),
-        (Fused("grouped"), (96,)),
+        *((Fused(order), (96, 7)) for order in get_args(FusedOrder)),
+        *((Fused(order), (96,)) for order in get_args(FusedOrder)),
         (Conv1D(Fused("stacked")), (7, 96)),
         (Conv1D(Fused("stacked")), (96,)),
         (Conv1D(Separate("output", axis=1)), (40, 7)),

@@ -15,10 +15,11 @@ import pytest
 from support.documents import lines, write
 from support.hub_server import Hub, Machine
 from support.patches import use_data_cache, use_data_hub
+from support.repository import ROOT
 
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.core.errors import CorpusError
-from gqa.corpus.files import ALLOWED
+from gqa.corpus.readers import FORMATS, allowed_files
 from gqa.corpus.specs import check_text_options, parse_source, parse_sources
 from gqa.uptrain.data_sources import data_sources, heldout_sources
 from gqa.uptrain.options import TrainOptions
@@ -53,20 +54,17 @@ KINDS = {
     "large.parquet": pa.large_string(),
     "coded.parquet": pa.dictionary(pa.int32(), pa.string()),
 }
-FORMATS = (
-    "a.jsonl",
+TABLES = [kind for kind in FORMATS.values() if kind.title != "text"]
+NAMES = [
+    *(f"a{suffix}" for kind in TABLES for suffix in kind.suffixes),
     "a.jsonl.gz",
     "a.JSONL",
-    "a.json",
-    "a.csv",
-    "a.parquet",
     *KINDS,
-    "a.arrow",
     "feather.arrow",
-)
+]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
     path, texts = tmp_path / name, [*TEXTS, "", " \n"]
     source = parse_source(str(write(path, texts, KINDS.get(name))))
@@ -144,9 +142,18 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
         "*.csv",
     ):
         refused[spec] = (
-            f"there is no file or directory {spec} with text; allowed are {ALLOWED}, and patterns"
+            f"there is no file or directory {spec} with text; allowed are {allowed_files()}, and "
+            "patterns"
         )
     assert {spec: refusal(spec) for spec in refused} == refused
+
+
+def test_the_page_of_data_names_every_kind_of_file() -> None:
+    """In the words of the error."""
+    page = (ROOT / "docs/uptraining.md").read_text(encoding="utf-8")
+    assert f"one of these kinds: {allowed_files()};" in page, (
+        f"docs/uptraining.md does not say that {allowed_files()} are read"
+    )
 
 
 # What is in a file, and how what is said of it goes on after its name.

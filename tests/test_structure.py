@@ -10,9 +10,13 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
+from support.pages import with_table
 from support.repository import PACKAGES, ROOT
 
+import gqa
 from gqa.convert.heads.families.table import FAMILIES, NESTED, REFUSED
+from gqa.convert.methods.table import METHODS
 from gqa.convert.recast.targets import RECASTINGS
 
 MODELS = ROOT / "docs/models.md"
@@ -134,12 +138,8 @@ def family_rows() -> Iterator[tuple[str, str, str]]:
 
 
 def models_page() -> str:
-    """docs/models.md with its last table written anew: Markdown, in whose cells a bar would end the
-    cell.
-    """
-    rows = (" | ".join(cell.replace("|", r"\|") for cell in row) for row in family_rows())
-    prose = MODELS.read_text(encoding="utf-8").partition(HEADER)[0]
-    return prose + HEADER + "".join(f"| {row} |\n" for row in rows)
+    """docs/models.md with its last table written anew."""
+    return with_table(MODELS.read_text(encoding="utf-8"), HEADER, family_rows())
 
 
 def test_models_page_shows_every_model_type() -> None:
@@ -151,6 +151,98 @@ def test_models_page_shows_every_model_type() -> None:
     assert stated | set(NESTED) | set(REFUSED) | {"gpt2", "gpt_neox", "opt"} <= {
         name.strip() for name in shown
     }
+
+
+# ----------------------------------------------------------------------------------- docs/design.md
+
+# Names on the page that libraries or checkpoints define
+LIBRARIES = ("accelerate", "datasets", "jinja2", "torch")
+THEIRS = {
+    "_attn_implementation",
+    "baseline_NAME",
+    "input_ids",
+    "max_position_embeddings",
+    "self_attn",
+}
+FILE = re.compile(r"[\w./-]+(/|\.py|\.md)")
+IDENTIFIER = re.compile(r"([A-Za-z_][\w.]*)(\(.*\))?")
+NAME_AND_FILE = re.compile(r"`([A-Za-z_][\w.]*)`\s+(?:\(|in )`([\w./-]+\.py)`")
+
+
+def defined_names(path: Path) -> set[str]:
+    """Functions, classes and constants of a file, and members of classes: `member` and
+    `Class.member`.
+    """
+    names = set[str]()
+    for node in ast.parse(path.read_text()).body:
+        names |= names_of_statement(node)
+        if isinstance(node, ast.ClassDef):
+            for statement in node.body:
+                members = names_of_statement(statement)
+                names |= members
+                names |= {f"{node.name}.{member}" for member in members}
+    return names
+
+
+def names_of_statement(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.AnnAssign):
+        return {ast.unparse(node.target)}
+    if isinstance(node, ast.Assign):
+        return {ast.unparse(target) for target in node.targets}
+    return set()
+
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+DEFINED = {path: defined_names(path) for path in (*MODULES, *TESTS)}
+PUBLIC = {f"gqa.{name}" for name in (*gqa.__all__, *PACKAGES)}
+KNOWN = {"gqa", *PUBLIC, *METHODS, *THEIRS}.union(*DEFINED.values())
+
+
+def files_named(name: str) -> list[Path]:
+    """The file or directory of this path, or the files whose paths end with it."""
+    if (ROOT / name).exists():
+        return [ROOT / name]
+    return [path for path in DEFINED if path.as_posix().endswith(f"/{name}")]
+
+
+def missing_names(page: str) -> list[str]:
+    """Files, functions, classes and constants that a page names in backquotes and that do not
+    exist, or not in the file that it names after them.
+    """
+    missing = []
+    tokens = MarkdownIt().enable("table").parse(page)
+    parts = [part for token in tokens for part in token.children or ()]
+    for code in (part.content for part in parts if part.type == "code_inline"):
+        files = [word for word in code.split() if FILE.fullmatch(word)]
+        missing += [file for file in files if not files_named(file)]
+
+        identifier = IDENTIFIER.fullmatch(code)
+        if files or not identifier:
+            continue
+        name = identifier[1]
+        if name not in KNOWN and name.split(".")[0] not in LIBRARIES:
+            missing.append(name)
+
+    for name, file in NAME_AND_FILE.findall(page):
+        defined = set[str]().union(*(DEFINED.get(path, ()) for path in files_named(file)))
+        if name.removeprefix("gqa.") not in defined:
+            missing.append(f"{name} in {file}")
+    return missing
+
+
+def test_design_page_names_what_exists() -> None:
+    missing = missing_names((ROOT / "docs/design.md").read_text(encoding="utf-8"))
+    assert not missing, f"docs/design.md names what does not exist: {', '.join(missing)}"
+
+
+def test_a_name_that_does_not_exist_is_noticed() -> None:
+    page = (
+        "`Plan` `Plan.nothing` `nothing` `core/nothing.py` `train` (`core/compat.py`) `--nothing`"
+    )
+    missing = ["Plan.nothing", "nothing", "core/nothing.py", "train in core/compat.py"]
+    assert missing_names(page) == missing
 
 
 def test_no_test_module_imports_another() -> None:

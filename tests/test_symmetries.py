@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import attention_of, load, louder, planned, write_checkpoint
-from support.scrambled import Ids, on_ids, rearrange, relative, scramble
+from support.scrambled import ALIGNING, Ids, on_ids, rearrange, relative, scramble
 from support.tiny_models import QUERY_HEADS, TINY, Tiny, build, inputs, logits
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -400,7 +400,7 @@ def test_options_that_take_a_symmetry_away(tmp_path: Path) -> None:
     ]
     for number, (tiny, why) in enumerate(cases):
         directory = write_checkpoint(build(tiny, QUERY_HEADS), tmp_path / str(number))
-        for method in ("procrustes", "aligned", "calibrated"):
+        for method in ALIGNING:
             with pytest.raises(
                 RefusedError,
                 match=rf"cannot align the heads of {number} \({tiny.model_type}\): {why}",

@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from support.checkpoints import run
-from support.documents import lines, open_data
+from support.documents import lines, open_data, write_table
 
 from gqa.core.errors import CorpusError
 from gqa.corpus.files import find_files
+from gqa.corpus.readers import FORMATS
 from gqa.corpus.specs import parse_source
 from gqa.uptrain.dataloader import Dataloader
 from gqa.uptrain.options import TrainOptions
@@ -29,42 +28,16 @@ def texts_of(spec: object) -> list[str]:
     return list(parse_source(str(spec)).texts())
 
 
-def write_parquet(path: Path, table: pa.Table) -> None:
-    pq.write_table(table, path)
-
-
-def write_arrow(path: Path, table: pa.Table) -> None:
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-
-
-def write_feather(path: Path, table: pa.Table) -> None:
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-
-
-def write_jsonl(path: Path, table: pa.Table) -> None:
-    lines(path, *table.to_pylist())
-
-
-def write_csv(path: Path, table: pa.Table) -> None:
-    table.to_pandas().to_csv(path, index=False)
-
-
-WRITERS: dict[str, Callable[[Path, pa.Table], None]] = {
-    "a.parquet": write_parquet,
-    "a.arrow": write_arrow,
-    "feather.arrow": write_feather,
-    "a.jsonl": write_jsonl,
-    "a.csv": write_csv,
-}
+# A file of each kind that has columns, and the other form of Arrow's.
+KINDS = [f"a{kind.suffixes[0]}" for kind in FORMATS.values() if kind.title != "text"]
+KINDS += ["feather.arrow"]
 
 
 def directory_of(directory: Path, name: str, *tables: pa.Table) -> Path:
     """A directory with each table as a file, in the format of the name."""
     directory.mkdir()
     for number, table in enumerate(tables):
-        WRITERS[name](directory / f"{number}-{name}", table)
+        write_table(directory / f"{number}-{name}", table)
     return directory
 
 
@@ -82,14 +55,14 @@ def train_blocks(data: Path, tokenizer: Any, *, streaming: bool) -> Dataloader:
     return open_data(options, tokenizer, 64)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_column_may_have_another_type_in_another_file(name: str, tmp_path: Path) -> None:
     numbers = pa.table({"text": TEXTS[:20], "score": [0.5] * 20})
     words = pa.table({"text": TEXTS[20:], "score": ["n/a"] * 20})
     assert texts_of(directory_of(tmp_path / "data", name, numbers, words)) == TEXTS
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_column_may_be_in_some_files_only(name: str, tmp_path: Path) -> None:
     plain = pa.table({"text": TEXTS[:20]})
     more = pa.table({"id": range(20), "text": TEXTS[20:]})
@@ -130,7 +103,7 @@ def test_training_reads_empty_parts_and_other_columns(
     assert [blocks.block(i)["input_ids"].tolist() for i in range(2)] == [
         expected.block(i)["input_ids"].tolist() for i in range(2)
     ]
-    write_parquet(data / "1-a.parquet", empty)
+    write_table(data / "1-a.parquet", empty)
     again = train_blocks(data, tokenizer, streaming=streaming)
     assert again.block(1)["input_ids"].tolist() == expected.block(1)["input_ids"].tolist()
 

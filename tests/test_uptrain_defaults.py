@@ -31,9 +31,9 @@ from gqa.core.errors import RefusedError
 from gqa.models.loading import load_tokenizer
 from gqa.uptrain.models import TOKENS, settle
 from gqa.uptrain.optimizer import make_optimizer
-from gqa.uptrain.options import Schedule, TrainOptions
+from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run_length import settle_steps
-from gqa.uptrain.schedule import rate_factor, warmup_steps
+from gqa.uptrain.schedule import Schedule, rate_factor, warmup_steps
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -290,7 +290,7 @@ def test_warmup_by_default() -> None:
         100,
     ]
     assert warmup_steps(None, "constant", 5000) == 0
-    assert [warmup_steps(7, schedule, 5000) for schedule in get_args(Schedule)] == [7] * 3
+    assert {warmup_steps(7, schedule, 5000) for schedule in get_args(Schedule)} == {7}
 
 
 @pytest.mark.parametrize("name", ["llama+bias", "gemma2", "cohere+qk_norm", "mixtral"])

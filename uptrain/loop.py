@@ -37,18 +37,26 @@ from gqa.uptrain.state_files import TrainingProgress, load
 from gqa.uptrain.training_model import Batch, split_batch
 from gqa.uptrain.weights import prepare_model
 
-_PROBE_TOKENS = 16  # of a pass that shows whether a model draws at random
+_PROBE_TOKENS = 16  # tokens of the passes that show whether a model draws at random
 
 
 def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, Weights]:
-    """Train; return the progress and this process' weights with the lowest held-out loss (with
-    adapters apart, and as shards under FSDP2).
+    """Run all steps that are left, and save states of the run on the way.
 
-    Without held-out text these are the last weights. They are empty if no step improved the model.
-    The caller holds the lock of `setup.states`. No checkpoint is written. Raises RefusedError (a
-    damaged state, too little memory), DivergedError, StoppedError, OutputError if the state at
-    which a signal stops it cannot be saved, and UnfinishedError if text cannot be read: the steps
-    before are saved.
+    The caller holds the lock of `setup.states`, and writes the checkpoint from what is returned.
+
+    Returns:
+        How far the run came, and the weights of the step with the lowest held-out loss: the last
+        weights if nothing is held out, none if no step improved the model. Adapters are not merged
+        into them. Under FSDP2 they are the shards of this process.
+
+    Raises:
+        RefusedError: The state to continue from is damaged, the memory does not suffice, or the
+            model's loss is not finite before the first step.
+        DivergedError: A loss or gradient is not finite in a later step.
+        StoppedError: SIGINT or SIGTERM arrived; the steps before are saved.
+        UnfinishedError: Text cannot be read; the steps before are saved.
+        OutputError: The state of a run that stops cannot be saved.
     """
     accelerator = setup.accelerator
     steps = setup.dataloader.steps
@@ -65,10 +73,11 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
     with _signals() as signals:
         batches = BatchReader(setup, progress.step)
         batches.read_next()
-        if batches.error:  # of the first step: nothing is lost
+        if batches.error:
+            # No step of this run is done, so there is nothing to save
             raise batches.error
 
-        reading = 0.0  # seconds
+        reading_seconds = 0.0  # how long the batches of a step took to read
         while progress.step < steps:
             start = time.perf_counter()
             rate = _learning_rate(setup, progress.step)
@@ -76,15 +85,15 @@ def train(setup: Setup, watcher: Watcher = SILENT) -> tuple[TrainingProgress, We
                 accelerator, model, optimizer, batches.micro_batches, rate, setup.options.clip
             )
             numbers = _add_step(progress, sums, norm, rate, setup)
-            seconds = reading + time.perf_counter() - start
+            seconds = reading_seconds + time.perf_counter() - start
 
             if _evaluates_after(setup, progress.step):
                 numbers |= evaluate(setup, model, progress, best)
             log.step(progress, numbers, seconds)
 
-            reading = batches.read_next()
-            # All ranks must do the same after the same step, whichever of them was signaled or
-            # could not read.
+            reading_seconds = batches.read_next()
+            # One rank alone may be signaled, fail to read, or see that it is time to save: then
+            # all ranks save and stop after the same step.
             stopped, failed, due = _any_rank(
                 accelerator, bool(signals), batches.error is not None, saver.is_due(progress.step)
             )
@@ -134,20 +143,22 @@ def draws_at_random(setup: Setup, model: Any) -> bool:
 
     def nats_of_a_pass() -> float:
         _, sums = model(**batch)
-        return float(sums[1])
+        _predictions, nats, _distillation = sums.tolist()
+        return float(nats)
 
     model.train()
     first = nats_of_a_pass()
     second = nats_of_a_pass()
-    # Kernels of GPUs may add in another order.
+    # Not exactly: kernels of GPUs may add the same numbers in another order.
     return abs(first - second) > 1e-4 * abs(first)
 
 
 def _begin_or_continue(
     setup: Setup, model: Any, optimizer: Any
 ) -> tuple[TrainingProgress, Weights]:
-    """The progress and the best weights so far: of the state from which the run continues, or of a
-    new run, whose held-out losses are measured.
+    """The progress and the best weights so far, from the state of a run that continues.
+
+    Before its first step, a run measures the held-out losses.
     """
     progress = TrainingProgress()
     best: Weights = {}
@@ -159,15 +170,16 @@ def _begin_or_continue(
 
 
 def _restore(setup: Setup, model: Any, optimizer: Any) -> tuple[TrainingProgress, Weights]:
-    """The progress and the best weights of the state to continue from, whose weights and optimizer
-    are loaded.
+    """Load the model's weights and the optimizer from the state to continue from; return the
+    progress and the best weights in that state.
     """
     assert setup.start
     progress = TrainingProgress.of(setup.start.record)
 
     best: Weights = {}
     if 0 < progress.best_step < setup.dataloader.steps:
-        best = copy_trained(setup, model)  # of the right shapes, to be read into
+        # `load` reads the saved weights into these, which have their names and shapes
+        best = copy_trained(setup, model)
     load(setup.start, setup.accelerator, model, optimizer, best)
 
     blocks = setup.dataloader.blocks
@@ -195,10 +207,13 @@ def train_step(
     rate: float,
     clip: float,
 ) -> tuple[Tensor, float]:
-    """Take one optimizer step over the micro-batches of all ranks; return (predictions, nats,
-    distillation) summed over ranks, and the norm of the gradient before clipping.
+    """Take one optimizer step over the micro-batches of all ranks.
 
     The gradient is that of the mean over all predictions of the step.
+
+    Returns:
+        (3,) sums over all ranks: predictions, nats, distillation. And the norm of the gradient
+        before clipping.
     """
     device = accelerator.device
     predictions = 0
@@ -209,8 +224,9 @@ def train_step(
         batches.append({name: tensor.to(device) for name, tensor in batch.items()})
     total = accelerator.reduce(torch.tensor(float(predictions), device=device), "sum")
 
-    # accelerate divides by the micro-batches, DDP and FSDP by the ranks: undone here, as the sum is
-    # divided only once.
+    # The gradient of a summed loss must be divided by the predictions of the step, and by nothing
+    # else. accelerate also divides each loss by the number of micro-batches, and DDP and FSDP
+    # divide gradients by the number of ranks: the factors in the numerator cancel both.
     scale = len(batches) * accelerator.num_processes / total.clamp_min(1.0)
 
     sums = zero_sums(3, device)
@@ -235,10 +251,14 @@ def train_step(
 def _add_step(
     progress: TrainingProgress, sums: Tensor, norm: float, rate: float, setup: Setup
 ) -> dict[str, float]:
-    """Add a step to `progress`; return its numbers for the log. Raises DivergedError."""
+    """Add a step to `progress`; return its numbers for the log.
+
+    Raises DivergedError if loss or gradient is not finite, RefusedError if the weights that the
+    training began with are the reason.
+    """
     nats, divergence = means(sums)
     is_finite = bool(sums.isfinite().all())
-    # With held-out text the weights have been evaluated before the first step
+    # With held-out text the first weights have been evaluated, and are known to be finite
     if not progress.step and not setup.dataloader.heldout_blocks and not is_finite:
         raise RefusedError(NOT_FINITE.format(setup.checkpoint.name))
 
@@ -266,7 +286,7 @@ def _add_step(
 
 
 def _evaluates_after(setup: Setup, step: int) -> bool:
-    """Whether the held-out losses are measured after so many steps."""
+    """Whether the held-out losses are measured once `step` steps are done."""
     steps = setup.dataloader.steps
     interval = evaluation_interval(setup.options.eval_every, steps)
     return bool(setup.dataloader.heldout_blocks) and (step == steps or step % interval == 0)
@@ -276,20 +296,23 @@ def _evaluates_after(setup: Setup, step: int) -> bool:
 
 
 class BatchReader:
-    """Reads the batches of this rank, one step ahead: text that cannot be read stops the run
-    between two steps, when everything before it can be saved.
+    """Reads the micro-batches of this rank, one step ahead.
+
+    So text that cannot be read stops the run between two steps, when all that was trained can be
+    saved.
 
     Attributes:
-        micro_batches: Of the next step; none after the last one.
-        bookmark: Where a stream was before they were read; None if the data is no stream.
-        error: Why there are none.
+        micro_batches: The micro-batches of the next step; empty after the last step.
+        bookmark: Where the stream of text was before `micro_batches` were read; None if the data is
+            no stream.
+        error: Why the next step could not be read; None if it could.
     """
 
-    def __init__(self, setup: Setup, first: int) -> None:
-        """`first` steps are done already."""
+    def __init__(self, setup: Setup, first_step: int) -> None:
+        """`first_step` (from 0) is the first to be read: 0, or where a run continues."""
         accelerator = setup.accelerator
         self._batches = setup.dataloader.batches(
-            first, accelerator.process_index, accelerator.num_processes, setup.micro_batch
+            first_step, accelerator.process_index, accelerator.num_processes, setup.micro_batch
         )
         self._blocks = setup.dataloader.blocks
         self.micro_batches: list[Batch] = []
@@ -297,25 +320,31 @@ class BatchReader:
         self.error: Exception | None = None
 
     def read_next(self) -> float:
-        """Read the batches of the next step; return the seconds that it took."""
+        """Read the micro-batches of the next step; return the seconds that it took."""
         start = time.perf_counter()
         if isinstance(self._blocks, StreamedBlocks):
             self.bookmark = self._blocks.bookmark()
         try:
             self.micro_batches = next(self._batches, [])
-        except Exception as error:  # of the text, of a disk, of a hub
+        except Exception as error:  # bad text, a failing disk or hub: `train` decides
             self.error = error
         return time.perf_counter() - start
 
 
 def _any_rank(accelerator: Accelerator, *flags: bool) -> list[bool]:
-    """Each flag: whether it is set on any rank."""
+    """For each flag, whether it is set on at least one rank."""
     counts = torch.tensor([float(flag) for flag in flags], device=accelerator.device)
     return [bool(count) for count in accelerator.reduce(counts, "sum").tolist()]
 
 
 def _unreadable(error: Exception | None, step: int, saved: Path) -> UnfinishedError:
-    """The error of a run whose text cannot be read on this rank, or on another one."""
+    """The error that ends a run whose text cannot be read.
+
+    Args:
+        error: Why this rank could not read; None if only another rank could not.
+        step: The number of steps that are done.
+        saved: The directory of the state that was saved.
+    """
     reason = explain(error, 600) if error else "another process could not read its text"
     return UnfinishedError(
         f"{reason}. The {step:,} steps before it are not lost: they are saved in {saved}, and the "
@@ -325,13 +354,13 @@ def _unreadable(error: Exception | None, step: int, saved: Path) -> UnfinishedEr
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM, which the loop acts on between two steps."""
+    """Collect the numbers of SIGINT and SIGTERM; the loop looks at them between two steps."""
     received: list[int] = []
     handlers = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         try:
             handlers[number] = signal.signal(number, lambda n, frame: received.append(n))
-        except ValueError:  # not the main thread
+        except ValueError:  # only the main thread may set handlers
             break
     try:
         yield received

@@ -30,8 +30,8 @@ from gqa.core.options import (
     tokens_type,
 )
 from gqa.corpus.specs import check_text_options, is_self, parse_self
+from gqa.uptrain.schedule import Schedule
 
-Schedule = Literal["constant", "linear", "cosine"]
 Scope = Literal["all", "attention", "kv", "lora"]
 AUTO_TEACHER = "auto"
 # Methods after which attention fits the rest of the model, and is all that trains by default.

@@ -15,6 +15,7 @@ from gqa.corpus.tokens import check_ids
 from gqa.models.loading import positions
 from gqa.models.training_memory import MAX_BLOCK
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.schedule import depends_on_length
 
 MAX_PAIR = 512  # most tokens of a source or target with relative positions, as for T5
 # A run has at least so many steps, if smaller batches and blocks allow it
@@ -57,7 +58,7 @@ def settle_steps(options: TrainOptions, data_tokens: int, longest: int, ranks: i
         tokens = int(options.alpha * data_tokens)
         if options.repeats:
             tokens = int(tokens / MIX["plain"])
-    may_shrink = options.steps is None and options.schedule != "constant"
+    may_shrink = options.steps is None and depends_on_length(options.schedule)
 
     block = options.context or longest
     if may_shrink and options.context is None:

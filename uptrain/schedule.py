@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Literal
 
-from gqa.uptrain.options import Schedule
+Schedule = Literal["constant", "linear", "cosine"]
+# By schedule: the factor of the learning rate after the warm-up, from the share of the steps after
+# the warm-up that is left: 1 at first, 0 at the end.
+_FACTORS: dict[Schedule, Callable[[float], float]] = {
+    "constant": lambda left: 1.0,
+    "linear": lambda left: left,
+    "cosine": lambda left: 0.5 * (1 - math.cos(math.pi * left)),
+}
 
 EVALUATIONS = 4  # held-out evaluations of a run, unless `eval_every` is given
 MAX_WARMUP_STEPS = 100  # by default
 
 
-def warmup_steps(warmup: int | None, schedule: Schedule, steps: int) -> int:
-    """Steps of warm-up: `warmup`, else none with `constant` and 5 % (100 at most) with schedules
-    that end.
+def depends_on_length(schedule: Schedule) -> bool:
+    """Whether the learning rate of a step depends on the number of steps of the run.
 
-    So a constant schedule knows nothing of the length: the first steps of a smaller alpha are those
-    of a larger one.
+    That of a constant schedule does not, so the first steps of a smaller alpha are those of a
+    larger one.
+    """
+    return schedule != "constant"
+
+
+def warmup_steps(warmup: int | None, schedule: Schedule, steps: int) -> int:
+    """Steps of warm-up: `warmup` if it is given; else 5 % of the steps, 100 at most, and none if
+    the schedule does not depend on their number.
     """
     if warmup is not None:
         return warmup
-    if schedule == "constant":
+    if not depends_on_length(schedule):
         return 0
     return min(MAX_WARMUP_STEPS, steps // 20)
 
@@ -32,16 +47,9 @@ def evaluation_interval(eval_every: int | None, steps: int) -> int:
 def rate_factor(step: int, steps: int, schedule: Schedule, warmup: int = 0) -> float:
     """What the learning rate is multiplied by in `step` (from 0) of `steps`.
 
-    All rise linearly over `warmup` steps. Then `constant` stays, and `linear` and `cosine` fall to
-    zero at the end.
+    It rises linearly over `warmup` steps; then the schedule determines it.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    if schedule == "constant":
-        return 1.0
-
-    left = (steps - step) / (steps - warmup)  # the share of the steps after the warm-up
-    if schedule == "cosine":
-        return 0.5 * (1 - math.cos(math.pi * left))
-    assert schedule == "linear"
-    return left
+    left = (steps - step) / (steps - warmup)
+    return _FACTORS[schedule](left)

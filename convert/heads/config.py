@@ -62,7 +62,7 @@ class ModelConfig:
         return self.family.symmetry(self.text)
 
     @property
-    def not_layerwise(self) -> str | None:
+    def why_not_layerwise(self) -> str | None:
         """Why the model cannot be run layer by layer on text; None if no reason is known."""
         return self.family.not_layerwise.get(listed_as(self.text.model_type))
 

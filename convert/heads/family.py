@@ -150,9 +150,12 @@ class Separate(Layout):
         return (*shape[: self.axis], groups * rows, *shape[self.axis + 1 :])
 
 
+FusedOrder = Literal["stacked", "grouped"]
+
+
 @dataclass(frozen=True)
 class Fused(Layout):
-    """Queries, keys and values in one tensor, in one of two orders of rows.
+    """Queries, keys and values in one tensor, in one of the orders of rows `FusedOrder`.
 
     Attributes:
         order: `stacked`: all of Q, then all of K, then all of V (Phi-3, DBRX). `grouped`: for each
@@ -160,7 +163,7 @@ class Fused(Layout):
             after the other, with Hk = 1 the same as `stacked`.
     """
 
-    order: Literal["stacked", "grouped"]
+    order: FusedOrder
 
     def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
         dim = heads.key_dim

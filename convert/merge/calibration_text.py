@@ -214,13 +214,17 @@ class CalibrationText:
         return maker.inputs(pairs)
 
     def _warn_of_little(self, count: int, kind: str, watcher: Watcher) -> None:
-        """Warn if the sources have fewer blocks or pairs than are wanted."""
+        """Warn if the sources have fewer than the wanted number of blocks or pairs (`kind`)."""
         wanted = max(1, self.taken // self.length)
-        # Of several sources each is rounded.
+        # The blocks of each source are rounded, so up to one a source may be missing
         if count + len(self.sources) > wanted:
             return
-        there = f"only {count:,} of {wanted:,} {kind} of {self.length} tokens"
-        watcher.warn(f"{', '.join(self.sources)}: {there}; give more text")
+
+        has = "has" if len(self.sources) == 1 else "have"
+        watcher.warn(
+            f"{', '.join(self.sources)} {has} only {count:,} of the {wanted:,} {kind} of "
+            f"{self.length} tokens that calibration asks for; name more text with --data"
+        )
 
     # ------------------------------------------------------------------------------------- checks
 

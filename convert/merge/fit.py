@@ -40,9 +40,9 @@ class FittedModule:
         error: Squared error of the attention output, relative to the energy of its targets. Both
             are weighted by position, and the targets include the drift
             (`Calibrator._first_targets`). After the refit of W_O it is measured on the text that
-            W_O was fitted to, without the bias. After training it is measured on blocks that were
-            not trained on, relative to the energy of all blocks, with the bias. NaN if it was not
-            measured.
+            W_O was fitted to, without the bias. After training it is the validation error, with the
+            bias: that of the validation blocks, relative to the energy of all blocks. NaN if it was
+            not measured.
         weights: Tensors that were trained, by stored name. They take the place of the maps.
     """
 
@@ -108,8 +108,8 @@ def fit_module(task: FitTask) -> FittedModule:
     5. Refit W_O, so that the output comes closest to the targets.
 
     In step 1 each query counts as much as its sensitivity times the weight of its position, and all
-    keys and values count alike. In steps 4 and 5 each position counts as much as its weight. Blocks
-    on which `refined` selects its best step weigh nothing anywhere.
+    keys and values count alike. In steps 4 and 5 each position counts as much as its weight. The
+    validation blocks of `refined` weigh nothing anywhere.
 
     A variant of this method composes the same steps.
     """
@@ -187,7 +187,7 @@ def measure_moments(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> 
             bias=capture.options.get("position_bias"),
             causal=getattr(task.base.module, "is_causal", True),
         )
-        # Blocks without weight, which refinement holds out, must not count for keys either.
+        # The validation blocks of `refined` have no weight, and must not count for keys either.
         visible = visible_keys(capture.mask, k) * weights.any(1, keepdim=True)
         moments.add(unrotate(q, rotary), unrotate(k, rotary), v, sensitivity, visible, distances)
     return moments.averaged()

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from gqa.convert.merge.fit import FitTask, FittedModule, fit_or_average
 from gqa.convert.merge.layer import Arguments
-from gqa.convert.merge.refine import refine, without_heldout
+from gqa.convert.merge.refine import refine, without_validation
 
 
 def fit_and_refine(task: FitTask) -> FittedModule:
     """Maps in closed form, and the weights of the module after training."""
-    # Blocks on which the best step is selected are not fitted to either: they weigh 0 here. The
-    # training below gets the weights of all.
-    fitted_weights = without_heldout(task.position_weights, task.pair.options.refinement)
+    # The closed form is not fitted to the validation blocks either: they weigh 0 here. The training
+    # below gets the weights of all blocks.
+    fitted_weights = without_validation(task.position_weights, task.pair.options.refinement)
     result = fit_or_average(replace(task, position_weights=fitted_weights))
 
     task.apply(result.maps)

@@ -16,7 +16,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from gqa.core.devices import out_of_memory
-from gqa.core.errors import RefusedError, explain, not_layerwise
+from gqa.core.errors import RefusedError, explain, layerwise_error
 from gqa.models.attention_functions import OBSERVER
 
 # Arguments of a call besides the hidden states: positional, and by keyword.
@@ -204,7 +204,7 @@ class Attention:
             del vars(self.module)[OBSERVER]
 
         if missing:
-            raise not_layerwise(
+            raise layerwise_error(
                 type(self.layer.module).__name__,
                 "it does not call transformers' attention functions",
             )
@@ -282,7 +282,7 @@ def layerwise_errors(name: str) -> Iterator[None]:
     ) as error:
         if isinstance(error, RefusedError) or out_of_memory(error):
             raise
-        raise not_layerwise(name, explain(error)) from error
+        raise layerwise_error(name, explain(error)) from error
 
 
 def check_finite(layer: int, *tensors: Tensor) -> None:

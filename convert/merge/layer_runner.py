@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.merge.layer import Arguments, Layer, Stream, layerwise_errors, send
 from gqa.core.compat import build_model, initialize, supports_sdpa, unsaved_names
-from gqa.core.errors import RefusedError, not_layerwise
+from gqa.core.errors import RefusedError, layerwise_error
 from gqa.models.attention_functions import Attend, attend_eager, attend_sdpa
 from gqa.models.loading import model_class
 from gqa.models.names import Loading
@@ -61,7 +61,7 @@ def _empty_model(config: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, Atte
     """
     cls = model_class(config)
     if not issubclass(cls, PreTrainedModel):
-        raise not_layerwise(config.model_type, "transformers has no model of it alone")
+        raise layerwise_error(config.model_type, "transformers has no model of it alone")
 
     text = config.get_text_config(decoder=True)
     caps_scores = getattr(text, "attn_logit_softcapping", None) is not None
@@ -71,7 +71,7 @@ def _empty_model(config: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, Atte
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = build_model(cls, config, attn_implementation=name, dtype=dtype)
     except (KeyError, ValueError) as error:  # a class with its own table of attention classes
-        raise not_layerwise(
+        raise layerwise_error(
             cls.__name__, "it does not call transformers' attention functions"
         ) from error
 
@@ -142,7 +142,7 @@ class LayerRunner:
         match = re.match(r"(.+?)\.\d+\.", next(inside, ""))
         if match is None:
             reason = f"it has no layer with {attention_path}"
-            raise not_layerwise(type(self.model).__name__, reason)
+            raise layerwise_error(type(self.model).__name__, reason)
         return match[1]
 
     def _load_outside_layers(self) -> None:
@@ -226,7 +226,7 @@ class LayerRunner:
         spec = self._checkpoint.tensors.get(name)
         if spec is None or spec.dtype not in TORCH_DTYPES:
             problem = f"it stores {name} as {spec.dtype}" if spec else f"it does not store {name}"
-            raise not_layerwise(self._checkpoint.name, problem)
+            raise layerwise_error(self._checkpoint.name, problem)
         return self._checkpoint.read(spec)
 
     # ------------------------------------------------------------------------- hidden states
@@ -252,7 +252,7 @@ class LayerRunner:
         complete = len(calls) >= len(self.layers)
         if not complete or output.shape != calls[0][0].shape:
             reason = "its decoder does more than call each layer once"
-            raise not_layerwise(type(self.model).__name__, reason)
+            raise layerwise_error(type(self.model).__name__, reason)
         hidden = calls[0][0]
         return hidden, {index: arguments for index, (_, arguments) in calls.items()}
 

@@ -45,7 +45,9 @@ class Moments:
         d), of the query heads of each KV head. values: (G, m e, m e), of the stacked values of each
         group. distances: (Hk, n), weights of scores of the queries of each KV head with the key 0,
         1, ... tokens before; n is 0 if they were not measured.
-    positions, visible_keys: Number of positions of queries, and of keys (and values), in the sums.
+    positions: How many positions of queries are in the sums.
+    n_visible_keys: How many keys (and values) are in the sums; `visible_keys` of sensitivity.py
+        says which.
     """
 
     keys: Tensor
@@ -54,7 +56,7 @@ class Moments:
     values: Tensor
     distances: Tensor
     positions: int = field(default=0, kw_only=True)
-    visible_keys: int = field(default=0, kw_only=True)
+    n_visible_keys: int = field(default=0, kw_only=True)
 
     @classmethod
     def zeros(
@@ -99,7 +101,7 @@ class Moments:
         k = k * visible[:, None, :, None]
         v = v * visible[:, None, :, None]
         self.positions += sensitivity[:, 0].numel()
-        self.visible_keys += int(visible.sum())
+        self.n_visible_keys += int(visible.sum())
 
         keys = as_float64(stack_groups(k, groups).flatten(1, 2))  # (G, n, m d)
         self.keys += keys.mT @ keys
@@ -123,7 +125,7 @@ class Moments:
 
     def averaged(self) -> Moments:
         """Divide the sums by the number of positions and of visible keys."""
-        keys = max(self.visible_keys, 1)
+        keys = max(self.n_visible_keys, 1)
         return Moments(
             self.keys / keys,
             self.key_means / keys,

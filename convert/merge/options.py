@@ -17,7 +17,8 @@ class Refinement:
         steps: Steps for each attention module.
         batch: Blocks of a step.
         learning_rate: Relative to the size of each tensor; it falls linearly to zero.
-        heldout: The share of the blocks that is not trained on; their error selects the best step.
+        validation: The share of the blocks that is not trained on; their error selects the best
+            step. Records call it `heldout`.
         autocast: Whether to multiply in bfloat16; None: if the device does so natively.
         seed: Of the choice of blocks.
     """
@@ -25,7 +26,7 @@ class Refinement:
     steps: int = 200
     batch: int = 8
     learning_rate: float = 0.01
-    heldout: float = 1 / 16
+    validation: float = 1 / 16
     autocast: bool | None = None
     seed: int = 0
 

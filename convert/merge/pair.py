@@ -22,7 +22,7 @@ from gqa.convert.merge.layer import Arguments, Attention, Layer, Stream, tensors
 from gqa.convert.merge.layer_runner import LayerRunner
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.plan import Plan
-from gqa.core.errors import not_layerwise
+from gqa.core.errors import layerwise_error
 from gqa.models.names import stored_tensors
 
 # (N, T) token ids and masks, by argument name of the model's forward.
@@ -86,7 +86,7 @@ class ModelPair:
         ]
         kinds = {module.kind for module in modules}
         if len(kinds) < len(modules):
-            raise not_layerwise(
+            raise layerwise_error(
                 self.plan.checkpoint.name,
                 f"layer {layer} has several attention modules of one kind",
             )
@@ -211,7 +211,7 @@ class ModelPair:
 
         pairs = zip(tensors_in(one), tensors_in(other), strict=True)
         if not all(torch.equal(a, b) for a, b in pairs):
-            raise not_layerwise(
+            raise layerwise_error(
                 type(self.base.model).__name__,
                 "its layers read more of the text than hidden states",
             )

@@ -20,18 +20,18 @@ from gqa.convert.merge.options import AT_ONCE, Refinement
 from gqa.convert.merge.sensitivity import mean_squares
 from gqa.core.devices import fast_dtype, native_bfloat16
 
-_CHECKS = 8  # measurements of the held-out error in a run
+_CHECKS = 8  # measurements of the validation error in a run
 
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """The parameters with the least held-out error, which may be those of the start.
+    """The parameters with the least validation error, which may be those of the start.
 
     Attributes:
         weights: By name below the module.
-        error_before: At the start: squared error of the output on held-out blocks, relative to the
-            energy of the targets of all blocks.
-        error: The same with these weights.
+        error_before: The validation error of the start: the squared error of the output on the
+            validation blocks, relative to the energy of the targets of all blocks.
+        error: The validation error of these weights.
     """
 
     weights: dict[str, Tensor]
@@ -49,6 +49,9 @@ def refine(
 ) -> TrainedWeights:
     """Train parameters of an attention module towards `targets` (N, T, D).
 
+    Some of the blocks are for validation: nothing is trained on them, and their error selects the
+    best step.
+
     Args:
         start: The parameters to train, by name below the module.
         arguments: Function from indices of blocks to the arguments of the module.
@@ -60,9 +63,9 @@ def refine(
     if autocast is None:
         autocast = native_bfloat16(str(device))
 
-    # The same seed and first draw as in `without_heldout`, so the same blocks.
+    # The same seed and first draw as in `without_validation`, so the same blocks.
     generator = torch.Generator().manual_seed(settings.seed)
-    heldout, train = split_blocks(len(targets), settings, generator)
+    validation, train = split_blocks(len(targets), settings, generator)
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
     optimizers = _optimizers(list(weights.values()), settings.learning_rate)
     schedules = [
@@ -84,14 +87,14 @@ def refine(
             weighted = (errors * position_weights[part].to(device)).mean()
             yield weighted / energy * (len(part) / len(rows))
 
-    def heldout_error() -> float:
-        return _mean_loss(losses, heldout, settings.batch)
+    def validation_error() -> float:
+        return _mean_loss(losses, validation, settings.batch)
 
     def copy_weights() -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
     best = copy_weights()
-    error_before = heldout_error()
+    error_before = validation_error()
     least_error = error_before
     interval = max(1, settings.steps // _CHECKS)
     for step in range(1, settings.steps + 1):
@@ -107,7 +110,7 @@ def refine(
             schedule.step()
 
         if step % interval == 0 or step == settings.steps:
-            error = heldout_error()
+            error = validation_error()
             if error < least_error:
                 best = copy_weights()
                 least_error = error
@@ -123,27 +126,27 @@ def _mean_loss(losses: Callable[[Tensor], Iterator[Tensor]], blocks: Tensor, bat
     return float(torch.stack(parts).sum()) / len(blocks)
 
 
-def without_heldout(position_weights: Tensor, settings: Refinement) -> Tensor:
-    """The weights (N, T) of positions, with 0 in the blocks that `refine` holds out.
+def without_validation(position_weights: Tensor, settings: Refinement) -> Tensor:
+    """The weights (N, T) of positions, with 0 in the validation blocks of `refine`.
 
-    A start that is fitted to held-out blocks would be better there than on new text, so that hardly
-    any step would improve on it.
+    A start that is fitted to validation blocks would be better there than on new text, so that
+    hardly any step would improve on it.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     _, train = split_blocks(len(position_weights), settings, generator)
     used = position_weights.new_zeros(len(position_weights))
-    used[train] = 1  # a single block is both held out and trained on
+    used[train] = 1  # a single block is used for validation and for training
     return position_weights * used.unsqueeze(1)
 
 
 def split_blocks(
     blocks: int, settings: Refinement, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Indices of the held-out blocks and of the training blocks; a single block is both."""
+    """Indices of the validation blocks and of the training blocks; a single block is both."""
     order = torch.randperm(blocks, generator=generator)
     if blocks == 1:
         return order, order
-    count = max(1, round(blocks * settings.heldout))
+    count = max(1, round(blocks * settings.validation))
     return order[:count], order[count:]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.methods.text_method import TextMethod, not_layerwise
+from gqa.convert.methods.text_method import TextMethod, layerwise_obstacle
 
 if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
@@ -29,7 +29,7 @@ class Refined(TextMethod):
     def obstacle(
         self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
     ) -> str:
-        return not_layerwise(checkpoint, config)
+        return layerwise_obstacle(checkpoint, config)
 
     def fit(self, task: FitTask) -> FittedModule:
         from gqa.convert.merge.fit_and_refine import fit_and_refine
@@ -42,4 +42,9 @@ class Refined(TextMethod):
         return refinement_workload(plan, options)
 
     def describe_options(self, options: MapsOptions) -> dict[str, Any]:
-        return super().describe_options(options) | {"refinement": asdict(options.refinement)}
+        refinement = dict[str, Any]()
+        for name, value in asdict(options.refinement).items():
+            # Records keep the older name, by which readers and stored layers know it
+            recorded_name = "heldout" if name == "validation" else name
+            refinement[recorded_name] = value
+        return super().describe_options(options) | {"refinement": refinement}

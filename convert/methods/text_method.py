@@ -38,7 +38,8 @@ class TextMethod(MapsMethod):
     def obstacle(
         self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
     ) -> str:
-        return not_layerwise(checkpoint, config) or super().obstacle(checkpoint, config, modules)
+        layerwise = layerwise_obstacle(checkpoint, config)
+        return layerwise or super().obstacle(checkpoint, config, modules)
 
     def find_maps(
         self, plan: Plan, layers: FinishedLayers, options: MapsOptions, watcher: Watcher
@@ -72,9 +73,9 @@ class TextMethod(MapsMethod):
         )
 
 
-def not_layerwise(checkpoint: Checkpoint, config: ModelConfig) -> str:
+def layerwise_obstacle(checkpoint: Checkpoint, config: ModelConfig) -> str:
     """Why a model cannot be run layer by layer; empty if no reason is known."""
-    reason = config.not_layerwise
+    reason = config.why_not_layerwise
     if not reason and checkpoint.packed:
         reason = "its other weights are quantized"
     if not reason:

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from gqa.corpus.encoders import Encoded, Encoders, TextEncoder
@@ -40,28 +40,53 @@ def lines(path: Path, *rows: object) -> Path:
     return path
 
 
+def _write_json_lines(path: Path, table: pa.Table) -> None:
+    with pa.output_stream(path, compression="detect") as stream:
+        for row in table.to_pylist():
+            stream.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+
+
+def _write_json(path: Path, table: pa.Table) -> None:
+    path.write_text(json.dumps(table.to_pylist(), indent=1))
+
+
+def _write_csv(path: Path, table: pa.Table) -> None:
+    table.to_pandas().to_csv(path, index=False)
+
+
+def _write_parquet(path: Path, table: pa.Table) -> None:
+    pq.write_table(table, path)
+
+
+def _write_arrow(path: Path, table: pa.Table) -> None:
+    make = pa.ipc.new_file if "feather" in path.name else pa.ipc.new_stream
+    with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+# By the first suffix of the name.
+_WRITERS: dict[str, Callable[[Path, pa.Table], None]] = {
+    ".jsonl": _write_json_lines,
+    ".ndjson": _write_json_lines,
+    ".json": _write_json,
+    ".csv": _write_csv,
+    ".parquet": _write_parquet,
+    ".arrow": _write_arrow,
+}
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """A table, in the format and compression that the name of the file says."""
+    suffix = path.with_name(path.name.lower()).suffixes[0]
+    _WRITERS[suffix](path, table)
+
+
 def write(path: Path, texts: list[str], kind: pa.DataType | None = None) -> Path:
     """Texts with a number each, in the format and compression that the name of the file says;
-    `kind` is Parquet's.
+    `kind` is the type of the texts in Parquet and Arrow.
     """
-    frame = pd.DataFrame({"id": range(len(texts)), "text": texts})
-    table = pa.table(
-        {"id": frame.id, "text": pa.array(texts, pa.string()).cast(kind or pa.string())}
-    )
-    suffix = path.name.lower().split(".")[1]
-    if suffix == "jsonl":
-        with pa.output_stream(path, compression="detect") as stream:
-            frame.to_json(stream, orient="records", lines=True, force_ascii=False)
-    elif suffix == "json":
-        frame.to_json(path, orient="records", indent=1)
-    elif suffix == "csv":
-        frame.to_csv(path, index=False)
-    elif suffix == "parquet":
-        pa.parquet.write_table(table, path)
-    else:
-        make = pa.ipc.new_file if path.name.startswith("feather") else pa.ipc.new_stream
-        with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema) as writer:
-            writer.write_table(table, max_chunksize=2)
+    column = pa.array(texts, pa.string()).cast(kind or pa.string())
+    write_table(path, pa.table({"id": range(len(texts)), "text": column}))
     return path
 
 

@@ -1,10 +1,10 @@
-"""The blocks and commands of a page of the documentation."""
+"""The blocks and commands of a page of the documentation, and tables in it that are generated."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -32,3 +32,14 @@ def commands(page: Path) -> Iterator[list[str]]:
             for ends, group in groupby(words, lambda word: {*word} <= {*"&|;\n"})
             if not ends
         )
+
+
+def with_table(page: str, header: str, rows: Iterable[Sequence[str]]) -> str:
+    """A page whose table with this header has these rows: Markdown, in whose cells a bar would end
+    the cell.
+    """
+    assert page.count(header) == 1, f"the page has no table with the header {header}"
+    before, _, rest = page.partition(header)
+    after = re.sub(r"\A(\|.*\n)*", "", rest)
+    lines = (" | ".join(cell.replace("|", r"\|") for cell in row) for row in rows)
+    return before + header + "".join(f"| {line} |\n" for line in lines) + after

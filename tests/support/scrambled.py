@@ -26,6 +26,8 @@ from gqa.convert.heads.family import LayerHeads, Rotary, Symmetry
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions
+from gqa.convert.methods.maps_method import MapsMethod
+from gqa.convert.methods.table import METHODS
 from gqa.convert.plan import Plan
 
 Change = Callable[[Tensor], Tensor]
@@ -49,6 +51,12 @@ NAMES = {
     "per_head": ("query_key_value", "c_attn"),
 }
 GPT2_NAMES = {"output": ("c_proj",), "stacked": ("c_attn",)}  # whose weights are stored (in, out)
+
+# Methods that align heads, and refuse models whose heads cannot be aligned; `refined` then begins
+# with the mean.
+ALIGNING = tuple(
+    name for name, method in METHODS.items() if isinstance(method, MapsMethod) and name != "refined"
+)
 
 # One row of numbers, or several, for each query or key head; of the head dimension where all heads
 # share them.
