@@ -82,8 +82,8 @@ def _ratio_number(value: float | None) -> str:
 
 
 def describe_quality(quality: Mapping[str, Any], text: str) -> str:
-    """`perplexity x1.24 (95% interval 1.22-1.26), recall 79% (base model 80%), on self-generated
-    text`.
+    """`perplexity x1.24 (95% interval 1.22-1.26), recall 79% (base model 80%), on 8,160 tokens of
+    self-generated text`.
 
     Args:
         quality: Of a conversion's record.
@@ -93,7 +93,7 @@ def describe_quality(quality: Mapping[str, Any], text: str) -> str:
     recall = quality.get("recall")
     if recall:
         parts.append(f"recall {recall['converted']:.0%} (base model {recall['base']:.0%})")
-    return ", ".join([*parts, f"on {text}"])
+    return ", ".join([*parts, f"on {quality['tokens']:,} tokens of {text}"])
 
 
 def measured_text(sources: Sequence[str]) -> str:

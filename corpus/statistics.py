@@ -15,6 +15,7 @@ Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.integer[Any]]
 
 BOOTSTRAP_SAMPLES = 2000
+ENOUGH_CLUSTERS = 20  # for an interval by the bootstrap alone
 
 
 def mean_and_error(values: NDArray[Any]) -> tuple[float, float]:
@@ -36,7 +37,8 @@ def paired_ratio(model: Floats, baseline: Floats, cluster: Integers) -> dict[str
 
     The error is llama.cpp's: sqrt((var_Q + var_P - 2 cov) / (n - 1)), tokens taken as independent.
     Within a text they are not, so the interval resamples whole clusters (documents, or windows of
-    one document; Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 8.6).
+    one document; Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 8.6). Of
+    fewer than ENOUGH_CLUSTERS it is at least as wide as the error says.
 
     Args:
         model: Nats of each token by the model Q, (n,).
@@ -52,9 +54,13 @@ def paired_ratio(model: Floats, baseline: Floats, cluster: Integers) -> dict[str
     with np.errstate(over="ignore"):  # infinity beyond the range of floats
         result = {"log_ratio": mean, "ratio": float(np.exp(mean)), "log_ratio_error": error}
         low, high = _interval(difference, cluster)
+        if math.isnan(low):
+            return result
 
-    if math.isnan(low):
-        return result
+        # Resamples of a few clusters hardly differ: two give an interval of almost no width.
+        if len(np.unique(cluster)) < ENOUGH_CLUSTERS:
+            low = min(low, float(np.exp(mean - 1.96 * error)))
+            high = max(high, float(np.exp(mean + 1.96 * error)))
     return result | {"ratio_low": low, "ratio_high": high}
 
 

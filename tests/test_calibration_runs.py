@@ -76,7 +76,7 @@ def test_what_is_said_of_the_quality(
     done = convert(*text)
     quality = r"\S+: perplexity x[\d.]+ \(95% interval .*\), recall \d+% \(base model \d+%\), on .*"
     (line,) = re.findall(rf"^quality     ({quality})$", done.out, re.M)
-    assert line.endswith("on self-generated text")
+    assert line.endswith("tokens of self-generated text")
     level, _, numbers = line.partition(": ")
     card = (out / "README.md").read_text()
     assert f"**{level.capitalize()}** (" in card
@@ -88,7 +88,7 @@ def test_what_is_said_of_the_quality(
     # A random model loses nothing: with this bound it counts as damaged
     monkeypatch.setattr("gqa.convert.verdict.DAMAGED_RATIO", 0.5)
     done = convert("--data", tmp_path / "text.txt", "--json", *text)
-    assert "on held-out blocks of text.txt\n" in done.err
+    assert "tokens of held-out blocks of text.txt\n" in done.err
     says = (
         "damaged and not usable as it is: keep more KV heads or use --method refined or train it: "
         "gqa-uptrain"

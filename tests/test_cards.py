@@ -164,7 +164,7 @@ def test_the_card_of_a_conversion_says_what_it_cost(converted: Path) -> None:
     text, record = ours(converted), json.loads((converted / "gqa_conversion.json").read_text())
     ratio = record["quality"]["ratio"]
     assert re.search(
-        rf"perplexity x{ratio:.2f} \(95% interval \S+\), recall .* on held-out blocks of "
+        rf"perplexity x{ratio:.2f} \(95% interval \S+\), recall .* on [\d,]+ tokens of held-out blocks of "
         r"text\.jsonl",
         text,
     )

@@ -325,3 +325,12 @@ def test_the_bootstrap_resamples_documents():
     low, high = expected
     assert ratio["ratio_low"] == pytest.approx(low, rel=1e-12)
     assert ratio["ratio_high"] == pytest.approx(high, rel=1e-12)
+
+
+def test_an_interval_of_two_blocks_is_as_wide_as_the_error():
+    """The bootstrap of two clusters with the same mean has no width."""
+    nats = np.random.default_rng(0).normal(0.2, 1.0, 250)
+    both_blocks = np.concatenate([nats, nats])
+    ratio = paired_ratio(both_blocks, np.zeros(500), np.arange(500) // 250)
+    width = math.log(ratio["ratio_high"] / ratio["ratio_low"])
+    assert width == pytest.approx(2 * 1.96 * ratio["log_ratio_error"])
