@@ -103,7 +103,7 @@ def test_what_is_said_of_the_quality(
             f"quality     not measured; to measure perplexity: {command}\n" in convert(*words).out
         )
         assert "quality" not in json.loads((out / "gqa_conversion.json").read_text())
-    scores = {"ratio": math.nan, "perplexity": {"base": 2.0, "converted": math.inf}}
+    scores = {"tokens": 30, "ratio": math.nan, "perplexity": {"base": 2.0, "converted": math.inf}}
     # A ratio that is no number, which JSON cannot say
     monkeypatch.setattr("gqa.convert.merge.quality.QualityCheck.result", lambda check: scores)
     done = convert(*text, "--json")
