@@ -26,6 +26,7 @@ $(TRY)/.installed: pyproject.toml constraints.txt
 		{ echo "gqa needs Python 3.11 or newer; name one: make try PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(TRY) || \
 		{ echo "Python has no venv module; on Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
+	@echo "installing gqa and torch into $(TRY); this takes minutes and prints nothing more"
 	@# torch alone, and one retry: where its index cannot be reached, the configured one has a build.
 	$(TRY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
 		--no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch
@@ -34,6 +35,7 @@ $(TRY)/.installed: pyproject.toml constraints.txt
 endif
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing gqa, torch and what development needs into $(VENV); this takes minutes and prints little"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"

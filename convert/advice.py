@@ -94,7 +94,7 @@ def next_line(
     best = plan.available_methods[-1]
     command = conversion_command(plan, options, best)
     if best.name != plan.method_name and command:
-        return f"for better quality use --method {best.name} ({best.cost}): {command}"
+        return f"for better quality use --method {best.name}, which takes {best.cost}: {command}"
     if not plan.reads_text:  # a warning says so already
         return ""
 

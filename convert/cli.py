@@ -6,6 +6,7 @@ Nothing here imports torch before it is needed.
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,17 @@ if TYPE_CHECKING:
 
 
 _LONG = 15 * 60  # seconds
-_QUICK = (
-    "--method aligned reads only the weights and takes minutes, but loses more: "
-    "with 1 of 3 KV heads, SmolLM2-135M's "
-    "perplexity rises x12.2 (calibrated: x2.10)"
-)
-_METHODS = "\n".join(
-    f"  {name:12}{method.reads}; {method.cost}: {method.result}" for name, method in METHODS.items()
-)
+_QUICK = METHODS["aligned"]
+_QUICK_LOSS = "with 1 of 3 KV heads, SmolLM2-135M's perplexity rises x12.2 (calibrated: x2.10)"
+
+
+def _method_lines(method: Method) -> str:
+    """What --help says of a method, in lines that fit a narrow terminal."""
+    text = f"{method.name:12}{method.reads}; {method.cost}: {method.result}"
+    return textwrap.fill(text, 78, initial_indent=2 * " ", subsequent_indent=14 * " ")
+
+
+_METHODS = "\n".join(_method_lines(method) for method in METHODS.values())
 _EPILOG = f"""\
 Methods (text: --data, or self-generated), with input, time and algorithm:
 {_METHODS}
@@ -80,10 +84,11 @@ def command(options: ConvertOptions) -> None:
 def _convert(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
     """Convert, print the result, and return its part of the record, JSON-ready."""
     from gqa.convert.advice import next_line, quality_line
-    from gqa.convert.api import convert
+    from gqa.convert.api import convert, open_output
     from gqa.convert.summary import error_lines, plan_lines, size
 
     start = time.monotonic()
+    open_output(options, plan)  # a bad output is refused before anything is printed
     if plan.merge_method is not None and plan.needs_maps:
         _say_cost(plan, plan.merge_method, options)
     with Watcher(options.quiet) as bar:
@@ -118,9 +123,13 @@ def _say_cost(plan: Plan, method: Method, options: ConvertOptions) -> None:
     device = options.maps.device
     seconds, memory = estimate(plan, method, options.maps)
     text = f"estimate    about {duration(seconds)} on {device}"
-    has_quick = METHODS["aligned"] in plan.available_methods
+    has_quick = _QUICK in plan.available_methods
     if seconds > _LONG and plan.reads_text and has_quick:
-        text += f"; {_QUICK}"
+        quick_seconds, _ = estimate(plan, _QUICK, options.maps)
+        text += (
+            f"; --method {_QUICK.name} reads only the weights and takes about "
+            f"{duration(quick_seconds)}, but loses more: {_QUICK_LOSS}"
+        )
     _say(text, options)
     _warn(_memory_warnings(plan, options, device, memory))
 

@@ -67,8 +67,8 @@ class ConvertOptions(Options):
     )
     output: Path | None = option(
         None,
-        "Output directory.  [default: MODEL-gqa<G>-<METHOD> next to MODEL, MODEL-mqa-<METHOD> for "
-        "1]",
+        "Output directory.  [default: MODEL-gqa<G>-<METHOD> next to MODEL, MODEL-mqa-<METHOD> "
+        "if G is 1]",
         short="-o",
         metavar="DIR",
         group=MAIN,
@@ -87,7 +87,8 @@ class ConvertOptions(Options):
     )
     tokens: int = option(
         CalibrationText.tokens,
-        "Tokens of calibration text, the same number from each source.",
+        "Tokens of calibration text in all. Sources share them equally; those of self:TOKENS come "
+        "on top.",
         tokens_type(),
         metavar="COUNT",
         methods="text",
@@ -135,7 +136,11 @@ class ConvertOptions(Options):
         group="Merging",
     )
     refine_steps: int = option(
-        Refinement.steps, "Training steps per layer.", COUNT, methods="training", group="Merging"
+        Refinement.steps,
+        "Training steps per layer (--method refined).",
+        COUNT,
+        methods="training",
+        group="Merging",
     )
     seed: int = option(0, "Random seed.", SEED, methods="seed", group="Merging")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gqa.checkpoint.hub import default_output
+from gqa.convert.heads.family import heads_suffix
 from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan
 
@@ -20,10 +21,11 @@ def default_directory(options: ConvertOptions, plan: Plan, method: str) -> Path:
     `MODEL-mqa-refined` for one head; `MODEL-gqa32` if none are merged; `MODEL-kv56-refined` if
     heads differ by layer and 56 % of the KV cache remains.
     """
-    suffix = "-mqa" if plan.groups == 1 else f"-gqa{plan.groups}"
     if isinstance(plan.groups, tuple):
         heads = sum(plan.groups) / len(plan.groups)
         suffix = f"-kv{100 * heads / plan.config.main.kv:.0f}"
+    else:
+        suffix = heads_suffix(plan.groups)
     if plan.merge_method is not None:
         suffix += f"-{method}"
     return default_output(plan.checkpoint.hub_id or options.model, suffix)

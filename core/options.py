@@ -88,7 +88,7 @@ class Number(click.ParamType[Any]):
         pairs = zip(words[::2], words[1::2], strict=True)
         self._bounds = [(_COMPARE[word], float(bound)) for word, bound in pairs]
         self._kind = kind
-        self._allowed = " ".join(["whole number" if kind is int else "number", *words])
+        self._allowed = _bounds_text("whole number" if kind is int else "number", words)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = value
@@ -107,6 +107,20 @@ class Number(click.ParamType[Any]):
         return abs(number) < math.inf and all(holds(number, bound) for holds, bound in self._bounds)
 
 
+def _bounds_text(kind: str, words: Sequence[str]) -> str:
+    """`number above 0 and at most 1,000`, of `above 0 to 1000`."""
+    bounds = []
+    for word, bound in zip(words[::2], words[1::2], strict=True):
+        limit = f"{int(bound):,}" if bound.isdigit() else bound
+        bounds.append(f"{word} {limit}")
+
+    is_range = words[:1] == ["from"]  # `from 1 to 8` reads as it is
+    if is_range:
+        return " ".join([kind, *bounds])
+    text = " and ".join(bounds)
+    return " ".join([kind, text.replace("and to", "and at most")]).rstrip()
+
+
 LARGEST = 10**9  # of what is counted one by one
 COUNT = Number(int, f"from 1 to {LARGEST}")
 SEED = Number(int, f"from 0 to {2**31 - 1}")
@@ -117,7 +131,7 @@ _FLAG = click.Choice((True, False))
 
 
 class Amount(click.ParamType[int]):
-    """`64k`, `1.5GB`: a whole number, up to 10^15.
+    """`64K`, `1.5GB`: a whole number, up to 10^15.
 
     Args:
         units: Factors by the letters that may follow the number.
@@ -140,7 +154,7 @@ class Amount(click.ParamType[int]):
 
 
 def read_amount(text: str, units: Mapping[str, int] = _COUNTS) -> int | None:
-    """A number like 65536, 64k, 500M or 1B; None for what is no such number above zero."""
+    """A number like 65536, 64K, 500M or 1B; None for what is no such number above zero."""
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
     if match is None:
         return None
@@ -154,7 +168,7 @@ def tokens_type(least: int = 1) -> Amount:
     """A number of tokens."""
     return Amount(
         _COUNTS,
-        f"number of tokens from {least} to 1000T; give one like 65536, 64k, 500M or 1B",
+        f"number of tokens from {least} to 1000T; give one like 65536, 64K, 500M or 1B",
         least,
     )
 
@@ -240,6 +254,7 @@ def option(
     short: str = "",
     alias: str = "",
     argument: str = "",
+    missing: str = "",
     free: bool = False,
     needs: Sequence[str] = (),
     methods: str = "",
@@ -256,6 +271,7 @@ def option(
         short: `-o`.
         alias: Another name, `--groups`.
         argument: The metavar of an argument of the command, which is no option.
+        missing: What an error says if the option must be given and is not.
         free: May differ between a run and its continuation.
         needs: It means nothing unless one of these other options is given (`check_needs`, which the
             command has to call).
@@ -273,6 +289,7 @@ def option(
             "short": short,
             "alias": alias,
             "argument": argument,
+            "missing": missing,
             "free": free,
             "needs": needs,
             "methods": methods,
@@ -423,9 +440,20 @@ def default_text(default: Any) -> str:
 class _GroupedOption(click.Option):
     """An option below a heading of --help."""
 
-    def __init__(self, names: Sequence[str], *, group: str, **arguments: Any) -> None:
+    def __init__(
+        self, names: Sequence[str], *, group: str, missing: str = "", **arguments: Any
+    ) -> None:
         super().__init__(names, **arguments)
         self.group = group
+        self._missing = missing
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        try:
+            return super().process_value(ctx, value)
+        except click.MissingParameter as error:
+            if not self._missing:
+                raise
+            raise click.UsageError(self._missing, ctx) from error
 
 
 class _GroupedCommand(click.Command):
@@ -494,6 +522,7 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
         group=group,
         type=kind,
         required=required,
+        missing=metadata["missing"],
         help=text,
         metavar=metavar,
         multiple=several,

@@ -327,8 +327,8 @@ METRICS = (
         note="acceptance: share of tokens drafted by the model that the baseline accepts in "
         "speculative decoding at temperature 1",
         row=(RowNumber("acceptance", "against_baseline.acceptance"),),
-        study_columns=(Column("accepted", "{acceptance:.1%}"),),
-        study_note="accepted: share of drafted tokens that the base model accepts",
+        study_columns=(Column("acceptance", "{acceptance:.1%}"),),
+        study_note="acceptance: share of drafted tokens that the base model accepts",
     ),
 )
 
@@ -384,7 +384,7 @@ RECALL_KINDS = (
     RecallKind(
         "look-up",
         title="values",
-        study_title="look-ups",
+        study_title="values",
         question="16 lines `key: value` of random words, text, then all keys in another order",
         counted="the value of each",
     ),

@@ -47,8 +47,8 @@ class EvaluateOptions(Options):
     recall: bool | None = option(
         None,
         "Measure recall from the context: repeated text, repeated samples, "
-        "repeated random tokens, key-value "
-        "lookup, passkeys.  [default: with -o and --data, for decoders]",
+        "repeated random tokens, values by their keys, passkeys.  [default: with -o and --data, "
+        "for decoders]",
         group=MAIN,
     )
     cache_bits: tuple[int, ...] | None = option(

@@ -54,8 +54,25 @@ def training_memory(
     )
 
 
-def activation_memory(hidden_size: int, layers: int, tokens: int) -> int:
-    """Bytes of activations of one forward pass over so many tokens, in float32 and without
-    --checkpointing.
+def activation_memory(
+    hidden_size: int,
+    layers: int,
+    tokens: int,
+    number_bytes: int = _FLOAT32,
+    checkpointing: bool = False,
+) -> int:
+    """Bytes of activations of one forward pass over so many tokens, roughly.
+
+    Args:
+        hidden_size: D.
+        layers: Number of layers.
+        tokens: Those of a forward pass: micro-batch x context.
+        number_bytes: Bytes of a number of the computation.
+        checkpointing: Whether layers keep their inputs only, as hidden states in float32, and one
+            layer at a time recomputes the rest.
     """
-    return _FLOAT32 * _LAYER_NUMBERS * hidden_size * layers * tokens
+    layer = number_bytes * _LAYER_NUMBERS * hidden_size * tokens
+    if not checkpointing:
+        return layers * layer
+    hidden_states = _FLOAT32 * hidden_size * tokens
+    return layers * hidden_states + layer

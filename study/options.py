@@ -12,6 +12,7 @@ import click
 
 from gqa.checkpoint.hub import default_output
 from gqa.checkpoint.provenance import checkpoint_digest, portable
+from gqa.convert.heads.family import heads_suffix
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.methods.table import METHODS
@@ -104,6 +105,7 @@ class AblateOptions(Options):
     output: Path = option(
         MISSING,
         "Directory of the study; the same command continues it.",
+        missing="name the directory of the study with -o DIR",
         short="-o",
         metavar="DIR",
         free=True,
@@ -284,7 +286,7 @@ class AblateOptions(Options):
     def commands(self, cell: Cell) -> list[str]:
         """Commands that make the model of a cell whose heads are merged."""
         assert self.model
-        out = str(default_output(self.model, f"-gqa{cell.groups}-{cell.method}"))
+        out = str(default_output(self.model, f"{heads_suffix(cell.groups)}-{cell.method}"))
         method = METHODS[cell.method]
         convert = ["gqa-convert", operand(self.model), "--kv-heads", str(cell.groups)]
         convert += ["--method", cell.method, "-o", out]

@@ -597,7 +597,7 @@ def test_every_part_uses_the_device_of_the_study(monkeypatch: pytest.MonkeyPatch
     assert {part.device for part in parts} == {"cpu"}
     monkeypatch.chdir(SOURCE)
     (line,) = AblateOptions(Path("study"), ".").commands(Cell("mean", 1, 0.0))
-    assert shlex.split(line)[-1] == f"{SOURCE}-gqa1-mean"
+    assert shlex.split(line)[-1] == f"{SOURCE}-mqa-mean"
 
 
 def test_the_page_of_a_study(tmp_path: Path) -> None:

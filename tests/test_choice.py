@@ -134,6 +134,13 @@ def test_what_a_run_takes_is_said_before_it_starts(
     assert re.fullmatch(r"estimate    about \d+ hours on cpu\n", done.out)
 
 
+def test_an_output_that_is_there_is_refused_before_anything_is_estimated(tmp_path: Path) -> None:
+    model = llama(tmp_path / "m", shards=1)
+    done = run("-g", 2, "--method", "procrustes", "-o", model.parent, model)
+    check_refused(done, "", advice="")
+    assert done.out == ""
+
+
 def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     """Text that does not exist or cannot be read; of the output it warns."""
     model, words = llama(tmp_path / "m"), ("-g", 2, "--dry-run")

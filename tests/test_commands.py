@@ -121,8 +121,11 @@ def test_values(program: str, words: str, name: str, value: object) -> None:
         (
             "gqa-convert",
             "--tokens 5GB",
-            "'5GB' is not a number of tokens from 1 to 1000T; give one like 65536, 64k",
+            "'5GB' is not a number of tokens from 1 to 1000T; give one like 65536, 64K",
         ),
+        ("gqa-convert", "--refine-steps 0", "is not a whole number from 1 to 1,000,000,000"),
+        ("gqa-convert", "--kv-budget 1", "'1' is not a number above 0 and below 1"),
+        ("gqa-uptrain", "--alpha 0", "'0' is not a number above 0 and at most 1"),
         (
             "gqa-ablate",
             "--data text --methods mean,aligned --refine-steps 2",
@@ -133,6 +136,12 @@ def test_values(program: str, words: str, name: str, value: object) -> None:
 def test_what_is_misspelt_or_makes_no_sense(program: str, words: str, message: str) -> None:
     done = run(*PROGRAMS[program][2], *words.split(), program=program)
     done.expect(2, says=message, err_lines=1)
+
+
+def test_a_study_without_a_directory_is_told_how_to_name_one() -> None:
+    done = run("model", "--data", "text", program="gqa-ablate")
+    says = "name the directory of the study with -o DIR"
+    done.expect(2, says=says, err_lines=1)
 
 
 @pytest.mark.parametrize(

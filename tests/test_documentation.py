@@ -125,6 +125,7 @@ OTHERS = {
     "source": "completion",
     "vllm": "make test-serving runs it",
     "ct2-transformers-converter": "make test-serving runs it",
+    "cmake": "builds another project",
     "llama-server": "llama.cpp is not on PyPI",
     "llama-quantize": "llama.cpp is not on PyPI",
     "lm_eval": "tests/test_scoring.py runs it",

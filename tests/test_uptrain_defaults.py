@@ -329,7 +329,11 @@ def options(**given: Any) -> TrainOptions:
             "given by --alpha and --steps; give one of --alpha, --tokens and --steps",
         ),
         ({"batch_size": 6}, 4, "--batch-size 6 is not a multiple of the 4 processes"),
-        ({"batch_size": 8, "micro_batch": 3}, 2, "--micro-batch 3 does not divide the 4 blocks"),
+        (
+            {"batch_size": 8, "micro_batch": 3},
+            2,
+            "--micro-batch 3 does not divide the 4 blocks of a process in a batch; give 1, 2 or 4",
+        ),
         (
             {"heldout": "a", "heldout_fraction": 0.1},
             1,

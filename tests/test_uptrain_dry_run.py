@@ -74,6 +74,44 @@ def test_adafactor_and_no_teacher_need_less_memory(converted: Path) -> None:
     assert needs["memory"] == needs["weights"] + needs["gradients"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--tokens", "16K", "--context", 64),
+        ("--steps", 3, "--batch-size", 2),
+        ("--data", "self:8K"),
+    ],
+)
+def test_a_dry_run_counts_the_steps_of_a_run(converted: Path, words: tuple[object, ...]) -> None:
+    given = [converted, *words, "--heldout-tokens", 128]
+    planned = line(uptrain(*given, "--dry-run").out, "steps ")
+    done = uptrain(*given)
+    assert done.code == 0, done.err
+    assert line(done.out, "steps ").startswith(planned)
+
+
+def test_steps_that_depend_on_text_are_not_counted(converted: Path) -> None:
+    planned = plan(converted, "--data", material() / "data.jsonl", "--alpha", 0.1)
+    assert (planned["steps"], planned["tokens_per_step"], planned["activations"]) == (None,) * 3
+
+
+def test_activations_follow_the_options_that_change_them(converted: Path) -> None:
+    """By the formula of models/training_memory.py, of one forward pass."""
+
+    def activations(*words: object) -> int:
+        length = ("--tokens", "1M", "--batch-size", 8, "--context", 64)
+        return int(plan(converted, *length, *words)["activations"])
+
+    config = json.loads((converted / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    hidden_states = 4 * config["hidden_size"] * 8 * 64
+    usual = activations()
+    assert usual == 17 * layers * hidden_states
+    assert activations("--micro-batch", 2) == usual // 4
+    assert activations("--precision", "bfloat16") == usual // 2
+    assert activations("--checkpointing") == (layers + 17) * hidden_states
+
+
 def test_a_saved_state_has_the_size_that_a_dry_run_says(converted: Path) -> None:
     words = [converted, "--steps", 2, "--batch-size", 2, "--heldout-tokens", 128]
     done = uptrain(*words, "--save-every", 1, "--keep-state")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from transformers import PreTrainedModel
 
@@ -11,33 +11,67 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import ranks
 from gqa.core.errors import OutputError, RefusedError
+from gqa.corpus.specs import is_self, parse_self
 from gqa.models.loading import load_model
-from gqa.models.training_memory import TrainingMemory, training_memory
+from gqa.models.training_memory import TrainingMemory, activation_memory, training_memory
 from gqa.uptrain.models import freeze_parameters
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.setup import Resolved, resolve_options
+from gqa.uptrain.run_length import (
+    ENDLESS,
+    count_blocks,
+    count_steps,
+    longest_block,
+    settle_steps,
+)
+from gqa.uptrain.setup import Resolved, mixed_precision, resolve_options
 
 
 @dataclass(frozen=True)
 class TrainingNeeds(TrainingMemory):
-    """What a run on one GPU needs, in bytes, besides activations.
+    """What a run on one GPU needs, in bytes.
 
     Attributes:
         parameters: Number of parameters of the model.
         trained: Number of those that train.
+        activations: Of one forward pass, which `memory` does not count; None if only the data says
+            how long a block is.
         result: Disk space of the result.
     """
 
     parameters: int
     trained: int
+    activations: int | None
     result: int
 
 
 @dataclass(frozen=True)
+class Length:
+    """How long a run is.
+
+    Attributes:
+        steps: Number of steps.
+        blocks: Blocks of a step.
+        block: Tokens of a block.
+    """
+
+    steps: int
+    blocks: int
+    block: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step."""
+        return self.blocks * self.block
+
+
+@dataclass(frozen=True)
 class DryRun:
-    """The plan of a run: options and models, needs, and why its output could not be written."""
+    """The plan of a run: options and models, length (None if only the data says it), needs, and
+    why its output could not be written.
+    """
 
     resolved: Resolved
+    length: Length | None
     needs: TrainingNeeds
     warnings: tuple[str, ...]
 
@@ -47,13 +81,40 @@ def dry_run(options: TrainOptions, watcher: Watcher = SILENT) -> DryRun:
 
     Raises RefusedError and CorpusError as a run would, for options and models.
     """
-    resolved = resolve_options(options, ranks().num_processes, watcher)
-    needs = training_needs(resolved)
-    return DryRun(resolved, needs, tuple(_output_warnings(resolved)))
+    processes = ranks().num_processes
+    resolved = resolve_options(options, processes, watcher)
+    length = run_length(resolved, processes)
+    needs = training_needs(resolved, length, processes)
+    return DryRun(resolved, length, needs, tuple(_output_warnings(resolved)))
 
 
-def training_needs(resolved: Resolved) -> TrainingNeeds:
-    """Memory and disk space, by the table of docs/scale.md."""
+def run_length(resolved: Resolved, processes: int) -> Length | None:
+    """Steps of a run and their size, as far as they do not depend on text, which is not read.
+
+    Returns:
+        None for pairs, and for a share of text whose length is not stated.
+
+    Raises:
+        RefusedError, CorpusError: There is less than one step, or the context is too long.
+    """
+    options = resolved.options
+    if resolved.config.is_encoder_decoder:
+        return None
+    stated = parse_self(options.data[0])[0] if is_self(options.data[0]) else None
+    if options.alpha is not None and not stated:
+        return None
+
+    data_tokens = stated or ENDLESS  # shorter text is read again
+    longest = longest_block(resolved.config, resolved.checkpoint, options)
+    options = settle_steps(options, data_tokens, longest, processes)
+    if not options.lengths:
+        options = replace(options, tokens=data_tokens)
+    steps = count_steps(count_blocks(options, data_tokens), options)
+    return Length(steps, options.blocks_per_step, options.block)
+
+
+def training_needs(resolved: Resolved, length: Length | None, processes: int) -> TrainingNeeds:
+    """Memory and disk space, by the table of docs/scale.md, and roughly the activations."""
     options = resolved.options
     checkpoint = resolved.checkpoint
     model = _empty_model(checkpoint, options, "float32")
@@ -69,7 +130,30 @@ def training_needs(resolved: Resolved) -> TrainingNeeds:
 
     memory = training_memory(parameters, trained, teacher, options.optimizer)
     return TrainingNeeds(
-        **asdict(memory), parameters=parameters, trained=trained, result=checkpoint.nbytes
+        **asdict(memory),
+        parameters=parameters,
+        trained=trained,
+        activations=_activations(resolved, length, processes),
+        result=checkpoint.nbytes,
+    )
+
+
+def _activations(resolved: Resolved, length: Length | None, processes: int) -> int | None:
+    """Bytes of activations of one forward pass on one process, if the length is known."""
+    config = resolved.config.get_text_config(decoder=True)
+    hidden_size = getattr(config, "hidden_size", None)
+    layers = getattr(config, "num_hidden_layers", None)
+    if length is None or not hidden_size or not layers:
+        return None
+
+    options = resolved.options
+    micro_batch = options.micro_batch or length.blocks // processes
+    return activation_memory(
+        hidden_size,
+        layers,
+        tokens=micro_batch * length.block,
+        number_bytes=4 if mixed_precision(options) == "no" else 2,
+        checkpointing=options.checkpointing,
     )
 
 

@@ -11,7 +11,7 @@ import click
 
 from gqa.convert.methods.table import METHODS
 from gqa.convert.options import ConvertOptions
-from gqa.core.errors import RefusedError
+from gqa.core.errors import RefusedError, alternatives
 from gqa.core.options import (
     COUNT,
     FROM_ZERO,
@@ -116,8 +116,8 @@ class TrainOptions(Options):
     )
     dry_run: bool = option(
         False,
-        "Print which weights would train, and the memory and disk space that they need; read no "
-        "weights and write nothing.",
+        "Print which weights would train, in how many steps, and the memory and disk space that "
+        "this needs; read no weights and write nothing.",
         free=True,
         group=MAIN,
     )
@@ -379,8 +379,9 @@ class TrainOptions(Options):
             f"--batch-size {batch_size} is not a multiple of the {ranks} processes; give "
             "one that is",
         )
+        divisors = [number for number in range(1, share + 1) if share % number == 0]
         yield (
             share % (self.micro_batch or share) > 0,
             f"--micro-batch {self.micro_batch} does not divide the {share} blocks of a "
-            "process in a batch",
+            f"process in a batch; give {alternatives(map(str, divisors))}",
         )

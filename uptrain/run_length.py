@@ -18,6 +18,7 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import depends_on_length
 
 MAX_PAIR = 512  # most tokens of a source or target with relative positions, as for T5
+ENDLESS = 2**62  # tokens of a stream
 # A run has at least so many steps, if smaller batches and blocks allow it
 _MIN_STEPS = 250
 _MAX_BATCH = 8  # blocks of a step
@@ -27,14 +28,21 @@ _MIN_BLOCK = 256  # tokens
 def find_block_size(
     config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions
 ) -> int:
+    """`longest_block` of a model whose vocabulary has all tokens of its tokenizer.
+
+    Raises RefusedError.
+    """
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    check_ids(len(tokenizer) - 1, vocabulary, checkpoint.name)
+    return longest_block(config, checkpoint, options)
+
+
+def longest_block(config: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
     """Tokens of a block: --context, or the model's positions, `MAX_BLOCK` at most.
 
     Raises RefusedError.
     """
     default = MAX_PAIR if config.is_encoder_decoder else MAX_BLOCK
-    config = config.get_text_config(decoder=True)
-
-    check_ids(len(tokenizer) - 1, config.vocab_size, checkpoint.name)
     longest = positions(config)
     if options.context == 1:
         raise RefusedError("--context 1 leaves nothing to predict; give at least 2")

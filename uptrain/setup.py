@@ -248,13 +248,9 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         )
 
     device = find_device(options.device) if options.device else None
-    # Not None: then it would be that of an earlier run in this process.
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if options.precision:
-        precision = _ACCELERATE[options.precision]
     try:
         accelerator = Accelerator(
-            mixed_precision=precision,
+            mixed_precision=mixed_precision(options),
             # A plain number would be overridden by the launcher's environment.
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=1, sync_with_dataloader=False
@@ -280,6 +276,14 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
     if accelerator.is_fsdp2:
         _prepare_for_fsdp2(accelerator, options)
     return accelerator
+
+
+def mixed_precision(options: TrainOptions) -> str:
+    """--precision, or that of the launcher, by accelerate's names: `no` is float32."""
+    if options.precision:
+        return _ACCELERATE[options.precision]
+    # Not None: then it would be that of an earlier run in this process.
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def _refuse_other_launchers() -> None:

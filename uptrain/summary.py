@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from gqa.convert.summary import size
 from gqa.core.errors import plural
 from gqa.uptrain.dry_run import DryRun
 from gqa.uptrain.optimizer import is_relative
@@ -52,7 +53,7 @@ def plan_lines(run: Run) -> list[str]:
 
 
 def dry_run_lines(plan: DryRun) -> list[str]:
-    """What a run would train and need, for people. Sizes are decimal, as those of GPUs."""
+    """What a run would train and need, for people."""
     resolved = plan.resolved
     options = resolved.options
     needs = plan.needs
@@ -66,13 +67,22 @@ def dry_run_lines(plan: DryRun) -> list[str]:
     ]
     if options.tokens:
         lines.append(f"length      {options.tokens:,} tokens")
+    if plan.length:
+        blocks = plural(plan.length.blocks, "block")
+        lines.append(
+            f"steps       {plan.length.steps:,}, each of {blocks} "
+            f"({plan.length.tokens_per_step:,} tokens)"
+        )
 
     parts = [("weights", needs.weights), ("gradients", needs.gradients)]
     parts += [(options.optimizer, needs.optimizer), ("teacher", needs.teacher)]
-    listed = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts if size)
+    listed = ", ".join(f"{name} {size(count)}" for name, count in parts if count)
+    activations = "activations come on top"
+    if needs.activations is not None:
+        activations = f"about {size(needs.activations)} of activations on top"
     lines += [
-        f"memory      {_gigabytes(needs.memory)} on a GPU ({listed}); activations come on top",
-        f"disk        {_gigabytes(needs.result)} for the result; {_gigabytes(needs.state)} for a "
+        f"memory      {size(needs.memory)} on a GPU ({listed}); {activations}",
+        f"disk        {size(needs.result)} for the result; {size(needs.state)} for a "
         "saved state, twice while the next one is saved",
         "dry run     no weights were read, and nothing was written",
     ]
@@ -91,18 +101,13 @@ def dry_run_record(plan: DryRun) -> dict[str, Any]:
         "train": options.train,
         "data": list(options.data),
         "tokens": options.tokens,
+        "steps": plan.length.steps if plan.length else None,
+        "tokens_per_step": plan.length.tokens_per_step if plan.length else None,
         **asdict(plan.needs),
         "state": plan.needs.state,
         "memory": plan.needs.memory,
         "warnings": list(plan.warnings),
     }
-
-
-def _gigabytes(size: int) -> str:
-    """Format bytes: `53.3 GB`, or in MB if there is less than one."""
-    if size < 1e9:
-        return f"{size / 1e6:.1f} MB"
-    return f"{size / 1e9:.1f} GB"
 
 
 def _model_line(setup: Setup) -> str:

@@ -25,9 +25,14 @@ from gqa.uptrain.heldout_blocks import (
 )
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.overlap import find_overlap
-from gqa.uptrain.run_length import count_blocks, count_plain, count_steps, settle_steps
+from gqa.uptrain.run_length import (
+    ENDLESS,
+    count_blocks,
+    count_plain,
+    count_steps,
+    settle_steps,
+)
 
-_ENDLESS = 2**62  # tokens of a stream
 # (tokens of a block, number of blocks) -> what the teacher writes
 Write = Callable[[int, int], SampledBlocks]
 
@@ -122,8 +127,8 @@ class TextDataBuilder:
     def _streamed(self) -> Dataloader:
         """Blocks of a source that is read while it is trained on."""
         (source,) = data_sources(self.options)
-        options = self._with_steps(_ENDLESS)
-        steps = count_steps(count_blocks(options, _ENDLESS), options)
+        options = self._with_steps(ENDLESS)
+        steps = count_steps(count_blocks(options, ENDLESS), options)
 
         heldout, heldout_blocks = blocks_of_named_text(options, self.encoders)
         if heldout_blocks:
@@ -151,7 +156,7 @@ class TextDataBuilder:
         """
         assert self.write is not None
         spec = self.options.data[0]
-        data_tokens = parse_self(spec)[0] or _ENDLESS
+        data_tokens = parse_self(spec)[0] or ENDLESS
         options = self._with_steps(data_tokens)
 
         with_length = options

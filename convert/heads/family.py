@@ -47,6 +47,11 @@ QUERY_ROLES = ("query", "output")
 Groups = int | tuple[int, ...]
 
 
+def heads_suffix(groups: int) -> str:
+    """What a number of KV heads adds to the name of a model: `-gqa4`, and `-mqa` for one."""
+    return "-mqa" if groups == 1 else f"-gqa{groups}"
+
+
 def groups_text(groups: Groups) -> str:
     """`2`, or `1 to 3 (1.67 on average)`."""
     if isinstance(groups, int):

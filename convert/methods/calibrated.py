@@ -18,7 +18,7 @@ class Calibrated(TextMethod):
     """
 
     name = "calibrated"
-    cost = "four forward passes"
+    cost = "four forward passes over the text"
     result = "merged in closed form on text"
 
     def fit(self, task: FitTask) -> FittedModule:
