@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gqa.core.errors import plural
+from gqa.uptrain.advice import next_line
 from gqa.uptrain.dry_run import DryRun
 from gqa.uptrain.optimizer import is_relative
 from gqa.uptrain.options import TrainOptions
@@ -176,6 +177,7 @@ def result_lines(run: Run, progress: TrainingProgress) -> list[str]:
     return [
         *_heldout_lines(run, progress),
         f"written     {run.options.output}: verified, loads in transformers{code}",
+        f"next        {next_line(run)}",
     ]
 
 
