@@ -17,6 +17,10 @@ LOWEST ?= .venv-lowest
 try: $(TRY)/.installed
 	$(TRY)/bin/gqa-convert --kv-heads 2 --overwrite examples/stdlib-mha
 	$(TRY)/bin/python examples/try.py examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated
+	@echo
+	@echo "Go on:  . $(TRY)/bin/activate"
+	@echo "        gqa-eval examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated --data stdlib:heldout --tokens 20000 --recall"
+	@echo "        # then docs/quickstart.md"
 
 install: $(VENV)/.installed
 
@@ -26,7 +30,7 @@ $(TRY)/.installed: pyproject.toml constraints.txt
 		{ echo "gqa needs Python 3.11 or newer; name one: make try PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(TRY) || \
 		{ echo "Python has no venv module; on Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
-	@echo "installing gqa and torch into $(TRY); this takes minutes and prints nothing more"
+	@echo "Installing gqa, torch and transformers into $(TRY): hundreds of MB to download, and a few minutes without output ..."
 	@# torch alone, and one retry: where its index cannot be reached, the configured one has a build.
 	$(TRY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
 		--no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch

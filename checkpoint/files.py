@@ -58,6 +58,8 @@ TOKENIZER_FILES = (
     "*.tiktoken",
     "tekken.json",
 )
+# Logs of the training of the old model, as examples/pretrain.py and LLaMA-Factory write them.
+_LOGS = frozenset(("training_log.jsonl", "trainer_log.jsonl"))
 # The same model for other programs (Meta's and Mistral's own, OpenVINO, ONNX, Core ML, MLC, Ollama,
 # llama.cpp, LitGPT, NeMo, vLLM), adapters trained on it, and states of its training.
 _OLD_MODEL = (
@@ -257,9 +259,10 @@ def _shards(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
 
 def side_files(names: Collection[str]) -> tuple[list[str], list[str]]:
     """Split names other than config and weights into files to copy and files to leave out: the old
-    model in other formats, or descriptions of it.
+    model in other formats, or descriptions of it. Hidden files and logs of its training are in
+    neither.
     """
-    visible = sorted(name for name in names if not _is_hidden(name))
+    visible = sorted(name for name in names if not _is_hidden(name) and name not in _LOGS)
     weights = {name for name in visible if _is_weights(name)}
     # Whatever is next to weights in a subdirectory belongs to another model.
     other_models = tuple({f"{name.rpartition('/')[0]}/" for name in weights if "/" in name})

@@ -21,7 +21,14 @@ from typing import Any
 import click
 
 from gqa.checkpoint.files import MAX_HEADER_BYTES, TensorSpec, read_header, side_files, weight_files
-from gqa.checkpoint.read import ADVICE, Checkpoint, cached_revision, read_checkpoint, read_json
+from gqa.checkpoint.nearby import similar_directory
+from gqa.checkpoint.read import (
+    Checkpoint,
+    advice,
+    cached_revision,
+    read_checkpoint,
+    read_json,
+)
 from gqa.core.errors import CacheError, CorruptError, MissingError, RefusedError, explain
 
 # Numbers of system errors that a disk causes, whatever is done on it.
@@ -92,9 +99,15 @@ def _check_hub_id(model: str) -> None:
     """Raise RefusedError for a name that can only be a path."""
     if model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1:
         raise RefusedError(
-            f"there is no directory {model}; give a directory with config.json, or a hub id "
-            "(owner/name)"
+            f"{_no_directory(model)}; give a directory with config.json, or a hub id (owner/name)"
         )
+
+
+def _no_directory(model: str) -> str:
+    """That there is no such directory, and which one may be meant."""
+    text = f"there is no directory {model}"
+    similar = similar_directory(model)
+    return f"{text} (did you mean {similar}?)" if similar else text
 
 
 @contextmanager
@@ -111,7 +124,7 @@ def _hub_errors(model: str) -> Iterator[None]:
         raise
     except HFValidationError as error:
         raise RefusedError(
-            f"there is no directory {model}, and it is no hub id (owner/name): {explain(error)}"
+            f"{_no_directory(model)}, and it is no hub id (owner/name): {explain(error)}"
         ) from error
     except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
         if cause := local_cause(error):
@@ -121,7 +134,7 @@ def _hub_errors(model: str) -> Iterator[None]:
         reason = hub_reason(error)
         if reason is None:
             reason = f"{model} at the hub: {type(error).__name__}: {explain(error)}"
-        raise RefusedError(f"there is no directory {model}, and {reason}") from error
+        raise RefusedError(f"{_no_directory(model)}, and {reason}") from error
 
 
 @contextmanager
@@ -169,7 +182,7 @@ def _from_hub(model: str, revision: str | None, headers_only: bool) -> Checkpoin
 
     fetch = partial(_fetch, model, commit)
     if "config.json" not in names:
-        raise RefusedError(f"{model} has no config.json; {ADVICE}")
+        raise RefusedError(f"{model} has no config.json; {advice(names)}")
     with _cached(model, directory):
         config = read_json(directory, "config.json")
         files, _ = weight_files(config, names, lambda name: read_json(fetch(name), name))

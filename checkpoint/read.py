@@ -31,6 +31,7 @@ from gqa.checkpoint.files import (
     weight_files,
 )
 from gqa.checkpoint.model_config import check_against_headers, check_numbers
+from gqa.checkpoint.nearby import checkpoints_hint
 from gqa.core.errors import CorruptError, MissingError, RefusedError, explain, listing
 from gqa.core.json_text import read_json_file
 
@@ -59,10 +60,6 @@ STORED_DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-ADVICE = (
-    "give a checkpoint with config.json and safetensors or .bin weights (GGUF and ONNX are made "
-    "from one, an adapter is merged into one)"
-)
 # Name suffixes of packed weights and scales in GPTQ, AWQ, bitsandbytes and compressed-tensors.
 _PACKED = (
     ".qweight",
@@ -309,6 +306,20 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     return value
 
 
+def advice(present: AbstractSet[str]) -> str:
+    """What to give instead of a directory or repository with these files, which is no checkpoint of
+    transformers.
+    """
+    suffixes = {Path(name).suffix for name in present}
+    if "adapter_config.json" in present:
+        return "it is an adapter: merge it into its base model, and give the merged checkpoint"
+    if suffixes & {".gguf", ".onnx"}:
+        return "give the checkpoint from which the GGUF or ONNX file was made"
+    return (
+        "give a checkpoint: a directory with config.json and weights in safetensors or .bin files"
+    )
+
+
 def read_checkpoint(
     directory: Path,
     read_table: Callable[[str], list[TensorSpec]] | None = None,
@@ -330,7 +341,8 @@ def read_checkpoint(
         )
     present = present or {path.name for path in directory.iterdir()}
     if "config.json" not in present:
-        raise MissingError(f"{directory} has no config.json; {ADVICE}")
+        remedy = checkpoints_hint(directory) or advice(present)
+        raise MissingError(f"{directory} has no config.json; {remedy}")
     config = read_json(directory, "config.json")
 
     # 1. The weight files and their tensors.
@@ -339,7 +351,7 @@ def read_checkpoint(
         weights = listing(name for name in present if Path(name).suffix in WEIGHT_SUFFIXES)
         raise MissingError(
             f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but "
-            f"{weights or 'no weights at all'}; {ADVICE}"
+            f"{weights or 'no weights at all'}; {advice(present)}"
         )
 
     pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}

@@ -7,12 +7,13 @@ left out where the model does not allow it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.config import transformers_config
+from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.methods.base import Method
 from gqa.convert.options import ConvertOptions, options_of
 from gqa.convert.output import default_directory
@@ -98,6 +99,13 @@ def next_line(
     if not plan.reads_text:  # a warning says so already
         return ""
 
+    command = more_text_command(plan, options)
+    if command:
+        return (
+            f"for better quality convert again on {CalibrationText.tokens:,} tokens of text, the "
+            f"default, before you distill: {command}"
+        )
+
     command = training_command(plan, options, out, source)
     if not command:
         return ""
@@ -138,15 +146,29 @@ def warnings(
 
 
 def evaluation_command(plan: Plan, options: ConvertOptions, out: Path) -> str:
-    """gqa-eval of a decoder on text that is always there and that no calibration uses by itself."""
-    words = ["gqa-eval", operand(options.model), operand(str(out))]
+    """gqa-eval of the result against the base model."""
+    further = []
+    if options.revision:
+        further += ["--revision", options.revision]
+    further += _shared(options)
+    config = transformers_config(plan.new_config)
+    return evaluation_line([options.model, str(out)], config, further)
+
+
+def evaluation_line(models: Sequence[str], config: Any, further: Sequence[str]) -> str:
+    """gqa-eval of decoders on text that is always there and that no calibration uses by itself.
+
+    Args:
+        models: The base model and what is compared with it.
+        config: transformers' config of the result.
+        further: Options that the command gets too.
+    """
+    words = ["gqa-eval", *map(operand, models)]
     words += ["--data", "stdlib:heldout", "--tokens", str(_EVALUATED_TOKENS)]
-    context = positions(transformers_config(plan.new_config))
+    context = positions(config)
     if context is None or context >= _LEAST_RECALL_CONTEXT:
         words.append("--recall")
-    if options.revision:
-        words += ["--revision", options.revision]
-    return shell_line([*words, *_shared(options)])
+    return shell_line([*words, *further])
 
 
 def training_command(plan: Plan, options: ConvertOptions, out: Path, source: dict[str, Any]) -> str:
@@ -201,14 +223,26 @@ def _saving_options(options: ConvertOptions) -> list[str]:
     return [*words, "--micro-batch", "1", "--checkpointing", "--dry-run"]
 
 
+def more_text_command(plan: Plan, options: ConvertOptions) -> str:
+    """The same conversion on the default number of tokens, in place of its result; empty if it was
+    not on fewer.
+    """
+    if not options.is_set("tokens") or options.tokens >= CalibrationText.tokens:
+        return ""
+    method = plan.merge_method
+    assert method is not None
+    words = _conversion_words(plan, options, method)
+    if options.output:
+        words += ["-o", str(options.output)]
+    words.append("--overwrite")
+    return shell_line([*words, *_repeated_options(options, method, without="tokens")])
+
+
 def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> str:
     """gqa-convert with another method and the same other options, as far as that method uses them;
     empty if its result exists.
     """
-    counts = (plan.groups,) if isinstance(plan.groups, int) else plan.groups
-    heads = ",".join(map(str, counts))
-    words = ["gqa-convert", operand(options.model), "--kv-heads", heads, "--method", method.name]
-
+    words = _conversion_words(plan, options, method)
     if options.output:
         if options.output.name in ("", ".."):  # `-o .`: the directory's own name is not in its path
             return ""
@@ -218,14 +252,26 @@ def conversion_command(plan: Plan, options: ConvertOptions, method: Method) -> s
         output = default_directory(options, plan, method.name)
     if output.exists():
         return ""
+    return shell_line([*words, *_repeated_options(options, method)])
 
+
+def _conversion_words(plan: Plan, options: ConvertOptions, method: Method) -> list[str]:
+    """gqa-convert of the same model to the same heads, by a method."""
+    counts = (plan.groups,) if isinstance(plan.groups, int) else plan.groups
+    heads = ",".join(map(str, counts))
+    return ["gqa-convert", operand(options.model), "--kv-heads", heads, "--method", method.name]
+
+
+def _repeated_options(options: ConvertOptions, method: Method, without: str = "") -> list[str]:
+    """The options that were given and that a method uses too, but for the one named `without`."""
     used = options_of(method)
+    words = []
     for name, field in type(options).__dataclass_fields__.items():
         is_used = not field.metadata["methods"] or name in used
-        is_repeated = name not in _NOT_REPEATED and not field.metadata["expert"]
+        is_repeated = name not in (*_NOT_REPEATED, without) and not field.metadata["expert"]
         if is_used and is_repeated and options.is_set(name):
             words += _option_words(name, getattr(options, name))
-    return shell_line(words)
+    return words
 
 
 def _are_beside(path: Path, other: Path) -> bool:

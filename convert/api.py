@@ -16,16 +16,18 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert import advice
 from gqa.convert.card import model_card
 from gqa.convert.head_maps import StoredMaps
+from gqa.convert.heads.config import read_config, valid_groups
 from gqa.convert.heads.family import Groups
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.options import ConvertOptions
 from gqa.convert.output import output_of
 from gqa.convert.plan import Plan
 from gqa.convert.planning import make_plan
+from gqa.convert.recast.targets import as_it_is
 from gqa.convert.rewrite import ConvertedCheckpoint
 from gqa.convert.summary import provenance
 from gqa.core.console import SILENT, Watcher
-from gqa.core.errors import LayerwiseError, RefusedError, alternatives
+from gqa.core.errors import LayerwiseError, RefusedError, alternatives, plural
 from gqa.core.options import parameters_in_errors
 
 __all__ = ["Conversion", "Plan", "convert", "convert_checkpoint", "plan_conversion", "prepare"]
@@ -61,7 +63,8 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     options.refuse_conflicts()
     checkpoint = open_model(options.model, options.revision, headers_only=True)
     if not options.kv_budget:
-        assert options.kv_heads is not None
+        if options.kv_heads is None:
+            raise _no_kv_heads(checkpoint)
         return _plan(checkpoint, options.kv_heads, options)
 
     from gqa.convert.merge.budget import heads_within, uneven
@@ -74,6 +77,22 @@ def prepare(options: ConvertOptions, watcher: Watcher = SILENT) -> Plan:
     fetch_weights(checkpoint)
     heads, losses = heads_within(checkpoint, share, options.maps, watcher)
     return _plan(checkpoint, heads, options, losses)
+
+
+def _no_kv_heads(checkpoint: Checkpoint) -> RefusedError:
+    """The error for a conversion that does not say how many KV heads the result has.
+
+    It names the numbers that make the KV cache of this model smaller, or where there are none, all
+    that the model can have.
+    """
+    config = read_config(as_it_is(checkpoint).config, checkpoint.name)
+    count = config.main.kv
+    allowed = valid_groups(config)
+    fewer = [groups for groups in allowed if groups < count]
+    return RefusedError(
+        f"--kv-heads is not given; {checkpoint.name} has {plural(count, 'key/value head')}: "
+        f"choose {alternatives(fewer or allowed)}"
+    )
 
 
 def _plan(

@@ -215,7 +215,7 @@ class ConvertOptions(Options):
 
     def refuse_conflicts(self) -> None:
         """Raise RefusedError if options exclude each other, or the method does not use one."""
-        if (self.kv_heads is None) == (self.kv_budget is None):
+        if self.kv_heads is not None and self.kv_budget is not None:
             raise RefusedError(
                 "the number of KV heads is not clear; give either --kv-heads G or --kv-budget SHARE"
             )

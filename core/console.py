@@ -196,7 +196,9 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
         command.main(prog_name=program, standalone_mode=False)
     except click.ClickException as error:
         message = error.format_message().rstrip(".")
-        fail(program, f"{message}; see {program} --help", error.exit_code)
+        # Some messages of click end with a question: `Did you mean '--kv-heads'?`
+        see = f" See {program} --help" if message.endswith("?") else f"; see {program} --help"
+        fail(program, message + see, error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         fail(program, f"interrupted; {interrupted}", 130)
     except TerminatedError as error:

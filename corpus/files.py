@@ -42,10 +42,7 @@ def find_files(spec: str) -> tuple[Path, ...]:
         files = [file for file in files if not _SKIPPED.fullmatch(file.name)]
     files = _without_repeats(files)
     if not files:
-        raise CorpusError(
-            f"there is no file or directory {spec} with text; allowed are {allowed_files()}, and "
-            "patterns"
-        )
+        raise CorpusError(_no_files(spec, path))
 
     if is_directory:
         _check_one_split(spec, [str(file.relative_to(path)) for file in files])
@@ -55,6 +52,19 @@ def find_files(spec: str) -> tuple[Path, ...]:
     if not with_content:
         raise CorpusError(f"{spec} holds no text: it is empty or blank, or held out")
     return tuple(with_content)
+
+
+def _no_files(spec: str, path: Path) -> str:
+    """Why a spec names no file with text, and what to do."""
+    if os.path.isdir(path):
+        return f"the directory {spec} has no file with text; allowed are {allowed_files()}"
+    if os.path.lexists(path):
+        return f"{spec} is not a file with text; allowed are {allowed_files()}"
+    if glob.has_magic(spec):
+        return f"no file with text matches {spec}; allowed are {allowed_files()}"
+    if spec.endswith("/"):
+        return f"there is no directory {spec}; check the path"
+    return f"there is no file {spec}; check the path"
 
 
 def _check_one_split(directory: str, names: Sequence[str]) -> None:

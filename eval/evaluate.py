@@ -15,7 +15,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from gqa.checkpoint.provenance import request, versions
+from gqa.checkpoint.provenance import PROVENANCE, read_record, request, versions
 from gqa.core.console import Watcher
 from gqa.core.devices import on_main, ranks
 from gqa.eval import recall
@@ -33,6 +33,7 @@ from gqa.eval.text import (
 )
 from gqa.models.chunked_head import ChunkedHead
 from gqa.models.loading import check_predicts_tokens
+from gqa.uptrain.models import is_base_model
 
 SCHEMA = 4
 SHOWN = 4  # greedy texts of each model in a report
@@ -62,6 +63,8 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     subjects = open_subjects(
         options.models, options.trust_remote_code, options.revision, options.cache_bits or ()
     )
+    if state.is_main_process:
+        _warn_if_swapped(subjects, options)
     context = choose_context(subjects, options.context)
     models = [subject.record(context, options.memory) for subject in subjects]
     measures_recall = _measures_recall(options, subjects[0])
@@ -108,6 +111,22 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
         recall_context = context if measures_recall else None
         _compare(subjects, models, text, options, recall_context)
     return results if state.is_main_process else {}
+
+
+def _warn_if_swapped(subjects: Sequence[Subject], options: EvaluateOptions) -> None:
+    """Warn if the baseline is a conversion of a model that is compared with it."""
+    baseline, *others = subjects
+    record = read_record(baseline.checkpoint, PROVENANCE)
+    source = record.get("source") if isinstance(record, dict) else None
+    if not isinstance(source, dict):
+        return
+    for other in others:
+        if is_base_model(other.checkpoint, baseline.checkpoint, source):
+            Watcher(options.quiet).warn(
+                f"{other.name} is the base model of {baseline.name}, and is compared with it as if "
+                f"it were the converted model: give the base model {other.name} first"
+            )
+            return
 
 
 def _measures_recall(options: EvaluateOptions, baseline: Subject) -> bool:

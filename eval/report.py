@@ -81,7 +81,14 @@ def _saved_and_lost(first: Record, model: Record) -> str:
             f"recall {before[kind]:.0%} -> {after[kind]:.0%} "
             f"(random tokens {random_before:.0%} -> {random_after:.0%})"
         )
+    elif "quality" in model and not _is_encoder_decoder(model):
+        parts[-1] += " (recall not measured)"
     return heads + ", ".join(parts)
+
+
+def _is_encoder_decoder(model: Record) -> bool:
+    """Whether a model has cross-attention: no recall is measured of such models."""
+    return bool(model.get("kv_cache", {}).get("cross_bytes_per_token"))
 
 
 def _saved_cache(first: Record, model: Record) -> str:

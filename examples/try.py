@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import textwrap
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,17 +23,35 @@ PROMPT = '''def read_lines(path):
 '''
 NEW_TOKENS = 48
 NARROWEST = 30  # characters of a column
+ADVICE = (
+    "Compare how fluent the texts are, not whether they are right: {sizes}. After the first "
+    "different token each model goes on from its own text."
+)
 
 
-def continuation(model_name: str, prompt: str, new_tokens: int) -> tuple[str, int]:
-    """The prompt and its most probable continuation, and the KV heads of the model."""
+class Sample(NamedTuple):
+    """What a model writes.
+
+    Attributes:
+        text: The prompt and its most probable continuation.
+        kv_heads: The KV heads of the model.
+        parameters: The number of its parameters.
+    """
+
+    text: str
+    kv_heads: int
+    parameters: int
+
+
+def continuation(model_name: str, prompt: str, new_tokens: int) -> Sample:
+    """What a model writes after a prompt."""
     tokenizer = AutoTokenizer.from_pretrained(model_name)
     model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     tokens = model.generate(**inputs, do_sample=False, max_new_tokens=new_tokens)
     written = tokens[0, inputs["input_ids"].shape[1] :]
     text = tokenizer.decode(written, skip_special_tokens=True)
-    return prompt + text, model.config.num_key_value_heads
+    return Sample(prompt + text, model.config.num_key_value_heads, model.num_parameters())
 
 
 def wrap(text: str, width: int) -> list[str]:
@@ -63,10 +83,17 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.manual_seed(0)
     columns = []
+    sizes = []
     for name in args.models:
-        text, kv_heads = continuation(name, args.prompt, args.tokens)
-        columns.append((f"{kv_heads} KV heads ({name.rstrip('/').rpartition('/')[2]})", text))
-    print(side_by_side(columns, shutil.get_terminal_size((100, 24)).columns))
+        sample = continuation(name, args.prompt, args.tokens)
+        short_name = name.rstrip("/").rpartition("/")[2]
+        columns.append((f"{sample.kv_heads} KV heads ({short_name})", sample.text))
+        sizes.append(f"{short_name} has {sample.parameters / 1e6:.1f} million parameters")
+
+    width = shutil.get_terminal_size((100, 24)).columns
+    print(side_by_side(columns, width))
+    print()
+    print(textwrap.fill(ADVICE.format(sizes=", ".join(sizes)), width))
 
 
 if __name__ == "__main__":

@@ -231,7 +231,7 @@ def model_name(name: str, is_on_hub: bool) -> str:
 
 
 def loading_code(model_class: Any, name: str, side_files: Iterable[str]) -> str:
-    """Markdown: how transformers loads the checkpoint `name`.
+    """Markdown: how transformers loads the checkpoint `name`, wherever it is.
 
     With the code in it only where the class is ours.
     """
@@ -256,7 +256,11 @@ def loading_code(model_class: Any, name: str, side_files: Iterable[str]) -> str:
         lines.append(f"tokenizer = AutoTokenizer.from_pretrained({arguments})")
 
     imports = f"from transformers import {', '.join(sorted(classes))}"
-    return code_block([imports, "", *lines], "python")
+    code = code_block([imports, "", *lines], "python")
+    return (
+        f"{code_span(name)} stands for the directory of this checkpoint, or for its id on the "
+        f"Hugging Face hub:\n\n{code}"
+    )
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:

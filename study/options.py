@@ -134,8 +134,8 @@ class AblateOptions(Options):
     )
     kv_heads: tuple[int, ...] | None = option(
         None,
-        "Numbers of key/value heads.  [default: the two largest divisors of MODEL's, and 1; also "
-        "all, as the control, with --teacher none]",
+        "Numbers of key/value heads.  [default: the two largest divisors below MODEL's number, "
+        "and 1, so 4,2,1 for 8 heads; with --teacher none also 8, as the control]",
         COUNT,
         short="-g",
         alias="--groups",
@@ -155,7 +155,13 @@ class AblateOptions(Options):
     field: str = same_as(TrainOptions, "field", group="Text")
     separator: str | None = same_as(TrainOptions, "separator", group="Text")
     target_field: str | None = same_as(TrainOptions, "target_field", group="Text")
-    heldout_fraction: float = same_as(TrainOptions, "heldout_fraction", group="Text")
+    heldout_fraction: float = same_as(
+        TrainOptions,
+        "heldout_fraction",
+        help="Share of the documents to hold out and evaluate on, instead of --heldout; one of "
+        "them must be given, except with --data stdlib:train (which has stdlib:heldout).",
+        group="Text",
+    )
     context: int | None = option(
         None,
         "Tokens per training block and per evaluation window.  [default: the model's context, at "

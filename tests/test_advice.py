@@ -42,6 +42,8 @@ COMMANDS: dict[str, click.Command] = {
     name: import_module(module).command for name, module in PROGRAMS.items()
 }
 SHORT = ("--tokens", 256, "--context", 16)
+# As little text, which is not a smaller number than the default of --tokens.
+LITTLE = ("--data", "self:256", "--context", 16)
 
 
 def advised(done: Result) -> list[list[str]]:
@@ -89,7 +91,11 @@ RUNS: dict[str, tuple[tuple[object, ...], list[str]]] = {
         ["gqa-eval", "gqa-convert", "gqa-uptrain"],
     ),
     "calibrated": (("-g", 2, *SHORT), ["gqa-convert"]),
-    "refined": (("-g", 2, "--method", "refined", "--refine-steps", 1, *SHORT), ["gqa-uptrain"]),
+    "refined": (("-g", 2, "--method", "refined", "--refine-steps", 1, *LITTLE), ["gqa-uptrain"]),
+    "on little text": (
+        ("-g", 2, "--method", "refined", "--refine-steps", 1, *SHORT),
+        ["gqa-convert"],
+    ),
     "unmeasured": (
         ("-g", 2, "--no-check", "--seed", 1, *SHORT, "-o", "the output"),
         ["gqa-eval", "gqa-convert"],
@@ -121,8 +127,12 @@ def test_advised_commands_are_read_by_their_programs(
             assert params["model"] == ("it's a model" if words[0] == "gqa-convert" else written[1])
         if words[0] == "gqa-convert":
             assert params["method"] == "refined"
-            assert not (params["output"] and params["output"].exists())
+            is_replaced = bool(params["overwrite"])
+            assert is_replaced == (name == "on little text")
+            assert is_replaced or not (params["output"] and params["output"].exists())
             given = dict(zip(map(str, arguments), map(str, arguments[1:]), strict=False))
+            if is_replaced:  # with more tokens
+                del given["--tokens"]
             repeated = {option[2:]: value for option, value in given.items() if option in REPEATED}
             assert {option: str(params[option]) for option in repeated} == repeated
 
@@ -163,7 +173,7 @@ def test_the_commands_that_improve_the_result_do(
     monkeypatch.setattr(
         "gqa.convert.summary.relative_path", lambda directory, out: None
     )  # as with the user's name in it
-    done = run("it's a model", "-g", 2, *SHORT, "-o", "elsewhere/out")
+    done = run("it's a model", "-g", 2, *LITTLE, "-o", "elsewhere/out")
     (words,) = advised(done)
     done = run(*words[1:], "--refine-steps", 1)
     assert done.code == 0, done.err
@@ -173,6 +183,24 @@ def test_the_commands_that_improve_the_result_do(
         done = run(*words[1:], program="gqa-uptrain")
     assert done.code == 0, done.err
     assert Path("elsewhere/out-refined-uptrained/config.json").is_file()
+    (words,) = advised(done)
+    assert words[:3] == ["gqa-eval", "it's a model", "elsewhere/out-refined-uptrained"]
+    measured = run(*words[1:], "--tokens", 300, program="gqa-eval")
+    assert measured.code == 0, measured.err
+
+
+def test_a_conversion_on_little_text_is_repeated_on_more_before_it_is_distilled(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same place, as the plan of the command shows."""
+    call_good_up_to(monkeypatch, 0.0)
+    refine = ("--method", "refined", "--refine-steps", 1, "-o", "the output")
+    done = run("it's a model", "-g", 2, *refine, *SHORT)
+    assert "convert again on 65,536 tokens of text, the default, before you distill: " in done.out
+    (words,) = advised(done)
+    assert parse(words)["tokens"] is None
+    assert parse(words)["output"] == Path("the output")
+    run(*words[1:], "--dry-run").expect(err="")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -320,7 +320,7 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
         (("--kv-heads", "1,3,1,1"), "--kv-heads 3 is not possible for the 4 key/value heads"),
         (("--kv-heads", "1,x,1,1"), "'x' is not a whole number from 1"),
         (("--kv-heads", "1", "--kv-budget", "0.5"), "give either --kv-heads G or"),
-        ((), "give either --kv-heads G or --kv-budget SHARE"),
+        ((), "--kv-heads is not given; model has 4 key/value heads: choose 1 or 2"),
         # Measuring takes them
         (("--kv-budget", "0.2", "--method", "mean", "--tokens", "512"), "the least is 0.25"),
         (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs nothing"),

@@ -22,6 +22,7 @@ from support.embedded import counting
 from support.evaluations import with_tokenizer
 from support.families import write_checkpoint
 from support.faults import kill_conversion_after_a_layer
+from support.patches import log_every_line
 from support.scrambled import find_maps, on_ids
 from support.tiny_models import TINY, build
 from support.training import Runs, difference
@@ -60,6 +61,21 @@ def test_quality_is_that_of_the_written_model_beside_its_base_model(
     perplexity = quality["perplexity"]
     assert quality["ratio"] == pytest.approx(perplexity["converted"] / perplexity["base"])
     assert quality["ratio_low"] < quality["ratio"] < quality["ratio_high"]
+
+
+@pytest.mark.parametrize(
+    ("method", "stage"),
+    [("calibrated", "calibrating"), ("refined", "calibrating and refining")],
+)
+def test_progress_says_whether_layers_are_trained(
+    small: Path, tmp_path: Path, method: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_every_line(monkeypatch)
+    steps = ("--refine-steps", 1) if method == "refined" else ()
+    text = ("--tokens", 256, "--context", 16, "--no-check")
+    out = tmp_path / "out"
+    done = checkpoints.run(small, "-g", 2, "-o", out, "--method", method, *steps, *text)
+    assert re.search(rf"^{stage}: 2 of 2 layers", done.err, re.MULTILINE), done.err
 
 
 def test_what_is_said_of_the_quality(

@@ -116,6 +116,11 @@ def test_values(program: str, words: str, name: str, value: object) -> None:
             "--metod mean",
             "No such option '--metod'. (Did you mean one of: '--method'",
         ),
+        (
+            "gqa-convert",
+            "--kv-headd 2",
+            "No such option '--kv-headd'. Did you mean '--kv-heads'? See gqa-convert --help",
+        ),
         ("gqa-convert", "--heads 2", "No such option '--heads'"),
         ("gqa-convert", "--data ,", "is empty; give one or more values"),
         (

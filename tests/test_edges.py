@@ -241,6 +241,7 @@ OLD_MODEL = (
     "states/__0_0.distcp",
     "training_args.bin",
 )
+LOGS = ("training_log.jsonl", "trainer_log.jsonl")  # which no one misses in the result
 MODULES = ("1_Pooling/config.json", "2_Dense/model.safetensors", "2_Dense/config.json")
 
 
@@ -249,7 +250,7 @@ def test_side_files_travel_unchanged_and_unread(tmp_path: Path) -> None:
     describes them.
     """
     model = llama(tmp_path / "m", auto_map={"AutoModel": "modeling_mine.Model"})
-    for name in (*OLD_MODEL, *MODULES, ".hidden"):
+    for name in (*OLD_MODEL, *LOGS, *MODULES, ".hidden"):
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         (model / name).write_text(f"of {name}")
     (model / "README.md").write_text("a card without metadata")

@@ -365,6 +365,18 @@ def test_transformers_prints_nothing_while_it_loads(tmp_path: Path, caplog: Any)
     assert caplog.records == []
 
 
+def test_a_base_model_that_is_not_first_gives_a_warning() -> None:
+    """What is compared with its own conversion is measured nevertheless."""
+    options = "--data TEXT --tokens 64 --context 32 -q"
+    done = run(*words(f"G2 {SOURCE} {options}"), program="gqa-eval")
+    done.expect(
+        err="warning: stdlib-mha is the base model of gqa2, and is compared with it as if it were "
+        "the converted model: give the base model stdlib-mha first\n"
+    )
+    in_order = run(*words(f"{SOURCE} G2 {options}"), program="gqa-eval")
+    in_order.expect(err="")
+
+
 def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Ctrl-C while the first model is scored
     monkeypatch.setattr(evaluate, "score", lambda *args, **more: signal.raise_signal(signal.SIGINT))

@@ -198,10 +198,13 @@ CASES: Cases = {
         settings(transformers_weights="mine.safetensors"),
         ("names another file of weights, 'mine.safetensors'", "rename it to"),
     ),
-    "GGUF only": (rename(SINGLE, "model.gguf"), ("model.gguf", "GGUF and ONNX are made from one")),
+    "GGUF only": (
+        rename(SINGLE, "model.gguf"),
+        ("model.gguf", "from which the GGUF or ONNX file was made"),
+    ),
     "adapter only": (
         both(rename(SINGLE, "adapter_model.bin"), rename("config.json", "adapter_config.json")),
-        ("no config.json", "an adapter is merged into one"),
+        ("no config.json", "merge it into its base model"),
     ),
     "packed names": (
         tensors(lambda t: t | {K0.replace("weight", "qweight"): torch.ones(4, 4)}),

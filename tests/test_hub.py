@@ -14,6 +14,7 @@ from support.checkpoints import (
     MERGED,
     SINGLE,
     Result,
+    check_refused,
     contents,
     llama,
     load,
@@ -278,3 +279,20 @@ def test_what_is_no_hub_id(
     result.expect(2, out="", err_lines=1)
     assert said in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["lab"]
+
+
+@pytest.mark.parametrize("word", ["lab/lama-mha", "./lab/lama-mha", "/work/lab/lama-mha"])
+def test_a_mistyped_directory_names_the_checkpoint_beside_it(machine: Machine, word: str) -> None:
+    """Before the network is spoken of."""
+    llama(machine.work / "lab/llama-mha", side_files=False)
+    (machine.work / "lab/lama-mhas").mkdir()  # no checkpoint
+    path = word.replace("/work", str(machine.work))
+    meant = path.removeprefix("./").replace("lama", "llama")
+    done = machine.run(*MERGED, path, HF_HUB_OFFLINE="1")
+    check_refused(done, f"there is no directory {path} (did you mean {meant}?)", advice="")
+
+
+def test_a_name_like_no_directory_is_a_hub_id(machine: Machine) -> None:
+    llama(machine.work / "lab/llama-mha", side_files=False)
+    done = machine.run(*MERGED, "lab/pythia", HF_HUB_OFFLINE="1")
+    check_refused(done, "there is no directory lab/pythia, and huggingface_hub says", advice="")

@@ -46,10 +46,11 @@ WRONG_USAGE = {
     },
     "-g2 m a b": "unexpected extra argument",
     "-g2 m --revision main": "--revision is for hub ids",
-    "m": "give either --kv-heads G or --kv-budget SHARE",
+    "m": "--kv-heads is not given; m has 4 key/value heads: choose 1 or 2",
     "-g2": "Missing argument 'MODEL'",
     "-g2 m/config.json": "config.json is not a directory; give the one",
     "-g2 empty": "empty has no config.json; give a checkpoint",
+    "-g2 .": ". has no config.json; did you mean m?",
     "-g2 ./broken": "broken is not a directory; give the one",
     **{
         f"-g2 {shlex.quote(path)}": "; give a directory with config.json, or a hub id"

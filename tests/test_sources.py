@@ -132,19 +132,15 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
         " ": "no data is named; give a file, a directory, a pattern, a data set of the hub or "
         "stdlib:train",
     }
-    for spec in (
-        "none.txt",
-        "~nouser/a.jsonl",
-        "../none/",
-        "x" * 300 + ".txt",
-        "notes",
-        "deep/empty",
-        "*.csv",
-    ):
-        refused[spec] = (
-            f"there is no file or directory {spec} with text; allowed are {allowed_files()}, and "
-            "patterns"
-        )
+    for spec in ("none.txt", "~nouser/a.jsonl", "x" * 300 + ".txt"):
+        refused[spec] = f"there is no file {spec}; check the path"
+    allowed = f"allowed are {allowed_files()}"
+    refused |= {
+        "../none/": "there is no directory ../none/; check the path",
+        "notes": f"notes is not a file with text; {allowed}",
+        "deep/empty": f"the directory deep/empty has no file with text; {allowed}",
+        "*.csv": f"no file with text matches *.csv; {allowed}",
+    }
     assert {spec: refusal(spec) for spec in refused} == refused
 
 

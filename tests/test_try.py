@@ -23,7 +23,8 @@ def written(*words: object) -> str:
 def test_both_models_continue_the_prompt_side_by_side(tmp_path: Path) -> None:
     small = tiny_checkpoint(tmp_path / "small", kv_heads=2)
     text = written(SOURCE, small, "--prompt", "def first(x):\n", "--tokens", 8)
-    heads, _, prompt, *continuation = text.splitlines()
+    table, _, _ = text.rpartition("\n\n")
+    heads, _, prompt, *continuation = table.splitlines()
     base, converted = heads.split(" | ")
     assert base.rstrip() == "8 KV heads (stdlib-mha)"
     assert converted == "2 KV heads (small)"
@@ -32,9 +33,16 @@ def test_both_models_continue_the_prompt_side_by_side(tmp_path: Path) -> None:
 
 
 def test_the_same_model_writes_the_same_twice() -> None:
-    rows = written(SOURCE, SOURCE, "--prompt", "import ", "--tokens", 8).splitlines()
-    halves = [row.partition(" | ") for row in rows]
+    text = written(SOURCE, SOURCE, "--prompt", "import ", "--tokens", 8)
+    table, _, _ = text.rpartition("\n\n")
+    halves = [row.partition(" | ") for row in table.splitlines()]
     assert [left.rstrip() for left, _, _ in halves] == [right for _, _, right in halves]
+
+
+def test_the_sizes_of_the_models_say_what_to_expect(tmp_path: Path) -> None:
+    text = written(SOURCE, "--prompt", "import ", "--tokens", 8)
+    _, _, advice = text.rpartition("\n\n")
+    assert "stdlib-mha has 5.8 million parameters" in " ".join(advice.split())
 
 
 @pytest.mark.parametrize("gpu", [True, False])
@@ -54,3 +62,5 @@ def test_the_target_converts_and_shows_samples(gpu: bool, tmp_path: Path) -> Non
     assert "gqa-convert --kv-heads 2 --overwrite examples/stdlib-mha\n" in done.stdout
     assert "examples/try.py examples/stdlib-mha examples/stdlib-mha-gqa2-calibrated" in done.stdout
     assert ("whl/cpu" in done.stdout) is not gpu
+    assert "hundreds of MB" in done.stdout
+    assert f". {tmp_path}/environment/bin/activate" in done.stdout

@@ -65,10 +65,20 @@ def test_output(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         lines[3] == "steps       4, each of 8 blocks (512 tokens); 2,048 tokens in all, with "
         "repeated passages"
     )
-    starts = ["model", "teacher", "data", "steps", "optimizer", "held out", "held out", "written"]
+    starts = [
+        "model",
+        "teacher",
+        "data",
+        "steps",
+        "optimizer",
+        "held out",
+        "held out",
+        "written",
+        "next",
+    ]
     assert [line[:10].rstrip() for line in lines] == starts
     assert lines[1] == f"teacher     {place / 'teacher'}"
-    assert lines[-1] == f"written     {out}: verified, loads in transformers"
+    assert lines[-2] == f"written     {out}: verified, loads in transformers"
     status = done.err.splitlines()[-1]
     steps = metrics(out / "gqa_uptraining.jsonl")
     assert re.fullmatch(

@@ -22,6 +22,7 @@ from support.training import (
     load,
     material,
     options_for,
+    tiny_checkpoint,
     training_model,
 )
 
@@ -131,6 +132,14 @@ def test_a_record_that_says_nothing(converted: Path, record: str) -> None:
     (converted / "gqa_conversion.json").write_text(record)
     assert settled(converted, data=("text",))[0].teacher == "none"
     assert settled(converted, teacher="none", data=("text",))[0].train == "all"
+
+
+def test_a_model_that_is_no_conversion(tmp_path: Path) -> None:
+    """What to do is said, in place of the absence of a teacher."""
+    model = tiny_checkpoint(tmp_path / "base")
+    done = uptrain(model, "--steps", 1)
+    done.expect(2, out="", err_lines=1)
+    assert "base is not a converted model (no gqa_conversion.json): run gqa-convert" in done.err
 
 
 def test_a_base_model_that_is_not_there(converted: Path, tmp_path: Path) -> None:

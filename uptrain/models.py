@@ -50,6 +50,11 @@ def settle(
     source = _part(record, "source")
     teacher, name, teacher_text = _find_teacher(options, checkpoint, source)
     if not options.data and teacher is None:
+        if record is None and options.teacher == AUTO_TEACHER:
+            raise RefusedError(
+                f"{checkpoint.name} is not a converted model (no {PROVENANCE}): run gqa-convert "
+                "first, or name a --teacher, or train on text alone with --data and --teacher none"
+            )
         raise RefusedError(
             f"no --data is given, and there is no teacher that could write it ({teacher_text}); "
             "give text, or the model before conversion with --teacher"

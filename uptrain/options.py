@@ -147,7 +147,11 @@ class TrainOptions(Options):
         group="Held-out text",
     )
     heldout_fraction: float = option(
-        0.0, "Share of the documents to hold out.", SHARE, group="Held-out text"
+        0.0,
+        "Share of the documents to hold out. 0 holds out the end of the data: 5% of it, at most "
+        "--heldout-tokens.",
+        SHARE,
+        group="Held-out text",
     )
     heldout_tokens: int = option(
         8192,

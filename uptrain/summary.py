@@ -7,6 +7,7 @@ from typing import Any
 
 from gqa.convert.summary import size
 from gqa.core.errors import plural
+from gqa.uptrain.advice import next_line
 from gqa.uptrain.dry_run import DryRun
 from gqa.uptrain.optimizer import is_relative
 from gqa.uptrain.options import TrainOptions
@@ -181,6 +182,7 @@ def result_lines(run: Run, progress: TrainingProgress) -> list[str]:
     return [
         *_heldout_lines(run, progress),
         f"written     {run.options.output}: verified, loads in transformers{code}",
+        f"next        {next_line(run)}",
     ]
 
 

@@ -58,7 +58,10 @@ def calibrate_model(
             "stopped"
         )
 
-    watcher.stage("calibrating", calibrator.layers, "layer", layers.count)
+    assert plan.merge_method is not None
+    trains = "training" in plan.merge_method.settings
+    stage = "calibrating and refining" if trains else "calibrating"
+    watcher.stage(stage, calibrator.layers, "layer", layers.count)
     for layer in range(layers.count, calibrator.layers):
         results = calibrator.run(layer)
         error = max((result.error for result in results), default=None)

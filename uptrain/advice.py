@@ -1,0 +1,55 @@
+"""What a finished training advises: the command that measures its result."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gqa.checkpoint.provenance import PROVENANCE, read_record
+from gqa.convert.advice import evaluation_line
+from gqa.uptrain.models import find_local_base
+from gqa.uptrain.setup import Run
+
+
+def next_line(run: Run) -> str:
+    """How to measure the result against its base model, with a command that runs as it is printed.
+
+    Pairs of text are the user's own: of an encoder-decoder it says what gqa-eval needs.
+    """
+    options = run.options
+    if run.config.is_encoder_decoder:
+        return "measure it on pairs of text: see --data and --target-field of gqa-eval"
+
+    further = []
+    baseline = _baseline(run)
+    if baseline == options.model and options.revision:
+        further += ["--revision", options.revision]
+    if options.device:
+        further += ["--device", options.device]
+    if options.trust_remote_code:
+        further.append("--trust-remote-code")
+
+    models = [_as_typed(baseline), _as_typed(str(options.output))]
+    return f"measure it: {evaluation_line(models, run.config, further)}"
+
+
+def _baseline(run: Run) -> str:
+    """What the result is compared with: the teacher, or without one the base model, or where that
+    is not there the model before training.
+    """
+    if run.options.distills:
+        return run.options.teacher
+    record: Any = read_record(run.checkpoint, PROVENANCE)
+    source = record.get("source") if isinstance(record, dict) else None
+    base = find_local_base(run.checkpoint, source) if isinstance(source, dict) else None
+    return base or run.options.model
+
+
+def _as_typed(name: str) -> str:
+    """A path below the working directory, from there; any other name as it is."""
+    path = Path(name)
+    with suppress(OSError, ValueError):  # it is elsewhere; or the working directory is gone
+        if path.is_absolute():
+            return str(path.relative_to(Path.cwd()))
+    return name
