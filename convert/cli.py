@@ -31,13 +31,13 @@ _QUICK_LOSS = "with 1 of 3 KV heads, SmolLM2-135M's perplexity rises x12.2 (cali
 
 def _method_lines(method: Method) -> str:
     """What --help says of a method, in lines that fit a narrow terminal."""
-    text = f"{method.name:12}{method.reads}; {method.cost}: {method.result}"
+    text = f"{method.name:12}reads {method.reads}; takes {method.cost}; heads are {method.result}"
     return textwrap.fill(text, 78, initial_indent=2 * " ", subsequent_indent=14 * " ")
 
 
 _METHODS = "\n".join(_method_lines(method) for method in METHODS.values())
 _EPILOG = f"""\
-Methods (text: --data, or self-generated), with input, time and algorithm:
+Methods, and what each reads (text: --data, or self-generated):
 {_METHODS}
 
 Examples:

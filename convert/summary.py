@@ -82,18 +82,18 @@ def _ratio_number(value: float | None) -> str:
 
 
 def describe_quality(quality: Mapping[str, Any], text: str) -> str:
-    """`perplexity x1.24 (95% interval 1.22-1.26), recall 79% (base model 80%), on 8,160 tokens of
-    self-generated text`.
+    """`perplexity x1.24 (95% interval 1.22-1.26) on 8,160 tokens of self-generated text, recall 79%
+    (base model 80%)`.
 
     Args:
         quality: Of a conversion's record.
         text: What it was measured on, of `measured_text`.
     """
-    parts = [f"perplexity x{ratio_text(quality)}"]
+    parts = [f"perplexity x{ratio_text(quality)} on {quality['tokens']:,} tokens of {text}"]
     recall = quality.get("recall")
     if recall:
         parts.append(f"recall {recall['converted']:.0%} (base model {recall['base']:.0%})")
-    return ", ".join([*parts, f"on {quality['tokens']:,} tokens of {text}"])
+    return ", ".join(parts)
 
 
 def measured_text(sources: Sequence[str]) -> str:

@@ -8,7 +8,8 @@ Why these thresholds:
   x1.047).
 - x1.5: what a model of a fifth to a tenth of the parameters costs (LLaMA 7B against 30B: x1.39,
   Llama 2 7B against 70B: x1.69). A smaller base model is then the better way to save memory.
-- 2 points of recall: four standard errors of a share of 8,192 tokens, so not noise.
+- 2 points of recall: more than two standard errors of a share of the 2,000 tokens that a conversion
+  scores.
 - 10 points of recall: of passages of seven tokens, a name or a number, half are copied with an
   error that the base model does not make (0.9 ** 7 = 0.48).
 """

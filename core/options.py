@@ -173,7 +173,8 @@ def tokens_type(least: int = 1) -> Amount:
     )
 
 
-BYTES = Amount(_SIZES, "size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB")
+# Fewer than a thousand bytes are a number without its unit
+BYTES = Amount(_SIZES, "size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB", 1000)
 
 
 class Text(click.ParamType[Any]):

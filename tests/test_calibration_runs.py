@@ -90,9 +90,9 @@ def test_what_is_said_of_the_quality(
         return checkpoints.run(small, "-g", 2, "-o", out, "--overwrite", *words)
 
     done = convert(*text)
-    quality = r"\S+: perplexity x[\d.]+ \(95% interval .*\), recall \d+% \(base model \d+%\), on .*"
+    quality = r"\S+: perplexity x[\d.]+ \(95% interval .*\) on .*, recall \d+% \(base model \d+%\)"
     (line,) = re.findall(rf"^quality     ({quality})$", done.out, re.M)
-    assert line.endswith("tokens of self-generated text")
+    assert " tokens of self-generated text, recall " in line
     level, _, numbers = line.partition(": ")
     card = (out / "README.md").read_text()
     assert f"**{level.capitalize()}** (" in card
@@ -104,7 +104,7 @@ def test_what_is_said_of_the_quality(
     # A random model loses nothing: with this bound it counts as damaged
     monkeypatch.setattr("gqa.convert.verdict.DAMAGED_RATIO", 0.5)
     done = convert("--data", tmp_path / "text.txt", "--json", *text)
-    assert "tokens of held-out blocks of text.txt\n" in done.err
+    assert " tokens of held-out blocks of text.txt, recall " in done.err
     says = (
         "damaged and not usable as it is: keep more KV heads or use --method refined or train it: "
         "gqa-uptrain"

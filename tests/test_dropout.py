@@ -163,4 +163,4 @@ def test_a_model_that_draws_at_random_in_another_way_is_named(
     monkeypatch.setattr(LlamaMLP, "forward", noisy)
     model, data = tiny_checkpoint(tmp_path / "model"), write_corpus(tmp_path / "data.jsonl", 8)
     said = uptrain(model, data, tmp_path / "out", steps=1, teacher="none")
-    assert "warning: model computes with random numbers in training, other than dropout" in said
+    assert "warning: model draws random numbers in training (not for dropout" in said

@@ -344,7 +344,7 @@ def test_a_card_is_rendered_and_loads_the_model(
         ]
         assert rows["parameters"] == [f"{count:,}" for count in counts]
     assert ("Quality was not measured" in text) == ("mean" in words)
-    assert bool(re.search(r"perplexity x\d.*, recall .* on self-generated text", text)) == (
+    assert bool(re.search(r"perplexity x\d.* tokens of self-generated text, recall ", text)) == (
         kind == "measured"
     )
     if kind == "by layer":

@@ -123,9 +123,8 @@ def _warn_of_random_numbers(setup: Setup, model: Any, watcher: Watcher) -> None:
         return
     if setup.accelerator.is_main_process:
         watcher.warn(
-            f"{setup.checkpoint.name} computes with random numbers in training, "
-            "other than dropout, which is off: the "
-            "result depends on --micro-batch and on the number of processes"
+            f"{setup.checkpoint.name} draws random numbers in training (not for dropout, which is "
+            "off), so the result depends on --micro-batch and on the number of processes"
         )
 
 

@@ -180,13 +180,14 @@ class TrainOptions(Options):
     batch_size: int | None = option(
         None,
         "Blocks per step, over all processes.  [default: 8; less if the run has fewer than 250 "
-        "steps]",
+        "steps; a multiple of processes x --micro-batch]",
         COUNT,
         group="Length and batches",
     )
     micro_batch: int | None = option(
         None,
-        "Blocks per forward pass and process.  [default: batch size / processes]",
+        "Blocks per forward pass and process; with --batch-size it affects only memory and speed.  "
+        "[default: batch size / processes]",
         COUNT,
         free=True,
         group="Length and batches",

@@ -341,8 +341,8 @@ def samples(
     except Exception as error:  # whatever a class raises that generates something else, or not so
         raise RefusedError(
             f"{model.name_or_path} cannot be sampled from, {batch} sequences of {length} tokens at "
-            f"a time: {explain(error)}; give text instead of self, or, if memory is short, fewer "
-            "tokens of context"
+            f"a time: {explain(error)}; name text with --data, or lower --context if memory is "
+            "short"
         ) from error
     return ids.cpu()
 

@@ -15,7 +15,7 @@ class Procrustes(WeightsMethod):
     """Rotate heads onto each other and average them."""
 
     name = "procrustes"
-    cost = "seconds; minutes for 7B"
+    cost = "seconds (minutes for 7B)"
     result = "rotated onto each other, then averaged"
 
     def module_maps(self, module: ModuleEstimate) -> HeadMaps:
