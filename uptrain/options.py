@@ -180,14 +180,14 @@ class TrainOptions(Options):
     batch_size: int | None = option(
         None,
         "Blocks per step, over all processes.  [default: 8; less if the run has fewer than 250 "
-        "steps; a multiple of processes x --micro-batch]",
+        "steps]",
         COUNT,
         group="Length and batches",
     )
     micro_batch: int | None = option(
         None,
-        "Blocks per forward pass and process; with --batch-size it affects only memory and speed.  "
-        "[default: batch size / processes]",
+        "Blocks per forward pass and process. It affects only memory and speed if --batch-size is "
+        "given, which otherwise becomes a multiple of it.  [default: batch size / processes]",
         COUNT,
         free=True,
         group="Length and batches",
