@@ -264,7 +264,7 @@ def refit_output(task: FitTask, maps: HeadMaps, w_o: Tensor) -> FittedModule:
 
     count = int(task.position_weights.count_nonzero())
     start = maps.output.to(w_o).T @ w_o
-    # The less text there is, the more of what fits it is peculiar to it.
+    # With less text, the fit follows its accidents more, so the ridge is stronger.
     strength = task.pair.options.ridge / count
     fitted = ridge(gram / count, cross / count, start, strength, block=heads.value_dim)
 
