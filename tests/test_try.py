@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from support.embedded import SOURCE
@@ -15,9 +19,12 @@ SCRIPT = ROOT / "examples/try.py"
 
 
 def written(*words: object) -> str:
-    """What the script prints."""
-    command = [sys.executable, str(SCRIPT), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    """What the script prints; in this process, which has imported transformers already."""
+    printed = StringIO()
+    command = [str(SCRIPT), *map(str, words)]
+    with mock.patch.object(sys, "argv", command), redirect_stdout(printed):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return printed.getvalue()
 
 
 def test_both_models_continue_the_prompt_side_by_side(tmp_path: Path) -> None:
