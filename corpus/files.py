@@ -18,15 +18,17 @@ _SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(
 
 
 def find_files(spec: str) -> tuple[Path, ...]:
-    """The files of one format that a file, a directory or a glob names, sorted by path, without
-    those of no bytes.
+    """The files with text that a path, a directory or a glob names, sorted by path. Empty files are
+    left out.
 
-    Directories are searched recursively, without hidden files, cards, and caches of `datasets`.
-    Links are followed; a file that has several paths counts once, with the first of them. Raises
-    CorpusError if there is no file, or files of several formats, or a directory holds several
-    splits.
+    Directories are searched recursively, without hidden files, README and LICENSE texts, and caches
+    of `datasets`. Links are followed; a file that has several paths counts once, with the first of
+    them.
+
+    Raises CorpusError if there is no such file, if the files have several formats, or if a
+    directory holds several splits.
     """
-    # `os.path`: pathlib raises where there is no such user, or a name is too long
+    # Not by pathlib, which raises if there is no user of that name, or if a name is too long
     path = Path(os.path.expanduser(spec))
     is_file = os.path.isfile(path)
     is_directory = os.path.isdir(path)
@@ -55,7 +57,7 @@ def find_files(spec: str) -> tuple[Path, ...]:
 
 
 def _no_files(spec: str, path: Path) -> str:
-    """Why a spec names no file with text, and what to do."""
+    """The message for a spec that names no file with text: why, and what to do."""
     if os.path.isdir(path):
         return f"the directory {spec} has no file with text; allowed are {allowed_files()}"
     if os.path.lexists(path):

@@ -1,8 +1,8 @@
-"""config.json: find the head counts and their effective values, check them, edit them minimally.
+"""Read the head counts of config.json, check them, and edit them minimally.
 
-The file is read through transformers' config classes (absent keys have class defaults: 32 heads for
-LLaVA's text part) but edited as plain JSON, since transformers 5 writes configs that version 4
-misreads.
+The file is read through transformers' config classes, because keys that it lacks have the defaults
+of the class (32 heads in the text part of LLaVA). It is edited as plain JSON, because transformers
+5 writes configs that version 4 misreads.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from gqa.core.errors import CorruptError, EntryError, RefusedError, explain, lis
 from gqa.models.custom_code import config_class, listed_as, loads_as_decilm
 from gqa.models.loading import quiet_transformers
 
-MAX_DIM = 65_536  # of a head, which published models have 32 to 1,024 of
-QUANTIZATION = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
+MAX_DIM = 65_536  # largest dimension of a head; published models have 32 to 1,024
+# Keys that say how weights are quantized; the last is that of MLX
+QUANTIZATION = {"quantization_config", "compression_config", "quantization"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class ModelConfig:
         """
         by_layer = [self.family.heads(self.text, layer) for layer in range(self.layers)]
 
-        # Where types of layers differ, the main one has the number that the config states.
+        # Where types of layers differ, the main type is the one whose count the config states.
         if self.family.edits is None:
             count = self.text.to_dict().get("num_key_value_heads")
             for heads in by_layer:
@@ -132,7 +133,7 @@ def check_config(raw: dict[str, Any], name: str) -> None:
 
 
 def _find_heads(raw: dict[str, Any], name: str) -> ModelConfig:
-    """`read_config` without checks of the values of the text part: they may make no sense."""
+    """As `read_config`, but the values of the text part are not checked yet."""
     text: Any = read_top(raw, name)
     model_type: Any = raw["model_type"]
     path = NESTED.get(model_type, ())
@@ -191,9 +192,8 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
 
 
 def _check(config: ModelConfig, name: str) -> None:
-    """Raise CorruptError for values that config classes accept, and with which nothing can be
-    computed: impossible numbers of layers or heads, and values of another kind in an entry that
-    this package reads.
+    """Raise CorruptError for values that transformers' config classes accept, although nothing can
+    be computed with them: impossible numbers of layers or heads, and entries of the wrong type.
     """
     layers = getattr(config.text, config.family.layers)
     if type(layers) is not int or not 0 < layers <= MAX_COUNT:
@@ -231,7 +231,7 @@ def _check(config: ModelConfig, name: str) -> None:
         raise wrong(name, "rope_parameters", value, reason) from error
 
 
-# What arithmetic on values of another kind raises.
+# What arithmetic on values of the wrong type raises.
 _SENSELESS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 
 

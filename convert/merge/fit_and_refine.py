@@ -14,8 +14,8 @@ from gqa.convert.merge.refine import refine, without_validation
 
 def fit_and_refine(task: FitTask) -> FittedModule:
     """Maps in closed form, and the weights of the module after training."""
-    # The closed form is not fitted to the validation blocks either: they weigh 0 here. The training
-    # below gets the weights of all blocks.
+    # Training chooses its best step on validation blocks. The closed form must not see them either
+    # (a start that is fitted to them could hardly be improved there), so they weigh 0 in the fit.
     fitted_weights = without_validation(task.position_weights, task.pair.options.refinement)
     result = fit_or_average(replace(task, position_weights=fitted_weights))
 
@@ -24,7 +24,9 @@ def fit_and_refine(task: FitTask) -> FittedModule:
 
 
 def _refine(task: FitTask, result: FittedModule) -> FittedModule:
-    """Train the converted module, which has the merged heads of `result`."""
+    """Train the converted module, which has the merged heads of `result`, towards the base model's
+    output; return `result` with the trained weights and their error.
+    """
     pair = task.pair
     attention = task.converted
     names = pair.trainable(attention, task.module)
@@ -42,5 +44,6 @@ def _refine(task: FitTask, result: FittedModule) -> FittedModule:
             task.position_weights,
             pair.options.refinement,
         )
+
     by_full_name = {names[name]: tensor for name, tensor in refined.weights.items()}
     return replace(result, weights=pair.stored(by_full_name), error=refined.error)
