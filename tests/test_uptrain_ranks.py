@@ -52,6 +52,7 @@ def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
     without any, and from what was whole; with tied weights that one process reads.
     """
     words = {"model": "tied", "steps": 4, "teacher": "teacher", "save_every": 2, "keep_state": True}
+    words["learning_rate"] = "0.3%"  # of whole weights, of which each process has a shard
     whole, sharded, alone, began = (tmp_path / name for name in ("ddp", "fsdp", "alone", "began"))
     runs.finish(*runs.words(whole, **words), ranks=2)
     killed = runs.run(
@@ -89,7 +90,7 @@ def test_sharded_weights_in_bfloat16_give_the_numbers_of_whole_ones(
 
 ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "adapters": (
-        {"train": "lora", "lora_rank": 4, "steps": 2},
+        {"train": "lora", "lora_rank": 4, "steps": 2, "learning_rate": "0.3%"},
         {"ranks": 2, "before": [shard]},
         1e-6,
     ),

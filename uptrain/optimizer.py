@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -99,5 +100,10 @@ def weight_sizes(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
 
 
 def _root_mean_square(weight: torch.Tensor) -> float:
-    mean = weight.detach().float().square().mean()
-    return float((mean.full_tensor() if isinstance(mean, DTensor) else mean).sqrt())
+    """Of a whole weight, also if each process has its shard of it: all must call it then."""
+    # A sum, as shards may differ in size, of which a mean of means would know nothing
+    squares = weight.detach().float().square().sum()
+    if isinstance(squares, DTensor):
+        # On the device of the mesh: what is offloaded cannot be gathered on the host
+        squares = squares.to(squares.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    return math.sqrt(float(squares) / weight.numel())
