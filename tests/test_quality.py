@@ -29,7 +29,7 @@ import gqa
 from gqa.convert.methods.table import METHODS
 from gqa.corpus.stdlib import stdlib_texts
 
-WINDOWS, WINDOW = 24, 512  # of held-out text, which perplexity is measured on
+WINDOWS, WINDOW = 8, 512  # of held-out text, which perplexity is measured on
 TOKENS = 16_384  # of calibration text, a quarter of the default
 REFINE_STEPS = 50  # a quarter of the default
 
