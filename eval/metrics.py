@@ -364,7 +364,10 @@ RECALL_KINDS = (
         "text",
         title="text",
         study_title="text recalled",
-        question="a passage of `--data` of N tokens, then its first 192 tokens (or N) again",
+        question=(
+            "a passage of N tokens from `--data`, "
+            "then its first 192 tokens again (all N if N is smaller)"
+        ),
         counted="the second copy without its first token",
     ),
     RecallKind(

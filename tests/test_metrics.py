@@ -19,7 +19,10 @@ METRICS_HEADER = (
     "| metric | what it is | unit | better | option | `results.json` | `results.jsonl` |\n"
     "|---|---|---|---|---|---|---|\n"
 )
-RECALL_HEADER = "| column | question | counted | `results.jsonl` |\n|---|---|---|---|\n"
+RECALL_HEADER = (
+    "| kind of recall | what the model reads | what is scored | name in `results.jsonl` |\n"
+    "|---|---|---|---|\n"
+)
 
 
 def code(names: Iterable[str]) -> str:

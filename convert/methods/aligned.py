@@ -23,7 +23,7 @@ class Aligned(WeightsMethod):
     """Shared keys and values in closed form, on estimated moments of keys, queries and values."""
 
     name = "aligned"
-    cost = "seconds (minutes for 7B, half an hour on two cores)"
+    cost = "seconds; for a 7B model minutes, or half an hour on two CPU cores"
     result = "merged in closed form, from the weights"
     estimates_inputs = True
 
