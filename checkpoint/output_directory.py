@@ -310,12 +310,15 @@ def _unlisted_files(directory: Path, records: str) -> list[str]:
     return unlisted
 
 
-def require_space(needed: int, out: Path) -> None:
-    """Raise OutputError unless so many bytes fit where `out` will be."""
+def require_space(needed: int, out: Path, what: str = "the result takes") -> None:
+    """Raise OutputError unless that many bytes fit where `out` will be.
+
+    what: What needs them, with its verb.
+    """
     existing_parent = next(path for path in out.absolute().parents if path.is_dir())
     free = shutil.disk_usage(existing_parent).free
     if free < needed:
         raise OutputError(
-            f"no space left: the result takes {needed:,} bytes, {free:,} are free at "
+            f"no space left: {what} {needed:,} bytes, {free:,} are free at "
             f"{existing_parent}; free some space or give another directory with -o"
         )

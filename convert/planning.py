@@ -32,7 +32,7 @@ from gqa.convert.methods.base import Method
 from gqa.convert.methods.table import METHODS
 from gqa.convert.plan import OutputTensor, Plan, Shard, fewest_heads
 from gqa.convert.recast.targets import RECAST_TYPES, recast
-from gqa.core.errors import CorruptError, EntryError, RefusedError, alternatives
+from gqa.core.errors import CorruptError, EntryError, RefusedError, alternatives, plural
 from gqa.models.custom_code import MODEL_TYPES
 
 # Groups are searched for up to this width of all keys, or of all values, of a layer (heads x head
@@ -128,7 +128,7 @@ def _plan(
         cache_before=kv_cache(config, cached, kv_dtype),
         cache_after=kv_cache(new, cached, stored_dtype or kv_dtype),
         dtype=stored_dtype,
-        warnings=(*_warnings(checkpoint), *load_warnings),
+        warnings=(*_warnings(checkpoint, config, groups), *load_warnings),
         losses=losses,
     )
 
@@ -270,8 +270,13 @@ def _shards(outputs: Sequence[OutputTensor], files: Sequence[str]) -> tuple[Shar
     return tuple(map(Shard, shard_names(len(parts)), parts))
 
 
-def _warnings(checkpoint: Checkpoint) -> Iterable[str]:
-    """What a user should know of the files of the result."""
+def _warnings(checkpoint: Checkpoint, config: ModelConfig, groups: Groups) -> Iterable[str]:
+    """What a user should know of the result and its files."""
+    if groups == config.main.kv:
+        yield (
+            f"{checkpoint.name} has {plural(config.main.kv, 'KV head')} already: no heads are "
+            "merged, and the KV cache stays as large as it is"
+        )
     if checkpoint.config.get("model_type") in MODEL_TYPES:
         yield (
             "the result brings custom modeling code: other programs load it with "

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from gqa.checkpoint.output_directory import OutputDirectory
 from gqa.checkpoint.write import finite
 from gqa.convert.summary import ratio_text, size
-from gqa.convert.verdict import Loss
+from gqa.convert.verdict import Level, Loss
 from gqa.core.devices import ranks
 from gqa.core.errors import plural
 from gqa.core.escape import shell_line
@@ -45,8 +45,17 @@ def verdicts(results: Record) -> list[Verdict]:
             continue
         if len(converted) > 1:
             text = f"{model['name']}: {text}"
-        lines.append(Verdict(text, loss_of_model(first, model).level))
+        lines.append(Verdict(text, _level(first, model)))
     return lines
+
+
+def _level(first: Record, model: Record) -> Level | None:
+    """How good a converted model is; None if its cache is larger than that of the first: then it is
+    not a conversion to fewer heads, and probably the base model.
+    """
+    if "kv_cache" in model and "kv_cache" in first and cache_bytes(model) > cache_bytes(first):
+        return None
+    return loss_of_model(first, model).level
 
 
 def loss_of_model(first: Record, model: Record) -> Loss:

@@ -9,14 +9,18 @@ continuations are greedy, so they are the same on every run.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import textwrap
 from itertools import zip_longest
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
+
+from gqa.convert.summary import describe_quality, loss_of
 
 PROMPT = '''def read_lines(path):
     """Return the lines of a text file."""
@@ -73,6 +77,23 @@ def side_by_side(columns: list[tuple[str, str]], width: int) -> str:
     return "\n".join(" | ".join(cell.ljust(column_width) for cell in row).rstrip() for row in rows)
 
 
+def measured(model_name: str) -> str:
+    """What the conversion measured of its result; empty if there is no record of that."""
+    record = Path(model_name) / "gqa_conversion.json"
+    if not record.is_file():
+        return ""
+
+    conversion = json.loads(record.read_text())
+    quality = conversion.get("quality")
+    if quality is None:
+        return ""
+
+    cache = conversion["kv_cache"]
+    factor = cache["bytes_per_token_before"] / cache["bytes_per_token_after"]
+    text = describe_quality(quality, "text that the base model generated")
+    return f"{loss_of(quality).level}: KV cache {factor:.3g}x smaller, {text}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a directory or a hub id")
@@ -94,6 +115,9 @@ def main() -> None:
     print(side_by_side(columns, width))
     print()
     print(textwrap.fill(ADVICE.format(sizes=", ".join(sizes)), width))
+    if result := measured(args.models[-1]):
+        print()
+        print(textwrap.fill(f"Result: {result}", width))
 
 
 if __name__ == "__main__":

@@ -383,7 +383,7 @@ REFUSED_PAIRS = [
     (
         "bart",
         "--data text.jsonl --context 65",
-        "bart-base has 64 positions, --context is 65; give at most 64",
+        "--context 65 is more than the 64 positions of bart-base; pass at most 64",
     ),
     (
         "t5",
@@ -436,3 +436,13 @@ def test_padding_in_some_batches_only(pair_models: Path, name: str) -> None:
             [result.error for layer in range(calibrator.layers) for result in calibrator.run(layer)]
         )
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+
+
+def test_a_context_beyond_the_positions_of_a_decoder_is_refused(tmp_path: Path) -> None:
+    """Rotary positions go on beyond those of the training, so nothing else would say it."""
+    words = [SOURCE, "--kv-heads", 2, "--tokens", 4096, "--dry-run"]
+    done = run(*words, "--context", 2048)
+    assert "--context 2,048 is more than the 1,024 positions of stdlib-mha" in check_refused(
+        done, advice=""
+    )
+    assert run(*words, "--context", 1024).code == 0

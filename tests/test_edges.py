@@ -326,3 +326,15 @@ def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         f"{name}-gqa2-mean",
         f"{name}-mqa-mean",
     }
+
+
+def test_as_many_heads_as_before_give_a_warning(tmp_path: Path) -> None:
+    """The result is a copy, which somebody who mistyped a number would not expect."""
+    model = llama(tmp_path / "m")
+    done = run(model, "--kv-heads", 4, "--dry-run")
+    done.expect(
+        out=None,
+        err="warning: m has 4 KV heads already: no heads are merged, and the KV cache stays as "
+        "large as it is\n",
+    )
+    assert "already" not in run(model, "--kv-heads", 2, "--method", "mean", "--dry-run").err

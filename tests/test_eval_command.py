@@ -373,6 +373,9 @@ def test_a_base_model_that_is_not_first_gives_a_warning() -> None:
         err="warning: stdlib-mha is the base model of gqa2, and is compared with it as if it were "
         "the converted model: give the base model stdlib-mha first\n"
     )
+    in_words = run(*words(f"G2 {SOURCE} --data TEXT --tokens 64 --context 32"), program="gqa-eval")
+    assert "8 of 2 KV heads: KV cache 4x larger" in in_words.out
+    assert "good" not in in_words.out
     in_order = run(*words(f"{SOURCE} G2 {options}"), program="gqa-eval")
     in_order.expect(err="")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import subprocess
 import sys
@@ -50,6 +51,22 @@ def test_the_sizes_of_the_models_say_what_to_expect(tmp_path: Path) -> None:
     text = written(SOURCE, "--prompt", "import ", "--tokens", 8)
     _, _, advice = text.rpartition("\n\n")
     assert "stdlib-mha has 5.8 million parameters" in " ".join(advice.split())
+
+
+def test_the_last_line_is_what_the_conversion_measured(tmp_path: Path) -> None:
+    small = tiny_checkpoint(tmp_path / "small", kv_heads=2)
+    cache = {"bytes_per_token_before": 6144, "bytes_per_token_after": 1536}
+    quality = {"tokens": 8160, "ratio": 1.21, "ratio_low": 1.18, "ratio_high": 1.24}
+    quality["recall"] = {"base": 0.81, "converted": 0.79}
+    record = {"kv_cache": cache, "quality": quality}
+    (small / "gqa_conversion.json").write_text(json.dumps(record))
+
+    text = written(SOURCE, small, "--prompt", "import ", "--tokens", 2)
+    _, _, last = text.rpartition("\n\n")
+    assert " ".join(last.split()) == (
+        "Result: trade-off: KV cache 4x smaller, perplexity x1.21 (95% interval 1.18-1.24) on "
+        "8,160 tokens of text that the base model generated, recall 79% (base model 81%)"
+    )
 
 
 @pytest.mark.parametrize("gpu", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,21 @@ def test_a_dry_run_warns_of_an_output_that_is_there(converted: Path) -> None:
     done = uptrain(converted, "--dry-run", "-o", converted.parent / "base")
     assert done.code == 0
     assert re.match(r"warning: .*--overwrite", done.err), done.err
+
+
+def test_a_dry_run_warns_of_a_disk_that_is_too_small_for_saved_states(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them are there while one is saved."""
+    usage = shutil.disk_usage(converted)
+    state = plan(converted)["state"]
+
+    def warnings(free: int) -> str:
+        # A disk with less space
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+        return uptrain(converted, "--dry-run").err
+
+    assert warnings(2 * state) == ""
+    too_small = warnings(2 * state - 1)
+    assert f"the saved states of the run take {2 * state:,} bytes" in too_small
+    assert too_small.startswith("warning: no space left")

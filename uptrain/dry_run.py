@@ -85,7 +85,7 @@ def dry_run(options: TrainOptions, watcher: Watcher = SILENT) -> DryRun:
     resolved = resolve_options(options, processes, watcher)
     length = run_length(resolved, processes)
     needs = training_needs(resolved, length, processes)
-    return DryRun(resolved, length, needs, tuple(_output_warnings(resolved)))
+    return DryRun(resolved, length, needs, tuple(_output_warnings(resolved, needs)))
 
 
 def run_length(resolved: Resolved, processes: int) -> Length | None:
@@ -168,14 +168,16 @@ def _empty_model(checkpoint: Checkpoint, options: TrainOptions, dtype: str) -> P
     )
 
 
-def _output_warnings(resolved: Resolved) -> list[str]:
+def _output_warnings(resolved: Resolved, needs: TrainingNeeds) -> list[str]:
     """Why the output could not be written; empty if it could."""
     options = resolved.options
     checkpoint = resolved.checkpoint
     assert options.output is not None
     try:
         out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out
-        require_space(checkpoint.nbytes, out)
+        # While a state is saved, the one before it is still there
+        require_space(2 * needs.state, out, what="the saved states of the run take")
+        require_space(needs.result, out)
     except (RefusedError, OutputError) as error:
         return [str(error)]
     return []

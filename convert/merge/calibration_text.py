@@ -237,6 +237,7 @@ class CalibrationText:
         from gqa.corpus.encoders import check_template
         from gqa.models.loading import load_tokenizer
 
+        self._check_given_length(checkpoint)
         self.shares(tokens_option)
         specs = (*self.sources, *filter(None, [self.heldout]))
         check_text_options(specs, self.field, self.separator)
@@ -254,18 +255,26 @@ class CalibrationText:
             if any(source.chats for source in local):
                 check_template(tokenizer, checkpoint.name)
 
-    def _check_length(self, checkpoint: Checkpoint, config: object) -> None:
-        """Raise RefusedError for blocks that are longer than the model's positions.
+    def _check_given_length(self, checkpoint: Checkpoint) -> None:
+        """Raise RefusedError if --context is more than the model's positions.
 
-        Decoder classes raise this themselves, or accept it.
+        The default is not refused: decoders with rotary positions accept it, others say themselves
+        that it is too long.
         """
+        from gqa.convert.heads.config import transformers_config
+
+        if self.length > CalibrationText.length:
+            self._check_length(checkpoint, transformers_config(checkpoint.config))
+
+    def _check_length(self, checkpoint: Checkpoint, config: object) -> None:
+        """Raise RefusedError for blocks that are longer than the model's positions."""
         from gqa.models.loading import positions
 
         longest = positions(config)
         if longest and self.length > longest:
             raise RefusedError(
-                f"{checkpoint.name} has {longest} positions, --context is {self.length}; give at "
-                f"most {longest}"
+                f"--context {self.length:,} is more than the {longest:,} positions of "
+                f"{checkpoint.name}; pass at most {longest}"
             )
 
     # ------------------------------------------------------------------------------------ sources
