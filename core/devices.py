@@ -85,6 +85,11 @@ def find_device(name: str | None) -> str:
     if name is None:
         return default_device()
     try:
+        torch.device(name)
+    except RuntimeError as error:
+        # torch would list devices that nobody has
+        raise RefusedError(f"there is no device {name}; pass cpu, cuda, cuda:1 or mps") from error
+    try:
         torch.zeros(1, device=name).item()
     except Exception as error:  # each backend has its own
         raise RefusedError(

@@ -222,6 +222,7 @@ def test_hub_ids(
         ),
         # Nowhere, whatever GPUs there are
         ("SRC --data TEXT --device cuda:99", "device cuda:99 cannot be used: "),
+        ("SRC --data TEXT --device gpu", "there is no device gpu; pass cpu, cuda, cuda:1 or mps"),
         (
             "T5 --data TEXT",
             "t5gemma is an encoder-decoder: name the column to predict with --target-field",
