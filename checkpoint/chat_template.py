@@ -190,8 +190,8 @@ def render_chat(tokenizer: Any, checkpoint: Checkpoint, content: str) -> str | N
     file = _FILE if _FILE in checkpoint.side_files else "tokenizer_config.json"
     raise RefusedError(
         f"the chat template of {checkpoint.name} ({file}) cannot be used: for a chat of "
-        f"{len(content)} characters {answer['error']}; repair or remove it, or give text instead "
-        "of self"
+        f"{len(content)} characters {answer['error']}; repair or remove it, or pass text with "
+        "--data instead of self"
     )
 
 

@@ -166,7 +166,7 @@ def read_header(path: Path, file: str) -> list[TensorSpec]:
     try:
         if position > MAX_HEADER_BYTES:  # it would take minutes and gigabytes
             raise OSError(
-                f"a header of {position:,} bytes, at most {MAX_HEADER_BYTES:,} are allowed"
+                f"a header of {position:,} bytes, but at most {MAX_HEADER_BYTES:,} are allowed"
             )
         with safe_open(path, framework="np") as stored:
             for name in stored.offset_keys():

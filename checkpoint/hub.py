@@ -72,7 +72,9 @@ def open_model(model: str, revision: str | None = None, headers_only: bool = Fal
     """
     if os.path.lexists(model):
         if revision is not None:
-            raise RefusedError(f"--revision is for hub ids; {model} is a local path")
+            raise RefusedError(
+                f"--revision is for hub ids, but {model} is a local path; remove --revision"
+            )
         return read_checkpoint(Path(model))
     _check_hub_id(model)
     with quiet("huggingface_hub"):
@@ -99,7 +101,7 @@ def _check_hub_id(model: str) -> None:
     """Raise RefusedError for a name that can only be a path."""
     if model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1:
         raise RefusedError(
-            f"{_no_directory(model)}; give a directory with config.json, or a hub id (owner/name)"
+            f"{_no_directory(model)}; pass a directory with config.json, or a hub id (owner/name)"
         )
 
 
@@ -124,7 +126,8 @@ def _hub_errors(model: str) -> Iterator[None]:
         raise
     except HFValidationError as error:
         raise RefusedError(
-            f"{_no_directory(model)}, and it is no hub id (owner/name): {explain(error)}"
+            f"{_no_directory(model)}, and it is not a hub id (owner/name): {explain(error)}; pass "
+            "a directory with config.json, or a hub id"
         ) from error
     except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
         if cause := local_cause(error):

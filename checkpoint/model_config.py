@@ -142,12 +142,10 @@ def check_against_headers(raw: dict[str, Any], name: str, tensors: int, largest:
     for part in parts(raw):
         for key, value in part.items():
             if _LAYERS.fullmatch(key) and _exceeds(value, tensors):
-                contradiction = (
-                    f"but its weights are {tensors} tensors, at least one for each layer"
-                )
+                contradiction = f"its weights are {tensors} tensors, at least one for each layer"
                 raise wrong(name, key, value, contradiction)
             if _SIZES.fullmatch(key) and _exceeds(value, _MOST_PACKED * largest):
-                raise wrong(name, key, value, f"but its largest tensor has {largest:,} numbers")
+                raise wrong(name, key, value, f"its largest tensor has {largest:,} numbers")
 
 
 def _exceeds(value: Any, limit: int) -> bool:
@@ -172,7 +170,7 @@ def wrong(name: str, key: str, value: Any, allowed: str) -> EntryError:
         value: Its value.
         allowed: What would be allowed, or what the value contradicts.
     """
-    return EntryError(f"{name}: config.json says {key}: {shown(value)}, {allowed}; correct it")
+    return EntryError(f"{name}: config.json says {key}: {shown(value)}, but {allowed}; correct it")
 
 
 def shown(value: Any, limit: int = 80) -> str:

@@ -64,21 +64,24 @@ class OutputDirectory:
         """A hidden name next to the output."""
         if not self.out.name:
             raise RefusedError(
-                f"the output {self.out} is the root of a file system; give a directory in it with "
-                "-o"
+                f"the output directory {self.out} is the root of a file system; choose a "
+                "directory in it with -o"
             )
         return self.out.with_name(f".{self.out.name}.gqa-{purpose}")
 
     def _system_errors(self) -> AbstractContextManager[None]:
         """Turn errors of the system in the block into an OutputError."""
-        return system_errors(f"cannot write beside {self.out}", "give another directory with -o")
+        return system_errors(f"cannot write beside {self.out}", "choose another directory with -o")
 
     # ------------------------------------------------------------- from the lock to the final name
 
     def __enter__(self) -> OutputDirectory:
         with ExitStack() as stack, self._system_errors():
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            busy = f"another run is writing {self.out}; wait for it or give another -o"
+            busy = (
+                f"another run is writing {self.out}; wait for it, or choose another directory "
+                "with -o"
+            )
             # A file of its own next to the hidden directory: in it, the lock would become a part
             # of the result.
             stack.enter_context(locked(self._sibling("lock"), busy))
@@ -148,8 +151,8 @@ class OutputDirectory:
         is_full = isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT)
         if is_full and self._may_be_ours(value):
             raise OutputError(
-                f"no space left for {self.out}: no partial result was kept; free some space or "
-                "give another directory with -o"
+                f"no space left for {self.out}: no partial result was kept; free some space, or "
+                "choose another directory with -o"
             ) from value
 
     def _may_be_ours(self, error: BaseException | None) -> bool:
@@ -239,7 +242,8 @@ class OutputDirectory:
 
         if os.path.ismount(self.out):  # nothing can be renamed to it
             raise RefusedError(
-                f"the output {self.out} is a mount point; give a directory in it with -o"
+                f"the output directory {self.out} is a mount point; choose a directory in it with "
+                "-o"
             )
 
     def _check_apart(self, source: Path) -> None:
@@ -248,11 +252,13 @@ class OutputDirectory:
         model = source.resolve()
         if real.is_relative_to(model):
             raise RefusedError(
-                f"the output {self.out} is the model itself or inside it; give another with -o"
+                f"the output directory {self.out} is the model's directory or inside it; choose "
+                "another directory with -o"
             )
         if model.is_relative_to(real):
             raise RefusedError(
-                f"the output {self.out} contains the model {source}; give another with -o"
+                f"the output directory {self.out} contains the model {source}; choose another "
+                "directory with -o"
             )
 
     def _check_existing(self) -> None:
@@ -260,12 +266,14 @@ class OutputDirectory:
         `overwrite`, is a result.
         """
         if self.out.is_symlink():
-            raise RefusedError(f"{self.out} is a link; give the directory itself with -o")
+            raise RefusedError(
+                f"{self.out} is a symbolic link; pass the directory that it points to with -o"
+            )
         if not self.out.exists():
             return
         if not self.out.is_dir():
             raise RefusedError(
-                f"{self.out} exists and is not a directory; give another directory with -o"
+                f"{self.out} exists and is not a directory; choose another directory with -o"
             )
 
         if any(self.out.iterdir()) and not self._overwrite:
@@ -276,9 +284,9 @@ class OutputDirectory:
         unlisted = _unlisted_files(self.out, self._records)
         if unlisted:
             raise RefusedError(
-                f"{self.out} holds {listing(unlisted, 3)}, which --overwrite will not remove: "
-                f"no {self._records} lists it as part of a result; "
-                "move it away or give another directory with -o"
+                f"{self.out} holds {listing(unlisted, 3)}, which --overwrite will not remove: no "
+                f"{self._records} lists it as part of a result; move it away, or choose another "
+                "directory with -o"
             )
 
 
@@ -319,6 +327,6 @@ def require_space(needed: int, out: Path, what: str = "the result takes") -> Non
     free = shutil.disk_usage(existing_parent).free
     if free < needed:
         raise OutputError(
-            f"no space left: {what} {needed:,} bytes, {free:,} are free at "
-            f"{existing_parent}; free some space or give another directory with -o"
+            f"no space left: {what} {needed:,} bytes, but only {free:,} are free at "
+            f"{existing_parent}; free some space, or choose another directory with -o"
         )

@@ -156,7 +156,8 @@ class Checkpoint:
             count = stream.readinto(raw.data)
         if count != spec.nbytes:
             raise CorruptError(
-                f"{spec.file} became shorter while it was read: {spec.name} is incomplete"
+                f"{spec.file} became shorter while it was read, so {spec.name} is incomplete; "
+                "repeat the command when nothing else writes to it"
             )
 
         dtype = getattr(torch, TORCH_DTYPES[spec.dtype])
@@ -312,11 +313,11 @@ def advice(present: AbstractSet[str]) -> str:
     """
     suffixes = {Path(name).suffix for name in present}
     if "adapter_config.json" in present:
-        return "it is an adapter: merge it into its base model, and give the merged checkpoint"
+        return "it is an adapter: merge it into its base model, and pass the merged checkpoint"
     if suffixes & {".gguf", ".onnx"}:
-        return "give the checkpoint from which the GGUF or ONNX file was made"
+        return "pass the checkpoint from which the GGUF or ONNX file was made"
     return (
-        "give a checkpoint: a directory with config.json and weights in safetensors or .bin files"
+        "pass a checkpoint: a directory with config.json and weights in safetensors or .bin files"
     )
 
 
@@ -337,7 +338,7 @@ def read_checkpoint(
     """
     if not directory.is_dir():
         raise RefusedError(
-            f"{directory} is not a directory; give the one that contains config.json"
+            f"{directory} is not a directory; pass the one that contains config.json"
         )
     present = present or {path.name for path in directory.iterdir()}
     if "config.json" not in present:

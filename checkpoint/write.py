@@ -126,7 +126,10 @@ def copy_range(
             write_bytes(target, data)
             moved = len(data)
         if not moved:
-            raise OutputError(f"{source.name} became shorter while it was copied")
+            raise OutputError(
+                f"{source.name} became shorter while it was copied; repeat the command when "
+                "nothing else writes to it"
+            )
 
         offset += moved
         drop_written(target)

@@ -90,8 +90,8 @@ def _no_kv_heads(checkpoint: Checkpoint) -> RefusedError:
     allowed = valid_groups(config)
     fewer = [groups for groups in allowed if groups < count]
     return RefusedError(
-        f"--kv-heads is not given; {checkpoint.name} has {plural(count, 'key/value head')}: "
-        f"choose {alternatives(fewer or allowed)}"
+        f"--kv-heads is missing; {checkpoint.name} has {plural(count, 'KV head')}: pass "
+        f"{alternatives(fewer or allowed)}"
     )
 
 

@@ -105,16 +105,16 @@ def _problem(
         others = len(mismatched) - 1
         more = f" (and {others} more)" if others else ""
         return (
-            f"{key} is stored as {list(stored)}, config.json implies {list(expected)}{more}; "
-            "correct config.json, or give the checkpoint that it belongs to"
+            f"{key} is stored as {list(stored)}, but config.json implies {list(expected)}{more}; "
+            "correct config.json, or pass the checkpoint that it belongs to"
         )
 
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         rest = f" (but {listing(unexpected, _LISTED)})" if unexpected else ""
         return (
-            f"{listing(missing, _LISTED)} {verb} not stored{rest}, "
-            f"and {class_name} would initialize them at random; correct config.json, or give a "
-            "checkpoint of the whole model with the names of transformers"
+            f"{listing(missing, _LISTED)} {verb} not stored{rest}, and {class_name} would "
+            "initialize them at random; correct config.json, or pass a checkpoint of the whole "
+            "model with the names of transformers"
         )
     return None

@@ -14,7 +14,7 @@ from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.methods.base import Method
 from gqa.convert.methods.table import DEFAULT, METHODS
-from gqa.core.errors import RefusedError
+from gqa.core.errors import RefusedError, alternatives
 from gqa.core.options import (
     COUNT,
     HARDWARE,
@@ -41,8 +41,8 @@ class ConvertOptions(Options):
 
     kv_heads: int | tuple[int, ...] | None = option(
         None,
-        "Key/value heads of the result: a divisor of the model's number, or a multiple to expand; "
-        "or one number per layer: 3,1,1,3.",
+        "Number of KV heads of the result. It must divide the model's number, or be a multiple of "
+        "it to repeat heads. Or one number per layer, like 3,1,1,3.",
         KVHeads(),
         short="-g",
         alias="--groups",
@@ -51,16 +51,15 @@ class ConvertOptions(Options):
     )
     kv_budget: float | None = option(
         None,
-        "Instead of --kv-heads: the share of the KV cache to keep, like 0.5. "
-        "The number of heads of each layer is "
-        "chosen by its loss on calibration text.",
+        "Share of the KV cache to keep, like 0.5, instead of --kv-heads. The command then chooses "
+        "the number of KV heads of each layer by its loss on calibration text.",
         Number(float, "above 0 below 1"),
         metavar="SHARE",
         group=MAIN,
     )
     method: str = option(
         DEFAULT,
-        "How to merge heads; see below.",
+        "How to merge KV heads; see the table below.",
         click.Choice((*METHODS,)),
         metavar="METHOD",
         group=MAIN,
@@ -74,13 +73,17 @@ class ConvertOptions(Options):
         group=MAIN,
     )
     dry_run: bool = option(
-        False, "Print the plan and write nothing; fetches only headers of a hub id.", group=MAIN
+        False,
+        "Print the plan, and write nothing. For a hub id, fetch only config and headers.",
+        group=MAIN,
     )
 
     data: tuple[str, ...] = option(
         CalibrationText.sources,
-        "Calibration text: self (sampled from MODEL), self:TOKENS, self:plain (no repeats), "
-        "a file, a hub data set or stdlib:train. Repeat it or use commas for several.",
+        "Calibration text: self (sampled from MODEL), self:TOKENS (a number of sampled tokens), "
+        "self:plain (sampled, without repeated passages), a file, a hub dataset, or stdlib:train "
+        "(the source code of Python's standard library). Repeat the option, or separate sources "
+        "by commas.",
         metavar="SOURCE[,...]",
         methods="text",
         group="Calibration text",
@@ -104,7 +107,8 @@ class ConvertOptions(Options):
     )
     field: str = option(
         "text",
-        "Column of text in JSON, tables and data sets, or of chats: messages or conversations.",
+        "Column that holds the text, in JSON files, tables and hub datasets. For chats: messages "
+        "or conversations.",
         metavar="NAME",
         methods="text",
         group="Calibration text",
@@ -112,8 +116,7 @@ class ConvertOptions(Options):
     separator: str | None = option(
         None,
         "Separator of the documents in a text file, like '<|endoftext|>' or '\\n\\n'.  [default: "
-        "one document "
-        "per file]",
+        "one document per file]",
         Text(blank=True),
         metavar="TEXT",
         methods="text",
@@ -130,8 +133,8 @@ class ConvertOptions(Options):
 
     grouping: Literal["auto", "contiguous"] = option(
         "auto",
-        "Which heads to merge. auto: the groups with the least loss, by trying all groupings of "
-        "few heads, and by swapping heads between groups of many; contiguous: neighbors.",
+        "Which KV heads to merge. auto: search for the groups with the least loss; contiguous: "
+        "merge neighboring heads.",
         methods="maps",
         group="Merging",
     )
@@ -165,7 +168,10 @@ class ConvertOptions(Options):
         None, "Branch, tag or commit of a hub id.", metavar="NAME", group=MODEL
     )
     trust_remote_code: bool = option(
-        False, "Run the checkpoint's modeling code (dangerous).", methods="text", group=MODEL
+        False,
+        "Run the Python code in the checkpoint. It can do anything on this machine: read it first.",
+        methods="text",
+        group=MODEL,
     )
 
     check: bool = option(
@@ -217,15 +223,18 @@ class ConvertOptions(Options):
         """Raise RefusedError if options exclude each other, or the method does not use one."""
         if self.kv_heads is not None and self.kv_budget is not None:
             raise RefusedError(
-                "the number of KV heads is not clear; give either --kv-heads G or --kv-budget SHARE"
+                "--kv-heads and --kv-budget cannot be combined, because both determine the "
+                "number of KV heads; remove one of them"
             )
         if self.kv_budget and self.dry_run:
             raise RefusedError(
-                "--kv-budget runs the model's layers, --dry-run runs nothing; leave one of them out"
+                "--kv-budget and --dry-run cannot be combined, because --kv-budget has to run "
+                "the model; remove one of them"
             )
         if self.is_set("tokens") and self._data_states_tokens():
             raise RefusedError(
-                "--data states the number of tokens; leave --tokens out, or give self"
+                "--tokens and --data self:TOKENS cannot be combined, because both determine the "
+                "number of tokens; remove --tokens, or pass --data self"
             )
 
         methods = [self.method]
@@ -259,5 +268,6 @@ def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:
         if setting and setting not in used and options.is_set(name):
             users = [user for user, method in METHODS.items() if setting in method.settings]
             raise RefusedError(
-                f"{flag(name)} is not used by {where}; it is for --method {', '.join(users)}"
+                f"{flag(name)} is not used by {where}; remove it, or use it with --method "
+                f"{alternatives(users)}"
             )

@@ -101,7 +101,8 @@ def _plan(
     changes = _changes(config, modules, groups, merge_method)
     if dtype and checkpoint.packed:
         raise RefusedError(
-            f"--dtype does not go with quantized weights, which {checkpoint.name} has; leave it out"
+            f"--dtype cannot be used because {checkpoint.name} has quantized weights; remove "
+            "--dtype"
         )
     stored_dtype = STORED_DTYPES[dtype] if dtype else None
     outputs = _outputs(checkpoint, chain.from_iterable(changes.values()), stored_dtype)
@@ -154,15 +155,15 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
     if isinstance(groups, tuple):
         if len(groups) != config.layers:
             raise RefusedError(
-                f"--kv-heads names {len(groups)} layers, {name} has {config.layers}; give one "
-                "number for each, or one"
+                f"--kv-heads has numbers for {len(groups)} layers, but {name} has {config.layers} "
+                "layers; pass one number per layer, or one number for all"
             )
 
         base_counts = {config.heads(layer).kv for layer in range(config.layers)}
         if len(base_counts) > 1:
             raise RefusedError(
                 f"--kv-heads by layer is not possible for {name}, whose layers already have "
-                "different numbers of key/value heads; convert the base model"
+                "different numbers of KV heads; convert the base model"
             )
         allowed = [count for count in allowed if count <= main.kv]
 
@@ -171,8 +172,8 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
         count = min(impossible)
         note = f" ({config.family.note})" if config.family.note else ""
         raise RefusedError(
-            f"--kv-heads {count} is not possible for the {main.kv} key/value heads and "
-            f"{main.query} query heads of {name}{note}; choose {alternatives(allowed)}"
+            f"--kv-heads {count} is not possible for the {main.kv} KV heads and {main.query} "
+            f"query heads of {name}{note}; pass {alternatives(allowed)}"
         )
 
 

@@ -21,7 +21,7 @@ from gqa.convert.heads.config import read_config, target_heads
 from gqa.convert.heads.modules import Change, attention_modules, module_changes
 from gqa.convert.merge_heads import converted_tensor
 from gqa.convert.plan import OutputTensor, Plan, Shard
-from gqa.core.errors import CorruptError, OutputError, RefusedError, listing
+from gqa.core.errors import CorruptError, OutputError, RefusedError, listing, verification_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,7 +131,7 @@ def _cast(
         cast = stored_as(piece, tensor.dtype)
         if cast.dtype != piece.dtype and _overflows(piece, cast):
             raise OutputError(
-                f"{source.name} has numbers too large for {tensor.dtype}; give another --dtype"
+                f"{source.name} has numbers too large for {tensor.dtype}; pass another --dtype"
             )
         write_tensor(target, cast, progress)
 
@@ -173,7 +173,8 @@ def _changed_tensor(
     tensor = plan.checkpoint.read(change.source, buffer)
     if not all_finite(tensor):
         raise CorruptError(
-            f"{change.source.name} of {plan.checkpoint.name} has NaN or Inf; its heads are broken"
+            f"{change.source.name} of {plan.checkpoint.name} has NaN or Inf, so its heads are "
+            "broken; download the checkpoint again"
         )
     rounds_later = plan.dtype or not change.rule.projection
     if rounds_later:
@@ -196,14 +197,14 @@ def verify(plan: Plan, work: Path) -> None:
             actual = config.heads(layer).kv
             expected = target_heads(plan.config, layer, plan.groups).kv
             if actual != expected:
-                raise OutputError(
-                    f"layer {layer} of the result has {actual} KV heads instead of {expected}"
+                raise verification_error(
+                    f"layer {layer} has {actual} KV heads instead of {expected}"
                 )
 
         for module in attention_modules(written, config):
             module_changes(module, config, plan.groups)  # checks shapes against the config
     except RefusedError as error:
-        raise OutputError(f"the result does not verify: {error}") from error
+        raise verification_error(str(error)) from error
 
 
 def verify_shard(plan: Plan, path: Path, shard: Shard) -> None:
@@ -215,27 +216,22 @@ def verify_shard(plan: Plan, path: Path, shard: Shard) -> None:
     try:
         tensors = {spec.name: spec for spec in read_header(path, shard.file)}
     except RefusedError as error:
-        raise OutputError(f"the result does not verify: {error}") from error
+        raise verification_error(str(error)) from error
     written = Checkpoint(plan.checkpoint.name, path.parent, {}, tensors, (shard.file,))
 
     expected = {(tensor.name, tensor.dtype, tensor.shape) for tensor in shard.tensors}
     actual = {(spec.name, spec.dtype, spec.shape) for spec in tensors.values()}
     different = {name for name, _, _ in expected ^ actual}
     if different:
-        raise OutputError(f"the result does not verify: {listing(different)} differ from the plan")
+        raise verification_error(f"{listing(different)} differ from the plan")
 
     with path.open("rb") as copy:  # an unbuffered read stops at 2 GiB
         for tensor in shard.tensors:
             spec = tensors[tensor.name]
             if tensor.change and not all_finite(written.read(spec)):
-                raise OutputError(
-                    f"the result does not verify: {spec.name} has NaN or Inf though its source has "
-                    "none"
-                )
+                raise verification_error(f"{spec.name} has NaN or Inf, but its source has none")
             if tensor.copied and not _is_copy(plan.checkpoint, tensor.source, copy, spec):
-                raise OutputError(
-                    f"the result does not verify: {spec.name} differs from the source"
-                )
+                raise verification_error(f"{spec.name} differs from the source")
 
 
 def _is_copy(source: Checkpoint, original: TensorSpec, copy: BinaryIO, spec: TensorSpec) -> bool:

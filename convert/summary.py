@@ -229,7 +229,7 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
         lines.append(f"class       {classes}, {plan.checkpoint.way}")
 
     heads = record["heads"]
-    kv_heads = f"{heads['kv_before']} -> {groups_text(plan.groups)} key/value"
+    kv_heads = f"{heads['kv_before']} -> {groups_text(plan.groups)} KV"
     lines.append(f"heads       {heads['query']} query, {kv_heads} (method {plan.method_name})")
     lines.append(f"KV cache    {kv_line(plan)}")
 

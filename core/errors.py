@@ -50,7 +50,15 @@ class CorpusError(RefusedError):
 
 
 class OutputError(OSError):
-    """The output could not be written or did not verify. Exit code 1."""
+    """The output could not be written, or failed verification. Exit code 1."""
+
+
+def verification_error(problem: str) -> OutputError:
+    """The error for a written result that is not what was planned; `problem` says in what."""
+    return OutputError(
+        f"the result failed verification: {problem}; repeat the command, and report this if it "
+        "happens again"
+    )
 
 
 class CacheError(OutputError):

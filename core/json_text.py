@@ -50,7 +50,7 @@ def read_json_file(path: Path, name: str) -> Any:
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise CorruptError(
-            f"{name} has {size:,} bytes, at most {MAX_BYTES:,} are read; download it again"
+            f"{name} has {size:,} bytes, but at most {MAX_BYTES:,} are read; download it again"
         )
 
     return parse_json(path.read_bytes(), name)
@@ -58,7 +58,7 @@ def read_json_file(path: Path, name: str) -> Any:
 
 def _integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number of {len(digits):,} digits, at most {MAX_DIGITS} are read")
+        raise ValueError(f"a number of {len(digits):,} digits, but at most {MAX_DIGITS} are read")
     return int(digits)
 
 

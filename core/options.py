@@ -21,7 +21,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from fractions import Fraction
@@ -34,7 +34,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 import click
 
 from gqa.core.console import CONTEXT_SETTINGS, version_option
-from gqa.core.errors import DivergedError, OutputError, RefusedError
+from gqa.core.errors import DivergedError, OutputError, RefusedError, alternatives
 
 T = TypeVar("T")
 # Headings of --help that all commands share. A group appears where its first option is declared.
@@ -168,13 +168,13 @@ def tokens_type(least: int = 1) -> Amount:
     """A number of tokens."""
     return Amount(
         _COUNTS,
-        f"number of tokens from {least} to 1000T; give one like 65536, 64K, 500M or 1B",
+        f"number of tokens from {least} to 1000T; pass one like 65536, 64K, 500M or 1B",
         least,
     )
 
 
 # Fewer than a thousand bytes are a number without its unit
-BYTES = Amount(_SIZES, "size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB", 1000)
+BYTES = Amount(_SIZES, "size; pass a number with KB, MB, GB, KiB, MiB or GiB, like 5GB", 1000)
 
 
 class Text(click.ParamType[Any]):
@@ -182,7 +182,7 @@ class Text(click.ParamType[Any]):
 
     Args:
         kind: What it is converted to: `str` or `Path`.
-        blank: Whether it may be white space.
+        blank: Whether it may be whitespace.
     """
 
     name = "text"
@@ -194,7 +194,7 @@ class Text(click.ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not self._is_name(text):
-            self.fail(f"{value!r} is not a name", param, ctx)
+            self.fail(f"{value!r} is not a name or a path; pass text that is not blank", param, ctx)
         return self._kind(text)
 
     def _is_name(self, text: Any) -> bool:
@@ -230,7 +230,7 @@ class Several(click.ParamType[tuple[Any, ...]]):
 
         if not values:
             self.fail(
-                f"{value!r} is empty; give one or more values, separated by commas", param, ctx
+                f"{value!r} is empty; pass one or more values, separated by commas", param, ctx
             )
         return tuple(self.kind.convert(entry, param, ctx) for entry in values)
 
@@ -379,10 +379,10 @@ class Options:
                 field_of(type(self), name).metadata["argument"].strip("[]") or flag(name)
                 for name in needs
             ]
-            remedy = "both" if len(names) == 1 else "one of them"
+            remedy = "both" if len(names) == 1 else "one of them too"
             raise RefusedError(
-                f"{flag(one.name)} has no effect without {' or '.join(names)}: give {remedy} or "
-                "none"
+                f"{flag(one.name)} has no effect without {alternatives(names)}; pass {remedy}, or "
+                f"remove {flag(one.name)}"
             )
 
     def binding(self) -> dict[str, Any]:
@@ -457,10 +457,37 @@ class _GroupedOption(click.Option):
             raise click.UsageError(self._missing, ctx) from error
 
 
+_UNBROKEN_HYPHEN = "\u2011"  # at which no line is broken
+
+
+class _HelpFormatter(click.HelpFormatter):
+    """Breaks lines of --help at spaces alone, so that options and names stay whole."""
+
+    def write_text(self, text: str) -> None:
+        super().write_text(text.replace("-", _UNBROKEN_HYPHEN))
+
+    def write_dl(
+        self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
+    ) -> None:
+        unbroken = [(names, text.replace("-", _UNBROKEN_HYPHEN)) for names, text in rows]
+        super().write_dl(unbroken, col_max, col_spacing)
+
+    def write(self, string: str) -> None:
+        super().write(string.replace(_UNBROKEN_HYPHEN, "-"))
+
+
+class _HelpContext(click.Context):
+    """A context whose --help does not break names."""
+
+    formatter_class = _HelpFormatter
+
+
 class _GroupedCommand(click.Command):
     """A command whose --help has options in groups, all in the same columns, and an epilog that is
     printed as it is.
     """
+
+    context_class = _HelpContext
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

@@ -75,7 +75,7 @@ class RunDirectory:
         """Raise RefusedError if the name is taken by something that is not ours."""
         if os.path.lexists(self.path) and not self.is_ours():
             raise RefusedError(
-                f"{self.path} was not {made_by}; move it away or give another directory with -o"
+                f"{self.path} was not {made_by}; move it away, or choose another directory with -o"
             )
 
     # ------------------------------------------------------------------------- making, working

@@ -177,8 +177,8 @@ class ChatEncoder:
         template = check_template(tokenizer, name)
         if assistant_only_loss and not getattr(tokenizer, "is_fast", False):
             raise RefusedError(
-                f"--assistant-only-loss needs a fast tokenizer, which knows where its tokens are; "
-                f"that of {name} is {type(tokenizer).__name__}: leave it out"
+                "--assistant-only-loss needs a fast tokenizer, which knows where its tokens are, "
+                f"but that of {name} is {type(tokenizer).__name__}; remove --assistant-only-loss"
             )
         self.tokenizer = tokenizer
         self.name = name
@@ -259,8 +259,8 @@ class ChatEncoder:
                 raise RefusedError(
                     f"the chat template of {self.name} writes message {number + 1} of a chat in "
                     "another way if other messages follow it or if it is to be generated, so it "
-                    "does not say which tokens the assistant writes; add {% generation %} marks to "
-                    "it, or leave out --assistant-only-loss"
+                    "does not say which tokens the assistant writes; add {% generation %} "
+                    "marks to it, or remove --assistant-only-loss"
                 )
             yield len(prompt), self._end_of_turn(with_turn)
 
@@ -294,7 +294,7 @@ class ChatEncoder:
         if "error" in answer:
             raise RefusedError(
                 f"the chat template of {self.name} cannot be used: for a chat of {length:,} "
-                f"characters {answer['error']}; repair it, or name a column of text with --field"
+                f"characters {answer['error']}; repair it, or pass a column of text with --field"
             )
         if "raised" in answer:
             beginning = ""
@@ -313,8 +313,8 @@ def check_template(tokenizer: Any, name: str) -> str:
     template = template_of(tokenizer)
     if template is None:
         raise RefusedError(
-            f"the tokenizer of {name} has no chat template, so it cannot read chats; name a column "
-            "of text with --field, or add the chat_template.jinja of its base model"
+            f"the tokenizer of {name} has no chat template, so it cannot read chats; pass a "
+            "column of text with --field, or add the chat_template.jinja of its base model"
         )
     return template
 
@@ -364,8 +364,8 @@ class Encoders:
             return self.chats
         if self._assistant_only_loss:
             raise RefusedError(
-                f"--assistant-only-loss needs chats, a column messages or conversations; "
-                f"{source.spec} has text: leave it out"
+                "--assistant-only-loss needs chats in a column messages or conversations, but "
+                f"{source.spec} has text; remove --assistant-only-loss"
             )
         return self.text
 

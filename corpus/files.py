@@ -52,7 +52,9 @@ def find_files(spec: str) -> tuple[Path, ...]:
 
     with_content = [file for file in files if file.stat().st_size]
     if not with_content:
-        raise CorpusError(f"{spec} holds no text: it is empty or blank, or held out")
+        raise CorpusError(
+            f"{spec} holds no text: it is empty or blank, or held out; pass other text"
+        )
     return tuple(with_content)
 
 
@@ -77,7 +79,7 @@ def _check_one_split(directory: str, names: Sequence[str]) -> None:
     if len(splits) > 1:
         pattern = shlex.quote(f"{glob.escape(directory.rstrip('/'))}/**/*train*")
         raise CorpusError(
-            f"the directory {directory} holds several splits ({listing(splits)}); give the files "
+            f"the directory {directory} holds several splits ({listing(splits)}); pass the files "
             f"of one, like {pattern}"
         )
 
@@ -88,7 +90,7 @@ def _check_one_format(spec: str, files: Sequence[Path]) -> None:
     if len(formats) > 1:
         examples = listing(formats.values())
         raise CorpusError(
-            f"{spec} names files of several formats ({examples}); give a pattern that names those "
+            f"{spec} names files of several formats ({examples}); pass a pattern that names those "
             "of one"
         )
 

@@ -41,4 +41,6 @@ def hub_error(error: BaseException, name: str) -> CorpusError | CacheError:
     message = explain(error_chain(error)[-1]).partition(" Example of usage")[0].rstrip(".")
     if re.match("config name|builderconfig|unknown split|bad split", message, re.IGNORECASE):
         message += f"; write {name}:CONFIG or {name}:CONFIG:SPLIT"
-    return CorpusError(f"the data set {name} cannot be loaded: {message}")
+    else:
+        message += "; check its name, your access to it and its files"
+    return CorpusError(f"the dataset {name} cannot be loaded: {message}")

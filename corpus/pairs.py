@@ -102,9 +102,8 @@ class PairEncoder:
         """
         if not self.marks:
             raise RefusedError(
-                f"the tokenizer of {self.name} has neither sentinels nor a mask token, "
-                "so plain text makes no pairs: "
-                "give pairs with --field and --target-field"
+                f"the tokenizer of {self.name} has neither sentinels nor a mask token, so plain "
+                "text makes no pairs; pass pairs with --field and --target-field"
             )
         length = len(ids)
         most = length - max(map(_frame_length, self._frames))

@@ -97,7 +97,9 @@ def read_rows(files: Iterable[str], columns: Sequence[str], chats: bool = False)
         except UnicodeDecodeError as error:
             raise _not_utf8(file, error) from error
         except Exception as error:  # pyarrow's, pandas', Python's
-            raise CorpusError(f"{file} cannot be read: {explain(error)}") from error
+            raise CorpusError(
+                f"{file} cannot be read: {explain(error)}; repair it, or pass other text"
+            ) from error
 
 
 def columns_with_text(path: Path, names: Sequence[str]) -> dict[str, bool]:
@@ -114,7 +116,9 @@ def columns_with_text(path: Path, names: Sequence[str]) -> dict[str, bool]:
     except RefusedError:
         raise
     except Exception as error:  # pyarrow's, Python's
-        raise CorpusError(f"{path} cannot be read: {explain(error)}") from error
+        raise CorpusError(
+            f"{path} cannot be read: {explain(error)}; repair it, or pass other text"
+        ) from error
 
 
 def _json_text_columns(path: Path, names: Sequence[str]) -> dict[str, bool]:
@@ -170,7 +174,8 @@ def check_text(value: Any, column: str, where: str) -> None:
         return
     if not isinstance(value, str):
         raise CorpusError(
-            f"{where}: field {column!r} has type {type(value).__name__}; name a column of text"
+            f"{where}: field {column!r} has type {type(value).__name__}; pass a column of text "
+            "with --field"
         )
     if not value.isascii():
         try:
@@ -227,8 +232,7 @@ def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         if not isinstance(value, dict):
             kind = type(value).__name__
             raise CorpusError(
-                f"{path} cannot be read: row {number} is a JSON {kind}; give an object in every "
-                "line"
+                f"{path} cannot be read: row {number} is a JSON {kind}; write one object per line"
             )
         rows += 1
         present.update(value)
@@ -279,7 +283,9 @@ def _parse(text: bytes, where: str) -> Any:
     except UnicodeDecodeError as error:
         raise _not_utf8(where, error) from error
     except (ValueError, RecursionError) as error:
-        raise CorpusError(f"{where} cannot be read: {explain(error)}") from error
+        raise CorpusError(
+            f"{where} cannot be read: {explain(error)}; repair it, or pass other text"
+        ) from error
 
 
 def _rows_of_value(value: Any) -> Iterable[Any]:

@@ -108,7 +108,9 @@ class Source:
         rows = self.rows_if_any()
         first = next(rows, None)
         if first is None:
-            raise CorpusError(f"{self.spec} holds no text: it is empty or blank, or held out")
+            raise CorpusError(
+                f"{self.spec} holds no text: it is empty or blank, or held out; pass other text"
+            )
         yield first
         yield from rows
 

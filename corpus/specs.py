@@ -30,9 +30,7 @@ from gqa.corpus.readers import file_format, load_files
 from gqa.corpus.sources import Source
 from gqa.corpus.stdlib import stdlib_texts
 
-_NO_DATA = (
-    "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train"
-)
+_NO_DATA = "no data was passed; pass a file, a directory, a pattern, a hub dataset or stdlib:train"
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
 
 
@@ -47,9 +45,8 @@ def parse_self(spec: str) -> tuple[int | None, bool]:
     Raises CorpusError.
     """
     refusal = CorpusError(
-        f"{spec} is not a source of text; give self, self:1M for a number of tokens, "
-        "or self:plain (self:plain:1M) "
-        "for text without repeats"
+        f"{spec} is not a source of text; pass self, self:1M for a number of tokens, or "
+        "self:plain (self:plain:1M) for text without repeats"
     )
     match = re.fullmatch("self(:plain)?(?::(.+))?", spec)
     if match is None:
@@ -91,7 +88,9 @@ def parse_source(
     if not spec.strip():
         raise CorpusError(_NO_DATA)
     if target_field == field:
-        raise CorpusError(f"--field and --target-field of {spec} are the same column; name two")
+        raise CorpusError(
+            f"--field and --target-field of {spec} are the same column; pass two different columns"
+        )
 
     fields: tuple[str, ...] = (field,)
     if target_field:
@@ -105,8 +104,8 @@ def parse_source(
         name, config, named_split = match.groups()
         return _hub_source(spec, name, config, named_split or split, fields, streaming)
     raise CorpusError(
-        f"there is no file or directory {spec}, and it is not a data set name "
-        "(org/name[:config[:split]])"
+        f"there is no file or directory {spec}, and it is not a dataset name "
+        "(org/name[:config[:split]]); check the spelling"
     )
 
 
@@ -114,7 +113,7 @@ def _stdlib_source(spec: str, fields: tuple[str, ...]) -> Source:
     """The built-in corpus."""
     side = spec.removeprefix("stdlib:")
     if side not in ("train", "heldout"):
-        raise CorpusError(f"there is no {spec}; allowed are stdlib:train and stdlib:heldout")
+        raise CorpusError(f"there is no {spec}; pass stdlib:train or stdlib:heldout")
     _refuse_target(spec, fields)
     return Source(spec, partial(_load_stdlib, side))
 
@@ -175,7 +174,10 @@ def _hub_source(
 def _refuse_target(spec: str, fields: tuple[str, ...]) -> None:
     """Raise CorpusError if plain text is asked for a column of targets."""
     if len(fields) > 1:
-        raise CorpusError(f"{spec} is plain text and has no field {fields[1]!r}")
+        raise CorpusError(
+            f"{spec} is plain text and has no field {fields[1]!r}; pass a table, or remove "
+            "--target-field"
+        )
 
 
 def check_text_options(specs: Iterable[str], field: str, separator: str | None) -> None:
@@ -189,13 +191,13 @@ def check_text_options(specs: Iterable[str], field: str, separator: str | None) 
 
     if field != "text" and all(source.fields == ("text",) for source in sources):
         raise CorpusError(
-            f"--field {field} is a column of tables and data sets; {names} has no columns: leave "
-            "it out"
+            f"--field {field} is a column of tables and datasets, but {names} has no columns; "
+            "remove --field"
         )
     if separator is not None and not any(source.separator is not None for source in sources):
         raise CorpusError(
-            f"--separator splits text files into documents; {names} is not a text file: leave it "
-            "out"
+            f"--separator splits text files into documents, but {names} is not a text file; "
+            "remove --separator"
         )
 
 
@@ -216,5 +218,5 @@ def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
             names.append(source.spec)
     (name, count), *_ = Counter(names).most_common()
     if count > 1:
-        raise CorpusError(f"the data names {name} {count} times; name every file and data set once")
+        raise CorpusError(f"the data names {name} {count} times; pass every file and dataset once")
     return sources

@@ -129,7 +129,8 @@ class StreamedBlocks:
                     raise RefusedError(nothing_counts(part.spec))
                 if position is None:
                     raise CorpusError(
-                        f"{part.spec} has nothing to train on: it is empty, blank or held out"
+                        f"{part.spec} has no text to train on: it is empty, blank, or all held "
+                        "out; pass other text"
                     )
 
         for block, rest in pack(documents(), self._size, state.get("rest", ())):

@@ -109,7 +109,7 @@ def nothing_counts(name: str) -> str:
     """Why data cannot be trained on in which no token counts."""
     return (
         f"no chat of {name} has an assistant turn, on which alone --assistant-only-loss trains; "
-        "give other chats, or leave it out"
+        "pass other chats, or remove it"
     )
 
 
@@ -228,7 +228,8 @@ def first_token(config: Any, name: str) -> int:
         if isinstance(token, int) and 0 <= token < config.vocab_size:
             return token
     raise RefusedError(
-        f"{name} has neither BOS nor EOS to start a sample from; give text instead of self"
+        f"{name} has neither a BOS nor an EOS token, so no text can be started; pass text with "
+        "--data instead of self"
     )
 
 

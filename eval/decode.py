@@ -61,7 +61,7 @@ def decode_contexts(
         if subject.positions and max(contexts) + steps > subject.positions:
             raise RefusedError(
                 f"--decode: {max(contexts):,} tokens and {steps:,} steps are more than the "
-                f"{subject.positions:,} positions of {subject.name}; give smaller "
+                f"{subject.positions:,} positions of {subject.name}; pass smaller "
                 "--decode-contexts or --decode-steps"
             )
     return contexts
@@ -176,7 +176,8 @@ def _read(
     output = model(**encoder_inputs, **options, use_cache=True)
     if output.get(name) is None:
         raise RefusedError(
-            f"--decode needs a model that returns a key/value cache; {model.name_or_path} does not"
+            f"--decode needs a model that returns a KV cache, but {model.name_or_path} returns "
+            "none; remove --decode"
         )
     return output.logits[:, -1:].argmax(-1), output[name]
 

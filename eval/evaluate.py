@@ -123,8 +123,8 @@ def _warn_if_swapped(subjects: Sequence[Subject], options: EvaluateOptions) -> N
     for other in others:
         if is_base_model(other.checkpoint, baseline.checkpoint, source):
             Watcher(options.quiet).warn(
-                f"{other.name} is the base model of {baseline.name}, and is compared with it as if "
-                f"it were the converted model: give the base model {other.name} first"
+                f"{other.name} is the base model of {baseline.name}, and is compared with it as "
+                f"if it were the converted model; pass the base model {other.name} first"
             )
             return
 

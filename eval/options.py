@@ -37,18 +37,23 @@ class EvaluateOptions(Options):
     data: tuple[str, ...] | None = option(
         None,
         "Text to evaluate on: a file (txt, jsonl, csv, parquet, arrow), a directory, a glob, "
-        "stdlib:heldout, or a hub data set. Repeat it or use commas for several.",
+        "a hub dataset, or stdlib:heldout (modules of Python's standard library that "
+        "stdlib:train leaves out). Repeat the option, or separate sources by commas.",
         metavar="SOURCE[,...]",
         group=MAIN,
     )
     kl: bool = option(
-        False, "Compare next-token distributions with the baseline's.", needs=("data",), group=MAIN
+        False,
+        "Measure KL divergence, top-1 agreement and acceptance: how far next-token predictions "
+        "differ from the baseline's.",
+        needs=("data",),
+        group=MAIN,
     )
     recall: bool | None = option(
         None,
-        "Measure recall from the context: repeated text, repeated samples, "
-        "repeated random tokens, values by their keys, passkeys.  [default: with -o and --data, "
-        "for decoders]",
+        "Measure recall: how many tokens a model predicts right because they are in its context. "
+        "Kinds: repeated text, samples and random tokens; values looked up by their keys; passkeys "
+        "hidden in a text.  [default: on for decoders if -o and --data are given]",
         group=MAIN,
     )
     cache_bits: tuple[int, ...] | None = option(
@@ -146,15 +151,19 @@ class EvaluateOptions(Options):
     def refuse_conflicts(self) -> None:
         """Raise RefusedError for options that conflict."""
         if not self.models:
-            raise RefusedError("no model is named; give one checkpoint or more, the baseline first")
+            raise RefusedError(
+                "no model was passed; pass one checkpoint or more, the baseline first"
+            )
         if not any((self.data, self.recall, self.decode, self.memory)):
             raise RefusedError(
-                "nothing to measure: give text with --data, or --recall, --decode or --memory"
+                "there is nothing to measure; pass text with --data, or pass --recall, --decode "
+                "or --memory"
             )
         replace(self, recall=self.measures_recall).check_needs()
         if self.cache_bits and self.decode:
-            raise RefusedError(
-                "--cache-bits and --decode exclude each other; leave one of them out"
-            )
+            raise RefusedError("--cache-bits and --decode cannot be combined; remove one of them")
         if self.kl and not (len(self.models) > 1 or self.cache_bits):
-            raise RefusedError("--kl compares checkpoints; give at least two")
+            raise RefusedError(
+                "--kl compares checkpoints, but only one was passed; pass a second one, or "
+                "--cache-bits"
+            )

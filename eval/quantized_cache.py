@@ -63,7 +63,8 @@ def quantize_cache(model: PreTrainedModel, bits: int, layers: int, name: str) ->
     plain = attention_name(model)
     if plain not in PLAIN:
         raise RefusedError(
-            f"--cache-bits needs sdpa or eager attention, {name} has {plain}; leave it out"
+            f"--cache-bits works only with sdpa or eager attention, but {name} has {plain}; "
+            "remove --cache-bits"
         )
     attend, mask = PLAIN[plain]
     calls = 0
@@ -83,6 +84,6 @@ def quantize_cache(model: PreTrainedModel, bits: int, layers: int, name: str) ->
     model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     if calls < layers:
         raise RefusedError(
-            f"--cache-bits: {calls} of {layers} layers of {name} call transformers' attention "
-            "functions; leave it out for this model"
+            "--cache-bits works only if all layers call transformers' attention functions, but "
+            f"{calls} of {layers} layers of {name} do; remove --cache-bits"
         )

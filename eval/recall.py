@@ -68,12 +68,15 @@ class Questions:
 def check_recall(subject: Subject, context: int) -> None:
     """Raise RefusedError if recall cannot be measured in windows of `context` tokens."""
     if subject.config.is_encoder_decoder:
-        raise RefusedError(f"--recall is for decoders, and {subject.name} is an encoder-decoder")
+        raise RefusedError(
+            f"--recall works only with decoders, but {subject.name} is an encoder-decoder; remove "
+            "--recall"
+        )
     least = 2 * DISTANCES[0]
     if context < least:
         raise RefusedError(
-            f"recall needs a context of at least {least} tokens, and --context is {context}: leave "
-            "recall out"
+            f"recall needs a context of at least {least} tokens, but --context is {context}; pass "
+            "a larger --context, or --no-recall"
         )
 
 
@@ -96,7 +99,7 @@ def self_samples(subject: Subject, length: int, device: str | None, vocabulary: 
             vocabulary=vocabulary,
         )
     except RefusedError as error:
-        raise RefusedError(f"recall: {error}; or leave recall out") from error
+        raise RefusedError(f"recall cannot be measured: {error}, or pass --no-recall") from error
     return [blocks[index]["input_ids"] for index in range(len(blocks))]
 
 
@@ -295,7 +298,8 @@ def greedy_texts(
         )
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise RefusedError(
-            f"{model.name_or_path} cannot write text: {explain(error)}; leave recall out"
+            f"{model.name_or_path} cannot write text ({explain(error)}), so recall cannot be "
+            "measured; pass --no-recall"
         ) from error
     finally:
         model.generation_config = checkpoint_config

@@ -198,7 +198,7 @@ def _check_finite(head: ChunkedHead, nats: NDArray[Any]) -> None:
     if not np.isfinite(nats).all():
         raise RefusedError(
             f"{head.model.name_or_path}: logits are not finite; look for NaN in the weights, or "
-            "give --precision float32"
+            "pass --precision float32"
         )
 
 

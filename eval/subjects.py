@@ -148,7 +148,9 @@ def open_subjects(
     """
     is_local = {model: os.path.lexists(model) for model in models}
     if revision is not None and all(is_local.values()):
-        raise RefusedError("--revision is for hub ids, and all of these are local paths")
+        raise RefusedError(
+            "--revision is for hub ids, but all of these are local paths; remove --revision"
+        )
 
     checkpoints = []
     for model in models:
@@ -170,8 +172,8 @@ def open_subjects(
     for subject in subjects:
         if not subject.cache or subject.cache.cross:
             raise RefusedError(
-                f"--cache-bits is for decoders with key/value heads, and {subject.name} is not "
-                "one; leave it out"
+                f"--cache-bits works only with decoders that have KV heads, but {subject.name} is "
+                "not one; remove --cache-bits"
             )
     with_quantized_caches = list[Subject]()
     for bits in cache_bits:
@@ -190,8 +192,8 @@ def input_device(name: str | None) -> str:
     state = ranks()
     if name == "auto" and state.num_processes > 1:
         raise RefusedError(
-            f"--device auto is for one process, and there are {state.num_processes}; start it "
-            "without a launcher"
+            f"--device auto works with one process only, but there are {state.num_processes}; "
+            "start the command without a launcher"
         )
     if name in (None, "auto", state.device.type):
         return str(state.device)

@@ -57,9 +57,13 @@ def check_target_field(subject: Subject, target_field: str | None) -> None:
     """
     if subject.config.is_encoder_decoder != bool(target_field):
         if target_field:
-            raise RefusedError(f"--target-field is for encoder-decoders, {subject.name} is not one")
+            raise RefusedError(
+                f"--target-field works only with encoder-decoders, but {subject.name} is not one; "
+                "remove --target-field"
+            )
         raise RefusedError(
-            f"{subject.name} is an encoder-decoder: name the column to predict with --target-field"
+            f"{subject.name} is an encoder-decoder, which predicts a column of its own; pass that "
+            "column with --target-field"
         )
 
 
@@ -78,9 +82,9 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
     for (name, trait), subject in product(traits.items(), subjects[1:]):
         if trait(subject) != trait(first):
             raise RefusedError(
-                f"{first.name} and {subject.name} have different {name}, so their losses per token "
-                "are not comparable; give conversions of one checkpoint, or evaluate each alone "
-                "and compare bits per byte"
+                f"{first.name} and {subject.name} have different {name}, so their losses per "
+                "token are not comparable; pass conversions of one checkpoint, or evaluate each "
+                "alone and compare bits per byte"
             )
 
     # Rows beyond the tokenizer's are padding, of which checkpoints may have different numbers.
@@ -88,9 +92,9 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
     smallest = min(subjects, key=lambda one: one.vocabulary)
     if smallest.vocabulary < min(needed, max(one.vocabulary for one in subjects)):
         raise RefusedError(
-            f"{smallest.name} knows {smallest.vocabulary:,} of the {needed:,} tokens of its "
-            "tokenizer, another model knows more, so their losses per token are not comparable; "
-            "give conversions of one checkpoint"
+            f"the embedding of {smallest.name} has only {smallest.vocabulary:,} of the {needed:,} "
+            "tokens of its tokenizer, fewer than that of another model, so losses per token are "
+            "not comparable; pass conversions of one checkpoint"
         )
 
 
@@ -103,7 +107,7 @@ def check_templates_agree(subjects: Sequence[Subject]) -> None:
         if template_of(subject.tokenizer) != template_of(first.tokenizer):
             raise RefusedError(
                 f"{first.name} and {subject.name} have different chat templates, so they read "
-                "different tokens of a chat; copy the template of one to the other, or name a "
+                "different tokens of a chat; copy the template of one to the other, or pass a "
                 "column of text with --field"
             )
 
@@ -116,7 +120,7 @@ def choose_context(subjects: Sequence[Subject], context: int | None) -> int:
     limit = min((subject.positions for subject in subjects if subject.positions), default=None)
     if context and limit and context > limit:
         raise RefusedError(
-            f"--context {context} is more than the {limit} positions of the model; give at most "
+            f"--context {context} is more than the {limit} positions of the model; pass at most "
             f"{limit}"
         )
     return context or min(limit or MAX_CONTEXT, MAX_CONTEXT)
@@ -205,7 +209,7 @@ def make_text(
     if result.tokens < least:
         raise RefusedError(
             f"the text has {plural(result.tokens, 'token')}, less than one window of {context:,}; "
-            "give more text or a smaller --context"
+            "pass more text, or a smaller --context"
         )
     return result
 
@@ -277,5 +281,8 @@ def prefix_token(tokenizer: Any) -> int:
     """
     token = start_token(tokenizer)
     if token is None:
-        raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with")
+        raise RefusedError(
+            "the tokenizer has neither a BOS nor an EOS token, so no text can be started; set "
+            "its bos_token"
+        )
     return token

@@ -151,7 +151,10 @@ def stand_in(architectures: list[str] | None, model_type: str) -> str:
     for name in architectures or ():
         has_other_head = re.search("For.*(Classification|QuestionAnswering)$", name)
         if has_other_head and name not in classes.values():
-            raise RefusedError(f"custom modeling code has no class with the head of {name}")
+            raise RefusedError(
+                f"custom modeling code has no class with the head of {name}; convert a checkpoint "
+                "that predicts tokens"
+            )
 
     for name in architectures or ():
         if name in classes.values():

@@ -96,14 +96,20 @@ def load_model(
     except Exception as error:  # whatever a library raises about a checkpoint it cannot read
         if out_of_memory(error):
             raise
-        raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from error
+        raise RefusedError(
+            f"transformers cannot load {name}: {explain(error)}; check that its files are "
+            "complete and fit its config.json"
+        ) from error
     _check_keys(name, info)
 
     if device != "auto":
         return model.to(device).eval()
     weakref.finalize(model, shutil.rmtree, options["offload_folder"], ignore_errors=True)
     if model.device.type == "meta":  # inputs go where the embedding is
-        raise RefusedError(f"the embedding of {name} does not fit into the memory of this machine")
+        raise RefusedError(
+            f"the embedding of {name} does not fit into the memory of this machine; use a machine "
+            "with more memory"
+        )
     return model.eval()
 
 
@@ -184,7 +190,10 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
     except Exception as error:
         if out_of_memory(error):
             raise
-        raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from error
+        raise RefusedError(
+            f"transformers cannot load {name}: {explain(error)}; check that its files are "
+            "complete and fit its config.json"
+        ) from error
 
     # The model is stored without its adapters: it keeps only the conversions of its class.
     conversions = weight_conversions(model) or []
@@ -215,7 +224,10 @@ def _check_keys(name: str, info: dict[str, Any]) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys := info.get(kind):
             what = f"{kind.replace('_', ' ')}: {listing(keys)}"
-            raise RefusedError(f"{name} loads with {what}; its weights do not belong to its config")
+            raise RefusedError(
+                f"{name} loads with {what}, so its weights do not belong to its config; download "
+                "the checkpoint again"
+            )
 
 
 def _empty(cls: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
@@ -250,7 +262,7 @@ def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
             entry = culprit(raw, lambda other: known.from_dict(without_run_flags(other)))
         cause = f" because of {entry}" if entry else ""
         raise RefusedError(
-            f"transformers cannot read config.json of {name}{cause}: {explain(error)}"
+            f"transformers cannot read config.json of {name}{cause}: {explain(error)}; correct it"
         ) from error
     config.name_or_path = name
     return config
@@ -354,8 +366,8 @@ def check_predicts_tokens(config: Any, name: str, trust_remote_code: bool = Fals
     if not predicts_tokens(config, trust_remote_code):
         kind = model_class(config, trust_remote_code).__name__
         raise RefusedError(
-            f"{name} is a {kind}, which does not predict the next token of a text; "
-            "give one with a language-model head (like ...ForCausalLM)"
+            f"{name} is a {kind}, which does not predict the next token of a text; pass one with "
+            "a language-model head (like ...ForCausalLM)"
         )
 
 
@@ -403,8 +415,8 @@ def load_tokenizer(
     except Exception as error:  # whatever a library raises about files that it cannot read
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise RefusedError(
-                f"the tokenizer of {checkpoint.name} is Python code in the checkpoint; review it, "
-                f"then give --trust-remote-code to run it{advice}"
+                f"the tokenizer of {checkpoint.name} is Python code in the checkpoint; read it, "
+                f"then pass --trust-remote-code to run it{advice}"
             ) from error
         raise RefusedError(
             f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}; "

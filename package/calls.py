@@ -65,7 +65,7 @@ def options_of_call(
             if options or models.get("teacher", "auto") != "auto":
                 names = ", ".join(options) or "teacher"
                 raise TypeError(
-                    f"{kind.__name__} holds all options: change it instead of giving {names} too"
+                    f"{kind.__name__} holds all options; change it instead of passing {names} too"
                 )
             settings = first
         else:
@@ -74,10 +74,10 @@ def options_of_call(
 
         if tokenizer is not None and not copies.paths:
             raise RefusedError(
-                "tokenizer is for loaded models, and the model is a path; leave it out"
+                "tokenizer is only for loaded models, but the model is a path; remove tokenizer"
             )
         if getattr(settings, "dry_run", False):
-            raise RefusedError("dry_run is for the command line; leave it out")
+            raise RefusedError("dry_run is only for the command line; remove it")
 
         result = first if isinstance(first, os.PathLike) else None
         with parameters_in_errors(kind):
@@ -152,7 +152,7 @@ def _by_name(kind: type, options: dict[str, Any]) -> dict[str, Any]:
     if "groups" in by_field and "kv_heads" in known:
         if "kv_heads" in by_field:
             raise TypeError(
-                f"{function}() got both kv_heads and groups, which are the same: give one"
+                f"{function}() got both kv_heads and groups, which are the same; pass one"
             )
         by_field["kv_heads"] = by_field.pop("groups")
 
@@ -173,9 +173,8 @@ def _name(model: Any) -> str:
 
     if not isinstance(model, PreTrainedModel):
         raise RefusedError(
-            f"the model is a {type(model).__name__}; give a directory, "
-            "a hub id or a PreTrainedModel of transformers "
-            "(for a peft adapter, the result of merge_and_unload)"
+            f"the model is a {type(model).__name__}; pass a directory, a hub id or a "
+            "PreTrainedModel of transformers (for a peft adapter, the result of merge_and_unload)"
         )
     name = Path(str(model.name_or_path or "")).name
     return name if name.strip(".") else type(model).__name__

@@ -59,7 +59,7 @@ class Ablation:
         """Raises RefusedError and CorpusError."""
         options.refuse_conflicts()
         if not options.model:
-            raise RefusedError("no model is named; give a directory or a hub id")
+            raise RefusedError("no model was passed; pass a directory or a hub id")
         self.subject = open_subjects([options.model], options.trust_remote_code)[0]
         # Conversions of cells that failed, and that the next run can continue
         self._kept = set[str]()
@@ -101,8 +101,8 @@ class Ablation:
         heads = plans[0].config.main.kv
         if max(counts) > heads:
             raise RefusedError(
-                f"--kv-heads {max(counts)} is more than the {heads} key/value heads of "
-                f"{self.subject.name}"
+                f"--kv-heads {max(counts)} is more than the {heads} KV heads of "
+                f"{self.subject.name}; pass divisors of {heads}"
             )
         return plans
 
@@ -144,7 +144,7 @@ class Ablation:
         sources = heldout_sources(training)
         if not sources:
             raise RefusedError(
-                "there is no held-out text: give --heldout SOURCE, or --heldout-fraction to hold "
+                "there is no held-out text; pass --heldout SOURCE, or --heldout-fraction to hold "
                 "out documents of the data"
             )
         context = choose_context([subject], options.context)
@@ -186,7 +186,7 @@ class Ablation:
         # In a log there is a line of each cell
         quiet = self.options.quiet or not is_interactive()
         with Watcher(quiet) as self._watcher:
-            self._watcher.stage(self.subject.name, len(cells), "cell")
+            self._watcher.stage(self.subject.name, len(cells), "combination")
             self._measure_base_model(cells[0])
             converted = (cell for cell in cells if not cell.is_base_model)
             for _, group in groupby(converted, lambda cell: cell.conversion):

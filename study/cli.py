@@ -20,10 +20,11 @@ Examples:
 
 @command_of(AblateOptions, _EPILOG)
 def command(options: AblateOptions) -> None:
-    """Compare methods, numbers of heads and amounts of training for MODEL: convert, train, measure
-    each combination.
+    """Compare methods, numbers of KV heads and amounts of training for MODEL. Each combination is
+    converted, trained and measured.
 
-    Each combination is saved at once; a report follows. Without MODEL, rewrite the report of DIR.
+    The numbers of a combination are saved as soon as it is measured; the report is written at the
+    end. Without MODEL, the command only writes the report of DIR again.
     """
     import transformers
 

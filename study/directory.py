@@ -20,7 +20,7 @@ from gqa.study.rows import FILES, ROWS, Row, read_rows
 WORK = ".work"
 WORK_PURPOSE = "study"
 CONVERSION_PURPOSE = "conversion"
-_ELSEWHERE = "give another directory with -o"
+_ELSEWHERE = "choose another directory with -o"
 
 
 class StudyDirectory:
@@ -73,7 +73,10 @@ class StudyDirectory:
         """
         with system_errors(f"{self.path} cannot be written", ADVICE):
             self._run_directory.claim()
-        busy = f"another run is working on {self.path}; wait for it or give another -o"
+        busy = (
+            f"another run is working on {self.path}; wait for it, or choose another directory "
+            "with -o"
+        )
         with self._run_directory.held(busy):
             yield
 

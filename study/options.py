@@ -105,7 +105,7 @@ class AblateOptions(Options):
     output: Path = option(
         MISSING,
         "Directory of the study; the same command continues it.",
-        missing="name the directory of the study with -o DIR",
+        missing="pass the directory of the study with -o DIR",
         short="-o",
         metavar="DIR",
         free=True,
@@ -114,13 +114,13 @@ class AblateOptions(Options):
     model: str | None = option(None, argument="[MODEL]", free=True)
     data: tuple[str, ...] = option(
         (),
-        "Training text, as for gqa-uptrain. Repeat it or use commas for several.",
+        "Training text, as for gqa-uptrain. Repeat the option, or separate sources by commas.",
         metavar="SOURCE[,...]",
         group=MAIN,
     )
     heldout: str | None = option(
         None,
-        "Text to evaluate on; also selects the best step of each training, as in gqa-uptrain.",
+        "Text to evaluate on. It also selects the best step of each training, as in gqa-uptrain.",
         metavar="SOURCE",
         group=MAIN,
     )
@@ -134,8 +134,8 @@ class AblateOptions(Options):
     )
     kv_heads: tuple[int, ...] | None = option(
         None,
-        "Numbers of key/value heads.  [default: the two largest divisors below MODEL's number, "
-        "and 1, so 4,2,1 for 8 heads; with --teacher none also 8, as the control]",
+        "Numbers of KV heads.  [default: the two largest divisors below MODEL's number, and 1. For "
+        "8 KV heads: 4,2,1. With --teacher none, MODEL's number is added as a control: 8,4,2,1]",
         COUNT,
         short="-g",
         alias="--groups",
@@ -147,7 +147,7 @@ class AblateOptions(Options):
         (0.0, 0.05),
         "Fractions of the data to train on; 0: no training.",
         SHARE,
-        metavar="SHARE[,...]",
+        metavar="FRACTION[,...]",
         free=True,
         group=MAIN,
     )
@@ -158,8 +158,8 @@ class AblateOptions(Options):
     heldout_fraction: float = same_as(
         TrainOptions,
         "heldout_fraction",
-        help="Share of the documents to hold out and evaluate on, instead of --heldout; one of "
-        "them must be given, except with --data stdlib:train (which has stdlib:heldout).",
+        help="Share of the documents to hold out and evaluate on, instead of --heldout. One of the "
+        "two is required, except with --data stdlib:train, for which stdlib:heldout is used.",
         group="Text",
     )
     context: int | None = option(
@@ -175,8 +175,8 @@ class AblateOptions(Options):
     refine_steps: int = same_as(ConvertOptions, "refine_steps", group="Conversion")
 
     train: Scope | None = same_as(TrainOptions, "train", group="Training")
-    teacher: Literal["source", "none"] = option(
-        "source", "source: distill from MODEL; none: train on text alone.", group="Training"
+    teacher: Literal["base", "none"] = option(
+        "base", "base: distill from MODEL; none: train on text alone.", group="Training"
     )
     batch_size: int | None = same_as(TrainOptions, "batch_size", group="Training")
     learning_rate: float | str = same_as(TrainOptions, "learning_rate", group="Training")
@@ -191,7 +191,8 @@ class AblateOptions(Options):
     )
     skip: tuple[Literal["kl", "recall"], ...] = option(
         (),
-        "Leave out KL divergence from MODEL (kl) or recall from the context (recall).",
+        "What not to measure: kl (how far predictions differ from MODEL's) or recall (how many "
+        "tokens are predicted right because they are in the context).",
         metavar="NAME[,...]",
         group="Evaluation",
     )
@@ -249,15 +250,16 @@ class AblateOptions(Options):
             for name in vars(self):
                 if self.is_set(name) and name not in _OF_REPORTS:
                     raise RefusedError(
-                        f"{flag(name)} has no effect without MODEL: give both or none"
+                        f"{flag(name)} has no effect without MODEL; pass both, or remove "
+                        f"{flag(name)}"
                     )
         if self.model and not self.data:
             raise RefusedError(
-                "no data is named: give text to train and calibrate on with --data, like "
+                "no data was passed; pass text to train and calibrate on with --data, like "
                 "stdlib:train"
             )
         if any(map(is_self, self.data)):
-            raise RefusedError("--data self has no documents to hold out; name text")
+            raise RefusedError("--data self has no documents to hold out; pass text")
         refuse_unused(self, self.methods, f"--methods {','.join(self.methods)}")
 
     def identity(self, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
@@ -302,7 +304,7 @@ class AblateOptions(Options):
         if not cell.alpha:
             return [shell_line(convert)]
 
-        teacher = self.model if self.teacher == "source" else NO_TEACHER
+        teacher = self.model if self.teacher == "base" else NO_TEACHER
         uptrain = ["gqa-uptrain", operand(out), "--alpha", f"{cell.alpha:g}"]
         uptrain += ["--teacher", teacher, "-o", f"{out}-uptrained"]
         uptrain += self._words(TrainOptions.__dataclass_fields__.keys() - {"teacher"})
@@ -328,7 +330,7 @@ class AblateOptions(Options):
         """
         names = TrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys()
         teacher = NO_TEACHER
-        if self.model and self.teacher == "source":
+        if self.model and self.teacher == "base":
             teacher = self.model
         changes = {
             "model": str(model),

@@ -37,7 +37,9 @@ def read_rows(directory: Path) -> dict[Cell, Row]:
             latest[Cell.of(row)] = {"error": row["error"], "options": row["options"], **row}
         return {cell: latest[cell] for cell in sorted(latest, key=lambda cell: cell.order)}
     except (ValueError, KeyError, TypeError) as error:
-        raise RefusedError(f"{path} holds no rows of a study; give another directory") from error
+        raise RefusedError(
+            f"{path} holds no rows of a study; choose another directory with -o"
+        ) from error
 
 
 def _whole_lines(text: str) -> list[str]:

@@ -203,7 +203,7 @@ def test_commands_of_a_row_give_its_cell(tmp_path: Path, monkeypatch: pytest.Mon
     commands = [line[12:] for line in report.splitlines() if line.startswith("command ")]
     assert commands in [row["commands"] for row in found]
     assert unescape(Path("study/report.html").read_text()).count(commands[1]) == 1
-    taught = [("first", "all", "source")] * 2 + [("calibrated", "attention", "source")]
+    taught = [("first", "all", "base")] * 2 + [("calibrated", "attention", "base")]
     assert [(row["method"], row["train"], row["teacher"]) for row in found[1:4]] == taught
     check_cells(found)
 
@@ -239,11 +239,13 @@ def test_cells_of_an_encoder_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "alphas": "0,0.4",
         "calibration_tokens": 640,
     }
-    found = measured(Path("study"), **options, refine_steps=3, teacher="source", skip=None)
+    found = measured(Path("study"), **options, refine_steps=3, teacher="base", skip=None)
     check_cells(found[:4], "--field", "source", "--target-field", "target", data=pairs[1])
     page = " ".join(Path("study/report.html").read_text().split())
     assert "sources and targets have at most 64 tokens" in page
-    assert "recall was not measured: --recall is for decoders, and t5 is an encoder-decoder" in page
+    assert (
+        "recall was not measured: --recall works only with decoders, but t5 is an encoder-decoder"
+    ) in page
 
 
 def test_recall_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,11 +276,11 @@ def test_recall_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.Monke
     ("heads", "alphas", "teacher", "groups"),
     [
         (8, (0, 0.1), "none", {1, 2, 4, 8}),
-        (8, (0, 0.1), "source", {1, 2, 4}),
+        (8, (0, 0.1), "base", {1, 2, 4}),
         (8, (0,), "none", {1, 2, 4}),
         (32, (0.1,), "none", {1, 8, 16, 32}),
-        (3, (0, 1), "source", {1}),
-        (1, (0.1,), "source", {1}),
+        (3, (0, 1), "base", {1}),
+        (1, (0.1,), "base", {1}),
     ],
 )
 def test_the_default_numbers_of_heads(
@@ -419,19 +421,19 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "groups that do not divide": (
         {"groups": "1,3"},
-        ["--kv-heads 3 is not possible", "choose 1, 2 or 4"],
+        ["--kv-heads 3 is not possible", "pass 1, 2 or 4"],
     ),
     "more groups than heads": (
         {"model": "bitnet", "groups": "1,4"},
-        ["--kv-heads 4 is more than the 2 key/value heads"],
+        ["--kv-heads 4 is more than the 2 KV heads of bitnet; pass divisors of 2"],
     ),
     "alpha of less than a step": ({"alphas": "0.0001"}, ["alpha 0.0001 is", "less than one block"]),
-    "no data": ({"data": None}, ["no data is named", "--data"]),
+    "no data": ({"data": None}, ["no data was passed", "--data"]),
     "no text but samples": ({"data": "self:1M"}, ["--data self has no documents to hold out"]),
     "nothing held out": ({"heldout": None}, ["there is no held-out text", "--heldout-fraction"]),
     "two held-out texts": (
         {"heldout_fraction": 0.1, "alphas": "0"},
-        ["--heldout-fraction both name held-out text"],
+        ["--heldout and --heldout-fraction cannot be combined"],
     ),
     "no head": ({"model": "headless"}, ["headless is a LlamaModel, which does not predict"]),
     "context beyond the model's": (
@@ -441,11 +443,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a device that is not there": ({"device": "cuda:99"}, ["cuda:99"]),
     "calibration text of less than a block": (
         {"methods": "mean,calibrated", "calibration_tokens": 100},
-        ["--calibration-tokens 100 gives", "less than one block of 256 tokens; give at least 256"],
+        ["--calibration-tokens 100 gives", "less than one block of 256 tokens; pass at least 256"],
     ),
     "targets of a decoder": (
         {"target_field": "text"},
-        ["--target-field is for encoder-decoders, model is not one"],
+        ["--target-field works only with encoder-decoders, but model is not one"],
     ),
 }
 

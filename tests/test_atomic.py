@@ -297,7 +297,7 @@ def test_source_that_became_shorter(tmp_path: Path) -> None:
         (-(1 << 20), "z.weight differs from the source"),  # at the start, in the middle, at the end
         (-(1 << 19) - 1, "z.weight differs from the source"),
         (-1, "z.weight differs from the source"),
-        (12, "the result does not verify"),  # in the header
+        (12, "the result failed verification"),  # in the header
         (-(1 << 18), None),  # between two sampled blocks of a tensor of 1 MiB
     ],
 )
@@ -332,7 +332,7 @@ def test_a_damaged_copy_is_noticed(
         (
             "safetensors",
             lambda tensor: tensor * float("nan"),
-            "NaN or Inf though its source has none",
+            "NaN or Inf, but its source has none",
         ),
     ],
 )
@@ -379,7 +379,7 @@ UNLOADABLE: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] 
     "a pruned MLP": (
         narrow("mlp.up_proj", 8, 32),
         {},
-        r"as \[8, 32\], config.json implies \[16, 32\] \(and 1 m",
+        r"as \[8, 32\], but config.json implies \[16, 32\] \(and 1 m",
     ),
     "more layers in the config": (
         dict,

@@ -316,14 +316,17 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--kv-heads", "1,2"), "--kv-heads names 2 layers, model has 4"),
-        (("--kv-heads", "1,3,1,1"), "--kv-heads 3 is not possible for the 4 key/value heads"),
+        (("--kv-heads", "1,2"), "--kv-heads has numbers for 2 layers, but model has 4 layers"),
+        (("--kv-heads", "1,3,1,1"), "--kv-heads 3 is not possible for the 4 KV heads"),
         (("--kv-heads", "1,x,1,1"), "'x' is not a whole number from 1"),
-        (("--kv-heads", "1", "--kv-budget", "0.5"), "give either --kv-heads G or"),
-        ((), "--kv-heads is not given; model has 4 key/value heads: choose 1 or 2"),
+        (
+            ("--kv-heads", "1", "--kv-budget", "0.5"),
+            "--kv-heads and --kv-budget cannot be combined",
+        ),
+        ((), "--kv-heads is missing; model has 4 KV heads: pass 1 or 2"),
         # Measuring takes them
-        (("--kv-budget", "0.2", "--method", "mean", "--tokens", "512"), "the least is 0.25"),
-        (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs nothing"),
+        (("--kv-budget", "0.2", "--method", "mean", "--tokens", "512"), "pass at least 0.25"),
+        (("--kv-budget", "0.5", "--dry-run"), "--kv-budget and --dry-run cannot be combined"),
     ],
 )
 def test_refused(uneven: Path, words: tuple[str, ...], says: str, tmp_path: Path) -> None:
@@ -355,7 +358,7 @@ def test_a_class_that_is_not_known_to_allow_it(tmp_path: Path) -> None:
     head = "LlamaForSequenceClassification"
     edit_json(model / "config.json", lambda raw: raw | {"model_type": "nemotron"})
     for words in (("--kv-budget", "0.5"), ("--kv-heads", "1,4")):
-        assert "the same number of key/value heads in all layers" in refusal(model, *words)
+        assert "the same number of KV heads in all layers" in refusal(model, *words)
     edit_json(
         model / "config.json", lambda raw: raw | {"model_type": "llama", "architectures": [head]}
     )

@@ -339,7 +339,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
     "short": (
         None,
         "a few words",
-        r".*text\.txt has \d tokens, fewer than one block of 16; give more text",
+        r".*text\.txt has \d tokens, fewer than one block of 16; pass more text",
     ),
     "empty": (None, "", r".*text\.txt holds no text: .*"),
     "tokenizer": (
@@ -355,7 +355,8 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
     "start": (
         unstarted,
         None,
-        r".* has neither BOS nor EOS to start a sample from; give text instead of self",
+        r".* has neither a BOS nor an EOS token, so no text can be started; "
+        r"pass text with --data instead of self",
     ),
     **{
         f"{value}-{name}": (
@@ -363,8 +364,8 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
                 directory, f"model.layers.{name}.weight", value
             ),
             counting(200),
-            f"layer {name[0]} computes NaN or Inf on the calibration text; the model is broken "
-            "there",
+            f"layer {name[0]} computes NaN or Inf on the calibration text, so the model is broken "
+            "there; try --precision float32, or download the checkpoint again",
         )
         for name, value in (
             ("0.self_attn.k_proj", torch.nan),
@@ -380,7 +381,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
     "weights": (
         lambda directory: broken(directory, f"{LAST}.o_proj.weight", torch.nan),
         "",
-        f"{LAST} of model contains NaN or Inf; its heads cannot be aligned",
+        f"{LAST} of model contains NaN or Inf, so its heads cannot be aligned; .*",
     ),
 }
 
@@ -457,7 +458,7 @@ def test_maps_of_text_are_kept_until_something_is_made_of_them(
 NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 GiB")
 MOST = (
     r"out of memory on cpu with 64 blocks of 16 tokens in a layer at a time \(8 to refine it\); "
-    r"lower --context, give"
+    r"lower --context, or pass"
 )
 EMBEDDING, MLP = "torch.nn.Embedding", "transformers.models.llama.modeling_llama.LlamaMLP"
 
@@ -491,5 +492,5 @@ def test_errors_in_a_model_are_told_as_they_are(
     assert not list(tmp_path.iterdir())
     # Which reads no text
     monkeypatch.setattr("gqa.convert.merge.from_weights.from_weights", Mock(side_effect=NO_MEMORY))
-    with pytest.raises(RefusedError, match=r"^out of memory on cpu; give another --device$"):
+    with pytest.raises(RefusedError, match=r"^out of memory on cpu; pass another --device$"):
         find_maps(plan_of(source, "procrustes"), tmp_path / "maps", on_ids())

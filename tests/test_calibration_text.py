@@ -154,7 +154,7 @@ def test_a_tokenizer_that_is_code_is_run_only_where_that_is_asked_for(tmp_path: 
         "64",
     )
     words = (*words, "--context", "16", "-o", tmp_path / "out")
-    assert "code in the checkpoint; review it, then give --trust-remote-code" in check_refused(
+    assert "code in the checkpoint; read it, then pass --trust-remote-code" in check_refused(
         run(*words), advice=""
     )
     assert run(*words, "--trust-remote-code").code == 0
@@ -183,7 +183,7 @@ def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
         text = CalibrationText(sources, count * LENGTH, LENGTH, repeats=False)
         found = text.inputs(read_checkpoint(SOURCE), "cpu", recorder)[0]["input_ids"]
         assert len(found) == (len(pieces) + 99 if len(sources) > 1 else min(count, len(pieces)))
-    asked = f"blocks of {LENGTH} tokens that calibration asks for; name more text with --data"
+    asked = f"blocks of {LENGTH} tokens that calibration asks for; pass more text with --data"
     assert recorder.warnings == [
         f"{source} has only {len(pieces)} of the 99 {asked}",
         f"{source}, self:plain have only {len(pieces) + 99} of the 198 {asked}",
@@ -374,11 +374,12 @@ REFUSED_PAIRS = [
         "--data pairs.jsonl --field said --target-field nothing",
         "has no field 'nothing'; it has 'meant'",
     ),
-    ("t5", "--data pairs.jsonl --field said --target-field said", "are the same column; name two"),
+    ("t5", "--data pairs.jsonl --field said --target-field said", "are the same column; pass two"),
     (
         "llama",
         "--data self:512",
-        "--data states the number of tokens; leave --tokens out, or give self",
+        "--tokens and --data self:TOKENS cannot be combined, because both determine the number "
+        "of tokens; remove --tokens, or pass --data self",
     ),
     (
         "bart",
@@ -388,17 +389,17 @@ REFUSED_PAIRS = [
     (
         "t5",
         "--target-field meant",
-        "--target-field is a column of --data; self has no columns: name data, or leave",
+        "--target-field is a column of --data, but self has no columns; pass other data, or remove",
     ),
     (
         "t5",
         "--data text.jsonl --data text.jsonl --context 24",
-        "text.jsonl 2 times; name every file and data set once",
+        "text.jsonl 2 times; pass every file and dataset once",
     ),
     (
         "llama",
         "--data pairs.jsonl --field said --target-field meant",
-        "--target-field is for encoder-decoders",
+        "--target-field works only with encoder-decoders",
     ),
 ]
 

@@ -318,7 +318,7 @@ def test_a_tokenizer_without_a_template_is_refused(
 
     check_refused(
         result,
-        "the tokenizer of stdlib-mha has no chat template, so it cannot read chats; name a column",
+        "the tokenizer of stdlib-mha has no chat template, so it cannot read chats; pass a column",
         program=program,
     )
     assert not (tmp_path / "out").exists()
@@ -328,7 +328,7 @@ def test_a_tokenizer_without_a_template_is_refused(
     ("data", "says"),
     [
         ([[{"role": "user", "content": "hello"}]] * 40, "no chat of .* has an assistant turn"),
-        (["plain text"] * 40, "--assistant-only-loss needs chats, a column messages"),
+        (["plain text"] * 40, "--assistant-only-loss needs chats in a column messages"),
     ],
     ids=["no assistant", "text"],
 )

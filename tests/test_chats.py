@@ -206,7 +206,7 @@ def test_a_column_of_that_name_may_have_text(tmp_path: Path) -> None:
 def test_other_columns_of_lists_are_no_chats(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", chat(0), column="dialog")
 
-    with pytest.raises(CorpusError, match="field 'dialog' has type list; name a column of text"):
+    with pytest.raises(CorpusError, match="field 'dialog' has type list; pass a column of text"):
         next(parse_source(str(path), field="dialog").rows())
 
 
@@ -228,8 +228,8 @@ def test_what_is_no_chat_is_refused(tmp_path: Path, value: Any, says: str) -> No
         next(parse_source(str(path)).rows())
 
     assert says in str(error.value)
-    assert "field 'messages' is no chat" in str(error.value)
-    assert 'give a list of {"role"' in str(error.value)
+    assert "field 'messages' is not a chat" in str(error.value)
+    assert 'pass a list of {"role"' in str(error.value)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -77,7 +77,7 @@ def test_a_method_that_a_model_does_not_allow_is_refused_with_those_that_it_does
             == "calibrated"
         )
     if "aligned" not in allowed:
-        says = says or "needs layers of attention and one MLP; m"
+        says = says or "needs layers of attention and one MLP, but m"
         refused = run("-g", 2, "--method", "aligned", model)
         check_refused(refused, says if "align" in says else "", "; use --method mean")
     unmerged = plan_conversion(model, 4)
@@ -162,7 +162,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     )
     done = run(*words, model, "-o", model)
     assert done.code == 0
-    assert done.err.startswith(f"warning: the output {model} is the model itself")
+    assert done.err.startswith(f"warning: the output directory {model} is the model's directory")
 
 
 def test_a_dry_run_estimates_every_method_that_the_model_allows(

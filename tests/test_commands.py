@@ -94,6 +94,7 @@ def test_messages_name_options_that_are_there() -> None:
         ("gqa-convert", "--data a.txt@2,self --data b", "data", ("a.txt@2", "self", "b")),
         ("gqa-convert", "--kv-heads 1,2", "kv_heads", (1, 2)),
         ("gqa-uptrain", "--tokens 1M", "tokens", 10**6),
+        ("gqa-uptrain", "--gradient-checkpointing", "checkpointing", True),  # as in transformers
         ("gqa-uptrain", "--data a,b@2", "data", ("text", "a", "b@2")),
         ("gqa-eval", "--memory 80GiB", "memory", 80 * 2**30),
         ("gqa-eval", "--cache-bits 8,4 --cache-bits 2", "cache_bits", (8, 4, 2)),
@@ -122,11 +123,11 @@ def test_values(program: str, words: str, name: str, value: object) -> None:
             "No such option '--kv-headd'. Did you mean '--kv-heads'? See gqa-convert --help",
         ),
         ("gqa-convert", "--heads 2", "No such option '--heads'"),
-        ("gqa-convert", "--data ,", "is empty; give one or more values"),
+        ("gqa-convert", "--data ,", "is empty; pass one or more values"),
         (
             "gqa-convert",
             "--tokens 5GB",
-            "'5GB' is not a number of tokens from 1 to 1000T; give one like 65536, 64K",
+            "'5GB' is not a number of tokens from 1 to 1000T; pass one like 65536, 64K",
         ),
         ("gqa-convert", "--refine-steps 0", "is not a whole number from 1 to 1,000,000,000"),
         ("gqa-convert", "--kv-budget 1", "'1' is not a number above 0 and below 1"),
@@ -134,7 +135,8 @@ def test_values(program: str, words: str, name: str, value: object) -> None:
         (
             "gqa-ablate",
             "--data text --methods mean,aligned --refine-steps 2",
-            "--refine-steps is not used by --methods mean,aligned; it is for --method refined",
+            "--refine-steps is not used by --methods mean,aligned; remove it, or use it with "
+            "--method refined",
         ),
     ],
 )
@@ -145,7 +147,7 @@ def test_what_is_misspelt_or_makes_no_sense(program: str, words: str, message: s
 
 def test_a_study_without_a_directory_is_told_how_to_name_one() -> None:
     done = run("model", "--data", "text", program="gqa-ablate")
-    says = "name the directory of the study with -o DIR"
+    says = "pass the directory of the study with -o DIR"
     done.expect(2, says=says, err_lines=1)
 
 
@@ -218,10 +220,11 @@ def test_an_option_is_refused_by_the_methods_that_do_not_use_it(
         assert "there is no directory" in message
     else:
         assert (
-            f"gqa-convert: {option} is not used by --method {method}; it is for --method "
-            in message
+            f"gqa-convert: {option} is not used by --method {method}; remove it, or use it with "
+            "--method " in message
         )
-        assert {*message.strip().split("--method ")[-1].split(", ")} <= METHODS.keys()
+        users = re.split(", | or ", message.strip().split("--method ")[-1])
+        assert {*users} <= METHODS.keys()
 
 
 @pytest.mark.parametrize(
@@ -284,6 +287,26 @@ def test_help_fits_the_terminal(
     assert max(lengths) <= columns
     # It uses the columns, up to those that are pleasant to read.
     assert max(lengths) > min(columns, 110) - 10
+
+
+@pytest.mark.parametrize("columns", [80, 110, 140])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_breaks_no_name_at_a_hyphen(
+    program: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = run("--help", program=program).out
+    assert [line for line in text.splitlines() if line.endswith("-")] == []
+
+
+def test_help_shows_the_methods_in_columns() -> None:
+    text = run("--help").out
+    header = re.search(r"^  method +reads +", text, re.MULTILINE)
+    assert header
+    for name, method in METHODS.items():
+        row = re.search(rf"^  {name} +{method.reads} +", text, re.MULTILINE)
+        assert row, name
+        assert len(row[0]) == len(header[0])
 
 
 def test_an_option_without_a_group_of_help_is_refused() -> None:

@@ -272,7 +272,7 @@ def test_positions_that_a_class_computes_are_few(key: str) -> None:
     """
     positions = 10_000_000
     check_numbers({"model_type": "llama", key: positions, "num_hidden_layers": 2}, "m")
-    with pytest.raises(RefusedError, match=f"{key}: {positions}, at most 100000 are allowed"):
+    with pytest.raises(RefusedError, match=f"{key}: {positions}, but at most 100000 are allowed"):
         check_numbers({"model_type": "marian", key: positions, "decoder_layers": 2}, "m")
 
 

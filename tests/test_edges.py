@@ -149,7 +149,7 @@ def test_attention_that_is_not_quantized_is_converted(method: str, tmp_path: Pat
         model, "--kv-heads", 2, "--method", "calibrated", "-o", tmp_path / "no"
     )
     words = ("--kv-heads", 2, "--method", "mean")
-    assert "--dtype does not go with quantized weights" in refusal(
+    assert "--dtype cannot be used because m has quantized weights" in refusal(
         model, *words, "--dtype", "float16"
     )
     assert run(*words, "--dry-run", model).code == 0

@@ -163,7 +163,7 @@ def test_a_model_larger_than_memory(
     two = SimpleNamespace(num_processes=2, is_main_process=True)
     # As under a launcher of two processes
     monkeypatch.setattr(subjects, "ranks", lambda: two)
-    assert "--device auto is for one process, and there are 2" in refused(
+    assert "--device auto works with one process only, but there are 2" in refused(
         "SRC --data TEXT --device auto"
     )
 
@@ -202,19 +202,26 @@ def test_hub_ids(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("SRC G2", "nothing to measure: give text with --data, or --recall, --decode or --memory"),
+        (
+            "SRC G2",
+            "nothing to measure; pass text with --data, or pass --recall, --decode or --memory",
+        ),
         ("SRC G2 --kl --memory 1GB", "--kl has no effect without --data"),
         ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps has no effect without --decode"),
-        ("SRC --data TEXT --kl", "--kl compares checkpoints; give at least two"),
+        (
+            "SRC --data TEXT --kl",
+            "--kl compares checkpoints, but only one was passed; pass a second one, or "
+            "--cache-bits",
+        ),
         ("SRC --data PLACE/short.txt", "the text has 4 tokens, less than one window of 512"),
         ("SRC --data TEXT --revision main", "--revision is for hub ids"),
         (
             "SRC --decode --context 64",
-            "--context has no effect without --data or --recall or --memory: give one",
+            "--context has no effect without --data, --recall or --memory; pass one",
         ),
         (
             "SRC --memory 1GB --device cpu",
-            "--device has no effect without --data or --recall or --decode",
+            "--device has no effect without --data, --recall or --decode",
         ),
         (
             "SRC --decode --decode-contexts 500",
@@ -225,23 +232,24 @@ def test_hub_ids(
         ("SRC --data TEXT --device gpu", "there is no device gpu; pass cpu, cuda, cuda:1 or mps"),
         (
             "T5 --data TEXT",
-            "t5gemma is an encoder-decoder: name the column to predict with --target-field",
+            "t5gemma is an encoder-decoder, which predicts a column of its own; pass that column "
+            "with --target-field",
         ),
         (
             "SRC --data TEXT --target-field other",
-            "--target-field is for encoder-decoders, stdlib-mha is not one",
+            "--target-field works only with encoder-decoders, but stdlib-mha is not one",
         ),
-        ("T5 --data TEXT --target-field text", "are the same column; name two"),
-        ("SRC --data PLACE/text.txt --field body", "text.txt has no columns: leave it out"),
-        ("SRC --data TEXT --separator x", "--separator splits text files into documents; "),
+        ("T5 --data TEXT --target-field text", "are the same column; pass two"),
+        ("SRC --data PLACE/text.txt --field body", "text.txt has no columns; remove --field"),
+        ("SRC --data TEXT --separator x", "--separator splits text files into documents, but "),
         ("SRC T5 --recall", "stdlib-mha and t5gemma have different"),
-        ("T5 --recall", "--recall is for decoders, and t5gemma is an encoder-decoder"),
+        ("T5 --recall", "--recall works only with decoders, but t5gemma is an encoder-decoder"),
         ("T5 --data TEXT --target-field none", "has no field 'none'; it has 'other', 'text'"),
         (
             "T5 --data TEXT --target-field other --cache-bits 4",
-            "--cache-bits is for decoders with key/value heads",
+            "--cache-bits works only with decoders that have KV heads",
         ),
-        ("SRC --data TEXT --cache-bits 4 --decode", "--cache-bits and --decode exclude each other"),
+        ("SRC --data TEXT --cache-bits 4 --decode", "--cache-bits and --decode cannot be combined"),
         ("SRC --data TEXT --context 600", "--context 600 is more than the 512 positions"),
         (
             "T5 SRC --data TEXT --target-field other",
@@ -322,7 +330,7 @@ def damaged(path: Path, damage: str) -> Path:
         (
             "vocabulary",
             "SRC BAD --data TEXT",
-            "bad knows 3,000 of the 4,096 tokens of its tokenizer",
+            "the embedding of bad has only 3,000 of the 4,096 tokens of its tokenizer",
         ),
         ("vocabulary", "BAD --data TEXT", "has 3000 rows: they do not belong together"),
         ("tokenizer", "SRC BAD --data TEXT", "transformers cannot load the tokenizer of bad"),
@@ -371,8 +379,10 @@ def test_a_base_model_that_is_not_first_gives_a_warning() -> None:
     options = "--data TEXT --tokens 64 --context 32 -q"
     done = run(*words(f"G2 {SOURCE} {options}"), program="gqa-eval")
     done.expect(
-        err="warning: stdlib-mha is the base model of gqa2, and is compared with it as if it were "
-        "the converted model: give the base model stdlib-mha first\n"
+        err=(
+            "warning: stdlib-mha is the base model of gqa2, and is compared with it as if it "
+            "were the converted model; pass the base model stdlib-mha first\n"
+        )
     )
     in_words = run(*words(f"G2 {SOURCE} --data TEXT --tokens 64 --context 32"), program="gqa-eval")
     assert "8 of 2 KV heads: KV cache 4x larger" in in_words.out

@@ -128,7 +128,7 @@ REFUSED_TYPES = {
     "deepseek_v3": "latent attention",
     "mamba": "no attention",
     "longt5": "related model",
-    "umt5": "no number of key",
+    "umt5": "no number of KV heads",
     "bert": "it is an encoder, which reads a whole text at once: it has no KV cache to shrink; "
     "docs/models.md lists",
     "deberta-v2": "it is an encoder",
@@ -151,7 +151,7 @@ Cases = dict[str, tuple[Break, tuple[str, ...]]]
 # A way to break a sound checkpoint of one file, and what the message must contain.
 CASES: Cases = {
     # config.json
-    "no config": (remove("config.json"), ("no config.json", "give a checkpoint")),
+    "no config": (remove("config.json"), ("no config.json", "pass a checkpoint")),
     **{
         f"config is {made[:9]!r}": (text("config.json", made), ("config.json is not JSON", AGAIN))
         for made in (b"{", b"[" * 100_000)
@@ -193,7 +193,7 @@ CASES: Cases = {
         )
     },
     # which weights
-    "no weights": (remove(SINGLE), ("no weights at all", "give a checkpoint")),
+    "no weights": (remove(SINGLE), ("no weights at all", "pass a checkpoint")),
     "weights of another name": (
         settings(transformers_weights="mine.safetensors"),
         ("names another file of weights, 'mine.safetensors'", "rename it to"),

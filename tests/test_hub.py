@@ -189,7 +189,7 @@ ACCESS: list[tuple[dict[str, Any] | None, tuple[object, ...], dict[str, str], st
     ({}, (), {"HF_ENDPOINT": "http://no.test"}, "the hub at http://no.test cannot be reached ("),
     ({}, (), {"HF_HUB_OFFLINE": "1"}, f"Cannot reach {Hub.endpoint}/"),
     ({"failure": 501}, (), {}, "501 Not Implemented"),
-    ({}, ("--kv-heads", 3), {}, "choose 1, 2, 4 or 8"),
+    ({}, ("--kv-heads", 3), {}, "pass 1, 2, 4 or 8"),
 ]
 
 
@@ -253,19 +253,21 @@ def test_broken_repository(
         *(
             (
                 [path],
-                f"there is no directory {path}; give a directory with config.json, "
-                "or a hub id "
+                f"there is no directory {path}; pass a directory with config.json, or a hub id "
                 "(owner/name)\n",
             )
             for path in ("a/b/c", "./Llama-2-7b-hf", "../lab", "/lab", "labs/")
         ),
         (
             ["lab/bad--name"],
-            "lab/bad--name, and it is no hub id (owner/name): Cannot have -- or .. in repo_id",
+            "lab/bad--name, and it is not a hub id (owner/name): Cannot have -- or .. in repo_id",
         ),
         (["--revision", "", NAME], "Invalid value for '--revision': '' is not a name"),
         (["lab/here"], "lab/here has no config.json"),
-        (["--revision", "main", "lab/here"], "--revision is for hub ids; lab/here is a local path"),
+        (
+            ["--revision", "main", "lab/here"],
+            "--revision is for hub ids, but lab/here is a local path; remove --revision",
+        ),
     ],
 )
 def test_what_is_no_hub_id(

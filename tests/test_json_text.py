@@ -55,7 +55,7 @@ def test_a_file_of_endless_size_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "x.json").open("wb") as file:
         file.truncate(MAX_BYTES + 1)
 
-    with pytest.raises(CorruptError, match="has 50,000,001 bytes, at most 50,000,000"):
+    with pytest.raises(CorruptError, match="has 50,000,001 bytes, but at most 50,000,000"):
         read_json_file(tmp_path / "x.json", "x.json")
 
 

@@ -180,9 +180,7 @@ def test_tokens_are_those_of_generate(pair: dict[str, PreTrainedModel], name: st
 
 
 def test_a_model_that_returns_no_cache() -> None:
-    with pytest.raises(
-        RefusedError, match="--decode needs a model that returns a key/value cache; "
-    ):
+    with pytest.raises(RefusedError, match="--decode needs a model that returns a KV cache, but "):
         greedy_decode(build(TINY["recurrent_gemma"], 2), torch.full((1, 8), 7), steps=2)
 
 

@@ -163,11 +163,10 @@ def source(
         (
             "gpt2",
             2,
-            r"--kv-heads 2 is not possible for the 4 key/value heads .* of source \(G = 1 or H\); "
-            r"choose 1 or "
-            r"4",
+            r"--kv-heads 2 is not possible for the 4 KV heads .* of source \(G = 1 or H\); "
+            r"pass 1 or 4",
         ),
-        ("gpt_neox", 3, "not possible for the 4 key/value heads .* of source; choose 1, 2 or 4"),
+        ("gpt_neox", 3, "not possible for the 4 KV heads .* of source; pass 1, 2 or 4"),
         (
             "gpt_neox",
             {"use_parallel_residual": False},
@@ -186,7 +185,7 @@ def source(
         (
             "gpt2",
             {"n_layer": 3},
-            r"has no h\.2\.attn\.c_attn\.weight; give a checkpoint of the whole model",
+            r"has no h\.2\.attn\.c_attn\.weight; pass a checkpoint of the whole model",
         ),
         ("gpt2", {"n_layer": 1}, r"h\.1\.attn.* are not part of a language model of type gpt2"),
         (
@@ -215,8 +214,8 @@ def source(
         (
             "gpt_neox",
             lambda t: t.update({"gpt_neox.layers.0.input_layernorm.weight": torch.zeros(7)}),
-            "input_layernorm.weight .7. cannot become model.layers.0.self_attn.q_proj.weight; is "
-            "it of another model",
+            "input_layernorm.weight .7. cannot become model.layers.0.self_attn.q_proj.weight; "
+            "check that the weights belong to this model",
         ),
     ],
 )

@@ -38,25 +38,28 @@ def model(tmp_path: Path) -> Path:
 NO_PATHS = ("./nothing", "/nothing/there", "a/b/c", "../m\n")
 NO_IDS = ("two words", "a\x1b[2Jb")  # nor paths
 WRONG_USAGE = {
-    "--kv-heads 3 m": "4 key/value heads and 8 query heads of m; choose 1, 2, 4 or 8",
-    "--kv-heads 16 m": "choose 1, 2, 4 or 8",
+    "--kv-heads 3 m": "4 KV heads and 8 query heads of m; pass 1, 2, 4 or 8",
+    "--kv-heads 16 m": "pass 1, 2, 4 or 8",
     **{
         f"--kv-heads {word} m": f"'{word[-3:]}' is not a whole number"
         for word in ("0", "-2", "two", "2.0", "1,two")
     },
     "-g2 m a b": "unexpected extra argument",
     "-g2 m --revision main": "--revision is for hub ids",
-    "m": "--kv-heads is not given; m has 4 key/value heads: choose 1 or 2",
+    "m": "--kv-heads is missing; m has 4 KV heads: pass 1 or 2",
     "-g2": "Missing argument 'MODEL'",
-    "-g2 m/config.json": "config.json is not a directory; give the one",
-    "-g2 empty": "empty has no config.json; give a checkpoint",
+    "-g2 m/config.json": "config.json is not a directory; pass the one",
+    "-g2 empty": "empty has no config.json; pass a checkpoint",
     "-g2 .": ". has no config.json; did you mean m?",
-    "-g2 ./broken": "broken is not a directory; give the one",
+    "-g2 ./broken": "broken is not a directory; pass the one",
     **{
-        f"-g2 {shlex.quote(path)}": "; give a directory with config.json, or a hub id"
+        f"-g2 {shlex.quote(path)}": "; pass a directory with config.json, or a hub id"
         for path in NO_PATHS
     },
-    **{f"-g2 {shlex.quote(name)}": "and it is no hub id (owner/name): Repo id" for name in NO_IDS},
+    **{
+        f"-g2 {shlex.quote(name)}": "and it is not a hub id (owner/name): Repo id"
+        for name in NO_IDS
+    },
 }
 
 
@@ -94,25 +97,25 @@ def test_refused_outputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "a file": (root / "file", "file exists and is not a directory"),
         "below a file": (
             root / "file" / "out",
-            "file is not a directory that you may write to; give another",
+            "file is not a directory that you may write to; choose another",
         ),
         "below a link to itself": (
             root / "loop" / "out",
             "loop is not a directory that you may write to",
         ),
-        "where no files are made": ("/proc/out", "give another directory with -o"),
-        "a link": (root / "link", "is a link; give the directory itself"),
-        "a link to nothing": (root / "loose", "is a link"),
+        "where no files are made": ("/proc/out", "choose another directory with -o"),
+        "a link": (root / "link", "is a symbolic link; pass the directory that it points to"),
+        "a link to nothing": (root / "loose", "is a symbolic link"),
         "the model by another name": (
             root / "full" / ".." / "m" / "",
-            "is the model itself or inside it",
+            "is the model's directory or inside it",
         ),
         "in the model by a link": (
             root / "same" / "deep" / "out",
-            "is the model itself or inside it",
+            "is the model's directory or inside it",
         ),
         "around the model with dots": (f"{model}/..", "contains the model"),
-        "a mount point": (root / "volume", "is a mount point; give a directory in it"),
+        "a mount point": (root / "volume", "is a mount point; choose a directory in it"),
         "the root": ("/", "the root of a file system"),
         "too long": (root / ("x" * 300), "too long"),
     }
@@ -127,7 +130,7 @@ def test_refused_outputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / ".out.gqa-lock").mkdir()  # what is in the way only when it is entered
     says = f"cannot write beside {root / 'out'}: "
     check_refused(
-        run(*MERGED, "-o", root / "out", model), says, "give another directory with -o", code=1
+        run(*MERGED, "-o", root / "out", model), says, "choose another directory with -o", code=1
     )
 
 

@@ -209,15 +209,15 @@ def adapted(model: Any) -> Any:
 REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     "groups": (
         lambda at, m: gqa.convert_model(m, kv_heads=3),
-        "kv_heads=3 is not possible for the 4 key/value",
+        "kv_heads=3 is not possible for the 4 KV heads",
     ),
     "two numbers": (
         lambda at, m: gqa.convert_model(at, kv_heads=2, kv_budget=0.5),
-        "kv_heads=G or kv_budget=SHARE",
+        "kv_heads and kv_budget cannot be combined",
     ),
     "no model": (
         lambda at, m: gqa.convert_model({}, kv_heads=2),
-        "the model is a dict; give a directory, a hub id or",
+        "the model is a dict; pass a directory, a hub id or",
     ),  # type: ignore[arg-type]
     "adapter": (
         lambda at, m: gqa.convert_model(adapted(m), kv_heads=2),
@@ -225,11 +225,11 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     ),
     "tokenizer": (
         lambda at, m: gqa.convert_model(at, kv_heads=2, tokenizer=1),
-        "tokenizer is for loaded models",
+        "tokenizer is only for loaded models",
     ),
     "inside": (
         lambda at, m: gqa.convert_model(at, kv_heads=2, output=at / "x"),
-        "; give another with output",
+        "; choose another directory with output",
     ),
     "exists": (
         lambda at, m: gqa.convert_model(m, kv_heads=2, output=at),
@@ -245,13 +245,16 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     ),
     "two lengths": (
         lambda at, m: gqa.uptrain_model(at, data="x", steps=2, alpha=0.5),
-        "by alpha and steps; give one",
+        "alpha and steps cannot be combined, because each sets the length; pass one",
     ),
     "dry run": (
         lambda at, m: gqa.convert_model(at, kv_heads=2, dry_run=True),
-        "dry_run is for the command line",
+        "dry_run is only for the command line",
     ),
-    "no base model": (lambda at, m: gqa.ablate(gqa.AblateOptions(output="s")), "no model is named"),
+    "no base model": (
+        lambda at, m: gqa.ablate(gqa.AblateOptions(output="s")),
+        "no model was passed",
+    ),
     "method": (
         lambda at, m: gqa.convert_model(at, kv_heads=2, method="mean", data="x"),
         "data is not used by method",
@@ -279,10 +282,13 @@ def test_options_are_an_object_or_keywords() -> None:
     with pytest.raises(TypeError, match="EvaluateOptions holds all options"):
         gqa.evaluate(options, context=64)
     with pytest.raises(
-        TypeError, match="TrainOptions holds all options: change it instead of giving teacher too"
+        TypeError,
+        match=("TrainOptions holds all options; change it instead of passing teacher too"),
     ):
         gqa.uptrain_model(gqa.TrainOptions("model"), teacher="teacher")
-    with pytest.raises(gqa.RefusedError, match="the model is a EvaluateOptions; give a directory"):
+    with pytest.raises(
+        gqa.RefusedError, match=("the model is a EvaluateOptions; pass a directory")
+    ):
         gqa.evaluate(options, "another")
     with pytest.raises(
         TypeError, match=r"^evaluate\(\) has no option contxt; did you mean context\?$"

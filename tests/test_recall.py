@@ -199,17 +199,22 @@ def test_a_report_has_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     # Refused before anything is scored
     monkeypatch.setattr("gqa.eval.evaluate.score", Mock(side_effect=AssertionError))
     short = refused("SRC --data TEXT --context 64", "-o", tmp_path / "short")
-    assert "at least 128 tokens, and --context is 64: leave recall out" in short
+    assert (
+        "at least 128 tokens, but --context is 64; pass a larger --context, or --no-recall" in short
+    )
     with monkeypatch.context() as patch:
         # A model whose text holds nothing to ask for
         patch.setattr(
             "gqa.eval.recall.sampled_blocks", Mock(side_effect=RefusedError("it writes nothing"))
         )
-        assert "recall: it writes nothing; or leave recall out" in refused(
+        assert "recall cannot be measured: it writes nothing, or pass --no-recall" in refused(
             text, "-o", tmp_path / "mute"
         )
     # A model of code that cannot write text
     monkeypatch.setattr(
         "transformers.LlamaForCausalLM.generate", Mock(side_effect=ValueError("no cache"))
     )
-    assert "cannot write text: no cache; leave recall out" in refused(f"{text} --recall")
+    assert (
+        "cannot write text (no cache), so recall cannot be measured; pass --no-recall"
+        in refused(f"{text} --recall")
+    )

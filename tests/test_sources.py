@@ -122,15 +122,22 @@ def test_files_directories_and_patterns(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     refused = {
-        "*.*": "*.* names files of several formats (b.jsonl, b.parquet, b[1].txt); give a pattern "
-        "that names those of one",
-        "data": "the directory data holds several splits (test, train); give the files of one, "
-        "like 'data/**/*train*'",
-        "stdlib:test": "there is no stdlib:test; allowed are stdlib:train and stdlib:heldout",
-        "a b": "there is no file or directory a b, and it is not a data set name "
-        "(org/name[:config[:split]])",
-        " ": "no data is named; give a file, a directory, a pattern, a data set of the hub or "
-        "stdlib:train",
+        "*.*": (
+            "*.* names files of several formats (b.jsonl, b.parquet, b[1].txt); pass a pattern "
+            "that names those of one"
+        ),
+        "data": (
+            "the directory data holds several splits (test, train); pass the files of one, like "
+            "'data/**/*train*'"
+        ),
+        "stdlib:test": "there is no stdlib:test; pass stdlib:train or stdlib:heldout",
+        "a b": (
+            "there is no file or directory a b, and it is not a dataset name "
+            "(org/name[:config[:split]]); check the spelling"
+        ),
+        " ": (
+            "no data was passed; pass a file, a directory, a pattern, a hub dataset or stdlib:train"
+        ),
     }
     for spec in ("none.txt", "~nouser/a.jsonl", "x" * 300 + ".txt"):
         refused[spec] = f"there is no file {spec}; check the path"
@@ -163,7 +170,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', UNREADABLE),
     "number.jsonl": (
         b'{"text": 4}\n{"text": null}\n{"text": 5}\n',
-        ": field 'text' has type int; name a column of text",
+        ": field 'text' has type int; pass a column of text with --field",
     ),
     "missing.jsonl": (
         b'{"title": "a", "b\\n": 1}\n',
@@ -182,7 +189,7 @@ def test_data_that_is_named_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write(Path("a.jsonl"), TEXTS)
     for specs in (("a.jsonl", "./a.jsonl"), (".", "a.jsonl"), ("stdlib:train", "stdlib:train")):
         with pytest.raises(
-            CorpusError, match=r"names \S+ 2 times; name every file and data set once"
+            CorpusError, match=r"names \S+ 2 times; pass every file and dataset once"
         ):
             parse_sources(specs)
     assert len(parse_sources(("a.jsonl", "stdlib:train"))) == 2
@@ -207,7 +214,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "latin.jsonl": f"line 2 of latin.jsonl{NOT_UTF8}",
         "missing.parquet": "missing.parquet has no field 'text'; it has 'body', 'title'",
         "cut.parquet": "cut.parquet cannot be read: ",
-        "ints.parquet": "ints.parquet: field 'text' has type int; name a column of text",
+        "ints.parquet": "ints.parquet: field 'text' has type int; "
+        "pass a column of text with --field",
         "cut.arrow": "cut.arrow cannot be read: ",
         "many": "many/2.jsonl cannot be read: ",
     }
@@ -221,11 +229,11 @@ def test_options_of_sources_are_not_ignored(
     for name in ("a.txt", "a.jsonl"):
         Path(name).write_text("{}")
     with pytest.raises(
-        CorpusError, match=r"--field body is a column .*; stdlib:train has no columns"
+        CorpusError, match=r"--field body is a column .*, but stdlib:train has no columns"
     ):
         check_text_options(["self", "stdlib:train"], "body", None)
     with pytest.raises(
-        CorpusError, match=r"--separator .*; a.jsonl, stdlib:heldout is not a text file"
+        CorpusError, match=r"--separator .*, but a.jsonl, stdlib:heldout is not a text file"
     ):
         check_text_options(["a.jsonl", "stdlib:heldout"], "text", "x")
     check_text_options(["a.txt", "a.jsonl"], "body", "x")
@@ -327,7 +335,7 @@ def test_hub(
     (tmp_path / "broken/train.parquet").write_bytes(b"PAR1 and no more")
     hub.repo("lab/broken", tmp_path / "broken")
     choose = "; write lab/data:CONFIG or lab/data:CONFIG:SPLIT"
-    cannot = "the data set lab/data cannot be loaded: "
+    cannot = "the dataset lab/data cannot be loaded: "
     missing = (
         cannot + "Config name is missing. Please pick one among the available configs: ['a', 'b']"
     )
@@ -360,13 +368,13 @@ def test_hub(
         (
             "lab/gated",
             {},
-            "the data set lab/gated cannot be loaded: Dataset 'lab/gated' is a gated",
+            "the dataset lab/gated cannot be loaded: Dataset 'lab/gated' is a gated",
         ),
         (
             "lab/broken",
             {},
-            "the data set lab/broken cannot be loaded: Parquet magic bytes not found in "
-            "footer. Either the file is corrupted or this is not a parquet file",
+            "the dataset lab/broken cannot be loaded: Parquet magic bytes not found in footer. "
+            "Either the file is corrupted or this is not a parquet file",
         ),
     ]
     with machine.entered():
@@ -380,7 +388,7 @@ def test_hub(
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with machine.entered(HF_HUB_OFFLINE="1"):
         assert texts_of("lab/data:a:test") == ["a/test 1", "a/test 2"]
-        unreachable = "the data set lab/none cannot be loaded: Couldn't reach 'lab/none' on the Hub"
+        unreachable = "the dataset lab/none cannot be loaded: Couldn't reach 'lab/none' on the Hub"
         assert refusal("lab/none").startswith(unreachable)
     assert len(hub.requests) == requests
     assert capfd.readouterr() == ("", "")

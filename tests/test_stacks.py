@@ -334,11 +334,11 @@ def test_budgets_and_sampling_need_a_head(tmp_path: Path) -> None:
     )
     sampled, head = (
         CalibrationText(tokens=128, length=16),
-        "has no head that predicts tokens; give text",
+        "has no head that predicts tokens; pass text",
     )
     for text, message in (
         (sampled, head),
-        (Ids(count=8), "gives no logits; give a checkpoint with its head"),
+        (Ids(count=8), "gives no logits; pass a checkpoint with its head"),
     ):
         with pytest.raises(RefusedError, match=f"Qwen3Model {message}"):
             heads_within(read_checkpoint(tmp_path / "a"), 0.5, on_ids(text=text))

@@ -189,7 +189,7 @@ def test_what_fails_is_not_kept(
     lines(path, {"text": 4}, {"text": 5})
     for _ in range(2):
         with pytest.raises(
-            CorpusError, match=r"a\.jsonl: field 'text' has type int; name a column of text"
+            CorpusError, match=r"a\.jsonl: field 'text' has type int; pass a column of text"
         ):
             tokenize([read(path)], Encoders(tokenizer))
     assert not list((tmp_path / "cache").rglob("*.arrow"))
@@ -378,7 +378,7 @@ def test_what_a_stream_depends_on(stream: Open) -> None:
     assert stream(batch_size=64).summary == "a stream of many (17 files, 16 at a time)"
     for number in (1, 5, 9, 13):
         lines(Path(f"many/{number:02}.jsonl"), {"text": " "})
-    with pytest.raises(CorpusError, match=r"many has nothing to train on: it is empty, blank"):
+    with pytest.raises(CorpusError, match=r"many has no text to train on: it is empty, blank"):
         steps(stream(), 0, 1)
 
 

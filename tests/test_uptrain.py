@@ -157,16 +157,22 @@ def refusals(place: Path, root: Path) -> Refusals:
     )
     edit_tensors(spoilt, lambda tensors: next(iter(tensors.values())).mul_(torch.nan))
     return [
-        ({"data": small}, "tokens, less than one block of 64; lower --context"),
-        (alpha | {"batch_size": 999}, "less than one batch of 999; give more"),
-        (alpha | {"alpha": 1e-4}, "less than one block of 64; give more, or lower --context"),
+        (
+            {"data": small},
+            "tokens, less than one block of 64; pass more data, or a smaller --context",
+        ),
+        (alpha | {"batch_size": 999}, "less than one batch of 999; pass more"),
+        (alpha | {"alpha": 1e-4}, "less than one block of 64; pass more, or a smaller --context"),
         ({"data": empty}, "holds no text: it is empty or blank"),
         ({"heldout": place / "data.jsonl"}, "all documents are held out"),
         ({"heldout": small}, "the held-out text has less than one block of 64 tokens"),
-        ({"heldout_fraction": 1e-6}, "--heldout-fraction 1e-06 holds out no document; give more"),
+        (
+            {"heldout_fraction": 1e-6},
+            "--heldout-fraction 1e-06 holds out no document; pass a larger fraction, or more data",
+        ),
         (
             {"model": packed},
-            "packed has quantized weights, which are not trained; uptrain the original",
+            "packed has quantized weights, which cannot be trained; train the original model",
         ),
         (
             {"model": narrow},
@@ -174,19 +180,20 @@ def refusals(place: Path, root: Path) -> Refusals:
         ),
         (
             {"teacher": narrow},
-            "the teacher narrow knows 512 tokens, fewer than the 4,096 of the model's tokenizer",
+            "the embedding of the teacher narrow has only 512 of the 4,096 tokens of the model's "
+            "tokenizer",
         ),
         ({"teacher": other}, "the teacher other has another tokenizer than the model"),
         ({"model": spoilt}, "spoilt or its teacher has weights that are NaN or infinite"),
-        ({"teacher": spoilt, "data": short}, "its loss is not finite; give intact checkpoints"),
+        ({"teacher": spoilt, "data": short}, "its loss is not finite; pass intact checkpoints"),
         (
             {"model": headless},
             "headless is a Qwen3VLTextModel, which does not predict the next token of a text",
         ),
         ({"model": bare}, "bare has no tokenizer; copy its base model's tokenizer files into"),
         ({"output": packed}, "packed exists; choose another directory with -o"),
-        ({"context": 1}, "--context 1 leaves nothing to predict; give at least 2"),
-        ({"context": 65}, "--context 65 is more than the 64 positions of model"),
+        ({"context": 1}, "--context 1 leaves nothing to predict; pass at least 2"),
+        ({"context": 65}, "--context 65 is more than the 64 positions of model; pass at most 64"),
         ({"attn_implementation": "magic"}, "magic"),
         ({"device": "nowhere"}, "device nowhere cannot be used"),
     ]
@@ -219,7 +226,7 @@ def test_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             setup.make_accelerator(replace(options, device=None))
     # As under a launcher of two processes
     monkeypatch.setattr(setup, "ranks", lambda: SimpleNamespace(num_processes=2))
-    with pytest.raises(RefusedError, match="--device meta is for one process"):
+    with pytest.raises(RefusedError, match="--device meta works with one process only"):
         setup.make_accelerator(options)
 
 
@@ -237,7 +244,8 @@ def test_lacks_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         done = command(tmp_path / "deep" / "out", steps=1)
     check_refused(
         done,
-        f"bytes, 1,000 are free at {tmp_path}; free some space or give another directory",
+        f"bytes, but only 1,000 are free at {tmp_path}; free some space, or choose another "
+        "directory",
         code=1,
     )
     assert list(tmp_path.iterdir()) == []
@@ -257,7 +265,7 @@ CPU = RuntimeError(
 )
 TRAINING = (
     "out of memory while training on cpu; lower --micro-batch (now 2) or --context (now 64), or "
-    "give --check"
+    "pass --check"
 )
 MEMORY = {  # where memory ends: the error, the message and the exit code
     "gqa.uptrain.setup.Accelerator": (GPU, "out of memory: ", 1),

@@ -200,29 +200,29 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "marian",
         {},
-        "has neither sentinels nor a mask token, so plain text makes no pairs: give pairs with "
+        "has neither sentinels nor a mask token, so plain text makes no pairs; pass pairs with "
         "--field and",
     ),
     (
         "t5",
         PAIRS | {"streaming": True},
-        "--target-field is a column of stored data; leave out --streaming",
+        "--target-field is a column of stored data; remove --streaming",
     ),
     (
         "t5",
         {"data": "self", "target_field": "meant"},
-        "of stored data; leave out --streaming and --data",
+        "of stored data; remove --streaming and --data",
     ),
-    ("t5", {"repeats": True}, "repeats are for decoders, t5 is an encoder-decoder"),
+    ("t5", {"repeats": True}, "repeats works only with decoders, but t5 is an encoder-decoder"),
     (
         "t5",
         PAIRS | {"alpha": 0.001, "steps": None},
-        "alpha 0.001 is 0 tokens, less than one block of 1; give more",
+        "--alpha 0.001 is 0 tokens, less than one block of 1; pass more",
     ),
     (
         "t5",
         PAIRS | {"alpha": 1, "steps": None, "batch_size": 99},
-        "76 pairs to train on, less than one batch of 99",
+        "the data has only 76 pairs, less than one batch of 99",
     ),
 ]
 
@@ -239,5 +239,5 @@ def test_refusals(tmp_path: Path) -> None:
         **PAIRS | {"data": pair_material() / "pairs.jsonl"},
     )
     done = run(*decoder, program="gqa-uptrain")
-    assert "--target-field is for encoder-decoders, model is not one" in done.err
+    assert "--target-field works only with encoder-decoders, but model is not one" in done.err
     assert not list(tmp_path.iterdir())

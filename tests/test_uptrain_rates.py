@@ -94,5 +94,5 @@ def losses_of_steps(model: Path, rate: float | str) -> list[float]:
 
 @pytest.mark.parametrize("rate", ["0.3%%", "x%", "-1%", "0", "nan", "inf%", "", True])
 def test_a_rate_is_a_positive_number_or_share(rate: object) -> None:
-    with pytest.raises(RefusedError, match="is not a learning rate; give a share of each weight"):
+    with pytest.raises(RefusedError, match="is not a learning rate; pass a share of each weight"):
         TrainOptions("model", learning_rate=rate)  # type: ignore[arg-type]

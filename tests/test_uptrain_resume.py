@@ -283,7 +283,7 @@ def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
         with pytest.raises(RefusedError, match="cannot be read"):
             states(out).latest()
         path.write_text(damage)
-    advice = f"delete it to continue from the one before, or delete {out}-state to begin anew"
+    advice = f"delete it to continue from the one before, or delete {out}-state to start over"
     assert f"({path.name} lacks {[*record][-1]}); {advice}" in refused(runs, *words)
     shutil.rmtree(state(out, 4))
     done = runs.finish(*saving(runs, out, steps=6, quiet=False))
@@ -293,7 +293,7 @@ def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
 def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, saved: Path) -> None:
     """Before anything heavy is done, and with the command that continues."""
     command = shlex.join(["gqa-uptrain", *saving(runs, saved, steps=6)])
-    end = f"); continue it with {command}, or begin anew with --overwrite\n"
+    end = f"); continue it with {command}, or start over with --overwrite\n"
     different = saving(runs, out, learning_rate=2e-3, clip=0.5, alpha=0.5, steps=None)
     says = (
         "(--alpha: None -> 0.5; --clip: 1.0 -> 0.5; --learning-rate: 0.001 -> 0.002; --steps: 6 -> "
@@ -423,7 +423,8 @@ def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:
         done = runs.run(*runs.words(tmp_path / "out", steps=1), ranks=2)  # which end alike
     assert done.code == 2
     assert (
-        f"another run is using {tmp_path}/out-state; wait for it or give another output" in done.err
+        f"another run is using {tmp_path}/out-state; wait for it, or choose another directory"
+        in done.err
     )
     assert not list(tmp_path.iterdir())
 

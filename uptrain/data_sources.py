@@ -38,6 +38,7 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
     parts_with_text = [part for part in parts if next(part.read(part.dataset()), None)]
     if not parts_with_text:
         raise RefusedError(
-            f"--heldout-fraction {options.heldout_fraction:g} holds out no document; give more"
+            f"--heldout-fraction {options.heldout_fraction:g} holds out no document; pass a "
+            "larger fraction, or more data"
         )
     return parts_with_text

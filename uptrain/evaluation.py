@@ -20,7 +20,7 @@ from gqa.uptrain.weights import local_shard, stored_weights
 
 Weights = dict[str, Tensor]
 NOT_FINITE = (
-    "{} or its teacher has weights that are NaN or infinite: its loss is not finite; give intact "
+    "{} or its teacher has weights that are NaN or infinite: its loss is not finite; pass intact "
     "checkpoints"
 )
 

@@ -21,7 +21,7 @@ from gqa.checkpoint.provenance import METRICS, PROVENANCE, UPTRAINING
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import write_tensor
 from gqa.checkpoint.writer import CheckpointWriter, new_shard
-from gqa.core.errors import OutputError, RefusedError, explain, listing
+from gqa.core.errors import OutputError, RefusedError, explain, listing, verification_error
 from gqa.models.loading import model_class
 from gqa.models.names import saved_tensors
 from gqa.uptrain.card import CARD, trained_card
@@ -79,9 +79,7 @@ class TrainedCheckpoint(CheckpointWriter):
         wrong = _layout(self.source) ^ _layout(read_checkpoint(directory))
         if wrong:
             names = {name for name, _, _ in wrong}
-            raise OutputError(
-                f"the result does not verify: {listing(names)} differ from {self.source.name}"
-            )
+            raise verification_error(f"{listing(names)} differ from {self.source.name}")
 
 
 def _layout(checkpoint: Checkpoint) -> set[tuple[str, str, tuple[int, ...]]]:
@@ -113,7 +111,8 @@ def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
     may_overflow = cast.is_floating_point() and not bool(cast.isfinite().all())
     if may_overflow and bool(tensor.isfinite().all()):
         raise OutputError(
-            f"{spec.name} has become too large for {spec.dtype}, its dtype in {spec.file}"
+            f"{spec.name} has become too large for {spec.dtype}, its dtype in {spec.file}; train "
+            "with a lower --learning-rate, or from a checkpoint in float32"
         )
     return cast
 

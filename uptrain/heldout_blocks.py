@@ -47,7 +47,8 @@ def blocks_of_named_text(
     blocks = [block for block in blocks if has_targets(block)]
     if not blocks:
         raise RefusedError(
-            f"the held-out text has less than one block of {options.block} tokens; give more"
+            f"the held-out text has less than one block of {options.block} tokens; pass more text "
+            "with --heldout, or a smaller --context"
         )
     return heldout, blocks
 

@@ -268,8 +268,8 @@ def _add_step(
     progress.loss = nats
     if not is_finite or not math.isfinite(norm):
         raise DivergedError(
-            f"loss or gradient was not finite in step {progress.step}; "
-            "what was saved before is kept. Lower --learning-rate or lengthen --warmup"
+            f"loss or gradient was not finite in step {progress.step}; what was saved before is "
+            "kept. Lower --learning-rate or lengthen --warmup"
         )
 
     numbers = {

@@ -52,12 +52,13 @@ def settle(
     if not options.data and teacher is None:
         if record is None and options.teacher == AUTO_TEACHER:
             raise RefusedError(
-                f"{checkpoint.name} is not a converted model (no {PROVENANCE}): run gqa-convert "
-                "first, or name a --teacher, or train on text alone with --data and --teacher none"
+                f"{checkpoint.name} is not a converted model (no {PROVENANCE}); run gqa-convert "
+                "first, or pass a --teacher, or train on text alone with --data and --teacher "
+                "none"
             )
         raise RefusedError(
             f"no --data is given, and there is no teacher that could write it ({teacher_text}); "
-            "give text, or the model before conversion with --teacher"
+            "pass text with --data, or the base model with --teacher"
         )
 
     data = options.data or ("self",)
@@ -125,7 +126,7 @@ def find_base(checkpoint: Checkpoint, source: dict[str, Any]) -> tuple[Checkpoin
 
     local = find_local_base(checkpoint, source)
     if local is None and "path" in source:  # it was local at the conversion
-        return None, f"the base model {name} was moved or deleted; name it with --teacher"
+        return None, f"the base model {name} was moved or deleted; pass it with --teacher"
 
     location = local or name
     revision = None if local else source.get("revision")
@@ -182,7 +183,8 @@ def build_model(
     follow_prefix(model, checkpoint.tensors)
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(
-            f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it out"
+            f"--target-field works only with encoder-decoders, but {checkpoint.name} is not one; "
+            "remove --target-field"
         )
 
     set_seed(options.seed)  # initializes adapters
@@ -195,7 +197,9 @@ def build_model(
         try:
             enable({"use_reentrant": False})
         except ValueError as error:
-            raise RefusedError(f"--checkpointing: {explain(error)}") from error
+            raise RefusedError(
+                f"--checkpointing cannot be used ({explain(error)}); remove --checkpointing"
+            ) from error
     return model
 
 
@@ -390,9 +394,8 @@ def check_teacher(
     vocabulary = tokenizer.get_vocab()
     if teacher_tokenizer.get_vocab() != vocabulary:
         raise RefusedError(
-            f"the teacher {name} has another tokenizer than the model, "
-            "so their predictions cannot be compared; give "
-            "the checkpoint from which the model was converted"
+            f"the teacher {name} has another tokenizer than the model, so their predictions "
+            "cannot be compared; pass the checkpoint from which the model was converted"
         )
 
     needed = max(vocabulary.values()) + 1
@@ -400,6 +403,7 @@ def check_teacher(
     model_rows = model.config.get_text_config(decoder=True).vocab_size
     if teacher_rows != model_rows and teacher_rows < needed:
         raise RefusedError(
-            f"the teacher {name} knows {teacher_rows:,} tokens, fewer than the {needed:,} of the "
-            "model's tokenizer; give the checkpoint from which the model was converted"
+            f"the embedding of the teacher {name} has only {teacher_rows:,} of the {needed:,} "
+            "tokens of the model's tokenizer; pass the checkpoint from which the model was "
+            "converted"
         )

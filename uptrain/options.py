@@ -55,7 +55,7 @@ class Rate(click.ParamType[float | str]):
             number = -1.0
         if isinstance(value, bool) or not 0 < number <= LARGEST:
             self.fail(
-                f"{value!r} is not a learning rate; give a share of each weight like 0.3%, or a "
+                f"{value!r} is not a learning rate; pass a share of each weight like 0.3%, or a "
                 "number above 0 like 1e-4",
                 param,
                 ctx,
@@ -86,16 +86,16 @@ class TrainOptions(Options):
     )
     data: tuple[str, ...] = option(
         (),
-        "Training text: a file, a directory, a glob, a hub data set, stdlib:train, "
-        "self (sampled from the teacher) or self:TOKENS. "
-        "Repeat it or use commas for several.  [default: self]",
+        "Training text: a file, a directory, a glob, a hub dataset, stdlib:train (the source code "
+        "of Python's standard library), self (sampled from the teacher) or self:TOKENS (a number "
+        "of sampled tokens). Repeat the option, or separate sources by commas.  [default: self]",
         metavar="SOURCE[,...]",
         group=MAIN,
     )
     tokens: int | None = option(
         None,
-        "Number of tokens to train on in all, like 1B: with repeats, and shorter data is read "
-        "again.  [default: 512K]",
+        "Tokens to train on in all, like 1B. Blocks that repeat passages count. Shorter data is "
+        "read several times.  [default: 512000]",
         tokens_type(),
         metavar="COUNT",
         group=MAIN,
@@ -133,24 +133,25 @@ class TrainOptions(Options):
     )
     assistant_only_loss: bool = option(
         False,
-        "Chats: train on what the assistant writes alone.  [default: on all tokens]",
+        "For chats: train only on what the assistant writes.  [default: on all tokens]",
         group="Training text",
     )
-    streaming: bool = option(False, "Stream a hub data set; store nothing.", group="Training text")
+    streaming: bool = option(False, "Stream a hub dataset; store nothing.", group="Training text")
 
     heldout: str | None = option(
         None,
-        "Held-out text: the step with the lowest loss on it is written (with a teacher the KL "
-        "divergence from it, else the cross-entropy).  "
-        "[default: a part of the data; none of a stream]",
+        "Held-out text. The weights with the lowest loss on it are written. The loss is the KL "
+        "divergence from the teacher, or the cross-entropy without a teacher.  [default: a part of "
+        "the data; none of a stream]",
         metavar="SOURCE",
         group="Held-out text",
     )
     heldout_fraction: float = option(
         0.0,
-        "Share of the documents to hold out. 0 holds out the end of the data: 5% of it, at most "
-        "--heldout-tokens.",
+        "Share of the documents to hold out. With 0, the last 5% of the data is held out, at most "
+        "--heldout-tokens tokens.",
         SHARE,
+        metavar="FRACTION",
         group="Held-out text",
     )
     heldout_tokens: int = option(
@@ -163,9 +164,10 @@ class TrainOptions(Options):
 
     alpha: float | None = option(
         None,
-        "Train on this fraction of the tokens of --data, each once. The GQA paper's alpha is a "
-        "fraction of the pre-training steps: use --tokens for that.",
+        "Train on this fraction of the tokens of --data, each token once. The GQA paper's alpha is "
+        "something else, a fraction of the pre-training steps: use --tokens for that.",
         Number(float, "above 0 to 1"),
+        metavar="FRACTION",
         group="Length and batches",
     )
     steps: int | None = option(None, "Number of training steps.", COUNT, group="Length and batches")
@@ -186,8 +188,9 @@ class TrainOptions(Options):
     )
     micro_batch: int | None = option(
         None,
-        "Blocks per forward pass and process. It affects only memory and speed if --batch-size is "
-        "given, which otherwise becomes a multiple of it.  [default: batch size / processes]",
+        "Blocks that one process runs at once. If --batch-size is set, this affects only memory "
+        "and speed. Otherwise the batch size is rounded to a multiple of processes x micro-batch.  "
+        "[default: batch size / processes]",
         COUNT,
         free=True,
         group="Length and batches",
@@ -221,6 +224,7 @@ class TrainOptions(Options):
     checkpointing: bool = option(
         False,
         "Recompute activations in the backward pass to save memory.",
+        alias="--gradient-checkpointing",
         free=True,
         group=HARDWARE,
     )
@@ -319,7 +323,8 @@ class TrainOptions(Options):
         lengths = " and ".join(self.lengths)
         yield (
             len(self.lengths) > 1,
-            f"the length is given by {lengths}; give one of --alpha, --tokens and --steps",
+            f"{lengths} cannot be combined, because each sets the length; pass one of --alpha, "
+            "--tokens and --steps",
         )
 
     def _source_conflicts(self) -> Iterator[tuple[bool, str]]:
@@ -327,36 +332,37 @@ class TrainOptions(Options):
         has_fraction = self.heldout_fraction > 0
         yield (
             has_fraction and self.heldout is not None,
-            "--heldout and --heldout-fraction both name held-out text; give one",
+            "--heldout and --heldout-fraction cannot be combined, because both determine the "
+            "held-out text; remove one of them",
         )
         yield (
             has_fraction and self.streaming,
-            "--heldout-fraction cannot be used with a stream; name other text with --heldout",
+            "--heldout-fraction cannot be used with a stream; pass other text with --heldout",
         )
         yield (
             self.streaming and len(self.data) > 1,
-            "--streaming reads one source; give all files as one directory or pattern",
+            "--streaming reads only one source; pass all files as one directory or pattern",
         )
         yield (
             self.alpha is not None and self.streaming,
-            "--alpha needs data of known length, not a stream; give --tokens or --steps",
+            "--alpha needs data of known length, not a stream; pass --tokens or --steps instead",
         )
 
     def _expert_conflicts(self) -> Iterator[tuple[bool, str]]:
         """Options for Python callers, and that of chats, without what they need."""
         yield (
             self.is_set("lora_rank") and self.train != "lora",
-            "lora_rank needs --train lora; give both or leave it out",
+            "lora_rank needs --train lora; pass both, or remove lora_rank",
         )
         yield (
             self.is_set("assistant_only_loss") and any(map(is_self, self.data)),
-            "--assistant-only-loss needs chats of your own (--data self is text without roles); "
-            "give both or leave it out",
+            "--assistant-only-loss needs chats of your own, but --data self is text without "
+            "roles; pass chats with --data, or remove --assistant-only-loss",
         )
         yield (
             self.is_set("repeats") and any(map(is_self, self.data)),
-            "repeats needs your own text (self has repeats, self:plain has none); "
-            "give both or leave it out",
+            "repeats needs text of your own, because self always has repeats and self:plain has "
+            "none; pass text with --data, or remove repeats",
         )
 
     def _self_conflicts(self) -> Iterator[tuple[bool, str]]:
@@ -364,16 +370,18 @@ class TrainOptions(Options):
         stands_alone = len(self.data) == 1 and not self.streaming and self.heldout_fraction <= 0
         yield (
             not stands_alone,
-            "--data self excludes other sources, --streaming and --heldout-fraction",
+            "--data self cannot be combined with other sources, --streaming or "
+            "--heldout-fraction; remove them, or replace self",
         )
         yield (
             not self.distills,
-            "--data self is generated by the --teacher; give the model before conversion",
+            "--data self is generated by the teacher, but --teacher is none; pass the base model "
+            "with --teacher, or text with --data",
         )
         is_endless = parse_self(self.data[0])[0] is None
         yield (
             self.alpha is not None and is_endless,
-            "--alpha needs data of known length; give --data self:1M or the like",
+            "--alpha needs data of known length; pass --data self:1M or the like",
         )
 
     def _batch_conflicts(self, batch_size: int, ranks: int) -> Iterator[tuple[bool, str]]:
@@ -381,12 +389,12 @@ class TrainOptions(Options):
         share, rest = divmod(batch_size, ranks)
         yield (
             rest > 0,
-            f"--batch-size {batch_size} is not a multiple of the {ranks} processes; give "
-            "one that is",
+            f"--batch-size {batch_size} is not a multiple of the {ranks} processes; pass one that "
+            "is",
         )
         divisors = [number for number in range(1, share + 1) if share % number == 0]
         yield (
             share % (self.micro_batch or share) > 0,
-            f"--micro-batch {self.micro_batch} does not divide the {share} blocks of a "
-            f"process in a batch; give {alternatives(map(str, divisors))}",
+            f"--micro-batch {self.micro_batch} does not divide the {share} blocks of a process in "
+            f"a batch; pass {alternatives(map(str, divisors))}",
         )

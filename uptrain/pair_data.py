@@ -46,16 +46,17 @@ class PairDataBuilder:
         is_generated = any(map(is_self, options.data))
         if options.repeats:
             raise RefusedError(
-                f"repeats are for decoders, {self.encoder.name} is an encoder-decoder"
+                f"repeats works only with decoders, but {self.encoder.name} is an "
+                "encoder-decoder; remove repeats"
             )
         if options.assistant_only_loss:
             raise RefusedError(
-                f"--assistant-only-loss is for decoders, {self.encoder.name} is an "
-                "encoder-decoder; leave it out"
+                f"--assistant-only-loss works only with decoders, but {self.encoder.name} is an "
+                "encoder-decoder; remove --assistant-only-loss"
             )
         if options.target_field and (options.streaming or is_generated):
             raise RefusedError(
-                "--target-field is a column of stored data; leave out --streaming and --data self"
+                "--target-field is a column of stored data; remove --streaming and --data self"
             )
 
         if options.target_field:

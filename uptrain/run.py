@@ -122,11 +122,13 @@ def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | 
     if not out_of_memory(error):
         if not setup.options.compile:
             return None
-        return RefusedError(f"training with --compile failed ({explain(error, 200)}); leave it out")
+        return RefusedError(
+            f"training with --compile failed ({explain(error, 200)}); remove --compile"
+        )
 
     advice = (
         f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
-        f"{setup.micro_batch}) or --context (now {setup.options.block:,}), or give "
+        f"{setup.micro_batch}) or --context (now {setup.options.block:,}), or pass "
         "--checkpointing, --train lora or --optimizer adafactor"
     )
     if setup.states.complete():

@@ -45,10 +45,11 @@ def longest_block(config: Any, checkpoint: Checkpoint, options: TrainOptions) ->
     default = MAX_PAIR if config.is_encoder_decoder else MAX_BLOCK
     longest = positions(config)
     if options.context == 1:
-        raise RefusedError("--context 1 leaves nothing to predict; give at least 2")
+        raise RefusedError("--context 1 leaves nothing to predict; pass at least 2")
     if longest and options.context and options.context > longest:
         raise RefusedError(
-            f"--context {options.context} is more than the {longest} positions of {checkpoint.name}"
+            f"--context {options.context} is more than the {longest} positions of "
+            f"{checkpoint.name}; pass at most {longest}"
         )
     return options.context or min(longest or default, MAX_BLOCK)
 
@@ -99,7 +100,8 @@ def count_blocks(options: TrainOptions, data_tokens: int) -> int:
         )
     if data_tokens < size:
         raise CorpusError(
-            f"the data has {data_tokens} tokens, less than one block of {size}; lower --context"
+            f"the data has {data_tokens} tokens, less than one block of {size}; pass more data, "
+            "or a smaller --context"
         )
 
     if options.steps is not None:
@@ -109,10 +111,12 @@ def count_blocks(options: TrainOptions, data_tokens: int) -> int:
         tokens = int(Fraction(repr(float(alpha))) * data_tokens)
     assert tokens is not None
     if tokens < size:
-        length = f"tokens is {tokens}"
+        length = f"--tokens is {tokens}"
         if alpha is not None:
-            length = f"alpha {alpha:g} is {tokens} tokens"
-        raise CorpusError(f"{length}, less than one block of {size}; give more, or lower --context")
+            length = f"--alpha {alpha:g} is {tokens} tokens"
+        raise CorpusError(
+            f"{length}, less than one block of {size}; pass more, or a smaller --context"
+        )
 
     blocks = tokens // size
     if alpha is not None and options.repeats:
@@ -137,7 +141,7 @@ def count_steps(n_blocks: int, options: TrainOptions) -> int:
     if not steps:
         unit = "pairs" if options.target_field else f"blocks of {options.block} tokens"
         raise RefusedError(
-            f"there are {n_blocks} {unit} to train on, less than one batch of "
-            f"{options.batch_size}; give more, or a smaller --batch-size"
+            f"the data has only {n_blocks} {unit}, less than one batch of {options.batch_size}; "
+            "pass more data, or a smaller --batch-size"
         )
     return steps

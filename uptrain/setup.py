@@ -145,7 +145,8 @@ def resolve_options(options: TrainOptions, processes: int, watcher: Watcher = SI
         watcher.warn(warning)
     if checkpoint.packed:
         raise RefusedError(
-            f"{checkpoint.name} has quantized weights, which are not trained; uptrain the original"
+            f"{checkpoint.name} has quantized weights, which cannot be trained; train the "
+            "original model, then quantize the result"
         )
     check_config(checkpoint.config, checkpoint.name)
     config = read_auto_config(str(checkpoint.directory), options.trust_remote_code)
@@ -243,8 +244,8 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
     processes = ranks().num_processes
     if options.device and processes > 1:
         raise RefusedError(
-            f"--device {options.device} is for one process; a launcher gives each of several its "
-            "own"
+            f"--device {options.device} works with one process only; remove it: the launcher "
+            "gives each process its own device"
         )
 
     device = find_device(options.device) if options.device else None
@@ -263,7 +264,8 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         )
     except (ValueError, ImportError) as error:
         raise RefusedError(
-            f"accelerate cannot start with these options: {explain(error)}"
+            f"accelerate cannot start with these options ({explain(error)}); correct them, or "
+            "those of the launcher"
         ) from error
 
     if device:
@@ -271,7 +273,8 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         accelerator.state.device = torch.device(device)
     if accelerator.mixed_precision not in _PRECISION:
         raise RefusedError(
-            f"the launcher sets {accelerator.mixed_precision}; give --precision bfloat16 or float32"
+            f"the launcher sets {accelerator.mixed_precision}, which cannot be used; pass "
+            "--precision bfloat16 or float32"
         )
     if accelerator.is_fsdp2:
         _prepare_for_fsdp2(accelerator, options)

@@ -87,9 +87,9 @@ class States:
     @contextmanager
     def _locked_here(self) -> Iterator[None]:
         busy = (
-            f"another run is using {self.directory}; wait for it or give another output with -o "
-            "(of other options, "
-            "models or text: the same run is continued wherever its result goes)"
+            f"another run is using {self.directory}; wait for it, or choose another directory "
+            "with -o (of other options, models or text: the same run is continued wherever its "
+            "result goes)"
         )
         with self._run_directory.held(busy):
             for place in self.places():
@@ -168,7 +168,7 @@ class States:
                 self.directory,
                 "another run",
                 changed,
-                f"continue it with {command}, or begin anew with --overwrite",
+                f"continue it with {command}, or start over with --overwrite",
             )
         return state
 
@@ -271,8 +271,8 @@ class States:
         room = ", ".join(f"{free[disk]:,} are free at {place}" for disk, place in disks.items())
         raise OutputError(
             f"no space left: the result takes {result_size:,} bytes, and the trained weights, "
-            f"which are saved before it, {size:,}; {room}. Free some space, give another directory "
-            "with -o, or another cache with HF_HOME"
+            f"which are saved before it, {size:,}; {room}. Free some space, choose another "
+            "directory with -o, or set HF_HOME to another cache"
         )
 
     def _register(self) -> Path | None:
@@ -288,7 +288,7 @@ class States:
         except RefusedError:
             state = None
         if state is None:
-            return "no state was saved before; free some space, and start the run again"
+            return "no state was saved before; free some space, and repeat the command"
 
         if state.is_trained:
             anywhere = ", also with another -o," if self.run else ""

@@ -186,8 +186,8 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:  # of json, pickle, zip files, torch
         raise RefusedError(
-            f"the state {path} cannot be read ({reason_of(error)}); delete it to continue from the "
-            f"one before, or delete {path.parent} to begin anew"
+            f"the state {path} cannot be read ({reason_of(error)}); delete it to continue from "
+            f"the one before, or delete {path.parent} to start over"
         ) from error
 
 

@@ -192,6 +192,7 @@ def merge_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         has_adapter = len(parts) > 1
         if has_adapter and not bool(plain[name].isfinite().all()):
             raise OutputError(
-                f"the adapter of {name.rpartition('.')[0]} is not finite; nothing was written"
+                f"the adapter of {name.rpartition('.')[0]} is not finite, so nothing was written; "
+                "repeat the command with --overwrite and a lower --learning-rate"
             )
     return plain

@@ -149,8 +149,8 @@ def _find_heads(raw: dict[str, Any], name: str) -> ModelConfig:
         model_types = chain.from_iterable(family.symmetries for family in FAMILIES)
         supported = listing(model_types, 8)
         raise RefusedError(
-            f"{name} is of model type {model_type}, which is not supported ({supported}; see "
-            "docs/models.md)"
+            f"{name} is of model type {model_type}, which is not supported ({supported}); "
+            "docs/models.md lists what is supported"
         )
 
     owner = path
@@ -198,7 +198,7 @@ def _check(config: ModelConfig, name: str) -> None:
     layers = getattr(config.text, config.family.layers)
     if type(layers) is not int or not 0 < layers <= MAX_COUNT:
         raise CorruptError(
-            f"{name}: config.json has {layers or 'no'} layers, 1 to {MAX_COUNT} are allowed; "
+            f"{name}: config.json has {layers or 'no'} layers, but 1 to {MAX_COUNT} are allowed; "
             "correct it"
         )
 
@@ -227,7 +227,7 @@ def _check(config: ModelConfig, name: str) -> None:
         _read_rotary(config)
     except _SENSELESS as error:
         value = getattr(config.text, "rope_parameters", None)
-        reason = f"of which no rotary embedding is made ({explain(error)})"
+        reason = f"no rotary embedding can be made of that ({explain(error)})"
         raise wrong(name, "rope_parameters", value, reason) from error
 
 
@@ -306,16 +306,16 @@ def _check_heads(heads: Iterable[LayerHeads], name: str) -> None:
         numbers = (layer.query, layer.kv, layer.key_dim, layer.value_dim)
         if not all(map(_is_positive_integer, numbers)) or layer.query % layer.kv:
             raise CorruptError(
-                f"{name}: config.json asks for {layer.query} query and {layer.kv} key/value heads "
-                f"of dimension {layer.key_dim}; "
-                "natural numbers are allowed, the second a divisor of the first"
+                f"{name}: config.json asks for {layer.query} query and {layer.kv} KV heads of "
+                f"dimension {layer.key_dim}, but allowed are natural numbers, of which the second "
+                "divides the first; correct it"
             )
 
         dim = max(layer.key_dim, layer.value_dim)
         if dim > MAX_DIM:  # a list of each dimension's frequency is made
             raise CorruptError(
-                f"{name}: config.json asks for heads of dimension {dim}, "
-                f"at most {MAX_DIM} is allowed; correct it"
+                f"{name}: config.json asks for heads of dimension {dim}, but at most {MAX_DIM} is "
+                "allowed; correct it"
             )
 
 
@@ -397,8 +397,8 @@ def edit_config(
         expected = target_heads(config, layer, groups)
         if actual != expected:
             raise RefusedError(
-                f"{name}: transformers reads {actual.kv} KV heads in layer {layer} from the edited "
-                f"config, {expected.kv} were expected; please report this config"
+                f"{name}: transformers reads {actual.kv} KV heads in layer {layer} from the "
+                f"edited config, but {expected.kv} were expected; please report this config"
             )
     return new, list(_difference("", config.raw, raw))
 

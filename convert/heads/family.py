@@ -174,7 +174,7 @@ class Fused(Layout):
         dim = heads.key_dim
         rest = tensor.shape[1:]
         count = heads.query + 2 * heads.kv
-        meaning = f"({heads.query} query + 2 x {heads.kv} key/value heads) x {dim}"
+        meaning = f"({heads.query} query + 2 x {heads.kv} KV heads) x {dim}"
         _require(tensor.shape[0], count * dim, meaning)
 
         if self.order == "stacked":
@@ -408,7 +408,7 @@ class Symmetry:
         if share is None or parameters.get("rope_type") == "proportional":
             share = 1.0
         if not 0 <= share <= 1:
-            raise ValueError(f"{share} of a head's dimensions are rotated, 0 to 1 are possible")
+            raise ValueError(f"{share} of a head's dimensions are rotated, but 0 to 1 are possible")
         dims = int(dim * share)
 
         longest = getattr(config, "max_position_embeddings", None)

@@ -90,7 +90,8 @@ class Change:
             return self.rule.layout.split(tensor, self.heads)
         except CorruptError as error:
             raise CorruptError(
-                f"{self.source.name} {list(self.source.shape)} {error}; is it of another model?"
+                f"{self.source.name} {list(self.source.shape)} {error}; check that it belongs to "
+                "this model"
             ) from error
 
     def mapped(self, tensor: Tensor, merge: Callable[[Role, Tensor], Tensor]) -> Tensor:
@@ -167,15 +168,15 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
     if not modules:
         raise CorruptError(
             f"{checkpoint.name} has no tensor like "
-            f"layers.0.{family.attention[0]}.{family.rules[0].tensor}.weight; "
-            f"its config says {config.text.model_type}; give a checkpoint of the whole model"
+            f"layers.0.{family.attention[0]}.{family.rules[0].tensor}.weight; its config says "
+            f"{config.text.model_type}; pass a checkpoint of the whole model"
         )
     named_stacks = stacks - {""}
     if len(named_stacks) > 1:
         raise RefusedError(
             f"{checkpoint.name} has several stacks of {config.text.model_type} layers "
-            f"({listing(named_stacks)}) and it is "
-            "not known which of them the config counts; nothing was written"
+            f"({listing(named_stacks)}) and it is not known which of them the config counts; "
+            "nothing was written, please report this model"
         )
     return modules
 
@@ -212,7 +213,7 @@ def _tensors_by_module(
         if match and rule_of(match["tail"], config):
             raise RefusedError(
                 f"{name} {list(spec.shape)} looks like keys or values of {config.text.model_type} "
-                "but is not in one of its layers; nothing was written"
+                "but is not in one of its layers; nothing was written, please report this model"
             )
     return by_module
 
@@ -287,8 +288,8 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
     if name in _SHARED_KEY_SIDE and is_one_vector:
         return
     raise RefusedError(
-        f"{spec.name} {list(spec.shape)} {spec.dtype} is not a known tensor of an attention module "
-        f"of {config.text.model_type}; nothing was written"
+        f"{spec.name} {list(spec.shape)} {spec.dtype} is not a known tensor of an attention "
+        f"module of {config.text.model_type}; nothing was written, please report this model"
     )
 
 

@@ -78,8 +78,8 @@ def uneven(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
     counts = _counts(config)
     if min(counts) > share * heads + 1e-9:
         raise RefusedError(
-            f"--kv-budget {share:g} is not possible for the {heads} key/value heads of "
-            f"{checkpoint.name}; the least is {min(counts) / heads:.3g}"
+            f"--kv-budget {share:g} is not possible for the {heads} KV heads of "
+            f"{checkpoint.name}; pass at least {min(counts) / heads:.3g}"
         )
 
     fewest_in_others = [min(counts)] * (config.layers - 1)
@@ -110,9 +110,9 @@ def heads_within(
     blocks, _ = options.text.split(checkpoint, options.device, watcher, heldout_tokens)
     if len(blocks) < 2:
         raise RefusedError(
-            f"{', '.join(options.text.sources)}: one block of {options.text.length} tokens; "
-            "--kv-budget fits layers to one and measures them on another: "
-            "give more text, or a smaller --context"
+            f"{', '.join(options.text.sources)} gives only one block of {options.text.length} "
+            "tokens, but --kv-budget needs two: one to convert layers, one to measure them; pass "
+            "more text, or a smaller --context"
         )
     fitted, measured = _fitted_and_measured(blocks)
 

@@ -109,8 +109,8 @@ class CalibrationText:
 
         if self.target_field:
             raise RefusedError(
-                f"--target-field is for encoder-decoders, {checkpoint.name} is not one; leave it "
-                "out"
+                f"--target-field works only with encoder-decoders, but {checkpoint.name} is not "
+                "one; remove --target-field"
             )
 
         blocks = []
@@ -193,8 +193,8 @@ class CalibrationText:
 
         if self.target_field and all(map(is_self, self.sources)):
             raise RefusedError(
-                "--target-field is a column of --data; self has no columns: name data, or leave it "
-                "out"
+                "--target-field is a column of --data, but self has no columns; pass other data, "
+                "or remove --target-field"
             )
 
         maker = PairMaker(
@@ -223,7 +223,7 @@ class CalibrationText:
         has = "has" if len(self.sources) == 1 else "have"
         watcher.warn(
             f"{', '.join(self.sources)} {has} only {count:,} of the {wanted:,} {kind} of "
-            f"{self.length} tokens that calibration asks for; name more text with --data"
+            f"{self.length} tokens that calibration asks for; pass more text with --data"
         )
 
     # ------------------------------------------------------------------------------------- checks
@@ -307,9 +307,9 @@ class CalibrationText:
             if tokens < self.length:
                 block = f"less than one block of {self.length} tokens"
                 if stated_tokens:
-                    raise RefusedError(f"{source} is {block}; give more")
+                    raise RefusedError(f"{source} is {block}; pass more")
                 raise RefusedError(
-                    f"{tokens_option} {self.tokens} gives {source} {block}; give at least "
+                    f"{tokens_option} {self.tokens} gives {source} {block}; pass at least "
                     f"{self.length * sharing}"
                 )
             shares.append((source, tokens))
@@ -396,7 +396,7 @@ def read_blocks(
     stream = _shuffled_tokens(source, encoder, tokens, seed)
     if len(stream) < length:
         raise RefusedError(
-            f"{source.spec} has {len(stream)} tokens, fewer than one block of {length}; give more "
+            f"{source.spec} has {len(stream)} tokens, fewer than one block of {length}; pass more "
             "text"
         )
 

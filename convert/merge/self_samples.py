@@ -308,8 +308,8 @@ def samples(
     """
     if not hasattr(model, "generate"):
         raise RefusedError(
-            f"{model.name_or_path} cannot be sampled from: {type(model).__name__} has no head that "
-            "predicts tokens; give text instead of self"
+            f"{model.name_or_path} cannot be sampled from: {type(model).__name__} has no head "
+            "that predicts tokens; pass text with --data instead of self"
         )
     start = first_token(model.config, model.name_or_path)
     if vocabulary is not None:
@@ -340,8 +340,8 @@ def samples(
             )
     except Exception as error:  # whatever a class raises that generates something else, or not so
         raise RefusedError(
-            f"{model.name_or_path} cannot be sampled from, {batch} sequences of {length} tokens at "
-            f"a time: {explain(error)}; name text with --data, or lower --context if memory is "
+            f"{model.name_or_path} cannot be sampled from, {batch} sequences of {length} tokens "
+            f"at a time: {explain(error)}; pass text with --data, or lower --context if memory is "
             "short"
         ) from error
     return ids.cpu()

@@ -40,7 +40,8 @@ class Aligned(WeightsMethod):
             return ""
         model = name_with_type(checkpoint, config)
         return (
-            f"--method {self.name} needs layers of attention and one MLP; {model} has other layers"
+            f"--method {self.name} needs layers of attention and one MLP, but {model} has other "
+            "layers"
         )
 
     def module_maps(self, module: ModuleEstimate) -> HeadMaps:

@@ -59,4 +59,4 @@ class MapsMethod(Method, ABC):
 
     def out_of_memory(self, options: MapsOptions) -> str:
         """The message for a device on which `find_maps` ran out of memory."""
-        return f"out of memory on {options.device}; give another --device"
+        return f"out of memory on {options.device}; pass another --device"

@@ -15,7 +15,7 @@ class Procrustes(WeightsMethod):
     """Rotate heads onto each other and average them."""
 
     name = "procrustes"
-    cost = "seconds (minutes for 7B)"
+    cost = "seconds; for a 7B model minutes"
     result = "rotated onto each other, then averaged"
 
     def module_maps(self, module: ModuleEstimate) -> HeadMaps:

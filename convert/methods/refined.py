@@ -22,7 +22,10 @@ class Refined(TextMethod):
     """The closed form, then training; from the mean where heads cannot be aligned."""
 
     name = "refined"
-    cost = "2 to 3 times as long as calibrated (measured up to 1.3B; longer for wider models)"
+    cost = (
+        "2 to 3 times as long as `calibrated` up to 1.3B parameters (measured), longer for wider "
+        "models"
+    )
     result = "trained layer by layer"
     settings = TextMethod.settings | {"training"}
 

@@ -69,7 +69,7 @@ class TextMethod(MapsMethod):
         return (
             f"out of memory on {options.device} with {options.at_once} blocks of "
             f"{options.text.length} tokens in a layer at a time ({options.refinement.batch} to "
-            "refine it); lower --context, give --precision bfloat16, or another --device"
+            "refine it); lower --context, or pass --precision bfloat16 or another --device"
         )
 
 

@@ -62,7 +62,7 @@ class Recipe:
             shapes = " and ".join(f"{source.name} {list(source.shape)}" for source in self.sources)
             why = f": {error}" if isinstance(error, CorruptError) else ""
             raise CorruptError(
-                f"{shapes} cannot become {name}{why}; is it of another model?"
+                f"{shapes} cannot become {name}{why}; check that the weights belong to this model"
             ) from error
         return TensorSpec(name, first.dtype, shape, first.file, 0, byte_size(first.dtype, shape))
 
@@ -208,7 +208,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
 def _need(stored: Stored, name: str) -> TensorSpec:
     """The stored tensor of this name. Raises CorruptError if there is none."""
     if name not in stored:
-        raise CorruptError(f"the checkpoint has no {name}; give a checkpoint of the whole model")
+        raise CorruptError(f"the checkpoint has no {name}; pass a checkpoint of the whole model")
     return stored[name]
 
 
@@ -308,7 +308,8 @@ def _phi_config(config: Any) -> dict[str, Any]:
     """
     if not config.use_parallel_residual:
         raise RefusedError(
-            "no class with a number of KV heads has its layers (use_parallel_residual: false)"
+            "no class with a number of KV heads has its layers (use_parallel_residual: false); "
+            "use a related model with grouped-query attention"
         )
 
     fields = _copied(

@@ -61,8 +61,8 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
     is_by_layer_already = model_type in [entry.target for entry in _BY_LAYER]
     if by_layer and not entries and not is_by_layer_already:
         raise RefusedError(
-            f"{name} ({model_type}) must have the same number of key/value heads in all layers; it "
-            f"can differ in models of type {listing(BY_LAYER, 40)}: give one number"
+            f"{name} ({model_type}) must have the same number of KV heads in all layers, which "
+            f"can differ only in models of type {listing(BY_LAYER, 40)}; pass one number"
         )
 
     if not entries:
@@ -170,7 +170,7 @@ def _recipes(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[
     if len(stored) < len(parameters):
         raise CorruptError(
             f"{checkpoint.name} has tensors with and without {recasting.prefix!r} before their "
-            "names"
+            "names; download the checkpoint again"
         )
     recipes = dict(recasting.tensors(stored, config))
 
@@ -181,8 +181,9 @@ def _recipes(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[
     if unknown:
         verb = "is" if len(unknown) == 1 else "are"
         raise RefusedError(
-            f"{listing(unknown)} {verb} not part of a language "
-            f"model of type {recasting.source}; only such a model can become {recasting.target}"
+            f"{listing(unknown)} {verb} not part of a language model of type {recasting.source}, "
+            f"and only such a model can become {recasting.target}; pass a checkpoint of the "
+            "language model alone"
         )
     return recipes
 
@@ -289,7 +290,8 @@ def _explicit_files(
         # After a refusal `recast` goes on to custom modeling code, which keeps the class.
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise RefusedError(
-                f"{type(tokenizer).__name__} has no tokenizer.json, which {target} needs"
+                f"{type(tokenizer).__name__} has no tokenizer.json, which {target} needs; save "
+                "the tokenizer as a fast tokenizer of transformers"
             )
         files["tokenizer.json"] = tokenizer.backend_tokenizer.to_str(pretty=True)
 

@@ -110,7 +110,7 @@ NESTED: dict[str, tuple[str, ...]] = {
 
 # Model types that cannot be converted, with the reason for the error.
 _NO_FIELD = (
-    "the class in transformers has no number of key/value heads: a checkpoint with fewer would not "
+    "the class in transformers has no number of KV heads: a checkpoint with fewer would not "
     "load, or would compute something else; use a related model with grouped-query attention"
 )
 _ENCODER = "it is an encoder, which reads a whole text at once: it has no KV cache to shrink"
