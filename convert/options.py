@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-import click
-
 from gqa.convert.merge.calibration_text import CalibrationText
 from gqa.convert.merge.options import MapsOptions, Refinement
 from gqa.convert.methods.base import Method
@@ -24,6 +22,7 @@ from gqa.core.options import (
     SEED,
     KVHeads,
     Number,
+    OneOf,
     Options,
     Text,
     flag,
@@ -60,7 +59,7 @@ class ConvertOptions(Options):
     method: str = option(
         DEFAULT,
         "How to merge KV heads; see the table below.",
-        click.Choice((*METHODS,)),
+        OneOf((*METHODS,)),
         metavar="METHOD",
         group=MAIN,
     )

@@ -24,6 +24,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from itertools import chain
@@ -128,6 +129,20 @@ POSITIVE = Number(float, f"above 0 to {LARGEST}")
 FROM_ZERO = Number(float, f"from 0 to {LARGEST}")
 SHARE = Number(float, "from 0 to 1")
 _FLAG = click.Choice((True, False))
+
+
+class OneOf(click.Choice[str]):
+    """One of several words. A mistyped one is answered with the word that is most like it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The word. Raises BadParameter for another one."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            similar = get_close_matches(str(value), self.choices, n=1)
+            if similar:
+                error.message = f"{error.message} Did you mean {similar[0]}?"
+            raise
 
 
 class Amount(click.ParamType[int]):
@@ -326,7 +341,7 @@ def _types(kind: type) -> dict[str, tuple[click.ParamType[Any], bool]]:
         value, several = _value_type(hint)
         one = field_of(kind, name).metadata["kind"]
         if one is None and get_origin(value) is Literal:
-            one = click.Choice(get_args(value))
+            one = OneOf(get_args(value))
         elif one is None:
             one = _USUAL_TYPES.get(value)
         assert one is not None, f"{kind.__name__}.{name} needs a type"

@@ -8,8 +8,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import click
-
 from gqa.checkpoint.hub import default_output
 from gqa.checkpoint.provenance import checkpoint_digest, portable
 from gqa.convert.heads.family import heads_suffix
@@ -27,6 +25,7 @@ from gqa.core.options import (
     MAIN,
     OUTPUT,
     SHARE,
+    OneOf,
     Options,
     flag,
     option,
@@ -127,7 +126,7 @@ class AblateOptions(Options):
     methods: tuple[str, ...] = option(
         ("mean", "first", "aligned", "calibrated", "refined"),
         "Methods to compare; random is a control.",
-        click.Choice([*METHODS]),
+        OneOf([*METHODS]),
         metavar="METHOD[,...]",
         free=True,
         group=MAIN,

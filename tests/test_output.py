@@ -48,6 +48,7 @@ WRONG_USAGE = {
     "-g2 m --revision main": "--revision is for hub ids",
     "m": "--kv-heads is missing; m has 4 KV heads: pass 1 or 2",
     "-g2": "Missing argument 'MODEL'",
+    "-g2 m --method refine": "Did you mean refined?",
     "-g2 m/config.json": "config.json is not a directory; pass the one",
     "-g2 empty": "empty has no config.json; pass a checkpoint",
     "-g2 .": ". has no config.json; did you mean m?",
