@@ -140,9 +140,10 @@ class OneOf(click.Choice[str]):
             return super().convert(value, param, ctx)
         except click.BadParameter as error:
             similar = get_close_matches(str(value), self.choices, n=1)
-            if similar:
-                error.message = f"{error.message} Did you mean {similar[0]}?"
-            raise
+            if not similar:
+                raise
+            message = f"{error.message} Did you mean {similar[0]}?"
+            raise click.BadParameter(message, ctx, param) from error
 
 
 class Amount(click.ParamType[int]):
