@@ -221,7 +221,7 @@ def test_layers_are_measured_on_text_that_the_verdict_leaves(
     assert [int((part[:, 0] < 20).sum()) for part in calls[-1]] == [8, 2]
     options = MapsOptions(text=CalibrationText((source,), 4096, 4096), device="cpu")
     with pytest.raises(
-        RefusedError, match=r"text.txt: one block of 4096 tokens; .* a smaller --context"
+        RefusedError, match=r"text.txt gives only one block of 4096 tokens, .* a smaller --context"
     ):
         budget.heads_within(read_checkpoint(SOURCE), 0.5, options)
 

@@ -195,7 +195,7 @@ def refusals(place: Path, root: Path) -> Refusals:
         ({"context": 1}, "--context 1 leaves nothing to predict; pass at least 2"),
         ({"context": 65}, "--context 65 is more than the 64 positions of model; pass at most 64"),
         ({"attn_implementation": "magic"}, "magic"),
-        ({"device": "nowhere"}, "device nowhere cannot be used"),
+        ({"device": "nowhere"}, "there is no device nowhere; pass cpu, cuda, cuda:1 or mps"),
     ]
 
 
