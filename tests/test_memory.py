@@ -106,7 +106,7 @@ def test_attention_reads_what_a_cache_of_these_bits_gives_back(name: str, tmp_pa
 
 def test_a_class_with_attention_code_of_its_own() -> None:
     model = build(TINY["falcon"], QUERY_HEADS)
-    with pytest.raises(RefusedError, match="only if all layers call .* 0 of 2 layers of m do"):
+    with pytest.raises(RefusedError, match=r"only if all layers call .* 0 of 2 layers of m do"):
         quantize_cache(model, 4, 2, "m")
 
 
