@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gqa.convert.estimate import duration, estimate
 from gqa.convert.head_maps import StoredMaps
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.calibration_text import CalibrationText
@@ -95,7 +96,9 @@ def next_line(
     best = plan.available_methods[-1]
     command = conversion_command(plan, options, best)
     if best.name != plan.method_name and command:
-        return f"for better quality use --method {best.name}, which takes {best.cost}: {command}"
+        seconds, _ = estimate(plan, best, options.maps)
+        takes = f"about {duration(seconds)} on {options.maps.device}"
+        return f"for better quality use --method {best.name}, which takes {takes}: {command}"
     if not plan.reads_text:  # a warning says so already
         return ""
 
