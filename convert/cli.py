@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gqa.checkpoint.write import finite
 from gqa.convert.methods.table import METHODS
 from gqa.convert.options import ConvertOptions
-from gqa.core import console
-from gqa.core.console import Watcher, print_json, print_lines
+from gqa.core.console import Watcher, print_json, print_lines, run
 from gqa.core.errors import OutputError, RefusedError
 from gqa.core.options import command as command_of
 
@@ -24,11 +23,9 @@ if TYPE_CHECKING:
     from gqa.convert.api import Plan
     from gqa.convert.methods.base import Method
 
-
-_LONG = 15 * 60  # seconds
+_LONG = 15 * 60  # seconds, from which on a faster method is named
 _QUICK = METHODS["aligned"]
 _QUICK_LOSS = "with 1 of 3 KV heads, SmolLM2-135M's perplexity rises x12.2 (calibrated: x2.10)"
-
 
 _TABLE_COLUMNS = (10, 7, 28, 24)  # of the table of methods; with gaps it fits 80 columns
 
@@ -155,13 +152,17 @@ def _say_cost(plan: Plan, method: Method, options: ConvertOptions) -> None:
 
 
 def _memory_warnings(plan: Plan, options: ConvertOptions, device: str, memory: int) -> list[str]:
-    """A warning if the plan's method takes more memory than there is."""
+    """A warning if the plan's method takes more memory than there is.
+
+    memory: Bytes that the method takes on the device.
+    """
     from gqa.convert.summary import size
     from gqa.core.devices import total_memory
 
     total = total_memory(device)
     if total is None or memory <= total:
         return []
+
     advice = ""
     generates_text = plan.reads_text and not options.is_set("data")
     if generates_text:
@@ -207,6 +208,7 @@ def _dry_run(plan: Plan, options: ConvertOptions) -> dict[str, Any]:
 
 
 def _say(line: str, options: ConvertOptions) -> None:
+    """Print a line, on stderr with --json, unless --quiet."""
     _say_lines([line], options)
 
 
@@ -225,4 +227,4 @@ def main() -> None:
         "stored layers and finished batches of generated text are kept, the same command continues "
         "after them"
     )
-    console.run(command, "gqa-convert", f"no partial result is left; {progress_note}")
+    run(command, "gqa-convert", f"no partial result is left; {progress_note}")

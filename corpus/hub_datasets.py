@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, loaded by `datasets`."""
+"""Datasets of the Hugging Face Hub, loaded by the library `datasets`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from gqa.corpus.cache import datasets_cache
 
 
 def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
-    """Load a data set (`datasets.Dataset`, or `IterableDataset` when streaming) at its newest
-    commit. Raises CorpusError.
+    """Load a dataset at its newest commit; with `HF_HUB_OFFLINE`, as it is in the cache.
+
+    Returns:
+        A `datasets.Dataset`, or an `IterableDataset` when streaming.
+
+    Raises:
+        CorpusError: It cannot be loaded.
+        CacheError: The cache cannot be written.
     """
     import datasets
     from huggingface_hub import HfApi, constants
 
-    datasets_cache()
+    datasets_cache()  # a cache that cannot be written is refused before anything is fetched
     try:
         with quiet("datasets"):
             # The hub's own error comes first: `datasets` retries for half a minute and says less.
@@ -33,14 +39,17 @@ def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
 
 
 def hub_error(error: BaseException, name: str) -> CorpusError | CacheError:
-    """The one-line error for a data set that cannot be loaded: its cause, and what to do."""
+    """The one-line error for a dataset that cannot be loaded: its cause, and what to do."""
     if cause := local_cause(error):
         return cache_error(cause)
     if reason := hub_reason(error):
         return CorpusError(f"there is no file or directory {name}, and {reason}")
+
+    # The innermost error says most
     message = explain(error_chain(error)[-1]).partition(" Example of usage")[0].rstrip(".")
     if re.match("config name|builderconfig|unknown split|bad split", message, re.IGNORECASE):
         message += f"; write {name}:CONFIG or {name}:CONFIG:SPLIT"
     else:
         message += "; check its name, your access to it and its files"
+
     return CorpusError(f"the dataset {name} cannot be loaded: {message}")

@@ -93,7 +93,8 @@ class Documents:
         parts = [np.zeros(0, np.int64)]
         for masks in self.data.data.column(LOSS_MASK).chunks:
             is_counted = masks.flatten().to_numpy(zero_copy_only=False)
-            counted_before = np.concatenate([[0], np.cumsum(is_counted)])  # each token
+            # At index i: how many of the first i tokens count
+            counted_before = np.concatenate([[0], np.cumsum(is_counted)])
             ends = np.cumsum(masks.value_lengths().to_numpy())
             begins = np.concatenate([[0], ends[:-1]])
             parts.append(counted_before[ends] - counted_before[begins])
@@ -106,7 +107,7 @@ class Documents:
 
 
 def nothing_counts(name: str) -> str:
-    """Why data cannot be trained on in which no token counts."""
+    """Why a model cannot be trained on data in which no token counts in the loss."""
     return (
         f"no chat of {name} has an assistant turn, on which alone --assistant-only-loss trains; "
         "pass other chats, or remove it"
@@ -197,7 +198,8 @@ def _stored(rows: Callable[[], Iterator[dict[str, Any]]], features: Any, key: st
         try:
             with quiet("datasets"):
                 return datasets.Dataset.from_generator(rows, features, fingerprint=key)
-        except DatasetGenerationError as error:  # wraps the error of the source, or of writing
+        except DatasetGenerationError as error:
+            # It wraps the error of the source, or of writing
             reason = error.__cause__ or error
             raise reason from reason.__cause__
         except RefusedError:
@@ -223,7 +225,7 @@ def first_token(config: Any, name: str) -> int:
     candidates += [getattr(config, key, None) for key in ("bos_token_id", "eos_token_id")]
 
     for token in candidates:
-        if isinstance(token, list):
+        if isinstance(token, list):  # a model may have several EOS tokens
             token = next(iter(token), None)
         if isinstance(token, int) and 0 <= token < config.vocab_size:
             return token

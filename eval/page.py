@@ -49,7 +49,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A line of a report about one model. `level`: None if its quality was not measured."""
+    """A line of a report about one model.
+
+    level: How good it is; None if its quality was not measured, or it has the larger cache.
+    """
 
     text: str
     level: Level | None = None

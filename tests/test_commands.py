@@ -8,6 +8,7 @@ import ast
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import pytest
@@ -276,14 +278,16 @@ def test_every_option_is_in_one_group_of_help(program: str) -> None:
     assert max(len(names) for names in groups.values()) <= 7
 
 
+def help_lines(program: str, columns: int) -> list[str]:
+    """The lines of --help in a terminal that has so many columns."""
+    with mock.patch.dict(os.environ, COLUMNS=str(columns)):
+        return run("--help", program=program).out.splitlines()
+
+
 @pytest.mark.parametrize("columns", [80, 140])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_fits_the_terminal(
-    program: str, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    text = run("--help", program=program).out
-    lengths = [len(line) for line in text.splitlines()]
+def test_help_fits_the_terminal(program: str, columns: int) -> None:
+    lengths = [len(line) for line in help_lines(program, columns)]
     assert max(lengths) <= columns
     # It uses the columns, up to those that are pleasant to read.
     assert max(lengths) > min(columns, 110) - 10
@@ -291,12 +295,8 @@ def test_help_fits_the_terminal(
 
 @pytest.mark.parametrize("columns", [80, 110, 140])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_breaks_no_name_at_a_hyphen(
-    program: str, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    text = run("--help", program=program).out
-    assert [line for line in text.splitlines() if line.endswith("-")] == []
+def test_help_breaks_no_name_at_a_hyphen(program: str, columns: int) -> None:
+    assert [line for line in help_lines(program, columns) if line.endswith("-")] == []
 
 
 def test_help_shows_the_methods_in_columns() -> None:

@@ -23,7 +23,7 @@ class Refined(TextMethod):
 
     name = "refined"
     cost = (
-        "2 to 3 times as long as `calibrated` up to 1.3B parameters (measured), longer for wider "
+        "2 to 3 times as long as calibrated up to 1.3B parameters (measured), longer for wider "
         "models"
     )
     result = "trained layer by layer"
