@@ -18,12 +18,13 @@ def load_hub(name: str, config: str | None, split: str, streaming: bool) -> Any:
 
     Raises:
         CorpusError: It cannot be loaded.
-        CacheError: The cache cannot be written.
+        CacheError: The cache cannot be written, and several processes share it, or the disk is
+            full.
     """
     import datasets
     from huggingface_hub import HfApi, constants
 
-    datasets_cache()  # a cache that cannot be written is refused before anything is fetched
+    datasets_cache()  # where the cache cannot be written, a temporary one takes its place
     try:
         with quiet("datasets"):
             # The hub's own error comes first: `datasets` retries for half a minute and says less.
