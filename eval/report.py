@@ -91,7 +91,7 @@ def _saved_and_lost(first: Record, model: Record) -> str:
             f"(random tokens {random_before:.0%} -> {random_after:.0%})"
         )
     elif "quality" in model and not _is_encoder_decoder(model):
-        parts[-1] += " (recall not measured)"
+        parts.append("recall not measured")
     return heads + ", ".join(parts)
 
 

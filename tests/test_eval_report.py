@@ -310,8 +310,8 @@ def recall(*shares: float) -> dict[str, Any]:
             {},
             FEWER | RATIO,
             "trade-off",
-            "2 of 8 KV heads: KV cache 4x smaller, perplexity x1.09 (95% interval 1.08-1.10) "
-            "(recall not measured)",
+            "2 of 8 KV heads: KV cache 4x smaller, perplexity x1.09 (95% interval 1.08-1.10), "
+            "recall not measured",
         ),
         (
             recall(0.9, 0.8),
@@ -331,7 +331,7 @@ def recall(*shares: float) -> dict[str, Any]:
             {},
             {"quality": {}, "against_baseline": {"ratio": 1234.5}},
             "damaged",
-            "8 of 8 KV heads: the same KV cache, perplexity x1,234 (recall not measured)",
+            "8 of 8 KV heads: the same KV cache, perplexity x1,234, recall not measured",
         ),
     ],
 )
