@@ -32,9 +32,10 @@ $(TRY)/.installed: pyproject.toml constraints.txt
 		{ echo "Python has no venv module; on Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
 	@echo "Installing gqa, torch and transformers into $(TRY): hundreds of MB to download, and a few minutes without output ..."
 	@# torch alone, and one retry: where its index cannot be reached, the configured one has a build.
-	$(TRY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+	@# Byte code is made of what is imported, at the first import: all of it would take a minute.
+	$(TRY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-compile \
 		--no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch
-	$(TRY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt .
+	$(TRY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-compile .
 	@touch $@
 endif
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from gqa.checkpoint.write import finite
 from gqa.core.console import print_json, print_lines, run
@@ -27,12 +28,17 @@ def command(options: EvaluateOptions) -> None:
 
     BASELINE and each MODEL are directories or hub ids; every MODEL is compared with BASELINE.
     """
-    from gqa.eval.evaluate import measure
+    from gqa.eval.evaluate import Record, measure
     from gqa.eval.report import as_text, open_report, write_report
 
     options.refuse_conflicts()
     with open_report(options) as report:
-        results = measure(options, sys.argv[1:])
+        partial: Record = {}
+        try:
+            results = measure(options, sys.argv[1:], partial)
+        except BaseException:
+            _print_partial(partial)
+            raise
         if not results:  # another rank reports
             return
         if not (options.json and options.quiet):
@@ -46,6 +52,18 @@ def command(options: EvaluateOptions) -> None:
         )
     if options.json:
         print_json(finite(results, infinity=str))
+
+
+def _print_partial(results: dict[str, Any]) -> None:
+    """Print what was measured before an error or an interruption, on stderr: stdout and reports
+    have complete results only.
+    """
+    from gqa.core.devices import ranks
+    from gqa.eval.report import as_text, is_measured
+
+    is_any_measured = any(is_measured(model) for model in results.get("models", []))
+    if is_any_measured and ranks().is_main_process:
+        print_lines(["measured so far:", *as_text(results, sys.stderr).split("\n"), ""], err=True)
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ SHOWN = 4  # greedy texts of each model in a report
 Record = dict[str, Any]
 
 
-def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
+def measure(options: EvaluateOptions, argv: Sequence[str], results: Record | None = None) -> Record:
     """Run every measurement of `options`.
 
     Refusals that need no model come first, then decoding, which needs the most memory: so no
@@ -49,6 +49,8 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     Args:
         options: The models, the first is the baseline, and what to measure of them.
         argv: The command's arguments, for the record.
+        results: The empty record to fill: it has what was measured before an error or an
+            interruption.
 
     Returns:
         A JSON-ready record on rank 0, empty on the other ranks.
@@ -73,7 +75,8 @@ def measure(options: EvaluateOptions, argv: Sequence[str]) -> Record:
     chosen = replace(
         options, context=context, recall=measures_recall, device=options.device or device
     )
-    results: Record = {
+    results = {} if results is None else results
+    results |= {
         **request(chosen, argv),
         "argv": [*argv],
         **environment(device),
@@ -155,10 +158,9 @@ def _compare(
         comparison.prepare_recall(recall_context)
     for subject, model in zip(subjects, models, strict=True):
         comparison.measure(subject, model)
-
-    # With --kl the base model was scored together with the first converted model.
-    if text and comparison.baseline_scores:
-        models[0]["quality"] = measure_text(comparison.baseline_scores, text, compares=False)
+        # With --kl the base model is scored together with the first converted model.
+        if text and comparison.baseline_scores:
+            models[0]["quality"] = measure_text(comparison.baseline_scores, text, compares=False)
 
 
 class Comparison:

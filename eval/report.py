@@ -49,6 +49,11 @@ def verdicts(results: Record) -> list[Verdict]:
     return lines
 
 
+def is_measured(model: Record) -> bool:
+    """Whether a model's record has the quality or the recall of the model."""
+    return "quality" in model or "recall" in model
+
+
 def _level(first: Record, model: Record) -> Level | None:
     """How good a converted model is; None if its cache is larger than that of the first: then it is
     not a conversion to fewer heads, and probably the base model.

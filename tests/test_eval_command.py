@@ -400,6 +400,32 @@ def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("options", ["", "--kl", "--json"])
+def test_an_interruption_prints_what_was_measured_before(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ctrl-C while the third model is loaded
+    loaded = list[str]()
+
+    def load(subject: Subject, *args: Any) -> Any:
+        loaded.append(subject.name)
+        if len(loaded) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return LOAD(subject, *args)
+
+    command = words(f"SRC G2 G4 --data TEXT --tokens 64 --context 32 --no-recall {options}")
+    whole = run(*command, program="gqa-eval")
+    monkeypatch.setattr(Subject, "load", load)
+    result = run(*command, "-o", tmp_path / "report", program="gqa-eval")
+
+    result.expect(130, out="")
+    row = re.search("^gqa2 .*", whole.out + whole.err, re.MULTILINE)
+    assert row
+    assert row[0] in result.err
+    assert result.err.endswith("gqa-eval: interrupted; no report was written\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("where", ["head, found to split", "head", "decoding"])
 @pytest.mark.parametrize(
     ("error", "message"),
