@@ -10,6 +10,8 @@ TRY ?= $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-try)
 # Builds of torch: with CUDA from PyPI only where there is an NVIDIA GPU, since they take gigabytes.
 TORCH_INDEX ?= $(if $(shell nvidia-smi -L 2>/dev/null),https://pypi.org/simple,https://download.pytorch.org/whl/cpu)
 LOWEST ?= .venv-lowest
+# Python makes byte code of what it imports, at the first import: all of it would take a minute.
+PIP_FLAGS := --quiet --disable-pip-version-check --no-compile
 
 .PHONY: try install lint format types docs test test-real test-scale test-serving test-lowest test-installed build check demo benchmark clean
 
@@ -32,18 +34,17 @@ $(TRY)/.installed: pyproject.toml constraints.txt
 		{ echo "Python has no venv module; on Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
 	@echo "Installing gqa, torch and transformers into $(TRY): hundreds of MB to download, and a few minutes without output ..."
 	@# torch alone, and one retry: where its index cannot be reached, the configured one has a build.
-	@# Byte code is made of what is imported, at the first import: all of it would take a minute.
-	$(TRY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-compile \
+	$(TRY)/bin/pip install $(PIP_FLAGS) -c constraints.txt \
 		--no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch
-	$(TRY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-compile .
+	$(TRY)/bin/pip install $(PIP_FLAGS) -c constraints.txt .
 	@touch $@
 endif
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing gqa, torch and what development needs into $(VENV); this takes minutes and prints little"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install $(PIP_FLAGS) -c constraints.txt torch
+	$(BIN)/pip install $(PIP_FLAGS) -c constraints.txt -e ".[dev]"
 	@touch $@
 
 lint: install
@@ -81,8 +82,8 @@ test-serving: $(SERVING)/.installed
 
 $(SERVING)/.installed: pyproject.toml constraints.txt tests/serving/requirements.txt tests/serving/converter.txt
 	$(PYTHON) -m venv $(SERVING)
-	$(SERVING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(SERVING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/serving/requirements.txt -e .
+	$(SERVING)/bin/pip install $(PIP_FLAGS) -c constraints.txt torch
+	$(SERVING)/bin/pip install $(PIP_FLAGS) -c constraints.txt -r tests/serving/requirements.txt -e .
 	$(SERVING)/bin/pip download --quiet --disable-pip-version-check --no-deps --no-build-isolation --require-hashes \
 		--no-binary :all: --dest $(SERVING) -r tests/serving/converter.txt
 	tar -xzf $(SERVING)/llama_cpp_python-*.tar.gz -C $(SERVING) --strip-components 2 --wildcards \
@@ -97,8 +98,8 @@ test-lowest: $(LOWEST)/.installed
 
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch
-	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-lowest.txt \
+	$(LOWEST)/bin/pip install $(PIP_FLAGS) -c constraints-lowest.txt torch
+	$(LOWEST)/bin/pip install $(PIP_FLAGS) -c constraints-lowest.txt \
 		-e ".[lora]" hypothesis protobuf pytest pytest-xdist sentencepiece
 	@touch $@
 
