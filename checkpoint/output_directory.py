@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,7 @@ class OutputDirectory:
         return (
             directory.is_dir()
             and not directory.is_symlink()
-            and not _unlisted_files(directory, self._records)
+            and next(_unlisted_files(directory, self._records), None) is None
         )
 
     # ----------------------------------------------------------------------------- what is refused
@@ -276,15 +276,15 @@ class OutputDirectory:
                 f"{self.out} exists and is not a directory; choose another directory with -o"
             )
 
-        if any(self.out.iterdir()) and not self._overwrite:
-            raise RefusedError(
-                f"{self.out} exists; choose another directory with -o, or replace it with "
-                "--overwrite"
-            )
         unlisted = _unlisted_files(self.out, self._records)
-        if unlisted:
+        if any(self.out.iterdir()) and not self._overwrite:
+            can_be_replaced = next(unlisted, None) is None
+            remedy = ", or replace it with --overwrite" if can_be_replaced else ""
+            raise RefusedError(f"{self.out} exists; choose another directory with -o{remedy}")
+        others = [*unlisted]
+        if others:
             raise RefusedError(
-                f"{self.out} holds {listing(unlisted, 3)}, which --overwrite will not remove: no "
+                f"{self.out} holds {listing(others, 3)}, which --overwrite will not remove: no "
                 f"{self._records} lists it as part of a result; move it away, or choose another "
                 "directory with -o"
             )
@@ -301,7 +301,7 @@ def _absolute(out: Path) -> Path:
     return Path(os.path.realpath(out.parent), out.name)
 
 
-def _unlisted_files(directory: Path, records: str) -> list[str]:
+def _unlisted_files(directory: Path, records: str) -> Iterator[str]:
     """Files in a directory that the `records` in it do not list as parts of a result."""
     listed: set[str] = set()
     for path in directory.glob(records):
@@ -309,13 +309,11 @@ def _unlisted_files(directory: Path, records: str) -> list[str]:
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             listed |= set(json.loads(path.read_bytes())["files"])
 
-    unlisted = []
     for path in directory.rglob("*"):
         is_file = path.is_symlink() or not path.is_dir()
         name = path.relative_to(directory).as_posix()
         if is_file and name not in listed:
-            unlisted.append(name)
-    return unlisted
+            yield name
 
 
 def require_space(needed: int, out: Path, what: str = "the result takes") -> None:

@@ -139,9 +139,9 @@ def warnings(
 
     if not plan.reads_text:
         yield (
-            f"--method {plan.method_name} does not run the model on text, "
-            "and the quality of its result is not measured: "
-            f"the result is not usable before it is trained; {' or '.join(remedies)}"
+            f"--method {plan.method_name} does not run the model, "
+            "so the quality of the result was not measured: "
+            f"the result is not usable until it is trained; {' or '.join(remedies)}"
         )
     elif quality_loss(maps).level == "damaged":
         remedies.insert(0, "keep more KV heads")

@@ -44,9 +44,9 @@ def _table_row(cells: Sequence[str]) -> str:
 
 
 def _method_table() -> str:
-    """The table of methods in --help."""
+    """The table of methods in --help, those with the best results first."""
     rows = [("method", "reads", "takes", "KV heads of the result")]
-    for method in METHODS.values():
+    for method in reversed(METHODS.values()):
         rows.append((method.name, method.reads, method.cost, method.result))
     return "\n".join(_table_row(row) for row in rows)
 

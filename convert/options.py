@@ -51,9 +51,9 @@ class ConvertOptions(Options):
     kv_budget: float | None = option(
         None,
         "Share of the KV cache to keep, like 0.5, instead of --kv-heads. The command then chooses "
-        "the number of KV heads of each layer by its loss on calibration text.",
+        "the number of KV heads of each layer by the loss that each number causes.",
         Number(float, "above 0 below 1"),
-        metavar="SHARE",
+        metavar="FRACTION",
         group=MAIN,
     )
     method: str = option(
@@ -155,7 +155,7 @@ class ConvertOptions(Options):
     )
     precision: Literal["float32", "bfloat16", "float16"] = option(
         "float32",
-        "Dtype in which layers run; 16 bits are less accurate.",
+        "Dtype of the computation; 16 bits are less accurate.",
         methods="text",
         group=HARDWARE,
     )

@@ -61,11 +61,13 @@ def find_files(spec: str) -> tuple[Path, ...]:
 def _no_files(spec: str, path: Path) -> str:
     """The message for a spec that names no file with text: why, and what to do."""
     if os.path.isdir(path):
-        return f"the directory {spec} has no file with text; allowed are {allowed_files()}"
+        return (
+            f"the directory {spec} has no file of a supported kind; allowed are {allowed_files()}"
+        )
     if os.path.lexists(path):
-        return f"{spec} is not a file with text; allowed are {allowed_files()}"
+        return f"{spec} is not a file of a supported kind; allowed are {allowed_files()}"
     if glob.has_magic(spec):
-        return f"no file with text matches {spec}; allowed are {allowed_files()}"
+        return f"no file of a supported kind matches {spec}; allowed are {allowed_files()}"
     if spec.endswith("/"):
         return f"there is no directory {spec}; check the path"
     return f"there is no file {spec}; check the path"

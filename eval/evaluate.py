@@ -35,7 +35,7 @@ from gqa.models.chunked_head import ChunkedHead
 from gqa.models.loading import check_predicts_tokens
 from gqa.uptrain.models import is_base_model
 
-SCHEMA = 4
+SCHEMA = 5
 SHOWN = 4  # greedy texts of each model in a report
 Record = dict[str, Any]
 

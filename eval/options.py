@@ -154,12 +154,13 @@ class EvaluateOptions(Options):
             raise RefusedError(
                 "no model was passed; pass one checkpoint or more, the baseline first"
             )
+        # Options that need others say which: that is more than that there is nothing to measure
+        replace(self, recall=self.measures_recall).check_needs()
         if not any((self.data, self.recall, self.decode, self.memory)):
             raise RefusedError(
                 "there is nothing to measure; pass text with --data, or pass --recall, --decode "
                 "or --memory"
             )
-        replace(self, recall=self.measures_recall).check_needs()
         if self.cache_bits and self.decode:
             raise RefusedError("--cache-bits and --decode cannot be combined; remove one of them")
         if self.kl and not (len(self.models) > 1 or self.cache_bits):

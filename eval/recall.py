@@ -200,7 +200,7 @@ def _look_ups(
 
     first_of_windows = scored * np.arange(len(windows))
     answers = (first_of_windows[:, None] + line * np.arange(PAIRS)).flatten()
-    yield Questions("look-up", length, tuple(windows), answers)
+    yield Questions("values", length, tuple(windows), answers)
 
 
 def _passkeys(
@@ -222,7 +222,7 @@ def _passkeys(
         statement = (*question, *key, *newline)
         ids = (prefix, *text[:position], *statement, *text[position:], *question, *key)
         windows.append(Window(ids, DIGITS))
-    yield Questions("passkey", length, tuple(windows), np.arange(DEPTHS * DIGITS))
+    yield Questions("passkeys", length, tuple(windows), np.arange(DEPTHS * DIGITS))
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:

@@ -217,7 +217,7 @@ def _recall(models: list[Record], settings: Record) -> Table:
     )
     columns = [
         _NAME,
-        *(Column(kind.title, f"{{{kind.name}:.1%}}") for kind in RECALL_KINDS),
+        *(Column(kind.name, f"{{{kind.name}:.1%}}") for kind in RECALL_KINDS),
         Column("greedy", "{greedy[tokens]:.1f}"),
     ]
     records = [model | recall_by_kind(model) for model in models if "recall" in model]

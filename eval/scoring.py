@@ -104,7 +104,7 @@ def _hits(predictions: Predictions) -> Tensor:
     return predictions.logits.argmax(-1) == predictions.targets
 
 
-def _same_top(p: Tensor, q: Tensor) -> Tensor:
+def _top1_agreement(p: Tensor, q: Tensor) -> Tensor:
     """Whether the most probable tokens of both models are equal, (n,)."""
     return p.argmax(-1) == q.argmax(-1)
 
@@ -124,7 +124,7 @@ ARRAYS: dict[str, Callable[[Predictions], Tensor]] = {"nats": _nats, "hits": _hi
 # tokens that both have.
 COMPARISONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kl": kl_divergence,
-    "same_top": _same_top,
+    "top1_agreement": _top1_agreement,
     "acceptance": _acceptance,
 }
 

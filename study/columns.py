@@ -79,7 +79,7 @@ COLUMNS = [
     Column("trains", lambda row: row["train"] or ""),
     Column("train tokens", "{train_tokens:,}"),
     *chain.from_iterable(metric.study_columns for metric in METRICS),
-    *(Column(kind.study_title, f"{{{kind.row_key}:.1%}}") for kind in RECALL_KINDS),
+    *(Column(kind.study_title or kind.name, f"{{{kind.row_key}:.1%}}") for kind in RECALL_KINDS),
     Column("greedy tokens", "{greedy_tokens:.1f}"),
     CACHE,
     Column("s converting", "{seconds_converting:,.1f}"),

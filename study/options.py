@@ -190,7 +190,7 @@ class AblateOptions(Options):
     )
     skip: tuple[Literal["kl", "recall"], ...] = option(
         (),
-        "What not to measure: kl (how far predictions differ from MODEL's) or recall (how many "
+        "Measurements to skip: kl (how far predictions differ from MODEL's) or recall (how many "
         "tokens are predicted right because they are in the context).",
         metavar="NAME[,...]",
         group="Evaluation",

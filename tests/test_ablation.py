@@ -183,7 +183,7 @@ def check_cells(found: list[dict[str, Any]], *words: object, data: Path | None =
         assert row["loss"] == pytest.approx(quality["nats_per_token"], abs=1e-6)
         assert row["bits_per_byte"] == pytest.approx(quality["bits_per_byte"], abs=1e-6)
         assert row["loss_increase"] == pytest.approx(against["log_ratio"], abs=1e-6)
-        compared = (against["kl"]["mean"], against["acceptance"], against["same_top"])
+        compared = (against["kl"]["mean"], against["acceptance"], against["top1_agreement"])
         assert [row[name] for name in ("kl", "acceptance", "top1_agreement")] == pytest.approx(
             compared, abs=1e-6
         )
@@ -267,7 +267,7 @@ def test_recall_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.Monke
             if one["kind"] in ("text", "random"):  # at one distance each
                 assert row[f"recall_{one['kind']}"] == pytest.approx(other["accuracy"])
         assert row["greedy_tokens"] == pytest.approx(model["greedy"]["tokens"])
-        assert {"recall_samples", "recall_look_up", "recall_passkey"} <= row.keys()
+        assert {"recall_samples", "recall_values", "recall_passkeys"} <= row.keys()
     assert rows[1]["recall_text"] < rows[0]["recall_text"] - 0.1
     assert f"{rows[1]['recall_text']:.1%}" in Path("study/report.html").read_text()
 

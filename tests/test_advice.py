@@ -217,10 +217,10 @@ def test_a_method_that_is_not_measured_ends_with_a_warning(method: str, here: Pa
         assert done.err == ""
     else:
         advice = (
-            "the result is not usable before it is trained; use --method refined or train it: "
+            "the result is not usable until it is trained; use --method refined or train it: "
             "gqa-uptrain"
         )
-        assert f"warning: --method {method} does not run the model on text" in done.err
+        assert f"warning: --method {method} does not run the model, " in done.err
         assert advice in done.err
 
 

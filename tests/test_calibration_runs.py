@@ -376,7 +376,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
     "nan-self": (
         lambda directory: broken(directory, f"{LAST}.k_proj.weight", torch.nan),
         None,
-        r".* (computes NaN or Inf|cannot be sampled from).*",
+        r".* (computes NaN or Inf|cannot generate).*",
     ),
     "weights": (
         lambda directory: broken(directory, f"{LAST}.o_proj.weight", torch.nan),

@@ -115,8 +115,8 @@ KEYS = {
         "ratio_low",
         "ratio_high",
         "kl",
-        "same_top",
-        "same_top_error",
+        "top1_agreement",
+        "top1_agreement_error",
         "acceptance",
         "acceptance_error",
     }
@@ -142,7 +142,7 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
     record = json.loads(full[0].out)
     files = ["report.html", "results.json"]
     assert record | {"files": files} == json.loads((full[1] / "results.json").read_text())
-    assert record["schema"] == 4
+    assert record["schema"] == 5
     for path, keys in KEYS.items():
         part = record
         for key in filter(None, path.split("/")):

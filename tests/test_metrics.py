@@ -46,7 +46,7 @@ def metric_rows() -> Iterator[tuple[str, ...]]:
 def recall_rows() -> Iterator[tuple[str, ...]]:
     """Cells of the table of questions about the context."""
     for kind in RECALL_KINDS:
-        yield code([kind.title]), kind.question, kind.counted, code([kind.row_key])
+        yield code([kind.name]), kind.question, kind.counted, code([kind.row_key])
 
 
 def evaluating_page() -> str:

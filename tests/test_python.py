@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     ),
     "exists": (
         lambda at, m: gqa.convert_model(m, kv_heads=2, output=at),
-        "or replace it with overwrite=True",
+        "exists; choose another directory with output",
     ),
     "no place": (
         lambda at, m: gqa.convert_model(at, kv_heads=2, output="/proc/x"),

@@ -55,8 +55,8 @@ def test_every_kind_has_every_distance(questions: list[Questions]) -> None:
         "text": [64, 192, 320],
         "samples": [64, 192, 320],
         "random": [64, 192, 320],
-        "look-up": [128, 256, 512],
-        "passkey": [128, 256, 512],
+        "values": [128, 256, 512],
+        "passkeys": [128, 256, 512],
     }
     for question in questions:
         assert len(question.answers) == len(answers(question))
@@ -66,7 +66,7 @@ def test_every_kind_has_every_distance(questions: list[Questions]) -> None:
 
 def test_a_small_vocabulary_has_no_words_to_look_up() -> None:
     tokenizer = AutoTokenizer.from_pretrained(SOURCE)
-    for size, kinds in {24: {"text", "random", "passkey"}, 6: {"text", "random"}}.items():
+    for size, kinds in {24: {"text", "random", "passkeys"}, 6: {"text", "random"}}.items():
         few = make_questions({"text": np.arange(4096) % size}, tokenizer, size, CONTEXT, PREFIX)
         assert {question.kind for question in few} == kinds
 
@@ -81,11 +81,11 @@ def test_the_context_determines_answers(questions: list[Questions]) -> None:
                 assert context[-1] == context[-question.distance - 1]
                 continue
             # Key and colon
-            key = context[-2:] if question.kind == "look-up" else context[-(3 + number % 5) :]
+            key = context[-2:] if question.kind == "values" else context[-(3 + number % 5) :]
             size = len(key)
             starts = [n for n in range(len(context) - size) if context[n : n + size] == key]
             assert [context[start + size] for start in starts] == [right]
-            if question.kind == "passkey":
+            if question.kind == "passkeys":
                 assert abs(starts[0] / len(context) - number // 5 / 4) < 0.25
 
 
@@ -125,7 +125,7 @@ def test_what_looks_back_passes_and_what_cannot_fails(
     windows = [window for one in questions for window in one.windows]
     head: Any = Induction(reach)
     records = summarize(questions, score(head, windows, batch_size=4)["hits"])
-    assert {one["kind"] for one in records} == {"text", "samples", "random", "look-up", "passkey"}
+    assert {one["kind"] for one in records} == {"text", "samples", "random", "values", "passkeys"}
     for one in records:
         assert least <= one["accuracy"] <= most, one
 
@@ -178,7 +178,7 @@ def test_recall_needs_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "text" not in record
     kinds = [(line["kind"], line["distance"]) for line in source["recall"]]
     assert kinds == [(line["kind"], line["distance"]) for line in converted["recall"]]
-    assert {kind for kind, _ in kinds} == {"samples", "random", "look-up", "passkey"}
+    assert {kind for kind, _ in kinds} == {"samples", "random", "values", "passkeys"}
     assert 0 <= converted["greedy"]["tokens"] < converted["greedy"]["longest"] <= 64
     for ours, theirs in zip(converted["samples"], source["samples"], strict=True):
         assert ours["prompt"] == theirs["prompt"]

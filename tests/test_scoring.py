@@ -189,7 +189,7 @@ def test_comparison_with_torch_on_whole_logits(source, part, scores):
             ),
             ("kl", torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)),
             ("acceptance", 1 - (p.exp() - q.exp()).abs().sum(-1) / 2),
-            ("same_top", p.argmax(-1) == q.argmax(-1)),
+            ("top1_agreement", p.argmax(-1) == q.argmax(-1)),
             ("hits", q.argmax(-1) == ids[0, -window.scored :]),
         ):
             expected.setdefault(name, []).append(values)
@@ -202,7 +202,7 @@ def test_comparison_with_torch_on_whole_logits(source, part, scores):
         scores["nats"][: part.tokens], torch.cat(expected["baseline_nats"]), atol=2e-5
     )
     assert compared["kl"].mean() > 0.5
-    assert max(compared["acceptance"].mean(), compared["same_top"].mean()) < 0.9
+    assert max(compared["acceptance"].mean(), compared["top1_agreement"].mean()) < 0.9
 
 
 P = 99  # the prefix
@@ -275,9 +275,9 @@ def test_rolling_perplexity_is_that_of_the_harness(
         assert others[name] != pytest.approx(ours[name], rel=1e-2), name
 
 
-def distributions(kl, same_top, acceptance):
+def distributions(kl, top1_agreement, acceptance):
     """The metrics of two models' distributions."""
-    scores = {"kl": kl, "same_top": same_top, "acceptance": acceptance}
+    scores = {"kl": kl, "top1_agreement": top1_agreement, "acceptance": acceptance}
     text = make_text([("a", [*rolling_windows([1, 2], 8, 1)], False)], "rolling", 8)
     return measure_text(scores, text, compares=True)
 
@@ -289,12 +289,14 @@ def test_a_comparison_by_hand():
     assert kl_divergence(torch.tensor([[0.5, 0.25, 0.25]]).log(), p).item() == math.inf
     means = distributions(np.array([0.1, 0.2]), np.array([True, False]), np.array([0.5, 0.7]))
     assert means["kl"] == {"mean": pytest.approx(0.15), "mean_error": pytest.approx(0.05)}
-    assert means["same_top"] == 0.5
-    assert means["same_top_error"] == pytest.approx(0.5)
+    assert means["top1_agreement"] == 0.5
+    assert means["top1_agreement_error"] == pytest.approx(0.5)
     assert means["acceptance"] == pytest.approx(0.6)
     assert means["acceptance_error"] == pytest.approx(0.1)
     assert "ratio_low" not in paired_ratio(np.ones(5), np.ones(5), np.zeros(5, int))
-    assert math.isnan(distributions(np.ones(1), np.ones(1, bool), np.ones(1))["same_top_error"])
+    assert math.isnan(
+        distributions(np.ones(1), np.ones(1, bool), np.ones(1))["top1_agreement_error"]
+    )
 
 
 def test_the_paired_error_is_smaller_than_the_unpaired():

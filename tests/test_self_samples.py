@@ -435,7 +435,7 @@ def test_a_model_attends_as_before_when_it_is_done(monkeypatch: pytest.MonkeyPat
     for forward in (None, lambda **inputs: inputs["of another class"]):
         model.forward = forward
         with pytest.raises(
-            RefusedError, match="cannot be sampled from, 2 sequences of 4 tokens at a time: "
+            RefusedError, match=r"cannot generate 2 sequences of 4 tokens at a time \("
         ):
             samples(model, 4, seeds=[0], batch=2)
     assert model.config._attn_implementation == "sdpa"

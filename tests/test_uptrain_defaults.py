@@ -149,7 +149,7 @@ def test_a_base_model_that_is_not_there(converted: Path, tmp_path: Path) -> None
     missing = "the base model base was moved or deleted; pass it with --teacher"
     done.expect(2, out="", err_lines=1)
     assert (
-        f"no --data is given, and there is no teacher that could write it ({missing}); pass text "
+        f"no --data is given, and there is no teacher to generate the text ({missing}); pass text "
         "with --data, or" in done.err
     )
     done = uptrain(converted, "--steps", 1, "--batch-size", 2, "--data", material() / "data.jsonl")

@@ -105,7 +105,7 @@ def test_evaluation_compares_models_with_other_padding(
     first, second = record["models"]
     compared = second["against_baseline"]
     assert compared["kl"]["mean"] == pytest.approx(0, abs=1e-5)
-    assert compared["same_top"] == 1.0
+    assert compared["top1_agreement"] == 1.0
     assert compared["acceptance"] == pytest.approx(1.0, abs=1e-5)
     # Perplexities are over all rows of each model: the padding of this one has probability.
     by_name: dict[str, Any] = {

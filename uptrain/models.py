@@ -57,7 +57,7 @@ def settle(
                 "none"
             )
         raise RefusedError(
-            f"no --data is given, and there is no teacher that could write it ({teacher_text}); "
+            f"no --data is given, and there is no teacher to generate the text ({teacher_text}); "
             "pass text with --data, or the base model with --teacher"
         )
 

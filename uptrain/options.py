@@ -77,7 +77,7 @@ class TrainOptions(Options):
 
     output: Path | None = option(
         None,
-        "Output directory; DIR-state stores the run until it ends.  [default: MODEL-uptrained "
+        "Output directory. DIR-state holds the saved states until the run ends.  [default: MODEL-uptrained "
         "next to MODEL]",
         short="-o",
         metavar="DIR",
@@ -196,7 +196,9 @@ class TrainOptions(Options):
         group="Length and batches",
     )
 
-    optimizer: Literal["adamw", "adafactor"] = option("adamw", "Optimizer.", group="Optimizer")
+    optimizer: Literal["adamw", "adafactor"] = option(
+        "adamw", "AdamW, or Adafactor, which needs less memory.", group="Optimizer"
+    )
     learning_rate: float | str = option(
         "0.3%",
         "Peak learning rate: a share of the root mean square of each weight, like 0.3%, or one "
@@ -234,7 +236,7 @@ class TrainOptions(Options):
 
     attn_implementation: str = option(
         "sdpa",
-        "Attention implementation: sdpa, eager, flash_attention_2 ...",
+        "Attention implementation of transformers, like sdpa, eager or flash_attention_2.",
         metavar="NAME",
         free=True,
         group=MODEL,
@@ -381,7 +383,7 @@ class TrainOptions(Options):
         is_endless = parse_self(self.data[0])[0] is None
         yield (
             self.alpha is not None and is_endless,
-            "--alpha needs data of known length; pass --data self:1M or the like",
+            "--alpha needs data of known length, which --data self does not have; pass --tokens instead, or --data self:1M",
         )
 
     def _batch_conflicts(self, batch_size: int, ranks: int) -> Iterator[tuple[bool, str]]:

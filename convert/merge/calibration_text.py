@@ -497,8 +497,8 @@ def without_copies(heldout: Ints, blocks: Ints, name: str, watcher: Watcher) -> 
     is_copy = shares >= _COPY_SHARE
     if is_copy.any():
         watcher.warn(
-            f"{is_copy.sum():,} of {len(heldout):,} blocks of {name} that would measure the "
-            "quality are in the calibration text too: they are left out"
+            f"{is_copy.sum():,} of {len(heldout):,} blocks of {name} that are meant to measure "
+            "quality also occur in the calibration text; they are left out"
         )
     return heldout[~is_copy]
 

@@ -308,7 +308,7 @@ def samples(
     """
     if not hasattr(model, "generate"):
         raise RefusedError(
-            f"{model.name_or_path} cannot be sampled from: {type(model).__name__} has no head "
+            f"{model.name_or_path} cannot generate text: {type(model).__name__} has no head "
             "that predicts tokens; pass text with --data instead of self"
         )
     start = first_token(model.config, model.name_or_path)
@@ -340,9 +340,8 @@ def samples(
             )
     except Exception as error:  # whatever a class raises that generates something else, or not so
         raise RefusedError(
-            f"{model.name_or_path} cannot be sampled from, {batch} sequences of {length} tokens "
-            f"at a time: {explain(error)}; pass text with --data, or lower --context if memory is "
-            "short"
+            f"{model.name_or_path} cannot generate {batch} sequences of {length} tokens at a time "
+            f"({explain(error)}); pass text with --data, or lower --context if memory is short"
         ) from error
     return ids.cpu()
 
