@@ -106,10 +106,13 @@ def _check_hub_id(model: str) -> None:
 
 
 def _no_directory(model: str) -> str:
-    """That there is no such directory, and which one may be meant."""
+    """That there is no such directory, which one may be meant, or which command would write it."""
     text = f"there is no directory {model}"
-    similar = similar_directory(model)
-    return f"{text} (did you mean {similar}?)" if similar else text
+    if similar := similar_directory(model):
+        return f"{text} (did you mean {similar}?)"
+    if re.search(r"-(gqa\d*|mqa)\b", model):
+        return f"{text} (it has the name of a result: if it is yours, run gqa-convert first)"
+    return text
 
 
 @contextmanager

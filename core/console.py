@@ -197,9 +197,8 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
     except click.ClickException as error:
         message = error.format_message().rstrip(".")
         # Some messages of click end with a question: `Did you mean '--kv-heads'?`
-        see = (
-            f" See {program} --help" if message.endswith(("?", "?)")) else f"; see {program} --help"
-        )
+        is_question = message.endswith(("?", "?)"))
+        see = f" See {program} --help" if is_question else f"; see {program} --help"
         fail(program, message + see, error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         fail(program, f"interrupted; {interrupted}", 130)

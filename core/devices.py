@@ -92,9 +92,10 @@ def find_device(name: str | None) -> str:
     try:
         torch.zeros(1, device=name).item()
     except Exception as error:  # each backend has its own
-        raise RefusedError(
-            f"device {name} cannot be used: {explain(error)}; use {default_device()}"
-        ) from error
+        advice = f"use {default_device()}"
+        if "not compiled with" in str(error):
+            advice = f"install a build of torch that has it, or {advice}"
+        raise RefusedError(f"device {name} cannot be used: {explain(error)}; {advice}") from error
     return name
 
 

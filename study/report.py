@@ -19,7 +19,7 @@ from gqa.study.options import ADVICE, Cell
 from gqa.study.recommendation import loss, loss_of_row, measured, recommend
 from gqa.study.rows import FILES, Row, read_rows
 
-_NO_PICTURES = "No pictures: they need matplotlib (pip install 'gqa[report]')."
+_NO_PICTURES = "No pictures: they need matplotlib (pip install matplotlib)."
 
 
 def short_table(rows: Sequence[Row]) -> Table:

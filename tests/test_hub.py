@@ -294,6 +294,13 @@ def test_a_mistyped_directory_names_the_checkpoint_beside_it(machine: Machine, w
     check_refused(done, f"there is no directory {path} (did you mean {meant}?)", advice="")
 
 
+@pytest.mark.parametrize("name", ["lab/llama-gqa2-refined", "llama-mqa-mean", "stdlib-gqa2"])
+def test_a_missing_result_names_the_command_that_writes_it(machine: Machine, name: str) -> None:
+    done = machine.run(*MERGED, name, HF_HUB_OFFLINE="1")
+    hint = "(it has the name of a result: if it is yours, run gqa-convert first)"
+    check_refused(done, f"there is no directory {name} {hint}, and ", advice="")
+
+
 def test_a_name_like_no_directory_is_a_hub_id(machine: Machine) -> None:
     llama(machine.work / "lab/llama-mha", side_files=False)
     done = machine.run(*MERGED, "lab/pythia", HF_HUB_OFFLINE="1")

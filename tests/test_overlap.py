@@ -225,7 +225,7 @@ def test_the_quality_check_leaves_out_blocks_that_are_calibration_text() -> None
     )
     assert checked.tolist() == [*other.tolist(), *little.tolist()]
     assert watcher.warnings == [
-        "3 of 10 blocks of data.txt that are meant to measure quality also occur in the calibration "
-        "text; they are left out"
+        "3 of 10 blocks of data.txt that are meant to measure quality also occur in the "
+        "calibration text; they are left out"
     ]
     assert len(without_copies(other[:, : COPIED - 1], blocks, "x", watcher)) == 6

@@ -306,9 +306,7 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
-        raise RefusedError(
-            "--train lora needs peft; install it with: pip install 'gqa[lora]'"
-        ) from error
+        raise RefusedError("--train lora needs peft; install it with: pip install peft") from error
 
     head = model.get_output_embeddings()
     layers = {}

@@ -77,8 +77,8 @@ class TrainOptions(Options):
 
     output: Path | None = option(
         None,
-        "Output directory. DIR-state holds the saved states until the run ends.  [default: MODEL-uptrained "
-        "next to MODEL]",
+        "Output directory. DIR-state holds the saved states until the run ends.  "
+        "[default: MODEL-uptrained next to MODEL]",
         short="-o",
         metavar="DIR",
         free=True,
@@ -383,7 +383,8 @@ class TrainOptions(Options):
         is_endless = parse_self(self.data[0])[0] is None
         yield (
             self.alpha is not None and is_endless,
-            "--alpha needs data of known length, which --data self does not have; pass --tokens instead, or --data self:1M",
+            "--alpha needs data of known length, which --data self does not have; pass --tokens "
+            "instead, or --data self:1M",
         )
 
     def _batch_conflicts(self, batch_size: int, ranks: int) -> Iterator[tuple[bool, str]]:

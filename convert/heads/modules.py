@@ -300,8 +300,9 @@ def _check_unpacked(tensors: Mapping[str, TensorSpec]) -> None:
     for tail, spec in tensors.items():
         if tail not in _BUFFERS and (is_packed(spec) or spec.dtype not in TORCH_DTYPES):
             raise RefusedError(
-                f"{spec.name} is stored as {spec.dtype}: heads that are quantized or packed cannot "
-                "be averaged; convert the original and quantize the result, or dequantize first"
+                f"the attention weights are quantized or packed ({spec.name} is stored as "
+                f"{spec.dtype}); convert the original checkpoint and quantize the result, or "
+                "dequantize this one first"
             )
 
 
