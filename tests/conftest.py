@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 
+def pytest_collection() -> None:
+    """What is imported stays: no garbage is looked for meanwhile."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Imported modules stay: no collection of garbage need look through them, a quarter of a second
     each time.
@@ -33,6 +38,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -195,16 +196,24 @@ def names_of_statement(node: ast.stmt) -> set[str]:
 
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-DEFINED = {path: defined_names(path) for path in (*MODULES, *TESTS)}
 PUBLIC = {f"gqa.{name}" for name in (*gqa.__all__, *PACKAGES)}
-KNOWN = {"gqa", *PUBLIC, *METHODS, *THEIRS}.union(*DEFINED.values())
+
+
+@cache
+def names_by_file() -> dict[Path, set[str]]:
+    return {path: defined_names(path) for path in (*MODULES, *TESTS)}
+
+
+@cache
+def known_names() -> set[str]:
+    return {"gqa", *PUBLIC, *METHODS, *THEIRS}.union(*names_by_file().values())
 
 
 def files_named(name: str) -> list[Path]:
     """The file or directory of this path, or the files whose paths end with it."""
     if (ROOT / name).exists():
         return [ROOT / name]
-    return [path for path in DEFINED if path.as_posix().endswith(f"/{name}")]
+    return [path for path in names_by_file() if path.as_posix().endswith(f"/{name}")]
 
 
 def missing_names(page: str) -> list[str]:
@@ -222,11 +231,12 @@ def missing_names(page: str) -> list[str]:
         if files or not identifier:
             continue
         name = identifier[1]
-        if name not in KNOWN and name.split(".")[0] not in LIBRARIES:
+        if name not in known_names() and name.split(".")[0] not in LIBRARIES:
             missing.append(name)
 
     for name, file in NAME_AND_FILE.findall(page):
-        defined = set[str]().union(*(DEFINED.get(path, ()) for path in files_named(file)))
+        names = [names_by_file().get(path, set()) for path in files_named(file)]
+        defined = set[str]().union(*names)
         if name.removeprefix("gqa.") not in defined:
             missing.append(f"{name} in {file}")
     return missing

@@ -78,9 +78,9 @@ def test_adafactor_and_no_teacher_need_less_memory(converted: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--tokens", "16K", "--context", 64),
+        ("--tokens", "4K", "--context", 64),
         ("--steps", 3, "--batch-size", 2),
-        ("--data", "self:8K"),
+        ("--data", "self:2K"),
     ],
 )
 def test_a_dry_run_counts_the_steps_of_a_run(converted: Path, words: tuple[object, ...]) -> None:

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import datasets.io.generator  # noqa: F401
 import peft  # noqa: F401
+import scipy.io  # noqa: F401
 from support import faults, processes, training  # noqa: F401
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
+import gqa.uptrain.advice
 import gqa.uptrain.cli
-import gqa.uptrain.run  # noqa: F401
+import gqa.uptrain.run
+import gqa.uptrain.summary  # noqa: F401
 from gqa.convert.api import convert_checkpoint
 
 if __name__ == "__main__":

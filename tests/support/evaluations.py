@@ -78,10 +78,11 @@ def cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
 
 
 def few_questions(patch: pytest.MonkeyPatch) -> None:
-    """About the context, and few texts that the model writes for them."""
+    """About the context, and few short texts that the model writes for them."""
     # Fewer questions are as good, and take a second
     patch.setattr("gqa.eval.recall.READ", 256)
     patch.setattr("gqa.eval.recall.SAMPLES", 12)
+    patch.setattr("gqa.eval.recall.SAMPLE", 64)
     sample_at_once(patch, 12)
 
 

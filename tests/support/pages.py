@@ -5,20 +5,28 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 
 def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
     """The first lines and the texts of a page's blocks."""
-    tokens = MarkdownIt().parse(page.read_text())
     return [
-        ((t.map or [0])[0] + 2, t.content)
-        for t in tokens
-        if t.type == "fence" and t.info in languages
+        ((fence.map or [0])[0] + 2, fence.content)
+        for fence in _fences(page)
+        if fence.info in languages
     ]
+
+
+@cache
+def _fences(page: Path) -> list[Token]:
+    """All blocks of a page; what stands between them is not looked into."""
+    tokens = MarkdownIt().disable("inline").parse(page.read_text())
+    return [token for token in tokens if token.type == "fence"]
 
 
 def commands(page: Path) -> Iterator[list[str]]:

@@ -4,6 +4,7 @@ for each.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -27,6 +28,11 @@ def serve(start: Callable[[dict[str, Any]], object]) -> None:
     """Answer lines of JSON: {"wait": pid} with how a child ended, any other job with a child that
     does `start(job)`.
     """
+    # What is imported is no garbage, and a page that a child does not touch is not copied for it
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+
     out = os.fdopen(os.dup(1), "w")
     print("{}", file=out, flush=True)
     for line in sys.stdin:
