@@ -60,6 +60,8 @@ MODELS = {
     "OUT": ("llama", 8, 2),
     "Llama-2-7b-hf": ("llama", 32, 32),
     "meta-llama/Llama-2-7b-hf": ("llama", 32, 32),
+    "Qwen2.5-7B": ("llama", 28, 4),
+    "MERGED": ("llama", 32, 32),
     "SmolLM2-135M-Instruct": ("llama", 9, 3),
     "HuggingFaceTB/SmolLM2-135M-Instruct": ("llama", 9, 3),
     "Qwen/Qwen2.5-3B-Instruct": ("llama", 16, 2),
@@ -70,6 +72,7 @@ MODELS = {
 }
 DATA = {
     "corpus.jsonl": ["text"],
+    "generated.jsonl": ["text"],
     "wikitext2-test.txt": [],
     "pairs.jsonl": ["article", "summary"],
     "stdlib-t5/heldout.jsonl": ["source", "target"],
@@ -136,6 +139,10 @@ PYTHON_ELSEWHERE = {
     "trl": "is not installed",
     "BitsAndBytesConfig": "needs a GPU's library",
     "yield": "is part of a function",
+    "vllm": "is not installed",
+    "llmcompressor": "is not installed",
+    "PeftModel": "needs a trained adapter",
+    "dequantize": "needs a quantized model",
     "general_model": "needs a published model",
 }
 

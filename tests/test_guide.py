@@ -1,4 +1,4 @@
-"""docs/guide-7b.md: its commands, planned at the shape of Llama-2-7B, fit the GPU that it names.
+"""docs/guide-7b.md: its commands, planned at the shapes of its models, fit the GPU that it names.
 
 The checkpoints are headers without weights; each command is the page's, with `--dry-run`.
 """
@@ -9,20 +9,25 @@ import json
 import re
 import shlex
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.checkpoints import header_only, run
 from support.embedded import SOURCE
 from support.pages import blocks, commands
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2Config
 
+from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.advice import default_training_memory, next_line
 from gqa.convert.api import prepare
+from gqa.convert.merge.self_samples import at_once
 from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan
 from gqa.core import devices
+from gqa.uptrain.run_length import count_plain
 
 PAGE = Path(__file__).parents[1] / "docs/guide-7b.md"
 GPU = 80 * 10**9  # bytes
@@ -33,39 +38,83 @@ ACTIVATIONS = 15 * 10**9
 SAVING = {"--checkpointing", "--micro-batch 1", "--precision bfloat16"}
 
 
-def commands_of(program: str) -> list[str]:
-    """The commands of the page that start a program."""
-    lines = [words for words in commands(PAGE) if words[0] == program]
+LLAMA = "Llama-2-7b-hf"
+QWEN = "Qwen2.5-7B"
+
+
+def commands_of(program: str, model: str = "") -> list[str]:
+    """The commands of the page that start a program, in any environment, for a model."""
+    lines = [words for words in commands(PAGE) if Path(words[0]).name == program]
     assert lines, f"the page has no {program}"
-    return [shlex.join(words) for words in lines]
+    return [line for line in map(shlex.join, lines) if model in line]
+
+
+def llama_config(kv_heads: int) -> LlamaConfig:
+    """The shape and the dtype of the published Llama-2-7b-hf."""
+    return LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+        dtype="float16",
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def qwen_config(kv_heads: int) -> Qwen2Config:
+    """The shape and the dtype of the published Qwen2.5-7B."""
+    return Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=131072,
+        dtype="bfloat16",
+        architectures=["Qwen2ForCausalLM"],
+    )
+
+
+def write_headers(
+    directory: Path, config: Any, buffers: Mapping[str, tuple[int, ...]], base: str | None = None
+) -> None:
+    """Headers of a checkpoint, with the example's tokenizer; `base`: it is converted from that."""
+    directory.mkdir()
+    header_only(directory, config, buffers)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SOURCE / file, directory)
+    if base:
+        record = {
+            "source": {"model": base, "path": f"../{base}"},
+            "options": {"method": "refined"},
+        }
+        (directory / "gqa_conversion.json").write_text(json.dumps(record))
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory in which the guide works: the base model and its conversion."""
+    """The directory in which the guide works: the base models, their conversions, and a text."""
     root = tmp_path_factory.mktemp("guide")
-    for name, kv_heads in (("Llama-2-7b-hf", 32), ("Llama-2-7b-hf-gqa8-refined", 8)):
-        config = LlamaConfig(
-            vocab_size=32000,
-            hidden_size=4096,
-            intermediate_size=11008,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=kv_heads,
-            max_position_embeddings=4096,
-            dtype="bfloat16",
-            architectures=["LlamaForCausalLM"],
-        )
-        (root / name).mkdir()
-        header_only(root / name, config)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(SOURCE / file, root / name)
-    record = {
-        "source": {"model": "Llama-2-7b-hf", "path": "../Llama-2-7b-hf"},
-        "options": {"method": "refined"},
+    # The published checkpoint stores these too
+    frequencies = {
+        f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": (64,) for layer in range(32)
     }
-    (root / name / "gqa_conversion.json").write_text(json.dumps(record))
+    write_headers(root / LLAMA, llama_config(32), frequencies)
+    write_headers(root / f"{LLAMA}-gqa8-refined", llama_config(8), frequencies, LLAMA)
+    write_headers(root / QWEN, qwen_config(4), {})
+    write_headers(root / f"{QWEN}-gqa2-refined", qwen_config(2), {}, QWEN)
+    # What the script of the page would write with vLLM
+    (root / "generated.jsonl").write_text('{"text": "a"}\n')
     return root
+
+
+def one_line(page: Path) -> str:
+    """The words of a page, wherever its lines end."""
+    return " ".join(page.read_text().split())
 
 
 def dry_run(command: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any]:
@@ -96,9 +145,9 @@ def plan_and_advice(memory: int, models: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(devices, "total_memory", lambda device: memory)
     monkeypatch.setattr(devices, "native_bfloat16", lambda device: True)
     monkeypatch.chdir(models)
-    options = ConvertOptions("./Llama-2-7b-hf", kv_heads=8, method="refined", overwrite=True)
+    options = ConvertOptions(f"./{LLAMA}", kv_heads=8, method="refined", overwrite=True)
     plan = prepare(options)
-    out = Path("./Llama-2-7b-hf-gqa8-refined")
+    out = Path(f"./{LLAMA}-gqa8-refined")
     return plan, next_line(plan, None, options, out, {})
 
 
@@ -108,7 +157,7 @@ def test_the_conversion_ends_with_a_training_plan_that_fits_the_gpu(
     """The next command is that of step 5, without its number of tokens."""
     _, line = plan_and_advice(GPU, models, monkeypatch)
     (advised,) = re.findall(r"look at the plan first: (gqa-uptrain .*)$", line)
-    (planned,) = (one for one in commands_of("gqa-uptrain") if "--dry-run" in one)
+    (planned,) = (one for one in commands_of("gqa-uptrain", LLAMA) if "--dry-run" in one)
     words = {word.removeprefix("./") for word in shlex.split(planned)} - {"--tokens", "10M"}
     assert set(shlex.split(advised)) == words
     assert f"\nnext        {line}\n" in PAGE.read_text()
@@ -130,7 +179,10 @@ def test_the_memory_of_training_is_that_of_a_dry_run_and_activations(
     tokens = 2048
     layers = 32
     numbers = 17 * 4096
-    assert activations == 4 * numbers * layers * tokens
+    # The advice counts the stored frequencies as weights of attention: weight, gradient and AdamW
+    # in float32, and the teacher's in float16
+    frequencies = 64 * layers
+    assert activations == 4 * numbers * layers * tokens + (4 + 4 + 8 + 2) * frequencies
 
 
 def test_training_all_weights_would_not_fit(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,11 +191,12 @@ def test_training_all_weights_would_not_fit(models: Path, monkeypatch: pytest.Mo
     assert record["memory"] > GPU
 
 
+@pytest.mark.parametrize("model", [LLAMA, QWEN])
 @pytest.mark.parametrize("program", ["gqa-convert", "gqa-uptrain"])
 def test_the_page_shows_what_a_dry_run_prints(
-    program: str, models: Path, monkeypatch: pytest.MonkeyPatch
+    program: str, model: str, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = next(one for one in commands_of(program) if "--dry-run" in one)
+    command = next(one for one in commands_of(program, model) if "--dry-run" in one)
     lines, _ = dry_run(command, models, monkeypatch)
     shown = [text for _, text in blocks(PAGE, "text") if text.splitlines()[0] in lines]
     assert len(shown) == 1
@@ -155,15 +208,75 @@ def test_the_page_shows_what_a_dry_run_prints(
 def test_the_result_of_a_step_is_the_input_of_the_next(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = commands_of("gqa-uptrain")[-1]
-    _, record = dry_run(training, models, monkeypatch)
-    converted = shlex.split(training)[1]
-    assert converted == "./Llama-2-7b-hf-gqa8-refined"
-    names = {converted, f"./{Path(record['output']).name}"}
+    trainings = [one for one in commands_of("gqa-uptrain", LLAMA) if "--dry-run" not in one]
+    converted = f"./{LLAMA}-gqa8-refined"
+    results = set()
+    for training in trainings:
+        _, record = dry_run(training, models, monkeypatch)
+        assert shlex.split(training)[1] == converted
+        results.add(f"./{Path(record['output']).name}")
+    assert len(results) == 1, "whatever text it trains on"
+    names = {converted} | results
     (measured,) = commands_of("gqa-eval")
-    (served,) = commands_of("vllm")
     assert names < set(shlex.split(measured))
-    assert set(shlex.split(served)) & names
+    served = [set(shlex.split(one)) for one in commands_of("vllm")]
+    assert [bool(words & results) for words in served] == [False, True], "the base model first"
+
+
+def test_both_models_are_served_with_the_same_options() -> None:
+    base, result = (shlex.split(one)[3:] for one in commands_of("vllm"))
+    assert base == result
+
+
+def test_the_page_says_how_many_sequences_are_generated_at_once(models: Path) -> None:
+    checkpoint = read_checkpoint(models / LLAMA)
+    tokens = 2048
+    several = at_once(checkpoint, tokens, torch.float16, GPU - checkpoint.nbytes)
+    assert f"{several} sequences of {tokens:,} tokens" in one_line(PAGE)
+
+
+def test_the_time_to_generate_is_that_of_the_measured_model_by_its_layers() -> None:
+    """7.1 s for 255 tokens after the first in 24 layers (docs/results.md); 32 layers, 46 sequences
+    at once.
+    """
+    step = 7.1 / 255 * 32 / 24
+    several = 46
+    page = one_line(PAGE)
+    assert f"32 layers take {1000 * step:.0f} ms" in page
+    assert f"about {round(several / step, -1):,.0f} tokens are generated per second" in page
+    hours = [tokens * step / several / 3600 for tokens in (10e6, 100e6)]
+    assert f"10M tokens take {hours[0]:.1f} hours, and 100M take {hours[1]:.0f}" in page
+    in_six_hours = 6 * 3600 * several / step / 1e6
+    assert f"about {in_six_hours:.0f}M tokens" in one_line(PAGE.with_name("scale.md"))
+
+
+def test_the_text_of_vllm_is_enough_for_the_training(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the blocks repeat passages of the others; 8,192 tokens are held out."""
+    (training,) = (one for one in commands_of("gqa-uptrain") if "--data" in one)
+    _, record = dry_run(training, models, monkeypatch)
+    block = 2048
+    blocks_of_run = record["steps"] * record["tokens_per_step"] // block
+    needed = count_plain(blocks_of_run) * block + 8192
+    (script,) = (text for _, text in blocks(PAGE, "python") if "vllm" in text)
+    (written,) = re.findall(r"^TOKENS = ([\d_]+)$", script, re.MULTILINE)
+    assert needed < int(written) < 1.2 * needed
+
+
+def test_the_page_says_what_fits_into_the_cache_of_vllm(models: Path) -> None:
+    rows = {"base model": (LLAMA, 512), "result": (f"{LLAMA}-gqa8-refined", 128)}
+    gib = 2**30
+    available = 0.9 * 79 * gib
+    for name, (model, kib) in rows.items():
+        weights = read_checkpoint(models / model).nbytes
+        left = available - weights
+        tokens = left / (kib * 1024)
+        cells = (
+            f"| {name} | {weights / gib:.1f} GiB | {left / gib:.1f} GiB | "
+            f"{round(tokens, -2):,.0f} | {tokens / 4096:.0f}x |"
+        )
+        assert cells in PAGE.read_text()
 
 
 def test_the_quick_start_trains_by_the_plan_of_the_guide() -> None:

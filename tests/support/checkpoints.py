@@ -360,14 +360,20 @@ def write_hollow(directory: Path, shapes: Mapping[str, tuple[int, ...]], dtype: 
     return total
 
 
-def header_only(directory: Path, config: Any) -> int:
-    """A Llama of this config with hollow weights in bfloat16; how many bytes they would be."""
-    from transformers import LlamaForCausalLM
+def header_only(
+    directory: Path, config: Any, buffers: Mapping[str, tuple[int, ...]] | None = None
+) -> int:
+    """A checkpoint of this config with hollow weights; how many bytes they would be.
+
+    Args:
+        directory: Where it is written; it exists.
+        config: Of a class that predicts tokens, with a dtype.
+        buffers: Names and shapes of tensors that are stored too, but are no weights.
+    """
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        shapes = {
-            name: tuple(tensor.shape)
-            for name, tensor in LlamaForCausalLM(config).state_dict().items()
-        }
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     config.save_pretrained(directory)
-    return write_hollow(directory, shapes, "BF16")
+    return write_hollow(directory, shapes | dict(buffers or {}), _STORED[config.dtype])
