@@ -6,9 +6,9 @@ model.
         --text stories.txt --text wikitext2-test.txt
 
 Rows: fewer heads by `mean`, `first`, `energy` (the head of each group with the largest attention
-output on samples of the model: PruneKVHeads of NVIDIA's ModelOpt) and each --method; a cache of 8,
-4 or 2 bits; the last --method with 8 or 4 bits; and `no attention`: the attention that changes
-hidden states least is removed until the bytes are as few.
+output on samples of the model: PruneKVHeads of NVIDIA's ModelOpt) and each --method; a cache in
+FP8, or of 8, 4 or 2 bits; the last --method with FP8, 8 or 4 bits; and `no attention`: the
+attention that changes hidden states least is removed until the bytes are as few.
 
 Columns: bytes of the cache; perplexity ratio on each --text; KL divergence on the first; recall of
 text and of random tokens; tokens until a greedy text leaves the base model's; exact answers to
@@ -37,6 +37,7 @@ from harness import EMBEDDED, Measurements
 
 import gqa
 from gqa.convert.merge.self_samples import samples
+from gqa.eval.cache_formats import CACHE_FORMATS, CacheBits
 from gqa.eval.decode import time_decoding
 from gqa.eval.evaluate import Comparison
 from gqa.eval.options import EvaluateOptions
@@ -45,7 +46,8 @@ from gqa.eval.subjects import open_subjects
 from gqa.eval.text import prefix_token, read_text
 from gqa.models.loading import load_model
 
-BITS = (8, 4, 2)
+BITS: tuple[CacheBits, ...] = ("fp8", 8, 4, 2)
+BITS_OF_FEWER_HEADS: tuple[CacheBits, ...] = ("fp8", 8, 4)
 COUNT = 24  # questions of a kind
 LONGEST = 24  # tokens of an answer
 NAMES = [
@@ -263,12 +265,12 @@ class Trial:
             self.records.append(comparison.measure(self.base, {}, alone=True))
             self.comparisons.append(comparison)
 
-    def rows(self) -> Iterator[tuple[str, str, int, int | None]]:
-        """Name, method, KV heads and bits of each row."""
+    def rows(self) -> Iterator[tuple[str, str, int, CacheBits | None]]:
+        """Name, method, KV heads and format of the cache of each row."""
         heads = self.base.config.num_key_value_heads
         yield "base model", "", heads, None
         for bits in BITS:
-            yield f"int{bits}", "", heads, bits
+            yield CACHE_FORMATS[bits].name, "", heads, bits
 
         last_method = self.methods[-1]
         for groups in range(heads - 1, 0, -1):
@@ -276,8 +278,9 @@ class Trial:
                 continue
             for method in ("mean", "first", *PEERS, *self.methods):
                 yield f"{method}, {groups} of {heads}", method, groups, None
-            for bits in BITS[:2]:
-                yield f"{last_method}, {groups} of {heads}, int{bits}", last_method, groups, bits
+            for bits in BITS_OF_FEWER_HEADS:
+                name = f"{last_method}, {groups} of {heads}, {CACHE_FORMATS[bits].name}"
+                yield name, last_method, groups, bits
 
     def checkpoint(self, method: str, groups: int) -> str:
         """The converted checkpoint, written once."""
@@ -299,7 +302,7 @@ class Trial:
             )
         return str(out)
 
-    def measure(self, method: str, groups: int, bits: int | None) -> dict[str, Any]:
+    def measure(self, method: str, groups: int, bits: CacheBits | None) -> dict[str, Any]:
         """One row."""
         (subject,) = open_subjects([self.checkpoint(method, groups)])
         subject = replace(subject, cache_bits=bits)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import click
 
 from gqa.convert.options import ConvertOptions
-from gqa.core.errors import RefusedError
+from gqa.core.errors import RefusedError, alternatives
 from gqa.core.options import (
     BYTES,
     COUNT,
@@ -21,8 +23,29 @@ from gqa.core.options import (
     same_as,
     tokens_type,
 )
+from gqa.eval.cache_formats import CACHE_FORMATS, CacheBits
 
-CACHE_BITS = Number(int, "from 2 to 8")
+_BITS = Number(int, "from 2 to 8")
+_NAMED_FORMATS = [bits for bits in CACHE_FORMATS if isinstance(bits, str)]
+
+
+class _CacheBits(click.ParamType[CacheBits]):
+    """A key of `CACHE_FORMATS`: a number of bits, or a name."""
+
+    name = "cache bits"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> CacheBits:
+        """The key. Raises BadParameter for what is none."""
+        if isinstance(value, str) and value in _NAMED_FORMATS:
+            return value
+        try:
+            bits: int = _BITS.convert(value, param, ctx)
+        except click.BadParameter as error:
+            message = f"{error.message}, nor {alternatives(_NAMED_FORMATS)}"
+            raise click.BadParameter(message, ctx, param) from error
+        return bits
 
 
 @dataclass(frozen=True)
@@ -56,10 +79,12 @@ class EvaluateOptions(Options):
         "hidden in a text.  [default: on for decoders if -o and --data are given]",
         group=MAIN,
     )
-    cache_bits: tuple[int, ...] | None = option(
+    cache_bits: tuple[CacheBits, ...] | None = option(
         None,
-        "Also evaluate with a KV cache quantized to N bits, like 8,4,2.",
-        CACHE_BITS,
+        "Also evaluate with a quantized KV cache, like fp8,8,4: fp8 is the uncalibrated FP8 cache "
+        "of vLLM; a number from 2 to 8 is that of the bits per value, rounded in blocks.",
+        _CacheBits(),
+        metavar="BITS[,...]",
         group=MAIN,
     )
     memory: int | None = option(

@@ -1,10 +1,4 @@
-"""A KV cache quantized to few bits, simulated.
-
-Each key and each value of a head is split into equal groups of at most 64 numbers. A group stores
-its minimum and step in 16 bits (float16, or bfloat16 beyond its range), and every number as a
-multiple of the step (asymmetric rounding to nearest, per token; KIVI, arXiv 2402.02750, section
-3.1). Engines round slightly differently: this measures the cost of the bits, not an engine.
-"""
+"""A KV cache in one of the `CACHE_FORMATS`, simulated: attention reads rounded keys and values."""
 
 from __future__ import annotations
 
@@ -14,45 +8,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gqa.convert.heads.kv_cache import groups_per_head
 from gqa.core.compat import attention_name
 from gqa.core.errors import RefusedError
+from gqa.eval.cache_formats import CacheFormat
 from gqa.models.attention_functions import PLAIN, register
 
 
-def fake_quantize(heads: Tensor, bits: int) -> Tensor:
-    """Quantize keys or values (..., d) to `bits` per number and dequantize them."""
-    grouped = heads.float().unflatten(-1, (groups_per_head(heads.shape[-1]), -1))
-    least = stored_in_16_bits(grouped.amin(-1, keepdim=True))
-    most = stored_in_16_bits(grouped.amax(-1, keepdim=True))
-
-    largest_code = 2**bits - 1
-    step = stored_in_16_bits((most - least) / largest_code)
-    step = step.clamp_min(2.0**-24)  # the smallest positive float16
-
-    codes = ((grouped - least) / step).round().clamp(0, largest_code)
-    numbers: Tensor = (codes * step + least).flatten(-2)
-
-    # A step that was rounded up may lead beyond the largest float16.
-    limit = torch.finfo(heads.dtype).max
-    return numbers.clamp(-limit, limit).to(heads.dtype)
-
-
-def stored_in_16_bits(numbers: Tensor) -> Tensor:
-    """Float32 numbers rounded to float16; those beyond its range (65,504) to bfloat16, as engines
-    do that keep the cache of a bfloat16 model in bfloat16. NaN and infinity stay.
-    """
-    rounded = numbers.half().float()
-    return torch.where(rounded.isfinite(), rounded, numbers.bfloat16().float())
-
-
 @torch.no_grad()
-def quantize_cache(model: PreTrainedModel, bits: int, layers: int, name: str) -> None:
-    """Replace the model's attention with one whose keys and values are quantized to `bits`.
+def quantize_cache(
+    model: PreTrainedModel, cache_format: CacheFormat, layers: int, name: str
+) -> None:
+    """Replace the model's attention with one that reads keys and values from a quantized cache.
 
     Args:
         model: A loaded model with sdpa or eager attention.
-        bits: Of each number of a key or a value.
+        cache_format: How the cache stores them.
         layers: Number of layers with a KV cache.
         name: What messages call the model.
 
@@ -74,9 +44,9 @@ def quantize_cache(model: PreTrainedModel, bits: int, layers: int, name: str) ->
     ) -> Tensor:
         nonlocal calls
         calls += 1
-        return attend(module, q, fake_quantize(k, bits), fake_quantize(v, bits), *rest, **options)
+        return attend(module, q, cache_format.round(k), cache_format.round(v), *rest, **options)
 
-    quantized = f"gqa_cache{bits}_{plain}"
+    quantized = f"gqa_cache_{cache_format.name}_{plain}"
     register(quantized, attend_quantized, mask)
     model.set_attn_implementation(quantized)
 

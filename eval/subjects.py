@@ -20,6 +20,7 @@ from gqa.core.compat import attention_name
 from gqa.core.devices import emulates, find_device, ranks
 from gqa.core.errors import RefusedError, one_line
 from gqa.corpus.pairs import PairEncoder
+from gqa.eval.cache_formats import CACHE_FORMATS, CacheBits
 from gqa.eval.quantized_cache import quantize_cache
 from gqa.models.loading import load_model, load_tokenizer, positions, read_auto_config
 
@@ -31,14 +32,14 @@ class Subject:
     name: What tables call it.
     path: What transformers loads.
     checkpoint: Its config and headers.
-    cache_bits: Bits per number of its KV cache, if the cache is quantized.
+    cache_bits: The format of its KV cache, a key of `CACHE_FORMATS`, if the cache is quantized.
     """
 
     name: str
     path: str
     checkpoint: Checkpoint
     trust_remote_code: bool = False
-    cache_bits: int | None = None
+    cache_bits: CacheBits | None = None
 
     @cached_property
     def config(self) -> Any:
@@ -76,7 +77,7 @@ class Subject:
             return None
         if self.cache_bits is None:
             return formula
-        return replace(formula, bits=self.cache_bits)
+        return replace(formula, quantized=CACHE_FORMATS[self.cache_bits].bytes_per_head)
 
     def record(self, context: int, memory: int | None = None) -> dict[str, Any]:
         """JSON-ready record from config and headers.
@@ -132,7 +133,8 @@ class Subject:
             trust_remote_code=self.trust_remote_code,
         )
         if self.cache_bits and self.cache:
-            quantize_cache(model, self.cache_bits, len(self.cache.layers), self.name)
+            cache_format = CACHE_FORMATS[self.cache_bits]
+            quantize_cache(model, cache_format, len(self.cache.layers), self.name)
         return model
 
 
@@ -140,11 +142,11 @@ def open_subjects(
     models: Sequence[str],
     trust_remote_code: bool = False,
     revision: str | None = None,
-    cache_bits: Sequence[int] = (),
+    cache_bits: Sequence[CacheBits] = (),
 ) -> list[Subject]:
     """Open directories and hub ids; hub ids are downloaded.
 
-    All of them come once more for each cache width of `cache_bits`. Raises RefusedError.
+    All of them come once more for each format of a cache in `cache_bits`. Raises RefusedError.
     """
     is_local = {model: os.path.lexists(model) for model in models}
     if revision is not None and all(is_local.values()):
@@ -178,7 +180,7 @@ def open_subjects(
     with_quantized_caches = list[Subject]()
     for bits in cache_bits:
         for subject in subjects:
-            name = f"{subject.name} (int{bits})"
+            name = f"{subject.name} ({CACHE_FORMATS[bits].name})"
             with_quantized_caches.append(replace(subject, name=name, cache_bits=bits))
     return subjects + with_quantized_caches
 

@@ -100,6 +100,7 @@ def test_messages_name_options_that_are_there() -> None:
         ("gqa-uptrain", "--data a,b@2", "data", ("text", "a", "b@2")),
         ("gqa-eval", "--memory 80GiB", "memory", 80 * 2**30),
         ("gqa-eval", "--cache-bits 8,4 --cache-bits 2", "cache_bits", (8, 4, 2)),
+        ("gqa-eval", "--cache-bits fp8,8", "cache_bits", ("fp8", 8)),
         ("gqa-eval", "--decode-contexts 1k,2k", "decode_contexts", (1000, 2000)),
         ("gqa-ablate", "--eval-tokens 0.5M", "eval_tokens", 500_000),
         ("gqa-ablate", "--skip kl,recall", "skip", ("kl", "recall")),
@@ -133,6 +134,11 @@ def test_values(program: str, words: str, name: str, value: object) -> None:
         ),
         ("gqa-convert", "--refine-steps 0", "is not a whole number from 1 to 1,000,000,000"),
         ("gqa-convert", "--kv-budget 1", "'1' is not a number above 0 and below 1"),
+        (
+            "gqa-eval",
+            "--cache-bits 8,fp4",
+            "'fp4' is not a whole number from 2 to 8, nor fp8",
+        ),
         ("gqa-uptrain", "--alpha 0", "'0' is not a number above 0 and at most 1"),
         (
             "gqa-ablate",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -13,19 +13,26 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.embedded import SOURCE, load
-from support.evaluations import model_directory, results
+from support.evaluations import evaluate_models, model_directory, results
 from support.families import write_checkpoint
 from support.tiny_models import QUERY_HEADS, TINY, build
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from gqa.convert.api import convert_checkpoint
-from gqa.convert.heads.kv_cache import CachedLayer, groups_per_head
+from gqa.convert.heads.kv_cache import CachedLayer
 from gqa.core.errors import RefusedError
 from gqa.eval import decode
+from gqa.eval.cache_formats import (
+    CACHE_FORMATS,
+    CacheBits,
+    groups_per_head,
+    round_in_groups,
+    round_to_fp8,
+)
 from gqa.eval.decode import greedy_decode, time_decoding
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.quantized_cache import fake_quantize, quantize_cache
+from gqa.eval.quantized_cache import quantize_cache
 from gqa.models.loading import cache_name, load_model
 
 # ------------------------------------------------------------------------------- caches of few bits
@@ -41,17 +48,17 @@ def test_numbers_on_the_grid_stay_and_others_move_by_half_a_step(bits: int, dim:
     codes = torch.randint(0, 2**bits, (3, 5, parts, dim // parts), generator=generator).float()
     codes[..., 0], codes[..., 1] = 0, 2**bits - 1
     heads = (codes * 0.25 - 3).flatten(-2)
-    assert fake_quantize(heads, bits).equal(heads)
+    assert round_in_groups(heads, bits).equal(heads)
     drawn = torch.randn(3, 5, dim, generator=generator)
     cut = drawn.unflatten(-1, (parts, -1))
     step = (cut.amax(-1) - cut.amin(-1)) / (2**bits - 1)
-    away = (fake_quantize(drawn, bits) - drawn).unflatten(-1, (parts, -1)).abs().amax(-1)
+    away = (round_in_groups(drawn, bits) - drawn).unflatten(-1, (parts, -1)).abs().amax(-1)
     assert (away <= 0.5 * step + 4e-3 * cut.abs().amax(-1)).all()  # edges are kept in 16 bits
     assert (away > 0.2 * step).all()
-    assert fake_quantize(torch.full((2, dim), 0.5), bits).equal(torch.full((2, dim), 0.5))
-    assert CachedLayer(3, dim, dim, None).bytes_per_token(2, bits) == 6 * (
-        math.ceil(dim * bits / 8) + 4 * parts
-    )
+    assert round_in_groups(torch.full((2, dim), 0.5), bits).equal(torch.full((2, dim), 0.5))
+    layer = CachedLayer(3, dim, dim, None)
+    bytes_of_vector = math.ceil(dim * bits / 8) + 4 * parts
+    assert layer.bytes_per_token(CACHE_FORMATS[bits].bytes_per_head) == 6 * bytes_of_vector
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -60,7 +67,7 @@ def test_values_beyond_float16_are_quantized_as_others(bits: int, dtype: torch.d
     """Massive values of a few models exceed 65,504, the largest float16."""
     heads = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(bits)).to(dtype)
     for size in (1.0, 2.0**40):
-        rounded = fake_quantize(heads * size, bits).float() / size
+        rounded = round_in_groups(heads * size, bits).float() / size
         step = (heads.float().amax(-1) - heads.float().amin(-1)) / (2**bits - 1)
         away = (rounded - heads.float()).abs().amax(-1)
         # Edges are stored in 16 bits, of which bfloat16 has eight for the digits.
@@ -69,20 +76,66 @@ def test_values_beyond_float16_are_quantized_as_others(bits: int, dtype: torch.d
 
 def test_values_near_the_largest_float16_stay_finite_in_float16() -> None:
     heads = torch.linspace(-65504, 65504, 64).half()[None]
-    assert fake_quantize(heads, 3).isfinite().all()
+    assert round_in_groups(heads, 3).isfinite().all()
+
+
+def nearest_e4m3(heads: Tensor) -> Tensor:
+    """The nearest of all numbers that float8_e4m3fn has; of two as near, the even code's."""
+    codes = torch.arange(127, dtype=torch.uint8)  # from 0 to the largest number; 127 is NaN
+    numbers = codes.view(torch.float8_e4m3fn).float()
+    distances = (heads.float().abs().unsqueeze(-1) - numbers).abs()
+
+    is_nearest = distances == distances.amin(-1, keepdim=True)
+    preference = is_nearest * (2 - codes % 2)
+    size = numbers[preference.argmax(-1)]
+    return size.copysign(heads.float()).to(heads.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0, 1e4])
+def test_fp8_rounds_to_the_nearest_number_of_e4m3(dtype: torch.dtype, size: float) -> None:
+    """From numbers below its smallest to numbers beyond its largest."""
+    heads = (size * torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))).to(dtype)
+    rounded = round_to_fp8(heads)
+    assert rounded.dtype == dtype
+    assert rounded.equal(nearest_e4m3(heads))
+    assert not rounded.equal(round_in_groups(heads, 8))
+
+
+def test_fp8_saturates_beyond_448() -> None:
+    """As vLLM's kernels do; the cast alone makes NaN of them in some versions of torch."""
+    beyond = torch.tensor([448.0, 449.0, 465.0, 480.0, 1e30, float("inf")])
+    assert round_to_fp8(beyond).equal(torch.full((6,), 448.0))
+    assert round_to_fp8(-beyond).equal(torch.full((6,), -448.0))
+
+
+def test_fp8_rounds_numbers_halfway_to_the_even_code() -> None:
+    halfway = torch.tensor([17.0, 19.0, -17.0, 2.0**-10])
+    assert round_to_fp8(halfway).tolist() == [16.0, 20.0, -16.0, 0.0]
+
+
+def round_to_3_bits(heads: Tensor) -> Tensor:
+    return round_in_groups(heads, 3)
 
 
 class RoundedCache(DynamicCache):
-    """transformers' cache, whose numbers are of few bits."""
+    """transformers' cache, whose keys and values are rounded."""
+
+    def __init__(self, rounded: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.rounded = rounded
 
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return super().update(fake_quantize(keys, 3), fake_quantize(values, 3), *args, **kwargs)
+        return super().update(self.rounded(keys), self.rounded(values), *args, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "gqa_gpt2", "by layer"])
-def test_attention_reads_what_a_cache_of_these_bits_gives_back(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bits", "rounded"), [(3, round_to_3_bits), ("fp8", nearest_e4m3)])
+def test_attention_reads_what_a_cache_of_these_bits_gives_back(
+    name: str, bits: CacheBits, rounded: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
     """As transformers computes it with such a cache, token for token; a whole cache, as a control,
     does not.
     """
@@ -93,11 +146,11 @@ def test_attention_reads_what_a_cache_of_these_bits_gives_back(name: str, tmp_pa
         path = convert_checkpoint(path, (1, 4), tmp_path / "out", method="mean").out
     model = load_model(str(path), dtype="float32")
     with torch.no_grad():
-        plain, cache = model(input_ids=IDS).logits, {cache_name(model): RoundedCache()}
+        plain, cache = model(input_ids=IDS).logits, {cache_name(model): RoundedCache(rounded)}
         expected = torch.cat(
             [model(input_ids=ids, **cache).logits for ids in IDS.split(1, dim=1)], 1
         )
-        quantize_cache(model, 3, 2, "m")
+        quantize_cache(model, CACHE_FORMATS[bits], 2, "m")
         logits = model(input_ids=IDS, use_cache=False).logits
     # A product's rounding may move it by a step
     assert (logits - expected).abs().max() < 2e-3 * expected.abs().max()
@@ -107,7 +160,7 @@ def test_attention_reads_what_a_cache_of_these_bits_gives_back(name: str, tmp_pa
 def test_a_class_with_attention_code_of_its_own() -> None:
     model = build(TINY["falcon"], QUERY_HEADS)
     with pytest.raises(RefusedError, match=r"only if all layers call .* 0 of 2 layers of m do"):
-        quantize_cache(model, 4, 2, "m")
+        quantize_cache(model, CACHE_FORMATS[4], 2, "m")
 
 
 def test_every_checkpoint_is_measured_with_it() -> None:
@@ -129,6 +182,27 @@ def test_every_checkpoint_is_measured_with_it() -> None:
     assert others[1]["quality"]["nats_per_token"] == pytest.approx(
         merged["quality"]["nats_per_token"], abs=1e-2
     )
+
+
+def test_an_fp8_cache_beside_others() -> None:
+    """Half of the bytes of 16 bits, without scales; the record has what --cache-bits called it."""
+    record = results("SRC --data TEXT --tokens 500 --kl --cache-bits fp8,8")
+    base, fp8, eight = record["models"]
+    assert record["options"]["cache_bits"] == ["fp8", 8]
+    assert [model["name"] for model in (fp8, eight)] == ["stdlib-mha (fp8)", "stdlib-mha (int8)"]
+    assert [model["kv_cache"]["bits"] for model in (base, fp8, eight)] == [16, "fp8", 8]
+    assert fp8["kv_cache"]["bytes_per_token"] == base["kv_cache"]["bytes_per_token"] / 2
+
+    # Three bits of a mantissa are coarser than 255 steps.
+    fp8_loss = fp8["against_baseline"]["kl"]["mean"]
+    assert eight["against_baseline"]["kl"]["mean"] < fp8_loss < 0.01
+
+
+def test_the_memory_table_has_a_row_for_an_fp8_cache() -> None:
+    table = evaluate_models("SRC --memory 1GB --cache-bits fp8").out
+    rows = [line for line in table.splitlines() if line.startswith("stdlib-mha")]
+    assert ["(fp8)" in row for row in rows] == [False, True]
+    assert "3.0 KiB" in rows[1]  # instead of 6
 
 
 Calls = list[tuple[Tensor, int]]

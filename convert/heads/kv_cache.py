@@ -7,22 +7,12 @@ tokens, cross-attention source tokens.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from gqa.checkpoint.files import BITS
 from gqa.convert.heads.config import ModelConfig, transformers_config
-
-QUANTIZATION_GROUP = 64  # numbers that share a scale, at most
-SCALE_BYTES = 4  # minimum and scale of a group, 16 bits each
-
-
-def groups_per_head(dim: int) -> int:
-    """Number of equal quantization groups in a head's key or value of `dim` numbers."""
-    fewest = math.ceil(dim / QUANTIZATION_GROUP)
-    return next(count for count in range(fewest, dim + 1) if dim % count == 0)
 
 
 @dataclass(frozen=True)
@@ -41,19 +31,12 @@ class CachedLayer:
     value_dim: int
     window: int | None
 
-    def bytes_per_token(self, number: int, bits: int | None) -> int:
-        """Bytes of all heads for one token, with `number` bytes per number or quantized to
-        `bits`.
-        """
-        if bits is None:
-            return self.heads * (self.key_dim + self.value_dim) * number
+    def bytes_per_token(self, bytes_per_head: Callable[[int], int]) -> int:
+        """Bytes of all heads for one token.
 
-        per_head = 0
-        for dim in (self.key_dim, self.value_dim):
-            packed = math.ceil(dim * bits / 8)
-            scales = SCALE_BYTES * groups_per_head(dim)
-            per_head += packed + scales
-        return self.heads * per_head
+        bytes_per_head: Number of dimensions -> bytes of a key or a value with as many.
+        """
+        return self.heads * (bytes_per_head(self.key_dim) + bytes_per_head(self.value_dim))
 
 
 @dataclass(frozen=True)
@@ -62,9 +45,10 @@ class KVCache:
 
     Attributes:
         layers: What each layer caches.
-        bytes_per_number: Bytes of a number in it.
+        bytes_per_number: Bytes of a number in it, unless it is quantized.
         context: Tokens of the model's longest text; None if it has no limit.
-        bits: Bits of a number in a quantized cache, without scales; None if it is not quantized.
+        quantized: Number of dimensions -> bytes of a key or a value with as many in a quantized
+            cache; None if it is not quantized.
         cross: Whether each layer has cross-attention too, which caches the keys and values of the
             source.
     """
@@ -72,7 +56,7 @@ class KVCache:
     layers: tuple[CachedLayer, ...]
     bytes_per_number: int
     context: int | None
-    bits: int | None = None
+    quantized: Callable[[int], int] | None = None
     cross: bool = False
 
     @property
@@ -97,7 +81,10 @@ class KVCache:
         return size
 
     def _layer_bytes(self, layer: CachedLayer) -> int:
-        return layer.bytes_per_token(self.bytes_per_number, self.bits)
+        return layer.bytes_per_token(self.quantized or self._unquantized)
+
+    def _unquantized(self, dim: int) -> int:
+        return dim * self.bytes_per_number
 
 
 def kv_cache(config: ModelConfig, numbers: Iterable[int], dtype: str) -> KVCache:
