@@ -69,7 +69,7 @@ def test_no_options(
     use_data_cache(monkeypatch, tmp_path_factory.mktemp("cache-without-text"))
     log_every_line(monkeypatch)
     refused = uptrain(converted, "--alpha", 0.1)
-    assert "--alpha needs data of known length; pass --data self:1M" in refused.err
+    assert "--alpha needs data of known length, which --data self does not have" in refused.err
     done = uptrain(converted, "--steps", 2, "--batch-size", 2, "--heldout-tokens", 128)
     assert done.code == 0, done.err
     assert re.search(
@@ -354,7 +354,7 @@ def options(**given: Any) -> TrainOptions:
         (
             {"data": ("self",), "alpha": 0.1, "steps": None},
             1,
-            "of known length; pass --data self:1M",
+            "of known length, which --data self does not have",
         ),
         (
             {"streaming": True, "alpha": 0.1, "steps": None},

@@ -124,9 +124,12 @@ def results(line: str, *more: object) -> dict[str, Any]:
 
 
 def refused(line: str, *more: object, code: int = 2) -> str:
-    """The one line of a command that fails."""
-    message = check_refused(
-        run(*words(line), *more, program="gqa-eval"), code=code, program="gqa-eval", advice=""
-    )
+    """The one line of a command that fails, which may come after what was measured before."""
+    result = run(*words(line), *more, program="gqa-eval")
+    measured, before, _ = result.err.rpartition("\n\n")
+    if before:
+        assert measured.startswith("measured so far:\n")
+    only_line = dataclasses.replace(result, err=result.err.removeprefix(measured + before))
+    message = check_refused(only_line, code=code, program="gqa-eval", advice="")
     assert "please report" not in message
     return message
