@@ -343,7 +343,10 @@ def test_refused_before_anything_is_measured(
     forbid(monkeypatch, "gqa.convert.merge.self_samples.sampled_blocks", "it was measured")
     (tmp_path / "out").mkdir()
     (tmp_path / "out/config.json").write_text("{}")
-    check_refused(run(uneven, "--kv-budget", "0.5", "-o", tmp_path / "out"), "--overwrite")
+    check_refused(
+        run(uneven, "--kv-budget", "0.5", "-o", tmp_path / "out"),
+        "out exists; choose another directory with -o",
+    )
     assert "--target-field" in refusal(uneven, "--kv-budget", "0.5", "--target-field", "x")
 
 

@@ -131,7 +131,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(converted: Path) -> None:
 def test_a_dry_run_warns_of_an_output_that_is_there(converted: Path) -> None:
     done = uptrain(converted, "--dry-run", "-o", converted.parent / "base")
     assert done.code == 0
-    assert re.match(r"warning: .*--overwrite", done.err), done.err
+    assert re.match(r"warning: .*base exists; choose another directory", done.err), done.err
 
 
 def test_a_dry_run_warns_of_a_disk_that_is_too_small_for_saved_states(
