@@ -13,7 +13,6 @@ from pathlib import Path
 
 import datasets.io.generator  # noqa: F401
 import peft  # noqa: F401
-import scipy.io  # noqa: F401
 from support import faults, processes, training  # noqa: F401
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
