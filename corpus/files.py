@@ -18,8 +18,8 @@ _SPLITS = re.compile(r"(?<![a-z])(train|test|valid|validation|dev|eval|heldout)(
 
 
 def find_files(spec: str) -> tuple[Path, ...]:
-    """The files with text that a path, a directory or a glob names, sorted by path. Empty files are
-    left out.
+    """The files of a supported kind that a path, a directory or a glob names, sorted by path. Empty
+    files are left out.
 
     Directories are searched recursively, without hidden files, README and LICENSE texts, and caches
     of `datasets`. Links are followed; a file that has several paths counts once, with the first of
@@ -59,15 +59,14 @@ def find_files(spec: str) -> tuple[Path, ...]:
 
 
 def _no_files(spec: str, path: Path) -> str:
-    """The message for a spec that names no file with text: why, and what to do."""
+    """The message for a spec that names no file of a supported kind: why, and what to do."""
+    allowed = f"allowed are {allowed_files()}"
     if os.path.isdir(path):
-        return (
-            f"the directory {spec} has no file of a supported kind; allowed are {allowed_files()}"
-        )
+        return f"the directory {spec} has no file of a supported kind; {allowed}"
     if os.path.lexists(path):
-        return f"{spec} is not a file of a supported kind; allowed are {allowed_files()}"
+        return f"{spec} is not a file of a supported kind; {allowed}"
     if glob.has_magic(spec):
-        return f"no file of a supported kind matches {spec}; allowed are {allowed_files()}"
+        return f"no file of a supported kind matches {spec}; {allowed}"
     if spec.endswith("/"):
         return f"there is no directory {spec}; check the path"
     return f"there is no file {spec}; check the path"

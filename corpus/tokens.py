@@ -114,7 +114,7 @@ def nothing_counts(name: str) -> str:
     )
 
 
-# Some rows of a source -> the columns of each, without its digest
+# Some rows of a source -> the columns of each row, without its digest
 EncodeRows = Callable[[list[tuple[str, ...]]], list[dict[str, Any]]]
 
 
@@ -135,11 +135,11 @@ def tokenize(sources: Sequence[Source], encoders: Encoders) -> Documents:
 
 
 def encode_rows(encoder: Encoder, rows: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """The tokens of documents, and where the encoder makes masks their loss masks."""
+    """The tokens of each document, and its loss mask if the encoder makes masks."""
     encoded = encoder.encode([row[0] for row in rows])
     if encoder.masks:
-        return [{"tokens": one.tokens, LOSS_MASK: one.loss_mask} for one in encoded]
-    return [{"tokens": one.tokens} for one in encoded]
+        return [{"tokens": document.tokens, LOSS_MASK: document.loss_mask} for document in encoded]
+    return [{"tokens": document.tokens} for document in encoded]
 
 
 def tokenize_source(
@@ -186,7 +186,9 @@ def join(parts: Sequence[Documents]) -> Documents:
 
 
 def _stored(rows: Callable[[], Iterator[dict[str, Any]]], features: Any, key: str) -> Any:
-    """A `datasets.Dataset` of rows in the cache, where it may be already.
+    """A `datasets.Dataset` of rows, which is taken from the cache if it is there, and else stored.
+
+    key: Its name in the cache: a hash of all that the rows depend on.
 
     Raises CorpusError and CacheError.
     """
@@ -221,13 +223,13 @@ def first_token(config: Any, name: str) -> int:
     candidates = list[Any]()
     if config.is_encoder_decoder:
         candidates.append(getattr(config, "decoder_start_token_id", None))
-    config = config.get_text_config(decoder=True)
-    candidates += [getattr(config, key, None) for key in ("bos_token_id", "eos_token_id")]
+    text_config = config.get_text_config(decoder=True)
+    candidates += [getattr(text_config, key, None) for key in ("bos_token_id", "eos_token_id")]
 
     for token in candidates:
         if isinstance(token, list):  # a model may have several EOS tokens
             token = next(iter(token), None)
-        if isinstance(token, int) and 0 <= token < config.vocab_size:
+        if isinstance(token, int) and 0 <= token < text_config.vocab_size:
             return token
     raise RefusedError(
         f"{name} has neither a BOS nor an EOS token, so no text can be started; pass text with "

@@ -23,8 +23,8 @@ from gqa.models.custom_code import listed_as
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Below an attention module, whatever the number of KV heads: per query head, or shared by all
-# heads.
+# Tensors of an attention module that do not change with the number of KV heads: each query head has
+# its own part, or all heads share one.
 _QUERY_SIDE = (
     "q_proj",
     "o_proj",
@@ -48,15 +48,40 @@ _BUFFERS = (
     "bias",
     "masked_bias",
 )
-# Names of lists of layers; the last three have layers that predict further tokens and count as one
-# more.
+# Names of lists of layers. Those of the last three predict tokens after the next one (multi-token
+# prediction).
 _LAYERS = "layers|blocks?|h|mtp_layers|mtp_block|mtp"
-# Parts of multimodal and speech models outside the text stack, whose heads are not changed.
-_TOWERS = re.compile(
-    r"(?:^|\.)(?:vision\w*|visual|audio\w*|speech\w*|encoder|\w+_encoder|\w+_tower|qformer|perceiver\w*|resampler|"
-    r"vit|vq\w*|qwen2_model|codec\w*|talker|code2wav|token2wav|depth_decoder|sam\w*|dit|patcher|projector|\w+_projector|connector|"
-    r"adaptor|local_decoder|diffusion\w*)\."
+# Parts of multimodal and speech models outside the text stack, whose heads do not change.
+_TOWER_NAMES = (
+    r"vision\w*",
+    "visual",
+    r"audio\w*",
+    r"speech\w*",
+    "encoder",
+    r"\w+_encoder",
+    r"\w+_tower",
+    "qformer",
+    r"perceiver\w*",
+    "resampler",
+    "vit",
+    r"vq\w*",
+    "qwen2_model",
+    r"codec\w*",
+    "talker",
+    "code2wav",
+    "token2wav",
+    "depth_decoder",
+    r"sam\w*",
+    "dit",
+    "patcher",
+    "projector",
+    r"\w+_projector",
+    "connector",
+    "adaptor",
+    "local_decoder",
+    r"diffusion\w*",
 )
+_TOWERS = re.compile(rf"(?:^|\.)(?:{'|'.join(_TOWER_NAMES)})\.")
 
 
 ModuleKind = Literal["decoder-self", "cross"]
@@ -203,9 +228,9 @@ def _tensors_by_module(
             continue
 
         if match := in_layers.fullmatch(name):
-            predicts_further = "mtp" in match["list"] or "mtp" in match["stack"].split(".")
-            # Such layers count as one beyond the last.
-            layer = config.layers if predicts_further else int(match["layer"])
+            layer = int(match["layer"])
+            if "mtp" in match["list"] or "mtp" in match["stack"].split("."):
+                layer = config.layers  # all layers of multi-token prediction count as this one
             by_module[match["path"], match["stack"], layer][match["tail"]] = spec
             continue
 
@@ -263,7 +288,8 @@ def module_changes(
             _check_unchanged(tail, spec, heads, config)
     _check_projections(module, (*config.family.rules, *extra), changes, heads)
 
-    # Splitting checks the shape, also where nothing changes: `verify` plans the output once more.
+    # Splitting checks the shape, also if there are as many heads as before: a written result is
+    # verified by planning it once more.
     for change in changes:
         change.split(torch.empty(change.source.shape, device="meta"))
     return changes

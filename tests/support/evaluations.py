@@ -126,10 +126,9 @@ def results(line: str, *more: object) -> dict[str, Any]:
 def refused(line: str, *more: object, code: int = 2) -> str:
     """The one line of a command that fails, which may come after what was measured before."""
     result = run(*words(line), *more, program="gqa-eval")
-    measured, before, _ = result.err.rpartition("\n\n")
-    if before:
-        assert measured.startswith("measured so far:\n")
-    only_line = dataclasses.replace(result, err=result.err.removeprefix(measured + before))
-    message = check_refused(only_line, code=code, program="gqa-eval", advice="")
+    *measured, last_line = result.err.splitlines(keepends=True)
+    assert not measured or measured[0] == "measured so far:\n"
+    failure = dataclasses.replace(result, err=last_line)
+    message = check_refused(failure, code=code, program="gqa-eval", advice="")
     assert "please report" not in message
     return message
