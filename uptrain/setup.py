@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,9 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         )
 
     device = find_device(options.device) if options.device else None
+    if processes == 1:
+        # Another run may have left its own there, which accelerate would take for a contradiction.
+        ranks().device = _process_device()
     try:
         accelerator = Accelerator(
             mixed_precision=mixed_precision(options),
@@ -269,7 +273,8 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
         ) from error
 
     if device:
-        # Of this run; the state of the process stays
+        # accelerate copies the device of the process into this state whenever it makes an object.
+        ranks().device = torch.device(device)
         accelerator.state.device = torch.device(device)
     if accelerator.mixed_precision not in _PRECISION:
         raise RefusedError(
@@ -279,6 +284,13 @@ def make_accelerator(options: TrainOptions) -> Accelerator:
     if accelerator.is_fsdp2:
         _prepare_for_fsdp2(accelerator, options)
     return accelerator
+
+
+@cache
+def _process_device() -> torch.device:
+    """The device that accelerate chose for this process, before a run changed it."""
+    device: torch.device = ranks().device
+    return device
 
 
 def mixed_precision(options: TrainOptions) -> str:

@@ -155,7 +155,8 @@ def losses_alone(
     pair = calibrator.pair
     watcher.stage(f"measuring layers, G = {plan.groups}", calibrator.layers, "layer")
 
-    base = pair.first_stream({"input_ids": measured})
+    # Its hidden states in the base model, and in each model that is converted in one layer only.
+    base = pair.first_stream({"input_ids": measured}, copies=1 + calibrator.layers)
     pair.base.streams.append(base)
     changed_alone: list[Stream] = []  # by layer: hidden states if only that layer is converted
     for layer in range(calibrator.layers):

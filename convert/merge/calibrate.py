@@ -73,7 +73,7 @@ class Calibrator:
         targets = self._first_targets(len(modules), scale)
         for rows, outputs in base.advance_and_observe(self.text.base, attentions):
             for target, output in zip(targets, outputs, strict=True):
-                target[rows] += output.cpu()  # the first has the drift already
+                target[rows] += output.to(target.device)  # the first has the drift already
         self._advance_other_texts(base)
 
         results = []
@@ -131,8 +131,8 @@ class Calibrator:
     def _hand_on_errors(self, task: FitTask, next_target: Tensor) -> None:
         """Add what the converted module misses of its targets to the next module's targets."""
         for capture in task.converted.capture(task.stream, "attention_output"):
-            missed = task.targets[capture.rows] - capture.attention_output.cpu()
-            next_target[capture.rows] += missed
+            attended = capture.attention_output.to(next_target.device)
+            next_target[capture.rows] += task.targets[capture.rows] - attended
 
     def _residual_scale(self, base: Layer, attentions: list[Attention]) -> float | None:
         config = self.pair.plan.config.text

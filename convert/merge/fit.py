@@ -168,7 +168,7 @@ def measure_moments(task: FitTask, rotary: Rotary, w_o: Tensor, groups: int) -> 
     heads, _ = task.pair.heads(task.module)
     length = task.stream.hidden.shape[1]
     moments = Moments.zeros(heads, groups, length, float64_device(task.pair.base.device))
-    roots = output_roots(w_o)
+    roots = output_roots(w_o).to(task.pair.base.device)
 
     for rows in task.sample():
         capture = task.base.capture_blocks(task.stream, rows, "heads")

@@ -7,6 +7,7 @@ the layers before it (docs/methods.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,14 @@ from gqa.convert.merge.layer import Arguments, Attention, Layer, Stream, tensors
 from gqa.convert.merge.layer_runner import LayerRunner
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.plan import Plan
+from gqa.core.devices import free_memory
 from gqa.core.errors import layerwise_error
 from gqa.models.names import stored_tensors
+
+# The share of a device's free memory that hidden states of a text may take.
+_DEVICE_SHARE = 1 / 4
+# Hidden states of a text in memory: of both models, their differences, and the targets.
+_COPIES = 4
 
 # (N, T) token ids and masks, by argument name of the model's forward.
 Inputs = Mapping[str, Tensor]
@@ -179,8 +186,11 @@ class ModelPair:
         self.converted.streams.append(text.converted)
         return text
 
-    def first_stream(self, inputs: Inputs) -> Stream:
-        """The hidden states that the first decoder layer reads."""
+    def first_stream(self, inputs: Inputs, copies: int = _COPIES) -> Stream:
+        """The hidden states that the first decoder layer reads.
+
+        copies: How many hidden states of this text there will be at the same time.
+        """
         runner = self.base
         batch = self.options.at_once
         blocks = len(next(iter(inputs.values())))
@@ -194,14 +204,29 @@ class ModelPair:
             self._check_arguments_ignore_text(decoder_inputs)
 
         arguments = _LayerArguments(runner, decoder_inputs, has_encoder)
-        parts = []
+        first, _ = runner.layer_inputs(_select(decoder_inputs, batches[0]))
+        shape = (blocks, *first.shape[1:])
+        place = self._place_for(copies * first.dtype.itemsize * math.prod(shape))
+        hidden = torch.empty(shape, dtype=first.dtype, device=place)
         for rows in batches:
-            hidden, _ = runner.layer_inputs(_select(decoder_inputs, rows))
-            parts.append(hidden.cpu())
+            states, _ = runner.layer_inputs(_select(decoder_inputs, rows))
+            hidden[rows] = states.to(place)
 
         mask = inputs.get("decoder_attention_mask")
-        is_text = None if mask is None else mask.bool()
-        return Stream(torch.cat(parts), batch, arguments, is_text)
+        is_text = None if mask is None else mask.bool().to(place)
+        return Stream(hidden, batch, arguments, is_text)
+
+    def _place_for(self, n_bytes: int) -> torch.device:
+        """Where hidden states stay between two layers: on the device of the layers, if they take
+        little of its memory; else in the host's.
+
+        In the host's memory they are copied to the device and back in every pass over the text,
+        which takes longer than to compute a layer.
+        """
+        free = free_memory(self.base.device)
+        if free is not None and n_bytes <= _DEVICE_SHARE * free:
+            return self.base.device
+        return torch.device("cpu")
 
     def _check_arguments_ignore_text(self, inputs: Mapping[str, Any]) -> None:
         """Raise LayerwiseError if layers are called with more that depends on the text."""

@@ -12,7 +12,7 @@ from gqa.convert.merge.linear_algebra import typical_energy
 # Energy of a hidden state relative to the typical one; of trained tokens it is 0.5 and more.
 LEAST_ENERGY = 0.1
 _MIN_REMAINDER = 1e-2  # floor of 1 - a: below it v - o is lost in float32 rounding
-SCORES = 1 << 25  # scores of one head computed at a time
+SCORES = 1 << 25  # scores of queries with keys that are computed at a time
 _CAUSAL_PARTS = 4  # parts of a block's queries: each is multiplied only with the keys up to its end
 
 
@@ -80,34 +80,41 @@ def query_sensitivity(
         The sensitivity (B, H, T) of each query, times the weight of its position; and the sums (H,
         T) of these terms by the distance of the key: 0, 1, ... positions before the query.
     """
-    repeat = q.shape[1] // k.shape[1]
-    length = q.shape[2]
-    rows = max(1, SCORES // (len(q) * k.shape[2]))
+    blocks, n_heads, length, _ = q.shape
+    n_keys = k.shape[2]
+    repeat = n_heads // k.shape[1]
+    rows = max(1, SCORES // (blocks * n_keys))
     if mask is None and causal:
         rows = min(rows, -(-length // _CAUSAL_PARTS))
+    at_once = _heads_at_once(blocks * rows * n_keys, q.device)
 
     sensitivity = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    distance_weights = torch.zeros(q.shape[1], length, device=q.device)
-    for head in range(q.shape[1]):
-        kv_head = head // repeat
-        values = v[:, kv_head].float() @ roots[head].to(v.device)  # (B, S, e)
+    distance_weights = torch.zeros(n_heads, length, device=q.device)
+    for heads in torch.arange(n_heads, device=q.device).split(at_once):
+        # Blocks and heads are one dimension: n = B h, for h heads at once.
+        queries = q[:, heads].float().flatten(0, 1) * scaling
+        keys = k[:, heads // repeat].float().flatten(0, 1)
+        values = v[:, heads // repeat].float() @ roots[heads]
+        values = values.flatten(0, 1)  # (n, S, e)
         squares = values.square().sum(-1)
+        block_weights = weights.repeat_interleave(len(heads), 0)  # (n, T)
 
         for first in range(0, length, rows):
             part = slice(first, min(first + rows, length))
-            visible = k.shape[2]  # keys that these queries can see
+            visible = n_keys  # keys that these queries can see
             if mask is None and causal:
                 visible = min(part.stop, visible)
 
-            scores = (q[:, head, part].float() * scaling) @ k[:, kv_head, :visible].float().mT
+            scores = queries[:, part] @ keys[:, :visible].mT  # (n, t, S)
+            by_head = scores.unflatten(0, (blocks, len(heads)))  # the same memory
             if bias is not None:
-                scores += _of(bias, head, part)[..., :visible]
+                by_head += _of(bias, heads, part)[..., :visible]
             if mask is not None:
-                _hide_by_mask(scores, _of(mask, head, part))
+                _hide_by_mask(by_head, _of(mask, heads, part))
             elif causal:
                 future = torch.full_like(scores[0, :, first:], -torch.inf).triu(1)
                 scores[..., first:] += future
-            attention = scores.softmax(-1).nan_to_num_()  # (B, t, S)
+            attention = scores.softmax(-1).nan_to_num_()
 
             # |v_s - o|^2 = |v_s|^2 - 2 v_s o + |o|^2, in place: these are the largest tensors.
             outputs = attention @ values[:, :visible]
@@ -116,37 +123,52 @@ def query_sensitivity(
                 squares[:, None, :visible], outputs, values[:, :visible].mT, alpha=-2, out=scores
             )
             moved = moved.add_(outputs.square().sum(-1, keepdim=True)).clamp_min_(0)
-            moved = moved.mul_(squared_odds).mul_(weights[:, part, None])
-            sensitivity[:, head, part] = moved.sum(-1)
+            moved = moved.mul_(squared_odds).mul_(block_weights[:, part, None])
             del attention, squared_odds  # their memory
 
+            terms = moved.unflatten(0, (blocks, len(heads)))  # (B, h, t, S)
+            sensitivity[:, heads, part] = terms.sum(-1)
             if visible >= part.stop:  # cross-attention has no distances, and may have fewer keys
-                distance_weights[head, : part.stop] += _sums_by_distance(moved, part.stop)
+                distance_weights[heads, : part.stop] += _sums_by_distance(terms, part.stop)
     return sensitivity, distance_weights
 
 
+def _heads_at_once(scores: int, device: torch.device) -> int:
+    """How many heads are computed in one call, if each has so many scores.
+
+    One on a CPU, whose caches hold the scores of one head. On an accelerator a call takes longer to
+    start than to compute one head.
+    """
+    if device.type == "cpu":
+        return 1
+    return max(1, SCORES // scores)
+
+
 def _hide_by_mask(scores: Tensor, mask: Tensor) -> None:
-    """Apply a mask to scores (B, t, S), in place: False or -inf for keys that are not seen."""
+    """Apply a mask to scores (B, h, t, S), in place: False or -inf for keys that are not seen."""
     if mask.dtype == torch.bool:
         scores.masked_fill_(~mask, -torch.inf)
     else:
         scores += mask
 
 
-def _sums_by_distance(moved: Tensor, stop: int) -> Tensor:
-    """(stop,) sums of terms (B, t, S) of the queries before position `stop`, by the distance of the
-    key: 0, 1, ... positions before its query.
+def _sums_by_distance(terms: Tensor, stop: int) -> Tensor:
+    """Sums (h, stop) of the terms (B, h, t, S) of t queries, by the distance of the key: 0, 1, ...
+    positions before its query. The last query is at position `stop` - 1.
     """
-    queries = moved.shape[1]
-    shifted = torch.nn.functional.pad(moved.sum(0), (queries - 1, 0))
+    heads, queries = terms.shape[1:3]
+    shifted = torch.nn.functional.pad(terms.sum(0), (queries - 1, 0))
     # One more in the stride of rows turns diagonals, of one distance each, into columns.
-    diagonals = shifted.as_strided((queries, stop), (shifted.shape[1] + 1, 1))
-    return diagonals.sum(0).flip(0)
+    width = shifted.shape[2]
+    diagonals = shifted.as_strided((heads, queries, stop), (queries * width, width + 1, 1))
+    return diagonals.sum(1).flip(1)
 
 
-def _of(mask: Tensor, head: int, rows: slice) -> Tensor:
-    """Rows (1 or B, t, S) of a mask or bias (1 or B, 1 or H, T, S) for queries of a head."""
-    return mask[:, min(head, mask.shape[1] - 1), rows]
+def _of(mask: Tensor, heads: Tensor, rows: slice) -> Tensor:
+    """Rows (1 or B, 1 or h, t, S) of a mask or bias (1 or B, 1 or H, T, S) for queries of heads."""
+    if mask.shape[1] > 1:
+        mask = mask[:, heads]
+    return mask[:, :, rows]
 
 
 def visible_keys(mask: Tensor | None, keys: Tensor) -> Tensor:
