@@ -140,12 +140,25 @@ def warnings(
     if not plan.reads_text:
         yield (
             f"--method {plan.method_name} does not run the model, "
-            "so the quality of the result was not measured: "
-            f"the result is not usable until it is trained; {' or '.join(remedies)}"
+            f"so the quality of the result was not measured: {_unmeasured_advice(plan, remedies)}"
         )
     elif quality_loss(maps).level == "damaged":
         remedies.insert(0, "keep more KV heads")
         yield f"this model is damaged and not usable as it is: {' or '.join(remedies)}"
+
+
+def _unmeasured_advice(plan: Plan, remedies: Sequence[str]) -> str:
+    """What to do about a result whose method does not run the model.
+
+    A method that reads the weights may leave a usable model, so it is to be measured; of one that
+    reads nothing, no result was.
+    """
+    remedy = " or ".join(remedies)
+    method = plan.merge_method
+    is_measurable = predicts_tokens(transformers_config(plan.new_config))
+    if method is not None and method.reads == "weights" and is_measurable:
+        return f"measure it with gqa-eval, and unless the verdict is good, {remedy}"
+    return f"the result is not usable until it is trained; {remedy}"
 
 
 def evaluation_command(plan: Plan, options: ConvertOptions, out: Path) -> str:

@@ -65,8 +65,8 @@ class ConvertOptions(Options):
     )
     output: Path | None = option(
         None,
-        "Output directory.  [default: MODEL-gqa<G>-<METHOD> next to MODEL, MODEL-mqa-<METHOD> "
-        "if G is 1]",
+        "Output directory.  [default: MODEL-gqa<G>-<METHOD> next to MODEL, MODEL-mqa-<METHOD> if G "
+        "is 1, MODEL-gqa<G> if no heads are merged]",
         short="-o",
         metavar="DIR",
         group=MAIN,
@@ -79,7 +79,7 @@ class ConvertOptions(Options):
 
     data: tuple[str, ...] = option(
         CalibrationText.sources,
-        "Calibration text: self (sampled from MODEL), self:TOKENS (a number of sampled tokens), "
+        "Calibration text: self (sampled from MODEL), self:TOKENS (that many sampled tokens), "
         "self:plain (sampled, without repeated passages), a file, a hub dataset, or stdlib:train "
         "(the source code of Python's standard library). Repeat the option, or separate sources "
         "by commas.",
@@ -148,7 +148,7 @@ class ConvertOptions(Options):
 
     device: str | None = option(
         None,
-        "Device: cpu, cuda, cuda:1 or mps.  [default: a GPU if there is one]",
+        "Device: cpu, cuda, cuda:1 or mps (not tried).  [default: a GPU if there is one]",
         metavar="NAME",
         methods="maps",
         group=HARDWARE,

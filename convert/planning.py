@@ -171,9 +171,11 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
     if impossible:
         count = min(impossible)
         note = f" ({config.family.note})" if config.family.note else ""
+        is_by_layer = isinstance(groups, tuple)
+        changing = [count for count in allowed if is_by_layer or count != main.kv]
         raise RefusedError(
             f"--kv-heads {count} is not possible for the {main.kv} KV heads and {main.query} "
-            f"query heads of {name}{note}; pass {alternatives(allowed)}"
+            f"query heads of {name}{note}; pass {alternatives(changing or allowed)}"
         )
 
 

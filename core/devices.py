@@ -94,7 +94,7 @@ def find_device(name: str | None) -> str:
     except Exception as error:  # each backend has its own
         advice = f"use {default_device()}"
         if "not compiled with" in str(error):
-            advice = f"install a build of torch that has it, or {advice}"
+            advice = f"install a build of torch with {name.split(':')[0].upper()}, or {advice}"
         raise RefusedError(f"device {name} cannot be used: {explain(error)}; {advice}") from error
     return name
 

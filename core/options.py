@@ -257,7 +257,15 @@ class KVHeads(click.ParamType[int | tuple[int, ...]]):
     name = "kv heads"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        counts = Several(COUNT).convert(value, param, ctx)
+        try:
+            counts = Several(COUNT).convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(
+                f"{value!r} is not a number of KV heads; pass a positive whole number, or one for "
+                "each layer, like 3,1,1,3",
+                param,
+                ctx,
+            )
         return counts if len(counts) > 1 else counts[0]
 
 
@@ -281,7 +289,7 @@ def option(
 
     Args:
         default: MISSING where it must be given.
-        help: What --help says, without the default.
+        help: What --help says. A default is added, unless it is in there, in other words.
         kind: The click type of a value, where the type of the field does not determine it.
         group: The heading of --help below which it stands; every option of a command needs one.
         metavar: What --help calls a value.
@@ -550,7 +558,9 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
         names.insert(1, metadata["short"])
     if metadata["alias"]:
         names.append(metadata["alias"])
-    text = metadata["help"] + default_text(one.default)
+    text = metadata["help"]
+    if "[default: " not in text:
+        text += default_text(one.default)
     if kind is _FLAG:
         if one.default is not False:
             names[-1] += f"/--no-{flag(name)[2:]}"

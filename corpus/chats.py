@@ -100,7 +100,7 @@ def _in_order(message: Message) -> Message:
 
 
 def _not_messages(column: str, where: str, reason: str) -> CorpusError:
-    return CorpusError(f"{where}: field {column!r} is not a chat: {reason}; pass {_FORMS}")
+    return CorpusError(f"{where}: column {column!r} is not a chat: {reason}; pass {_FORMS}")
 
 
 def messages_of(text: str) -> list[Message]:

@@ -174,7 +174,7 @@ def check_text(value: Any, column: str, where: str) -> None:
         return
     if not isinstance(value, str):
         raise CorpusError(
-            f"{where}: field {column!r} has type {type(value).__name__}; pass a column of text "
+            f"{where}: column {column!r} has type {type(value).__name__}; pass a column of text "
             "with --field"
         )
     if not value.isascii():
@@ -182,7 +182,7 @@ def check_text(value: Any, column: str, where: str) -> None:
             value.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can express
             raise CorpusError(
-                f"{where}: field {column!r} is not Unicode: {explain(error)}; remove it"
+                f"{where}: column {column!r} is not Unicode: {explain(error)}; remove it"
             ) from error
 
 
@@ -197,9 +197,25 @@ def _check_columns(columns: Sequence[str], present: Iterable[str], file: Path) -
     names = list(present)
     missing = [column for column in columns if column not in names]
     if missing:
-        raise CorpusError(
-            f"{file} has no field {missing[0]!r}; it has {listing(map(repr, names)) or 'none'}"
-        )
+        raise missing_column(file, columns, missing[0], names)
+
+
+def missing_column(
+    where: object, columns: Sequence[str], name: str, present: Iterable[str]
+) -> CorpusError:
+    """The error of a source without one of the columns that are asked for.
+
+    Args:
+        where: The source or its file.
+        columns: The column of text, or those of sources and targets.
+        name: The one of them that is missing.
+        present: The columns that it has.
+    """
+    names = listing(map(repr, present)) or "none"
+    advice = "name the column of text with --field"
+    if name != columns[0]:
+        advice = "name the column of targets with --target-field"
+    return CorpusError(f"{where} has no column {name!r}; it has {names}; {advice}")
 
 
 def _open(path: Path) -> io.BufferedReader:

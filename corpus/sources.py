@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.provenance import file_digests
-from gqa.core.errors import CacheError, CorpusError, listing
+from gqa.core.errors import CacheError, CorpusError
 from gqa.corpus.chats import Chat, chat_text
 from gqa.corpus.exclusion import Exclusion
 from gqa.corpus.hub_datasets import hub_error
-from gqa.corpus.readers import check_text, file_format
+from gqa.corpus.readers import check_text, file_format, missing_column
 from gqa.corpus.rows import in_lowest_fraction, row_digest
 
 _ROWS = 64  # read at a time
@@ -135,8 +135,7 @@ class Source:
         if present is not None:  # the columns of some streams are not known
             for name in columns:
                 if name not in present:
-                    names = listing(map(repr, present)) or "none"
-                    raise CorpusError(f"{self.spec} has no field {name!r}; it has {names}")
+                    raise missing_column(self.spec, columns, name, present)
 
         data = data.select_columns(columns)
         return data.map(self._texts, batched=True, batch_size=_ROWS, remove_columns=columns)

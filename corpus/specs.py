@@ -175,7 +175,7 @@ def _refuse_target(spec: str, fields: tuple[str, ...]) -> None:
     """Raise CorpusError if plain text is asked for a column of targets."""
     if len(fields) > 1:
         raise CorpusError(
-            f"{spec} is plain text and has no field {fields[1]!r}; pass a table, or remove "
+            f"{spec} is plain text and has no column {fields[1]!r}; pass a table, or remove "
             "--target-field"
         )
 

@@ -82,9 +82,10 @@ class EvaluateOptions(Options):
     cache_bits: tuple[CacheBits, ...] | None = option(
         None,
         "Also evaluate with a quantized KV cache, like fp8,8,4: fp8 is the uncalibrated FP8 cache "
-        "of vLLM; a number from 2 to 8 is that of the bits per value, rounded in blocks.",
+        "of vLLM; a number from 2 to 8: a cache of that many bits per value, rounded in blocks.",
         _CacheBits(),
         metavar="BITS[,...]",
+        needs=("data", "recall", "memory"),
         group=MAIN,
     )
     memory: int | None = option(
@@ -118,7 +119,7 @@ class EvaluateOptions(Options):
     )
     tokens: int | None = option(
         None,
-        "Score only the first COUNT tokens (pairs are not cut).",
+        "Score only the first COUNT tokens (of encoder-decoders: whole pairs).",
         tokens_type(),
         metavar="COUNT",
         needs=("data",),
@@ -144,8 +145,8 @@ class EvaluateOptions(Options):
 
     device: str | None = option(
         None,
-        "Device: cpu, cuda, cuda:1, mps, or auto: spread over all GPUs, then host memory, then "
-        "disk.  [default: a GPU if there is one]",
+        "Device: cpu, cuda, cuda:1, mps (not tried), or auto: spread over all GPUs, then host "
+        "memory, then disk.  [default: a GPU if there is one]",
         metavar="NAME",
         needs=("data", "recall", "decode"),
         group=HARDWARE,
@@ -179,6 +180,8 @@ class EvaluateOptions(Options):
             raise RefusedError(
                 "no model was passed; pass one checkpoint or more, the baseline first"
             )
+        if self.cache_bits and self.decode:
+            raise RefusedError("--cache-bits and --decode cannot be combined; remove one of them")
         # Options that need others say which: that is more than that there is nothing to measure
         replace(self, recall=self.measures_recall).check_needs()
         if not any((self.data, self.recall, self.decode, self.memory)):
@@ -186,8 +189,6 @@ class EvaluateOptions(Options):
                 "there is nothing to measure; pass text with --data, or pass --recall, --decode "
                 "or --memory"
             )
-        if self.cache_bits and self.decode:
-            raise RefusedError("--cache-bits and --decode cannot be combined; remove one of them")
         if self.kl and not (len(self.models) > 1 or self.cache_bits):
             raise RefusedError(
                 "--kl compares checkpoints, but only one was passed; pass a second one, or "

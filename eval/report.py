@@ -80,7 +80,7 @@ def _saved_and_lost(first: Record, model: Record) -> str:
     heads = ""
     parts = []
     if "heads" in first and "heads" in model:
-        heads = f"{model['heads']['kv']} of {first['heads']['kv']} KV heads: "
+        heads = _compared_heads(first["heads"]["kv"], model["heads"]["kv"])
         parts.append(_saved_cache(first, model))
     if "quality" in model:
         parts.append(f"perplexity x{ratio_text(model['against_baseline'])}")
@@ -98,6 +98,13 @@ def _saved_and_lost(first: Record, model: Record) -> str:
     elif "quality" in model and not _is_encoder_decoder(model):
         parts.append("recall not measured")
     return heads + ", ".join(parts)
+
+
+def _compared_heads(before: float, after: float) -> str:
+    """`2 of 8 KV heads: `, or `2 -> 8 KV heads: ` if there are more than before."""
+    if after > before:
+        return f"{before} -> {after} KV heads: "
+    return f"{after} of {before} KV heads: "
 
 
 def _is_encoder_decoder(model: Record) -> bool:
@@ -209,7 +216,7 @@ def _recall(models: list[Record], settings: Record) -> Table:
     baseline = models[0]["name"]
     longest = models[0]["greedy"]["longest"]
     note = (
-        "share of tokens predicted right where the context determines them, in windows of "
+        "share of tokens predicted right where the context contains them, in windows of "
         f"{settings['context']:,}. text, samples, random: second copies of passages of the text, "
         f"of samples of {baseline}, of random tokens; values: looked up by key in a list; "
         f"passkeys: words hidden in text. greedy: tokens, of {longest:.0f}, before greedy decoding "

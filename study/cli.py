@@ -14,7 +14,7 @@ Examples:
       -o study
   gqa-ablate examples/stdlib-mha --data stdlib:train --heldout stdlib:heldout \\
       --methods mean,refined --kv-heads 1,2,4 --alphas 0,0.01,0.05 -o study
-  gqa-ablate -o study --max-loss-increase 0.05
+  gqa-ablate -o study --max-loss-increase 0.048
 """
 
 

@@ -113,7 +113,8 @@ class AblateOptions(Options):
     model: str | None = option(None, argument="[MODEL]", free=True)
     data: tuple[str, ...] = option(
         (),
-        "Training text, as for gqa-uptrain. Repeat the option, or separate sources by commas.",
+        "Text to calibrate and train on, from the sources of gqa-uptrain except self. Repeat the "
+        "option, or separate sources by commas.",
         metavar="SOURCE[,...]",
         group=MAIN,
     )

@@ -372,7 +372,7 @@ REFUSED_PAIRS = [
     (
         "t5",
         "--data pairs.jsonl --field said --target-field nothing",
-        "has no field 'nothing'; it has 'meant'",
+        "has no column 'nothing'; it has 'meant'",
     ),
     ("t5", "--data pairs.jsonl --field said --target-field said", "are the same column; pass two"),
     (
@@ -443,7 +443,7 @@ def test_a_context_beyond_the_positions_of_a_decoder_is_refused(tmp_path: Path) 
     """Rotary positions go on beyond those of the training, so nothing else would say it."""
     words = [SOURCE, "--kv-heads", 2, "--tokens", 4096, "--dry-run"]
     done = run(*words, "--context", 2048)
-    assert "--context 2,048 is more than the 1,024 positions of stdlib-mha" in check_refused(
+    assert "--context 2048 is more than the 1024 positions of stdlib-mha" in check_refused(
         done, advice=""
     )
     assert run(*words, "--context", 1024).code == 0

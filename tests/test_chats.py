@@ -199,14 +199,14 @@ def test_a_column_of_that_name_may_have_text(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", "plain")
 
     assert [*parse_source(str(path), field="messages").rows()] == [("plain",)]
-    with pytest.raises(CorpusError, match="has no field 'text'"):
+    with pytest.raises(CorpusError, match="has no column 'text'"):
         next(parse_source(str(path)).rows())
 
 
 def test_other_columns_of_lists_are_no_chats(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "a.jsonl", chat(0), column="dialog")
 
-    with pytest.raises(CorpusError, match="field 'dialog' has type list; pass a column of text"):
+    with pytest.raises(CorpusError, match="column 'dialog' has type list; pass a column of text"):
         next(parse_source(str(path), field="dialog").rows())
 
 
@@ -228,7 +228,7 @@ def test_what_is_no_chat_is_refused(tmp_path: Path, value: Any, says: str) -> No
         next(parse_source(str(path)).rows())
 
     assert says in str(error.value)
-    assert "field 'messages' is not a chat" in str(error.value)
+    assert "column 'messages' is not a chat" in str(error.value)
     assert 'pass a list of {"role"' in str(error.value)
 
 

@@ -24,7 +24,9 @@ from gqa.core.errors import RefusedError
 from gqa.models import loading
 
 PAGE = ROOT / "docs/methods.md"
-HEADER = "| `--method` | reads | takes | heads of the result |\n|---|---|---|---|\n"
+HEADER = (
+    "| `--method` | chooses the merge from | takes | heads of the result |\n|---|---|---|---|\n"
+)
 
 # Of tiny models: what the default says of those that it cannot convert, and which methods they
 # allow.
@@ -42,7 +44,7 @@ ALLOWED = {
 def methods_page() -> str:
     """docs/methods.md with its table of methods written anew, the best first."""
     rows = [
-        (f"`{method.name}`", method.reads, method.cost, method.result)
+        (f"`{method.name}`", method.chooses_from, method.cost, method.result)
         for method in reversed(METHODS.values())
     ]
     return with_table(PAGE.read_text(encoding="utf-8"), HEADER, rows)
@@ -149,7 +151,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     problems = {
         "nothing.txt": "there is no file",
         "empty.txt": "holds no text",
-        "table.jsonl": "has no field",
+        "table.jsonl": "has no column",
     }
     for name, says in problems.items():
         refused = [run(*words[:last], model, "--data", tmp_path / name) for last in (2, 3)]
@@ -158,7 +160,8 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     text.write_text("words")
     check_refused(run(*words, model, "--data", text), "cannot load the tokenizer of m")
     check_refused(
-        run(*words, model, "--tokens", 7), "--tokens 7 gives self less than one block of 256"
+        run(*words, model, "--tokens", 7),
+        "--tokens 7 is less than one block of 256 tokens; pass at least 256",
     )
     done = run(*words, model, "-o", model)
     assert done.code == 0

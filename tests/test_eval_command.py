@@ -207,6 +207,10 @@ def test_hub_ids(
             "nothing to measure; pass text with --data, or pass --recall, --decode or --memory",
         ),
         ("SRC G2 --kl --memory 1GB", "--kl has no effect without --data"),
+        (
+            "SRC --cache-bits 8",
+            "--cache-bits has no effect without --data, --recall or --memory; pass one of them too",
+        ),
         ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps has no effect without --decode"),
         (
             "SRC --data TEXT --kl",
@@ -244,7 +248,11 @@ def test_hub_ids(
         ("SRC --data TEXT --separator x", "--separator splits text files into documents, but "),
         ("SRC T5 --recall", "stdlib-mha and t5gemma have different"),
         ("T5 --recall", "--recall works only with decoders, but t5gemma is an encoder-decoder"),
-        ("T5 --data TEXT --target-field none", "has no field 'none'; it has 'other', 'text'"),
+        (
+            "T5 --data TEXT --target-field none",
+            "has no column 'none'; it has 'other', 'text'; name the column of targets with "
+            "--target-field",
+        ),
         (
             "T5 --data TEXT --target-field other --cache-bits 4",
             "--cache-bits works only with decoders that have KV heads",
@@ -385,7 +393,7 @@ def test_a_base_model_that_is_not_first_gives_a_warning() -> None:
         )
     )
     in_words = run(*words(f"G2 {SOURCE} --data TEXT --tokens 64 --context 32"), program="gqa-eval")
-    assert "8 of 2 KV heads: KV cache 4x larger" in in_words.out
+    assert "2 -> 8 KV heads: KV cache 4x larger" in in_words.out
     assert "good" not in in_words.out
     in_order = run(*words(f"{SOURCE} G2 {options}"), program="gqa-eval")
     in_order.expect(err="")

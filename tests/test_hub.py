@@ -189,7 +189,7 @@ ACCESS: list[tuple[dict[str, Any] | None, tuple[object, ...], dict[str, str], st
     ({}, (), {"HF_ENDPOINT": "http://no.test"}, "the hub at http://no.test cannot be reached ("),
     ({}, (), {"HF_HUB_OFFLINE": "1"}, f"Cannot reach {Hub.endpoint}/"),
     ({"failure": 501}, (), {}, "501 Not Implemented"),
-    ({}, ("--kv-heads", 3), {}, "pass 1, 2, 4 or 8"),
+    ({}, ("--kv-heads", 3), {}, "pass 1, 2 or 8"),
 ]
 
 

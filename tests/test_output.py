@@ -38,10 +38,10 @@ def model(tmp_path: Path) -> Path:
 NO_PATHS = ("./nothing", "/nothing/there", "a/b/c", "../m\n")
 NO_IDS = ("two words", "a\x1b[2Jb")  # nor paths
 WRONG_USAGE = {
-    "--kv-heads 3 m": "4 KV heads and 8 query heads of m; pass 1, 2, 4 or 8",
-    "--kv-heads 16 m": "pass 1, 2, 4 or 8",
+    "--kv-heads 3 m": "4 KV heads and 8 query heads of m; pass 1, 2 or 8",
+    "--kv-heads 16 m": "pass 1, 2 or 8",
     **{
-        f"--kv-heads {word} m": f"'{word[-3:]}' is not a whole number"
+        f"--kv-heads {word} m": f"'{word}' is not a number of KV heads; pass a positive whole"
         for word in ("0", "-2", "two", "2.0", "1,two")
     },
     "-g2 m a b": "unexpected extra argument",

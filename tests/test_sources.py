@@ -170,14 +170,17 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', UNREADABLE),
     "number.jsonl": (
         b'{"text": 4}\n{"text": null}\n{"text": 5}\n',
-        ": field 'text' has type int; pass a column of text with --field",
+        ": column 'text' has type int; pass a column of text with --field",
     ),
     "missing.jsonl": (
         b'{"title": "a", "b\\n": 1}\n',
-        " has no field 'text'; it has 'b\\n', 'title'",
+        " has no column 'text'; it has 'b\\n', 'title'",
     ),
-    "missing.csv": (b"title,body\na,b\n", " has no field 'text'; it has 'body', 'title'"),
-    "surrogate.jsonl": (b'{"text": "\\ud800"}\n', ": field 'text' is not Unicode: "),
+    "missing.csv": (
+        b"title,body\na,b\n",
+        " has no column 'text'; it has 'body', 'title'; name the column of text with --field",
+    ),
+    "surrogate.jsonl": (b'{"text": "\\ud800"}\n', ": column 'text' is not Unicode: "),
     "long.csv": (b"id,text\n1,a\n2,b,c\n", UNREADABLE),
     "not.gz.txt.gz": (b"plain", UNREADABLE),
     "cut.txt.gz": (gzip.compress(b"a" * 1000)[:-12], UNREADABLE),
@@ -212,9 +215,9 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     wanted = {name: name + said for name, (_, said) in BROKEN.items()} | {
         "cut.jsonl": f"line 3 of cut.jsonl{UNREADABLE}",
         "latin.jsonl": f"line 2 of latin.jsonl{NOT_UTF8}",
-        "missing.parquet": "missing.parquet has no field 'text'; it has 'body', 'title'",
+        "missing.parquet": "missing.parquet has no column 'text'; it has 'body', 'title'",
         "cut.parquet": "cut.parquet cannot be read: ",
-        "ints.parquet": "ints.parquet: field 'text' has type int; "
+        "ints.parquet": "ints.parquet: column 'text' has type int; "
         "pass a column of text with --field",
         "cut.arrow": "cut.arrow cannot be read: ",
         "many": "many/2.jsonl cannot be read: ",
@@ -358,7 +361,7 @@ def test_hub(
             {"streaming": True},
             cannot + "Bad split: x. Available splits: ['train', 'test']" + choose,
         ),
-        ("lab/data:a", {"field": "body"}, "lab/data:a has no field 'body'; it has 'n', 'text'"),
+        ("lab/data:a", {"field": "body"}, "lab/data:a has no column 'body'; it has 'n', 'text'"),
         (
             "lab/none",
             {},

@@ -114,7 +114,7 @@ def test_a_file_without_the_column_is_named_with_the_columns_that_it_has(tmp_pat
         directory, "a.csv", pa.table({"text": TEXTS}), pa.table({"title": TEXTS, "id": TEXTS})
     )
     with pytest.raises(
-        CorpusError, match=r"data/1-a.csv has no field 'text'; it has 'id', 'title'"
+        CorpusError, match=r"data/1-a.csv has no column 'text'; it has 'id', 'title'"
     ):
         texts_of(directory)
 

@@ -189,7 +189,7 @@ def test_what_fails_is_not_kept(
     lines(path, {"text": 4}, {"text": 5})
     for _ in range(2):
         with pytest.raises(
-            CorpusError, match=r"a\.jsonl: field 'text' has type int; pass a column of text"
+            CorpusError, match=r"a\.jsonl: column 'text' has type int; pass a column of text"
         ):
             tokenize([read(path)], Encoders(tokenizer))
     assert not list((tmp_path / "cache").rglob("*.arrow"))

@@ -342,7 +342,8 @@ def options(**given: Any) -> TrainOptions:
         (
             {"batch_size": 8, "micro_batch": 3},
             2,
-            "--micro-batch 3 does not divide the 4 blocks of a process in a batch; pass 1, 2 or 4",
+            "--micro-batch 3 does not divide the 4 blocks that each process has in a step; pass 1, "
+            "2 or 4",
         ),
         (
             {"heldout": "a", "heldout_fraction": 0.1},

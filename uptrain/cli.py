@@ -25,10 +25,10 @@ Examples:
 def command(options: TrainOptions) -> None:
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
-    By default it is distilled from its base model, on text that the base model generates. The
-    weights with the lowest held-out loss are written: the KL divergence from the teacher, or the
-    cross-entropy without a teacher. If no step lowers it, MODEL is written unchanged. The same
-    command continues a run that was stopped.
+    By default MODEL is distilled from its base model, on text that the base model generates. The
+    weights with the lowest held-out loss are written. This loss is the KL divergence from the
+    teacher, or the cross-entropy without a teacher. If no step lowers it, MODEL is written
+    unchanged. The same command continues a run that was stopped.
 
     For several processes use `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
     """

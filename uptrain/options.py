@@ -87,15 +87,16 @@ class TrainOptions(Options):
     data: tuple[str, ...] = option(
         (),
         "Training text: a file, a directory, a glob, a hub dataset, stdlib:train (the source code "
-        "of Python's standard library), self (sampled from the teacher) or self:TOKENS (a number "
-        "of sampled tokens). Repeat the option, or separate sources by commas.  [default: self]",
+        "of Python's standard library), self (sampled from the teacher) or self:TOKENS (that many "
+        "sampled tokens). Repeat the option, or separate sources by commas.  [default: self]",
         metavar="SOURCE[,...]",
         group=MAIN,
     )
     tokens: int | None = option(
         None,
         "Tokens to train on in all, like 1B. Blocks that repeat passages count. Shorter data is "
-        "read several times.  [default: 512000]",
+        "read several times.  [default: 512000, unless --alpha, --steps or --data self:TOKENS is "
+        "passed]",
         tokens_type(),
         metavar="COUNT",
         group=MAIN,
@@ -103,7 +104,7 @@ class TrainOptions(Options):
     train: Scope | None = option(
         None,
         "Which weights train. kv: key and value projections (and queries if fused); lora: kv, plus "
-        "adapters on the other layers, merged at the end.  [default: attention after "
+        "adapters on the other linear layers, merged at the end.  [default: attention after "
         f"{', '.join(_FITTED[:-1])} and {_FITTED[-1]}, else all]",
         group=MAIN,
     )
@@ -148,8 +149,8 @@ class TrainOptions(Options):
     )
     heldout_fraction: float = option(
         0.0,
-        "Share of the documents to hold out. With 0, the last 5% of the data is held out, at most "
-        "--heldout-tokens tokens.",
+        "Share of the documents to hold out.  [default: 5% of the data, at most "
+        "--heldout-tokens tokens]",
         SHARE,
         metavar="FRACTION",
         group="Held-out text",
@@ -398,6 +399,6 @@ class TrainOptions(Options):
         divisors = [number for number in range(1, share + 1) if share % number == 0]
         yield (
             share % (self.micro_batch or share) > 0,
-            f"--micro-batch {self.micro_batch} does not divide the {share} blocks of a process in "
-            f"a batch; pass {alternatives(map(str, divisors))}",
+            f"--micro-batch {self.micro_batch} does not divide the {share} blocks that each "
+            f"process has in a step; pass {alternatives(map(str, divisors))}",
         )

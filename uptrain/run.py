@@ -128,7 +128,7 @@ def _refusal_of(setup: Setup, error: RuntimeError | MemoryError) -> Exception | 
 
     advice = (
         f"out of memory while training on {setup.accelerator.device}; lower --micro-batch (now "
-        f"{setup.micro_batch}) or --context (now {setup.options.block:,}), or pass "
+        f"{setup.micro_batch}) or --context (now {setup.options.block}), or pass "
         "--checkpointing, --train lora or --optimizer adafactor"
     )
     if setup.states.complete():

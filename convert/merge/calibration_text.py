@@ -273,7 +273,7 @@ class CalibrationText:
         longest = positions(config)
         if longest and self.length > longest:
             raise RefusedError(
-                f"--context {self.length:,} is more than the {longest:,} positions of "
+                f"--context {self.length} is more than the {longest} positions of "
                 f"{checkpoint.name}; pass at most {longest}"
             )
 
@@ -308,8 +308,10 @@ class CalibrationText:
                 block = f"less than one block of {self.length} tokens"
                 if stated_tokens:
                     raise RefusedError(f"{source} is {block}; pass more")
+                if sharing > 1:
+                    block += f" for each of {sharing} sources"
                 raise RefusedError(
-                    f"{tokens_option} {self.tokens} gives {source} {block}; pass at least "
+                    f"{tokens_option} {self.tokens} is {block}; pass at least "
                     f"{self.length * sharing}"
                 )
             shares.append((source, tokens))

@@ -40,6 +40,13 @@ class Method:
     settings: ClassVar[frozenset[Settings]] = frozenset()
     is_control: ClassVar[bool] = False
 
+    @property
+    def chooses_from(self) -> str:
+        """What it chooses the merge from, in words, for tables of methods."""
+        if self.reads == "nothing":
+            return "nothing (a fixed rule)"
+        return self.reads
+
     def obstacle(
         self, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
     ) -> str:

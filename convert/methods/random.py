@@ -31,6 +31,10 @@ class Random(Method):
     settings = frozenset({"seed"})
     is_control = True
 
+    @property
+    def chooses_from(self) -> str:
+        return "nothing"
+
     def head_merge(self, change: Change, config: ModelConfig, seed: int) -> MergeHeads:
         if not change.rule.projection:
             return super().head_merge(change, config, seed)

@@ -23,8 +23,8 @@ class Refined(TextMethod):
 
     name = "refined"
     cost = (
-        "2 to 3 times as long as calibrated up to 1.3B parameters (measured), longer for wider "
-        "models"
+        "2 to 3 times as long as calibrated up to 1.3B parameters (measured), 12 times for 7B on "
+        "a CPU (estimated)"
     )
     result = "trained layer by layer"
     settings = TextMethod.settings | {"training"}
