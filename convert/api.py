@@ -23,7 +23,7 @@ from gqa.convert.options import ConvertOptions
 from gqa.convert.output import output_of
 from gqa.convert.plan import Plan
 from gqa.convert.planning import make_plan
-from gqa.convert.recast.targets import as_it_is
+from gqa.convert.recast.targets import recast_as_is
 from gqa.convert.rewrite import ConvertedCheckpoint
 from gqa.convert.summary import provenance
 from gqa.core.console import SILENT, Watcher
@@ -85,7 +85,7 @@ def _no_kv_heads(checkpoint: Checkpoint) -> RefusedError:
     It names the numbers that make the KV cache of this model smaller, or where there are none, all
     that the model can have.
     """
-    config = read_config(as_it_is(checkpoint).config, checkpoint.name)
+    config = read_config(recast_as_is(checkpoint).config, checkpoint.name)
     count = config.main.kv
     allowed = valid_groups(config)
     fewer = [groups for groups in allowed if groups < count]

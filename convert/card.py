@@ -41,10 +41,13 @@ _ATTENTION_TAGS = {
 
 
 def model_card(plan: Plan, maps: StoredMaps | None, name: str, request: Mapping[str, Any]) -> str:
-    """Text of README.md for the result `name`.
+    """Text of README.md of a result.
 
-    maps: Those of the plan's method; None if it reads nothing.
-    request: The command's arguments and options.
+    Args:
+        plan: The conversion.
+        maps: Those of its method; None if it reads nothing.
+        name: The name of the result.
+        request: The command's arguments (`argv`) and options (`options`).
     """
     checkpoint = plan.checkpoint
     source = source_card(checkpoint)
@@ -53,7 +56,7 @@ def model_card(plan: Plan, maps: StoredMaps | None, name: str, request: Mapping[
     base_models = [checkpoint.hub_id] if checkpoint.hub_id else source.base_models
     own_tags = _tags(plan)
     metadata = hub_metadata(source, base_models, cls, own_tags, checkpoint.side_files)
-    # Those of the base model say what its attention was.
+    # The base model's own tags may say what kind of attention it has.
     outdated = _ATTENTION_TAGS.difference(own_tags)
     metadata["tags"] = [tag for tag in metadata["tags"] if tag not in outdated]
 
@@ -89,10 +92,10 @@ def limits(level: Level | None) -> str:
 
 
 def cache_rows(cache: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows of a table: bytes of the KV cache of the base model and of the converted one.
+    """Rows of a table: the KV cache of the base model and of the converted one.
 
-    `cache`: the entry `kv_cache` of a conversion's record. Users edit records: what is no number is
-    left out.
+    `cache`: the entry `kv_cache` of a conversion's record. Users edit records, so what is no number
+    is left out.
     """
     titles = {"bytes_per_token": "KV cache per token"}
     if cache.get("cross_bytes_per_token_after"):
@@ -111,7 +114,10 @@ def cache_rows(cache: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def quality_paragraph(level: Level, text: str) -> str:
-    """Markdown: the verdict, and the numbers of `describe_quality`."""
+    """Markdown: the verdict, and the measured numbers.
+
+    `text`: the numbers in the words of `describe_quality`.
+    """
     return (
         f"**{level.capitalize()}** ({MEANINGS[level]}). "
         f"Compared with the base model: {markdown(text)}. Recall is the share of a repeated "
@@ -141,7 +147,9 @@ def _summary(plan: Plan) -> str:
         change = f"with its original {main.kv} key/value heads: no heads are merged"
 
     checkpoint = plan.checkpoint
-    base = model_name(checkpoint.hub_id or checkpoint.name, checkpoint.hub_id is not None)
+    is_on_hub = checkpoint.hub_id is not None
+    base = model_name(checkpoint.hub_id or checkpoint.name, is_on_hub)
+
     ratio = plan.cache_before.bytes_at(1) / max(plan.cache_after.bytes_at(1), 1)
     cache = ""
     if ratio != 1:
@@ -164,23 +172,24 @@ def _changes(plan: Plan) -> list[tuple[str, str, str]]:
 def _notes(plan: Plan) -> list[str]:
     """Paragraphs about the class of the model."""
     notes = []
+    differs_by_layer = isinstance(plan.groups, tuple)
     way = plan.checkpoint.way
     if way:
-        source, target = (code_span(str(one)) for one in plan.checkpoint.classes)
+        source, target = map(str, plan.checkpoint.classes)
         code = "a class of transformers" if way == "native" else "whose code is in this repository"
-        which = "fewer" if isinstance(plan.groups, int) else "layers with different numbers of"
+        which = "layers with different numbers of" if differs_by_layer else "fewer"
         notes.append(
-            f"The class is {target}, {code}; that of the base model, {source}, cannot have {which} "
-            "KV heads."
+            f"The class is {code_span(target)}, {code}; that of the base model, "
+            f"{code_span(source)}, cannot have {which} KV heads."
         )
 
-    if isinstance(plan.groups, tuple):
+    if differs_by_layer:
         notes.append(BY_LAYER)
     return notes
 
 
 def _quality(maps: StoredMaps | None) -> str:
-    """A paragraph about the measured quality."""
+    """A paragraph about the measured quality, or that it was not measured."""
     level = quality_loss(maps).level
     if level is None:
         return (
@@ -195,6 +204,7 @@ def _options(plan: Plan, request: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {"kv_heads": plan.groups, "method": plan.method_name}
     if plan.merge_method is not None:
         used = options_of(plan.merge_method)
-        in_order = (name for name in ConvertOptions.__dataclass_fields__ if name in used)
-        options |= {name: request["options"][name] for name in in_order}
+        for name in ConvertOptions.__dataclass_fields__:
+            if name in used:
+                options[name] = request["options"][name]
     return options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
@@ -19,43 +19,36 @@ _LISTED = 3  # names in a message
 
 def check_loads(
     raw: dict[str, Any], outputs: Sequence[OutputTensor], checkpoint: Checkpoint
-) -> Iterator[str]:
-    """Load the tensors of a result into the class of its config.json on the meta device, without
-    weights or packed tensors.
+) -> list[str]:
+    """Load the tensors of a result into the class of its config.json, without weights.
 
-    Yields warnings: tensors that transformers does not read, or why this could not be checked.
+    Args:
+        raw: The config.json.
+        outputs: The tensors. Packed ones are left out, as their class has others in their place.
+        checkpoint: The base model.
 
-    Raises CorruptError if a parameter is missing, which transformers would initialize at random, or
-    has another shape.
+    Returns:
+        Warnings: tensors that transformers does not read, or why this could not be checked.
+
+    Raises:
+        CorruptError: A parameter has another shape, or is missing, which transformers would
+            initialize at random.
     """
     import transformers
 
     config = transformers_config(without_quantization(raw))
     cls = model_class(config)
     if not issubclass(cls, transformers.PreTrainedModel):
-        yield (
+        return [
             "could not check that the result loads: transformers has no class of "
             f"{raw['model_type']} with a head"
-        )
-        return
+        ]
 
     tensors = _empty_tensors(outputs, checkpoint)
     try:
-        with quiet_transformers():
-            # Not the class's own from_pretrained, which may fetch more files from the hub.
-            _, info = transformers.PreTrainedModel.from_pretrained.__func__(
-                cls,
-                None,
-                config=config,
-                state_dict=tensors,
-                device_map="meta",
-                attn_implementation="eager",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
+        info = _load_empty(cls, config, tensors)
     except ImportError as error:  # a part of the model needs a library that is not installed
-        yield f"could not check that the result loads: {explain(error)}"
-        return
+        return [f"could not check that the result loads: {explain(error)}"]
     except Exception as error:  # any error of a class means that the config is wrong
         raise CorruptError(
             f"{checkpoint.name}: transformers cannot build {cls.__name__} from config.json: "
@@ -67,41 +60,85 @@ def check_loads(
         missing = set()
     unexpected = set(info["unexpected_keys"])
     problem = _problem(cls.__name__, missing, unexpected, info["mismatched_keys"])
+    if problem and _is_class_of(checkpoint, cls, raw):
+        raise CorruptError(f"{checkpoint.name}: {problem}")
     if problem:
-        is_named = checkpoint.classes[-1].architecture in (cls.__name__, None)
-        is_ours = cls.__module__.startswith("gqa.")
-        if is_ours or (is_named and "auto_map" not in raw):
-            raise CorruptError(f"{checkpoint.name}: {problem}")
-        yield (
+        return [
             f"transformers' {cls.__name__} does not load the result (other classes were not "
             f"tried): {problem}"
-        )
-    elif unexpected:
-        yield (
+        ]
+
+    if unexpected:
+        return [
             f"transformers' {cls.__name__} does not read these copied tensors: "
             f"{listing(unexpected, _LISTED)}"
+        ]
+    return []
+
+
+def _load_empty(cls: Any, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Load tensors on the meta device into a class.
+
+    Returns transformers' report: missing, unexpected and mismatched keys.
+    """
+    import transformers
+
+    with quiet_transformers():
+        # Not the class's own from_pretrained, which may fetch more files from the hub.
+        _, info = transformers.PreTrainedModel.from_pretrained.__func__(
+            cls,
+            None,
+            config=config,
+            state_dict=tensors,
+            device_map="meta",
+            attn_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
+    report: dict[str, Any] = info
+    return report
+
+
+def _is_class_of(checkpoint: Checkpoint, cls: type, raw: Mapping[str, Any]) -> bool:
+    """Whether a result with this config.json is sure to be loaded into the class.
+
+    A class of ours always is; one of transformers if the config names it, or no class at all, and
+    no remote code.
+    """
+    if cls.__module__.startswith("gqa."):
+        return True
+    named = checkpoint.classes[-1].architecture
+    return named in (cls.__name__, None) and "auto_map" not in raw
 
 
 def _empty_tensors(outputs: Sequence[OutputTensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The tensors of a result on the meta device, without packed ones, by name."""
+    """The tensors of a result on the meta device by name, without modules that have packed ones."""
     import torch
 
     packed = {name.rpartition(".")[0] for name in checkpoint.packed}
     tensors = {}
     for tensor in outputs:
-        if tensor.name.rpartition(".")[0] not in packed:
-            dtype = getattr(torch, TORCH_DTYPES.get(tensor.dtype, "uint8"))
-            tensors[tensor.name] = torch.empty(tensor.shape, dtype=dtype, device="meta")
+        module = tensor.name.rpartition(".")[0]
+        if module in packed:
+            continue
+        dtype = getattr(torch, TORCH_DTYPES.get(tensor.dtype, "uint8"))
+        tensors[tensor.name] = torch.empty(tensor.shape, dtype=dtype, device="meta")
     return tensors
 
 
 def _problem(
     class_name: str, missing: set[str], unexpected: set[str], mismatched: set[tuple[str, Any, Any]]
 ) -> str | None:
-    """Why a class does not load tensors, and what to do; None if it loads them."""
+    """Why a class does not load tensors, and what to do; None if it loads them.
+
+    Args:
+        class_name: The class.
+        missing: Names of parameters that are not stored.
+        unexpected: Names of stored tensors that are no parameters.
+        mismatched: (name, stored shape, expected shape) of parameters of another shape.
+    """
     if mismatched:
-        key, stored, expected = min(mismatched, key=lambda one: one[0])
+        key, stored, expected = min(mismatched, key=lambda entry: entry[0])
         others = len(mismatched) - 1
         more = f" (and {others} more)" if others else ""
         return (

@@ -1,5 +1,6 @@
-"""Make a plan: checkpoint + family + options -> every output tensor and byte, and every reason to
-refuse, before any writing.
+"""Make the plan of a conversion from config and headers, or refuse it, before anything is written.
+
+The plan has name, shape, dtype and source of every output tensor.
 """
 
 from __future__ import annotations
@@ -52,23 +53,32 @@ def make_plan(
     dtype: str | None = None,
     losses: Sequence[Mapping[int, float]] = (),
 ) -> Plan:
-    """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
+    """Plan a conversion from config and headers alone.
 
-    groups: G; if they are the same in all layers they become one number.
-    losses: With a KV budget, what each layer loses by its number of heads.
+    Args:
+        checkpoint: The base model.
+        groups: G of the result, one number or one for each layer; if they are the same in all
+            layers they become one number.
+        method: The name of the method that merges heads.
+        seed: Of random heads, and of text.
+        dtype: Of `--dtype`; None if tensors keep theirs.
+        losses: With a KV budget, by layer: heads -> loss (nats per token).
+
+    Raises:
+        RefusedError, CorruptError: The conversion is not possible.
     """
 
-    def plan(config: dict[str, Any]) -> Plan:
+    def plan_with(config: dict[str, Any]) -> Plan:
         view = replace(checkpoint, config=config)
         return _plan(view, groups, METHODS[method], seed, dtype, losses)
 
     try:
-        return plan(checkpoint.config)
-    except EntryError:
+        return plan_with(checkpoint.config)
+    except EntryError:  # names the entry already
         raise
     except CorruptError as error:
         # The weights contradict config.json: say which entry of it, if one alone does.
-        entry = culprit(checkpoint.config, plan)
+        entry = culprit(checkpoint.config, plan_with)
         if not entry or entry in str(error):
             raise
         raise CorruptError(f"{error} (without {entry} in config.json it would fit)") from error
@@ -82,6 +92,7 @@ def _plan(
     dtype: str | None,
     losses: Sequence[Mapping[int, float]],
 ) -> Plan:
+    """The plan of a conversion from its arguments; see `make_plan`."""
     # 1. The model, in a class that can have so many heads.
     groups = _one_number(requested)
     if isinstance(groups, tuple) or checkpoint.config.get("model_type") in RECAST_TYPES:
@@ -107,12 +118,17 @@ def _plan(
     stored_dtype = STORED_DTYPES[dtype] if dtype else None
     outputs = _outputs(checkpoint, chain.from_iterable(changes.values()), stored_dtype)
 
-    # 4. config.json, with which transformers must load these tensors.
-    new, edits = edit_config(config, groups, checkpoint.name, dtype, bool(checkpoint.packed))
-    load_warnings = check_loads(new.raw, outputs, checkpoint)
-
+    # 4. config.json, and the KV cache by both configs.
+    is_packed = bool(checkpoint.packed)
+    new_config, edits = edit_config(config, groups, checkpoint.name, dtype, is_packed)
     cached = cached_layers(modules, config)
     kv_dtype = modules[0].kv_dtype(config)
+    cache_before = kv_cache(config, cached, kv_dtype)
+    cache_after = kv_cache(new_config, cached, stored_dtype or kv_dtype)
+
+    # 5. transformers must load these tensors with this config.json.
+    load_warnings = check_loads(new_config.raw, outputs, checkpoint)
+
     return Plan(
         checkpoint=checkpoint,
         config=config,
@@ -124,10 +140,10 @@ def _plan(
         modules=tuple(modules),
         changes=changes,
         shards=_shards(outputs, checkpoint.files),
-        new_config=new.raw,
+        new_config=new_config.raw,
         config_edits=tuple(edits),
-        cache_before=kv_cache(config, cached, kv_dtype),
-        cache_after=kv_cache(new, cached, stored_dtype or kv_dtype),
+        cache_before=cache_before,
+        cache_after=cache_after,
         dtype=stored_dtype,
         warnings=(*_warnings(checkpoint, config, groups), *load_warnings),
         losses=losses,
@@ -145,12 +161,9 @@ def _one_number(groups: Groups) -> Groups:
 
 
 def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
-    """Raise RefusedError for a number of groups that the model, or one of its layers,
-    cannot have.
-    """
+    """Raise RefusedError for a number of KV heads that the model or a layer of it cannot have."""
     main = config.main
     allowed = valid_groups(config)
-    requested = [groups] if isinstance(groups, int) else groups
 
     if isinstance(groups, tuple):
         if len(groups) != config.layers:
@@ -167,7 +180,8 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
             )
         allowed = [count for count in allowed if count <= main.kv]
 
-    impossible = set(requested) - set(allowed)
+    requested = {groups} if isinstance(groups, int) else set(groups)
+    impossible = requested.difference(allowed)
     if impossible:
         count = min(impossible)
         note = f" ({config.family.note})" if config.family.note else ""
@@ -182,16 +196,22 @@ def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
 def _check_method(
     method: Method, checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]
 ) -> None:
-    """Raise RefusedError if the method cannot merge the heads of the model, with those that can."""
+    """Raise RefusedError if the method cannot merge the heads of the model.
+
+    The error names the methods that can.
+    """
     reason = method.obstacle(checkpoint, config, modules)
     if not reason:
         return
 
     # If config.json and the weights do not belong together, that is the reason to give:
     # `check_loads` raises it.
-    list(check_loads(checkpoint.config, _outputs(checkpoint, (), None), checkpoint))
-    usable = (one.name for one in _available_methods(checkpoint, config, modules))
-    raise RefusedError(f"{reason}; use --method {alternatives(usable)}")
+    unchanged = _outputs(checkpoint, (), None)
+    check_loads(checkpoint.config, unchanged, checkpoint)
+
+    available = _available_methods(checkpoint, config, modules)
+    names = alternatives(other.name for other in available)
+    raise RefusedError(f"{reason}; use --method {names}")
 
 
 def _available_methods(
@@ -218,6 +238,8 @@ def _can_regroup(config: ModelConfig, groups: Groups, merge_method: Method | Non
         return False
     if heads.kv * max(heads.key_dim, heads.value_dim) > _WIDEST_SEARCH:
         return False
+
+    # Into one group, or as many as heads, they can be divided in one way only.
     counts = [groups] if isinstance(groups, int) else groups
     return any(1 < count < heads.kv for count in counts)
 
@@ -231,7 +253,10 @@ def _changes(
     groups: Groups,
     merge_method: Method | None,
 ) -> dict[str, tuple[Change, ...]]:
-    """By path of an attention module, its tensors that change; all its tensors must be known."""
+    """By path of an attention module, its tensors that change.
+
+    Raises RefusedError and CorruptError as `module_changes`.
+    """
     # Maps change queries and outputs too.
     extra: tuple[Rule, ...] = ()
     if merge_method is not None and merge_method.reads != "nothing":
@@ -269,8 +294,9 @@ def _shards(outputs: Sequence[OutputTensor], files: Sequence[str]) -> tuple[Shar
     for tensor in outputs:
         by_file[tensor.source.file].append(tensor)
 
-    parts = [tuple(tensors) for tensors in by_file.values() if tensors]
-    return tuple(map(Shard, shard_names(len(parts)), parts))
+    contents = [tuple(tensors) for tensors in by_file.values() if tensors]
+    names = shard_names(len(contents))
+    return tuple(Shard(name, tensors) for name, tensors in zip(names, contents, strict=True))
 
 
 def _warnings(checkpoint: Checkpoint, config: ModelConfig, groups: Groups) -> Iterable[str]:
@@ -280,6 +306,7 @@ def _warnings(checkpoint: Checkpoint, config: ModelConfig, groups: Groups) -> It
             f"{checkpoint.name} has {plural(config.main.kv, 'KV head')} already: no heads are "
             "merged, and the KV cache stays as large as it is"
         )
+
     if checkpoint.config.get("model_type") in MODEL_TYPES:
         yield (
             "the result brings custom modeling code: other programs load it with "
@@ -290,8 +317,10 @@ def _warnings(checkpoint: Checkpoint, config: ModelConfig, groups: Groups) -> It
             "config.json names remote code (auto_map): it is copied, not run; check that it reads "
             "the KV-head count"
         )
+
     if checkpoint.left_out:
         yield (
             f"not copied, because they belong to the old weights: {', '.join(checkpoint.left_out)}"
         )
+
     yield from checkpoint.warnings

@@ -16,6 +16,9 @@ from gqa.convert.verdict import Loss
 from gqa.core.errors import one_line
 from gqa.corpus.specs import is_self
 
+_INDENT = " " * 12  # the width of the titles of lines
+_ERRORS_IN_LINE = 10
+
 BY_LAYER = (
     "`config.num_key_value_heads` raises an error in transformers, since layers differ; "
     "`config.per_layer_config[i].num_key_value_heads` is the number of layer i."
@@ -46,6 +49,7 @@ def kv_line(plan: Plan) -> str:
         cross_before = size(before.cross_bytes_per_token)
         cross_after = size(after.cross_bytes_per_token)
         text += f", with {cross_before} and {cross_after} per token of the source"
+
     context = after.context
     if context:
         context_before = size(before.bytes_at(context))
@@ -73,21 +77,26 @@ def ratio_text(ratio: Mapping[str, float | None]) -> str:
 
 
 def _ratio_number(value: float | None) -> str:
+    """A ratio with three digits or more; None is not finite, which JSON cannot say."""
     if value is None or math.isnan(value):
         return "not a number"
-    decimals = 0
-    if value < 100:
-        decimals = 1 if value >= 10 else 2
+
+    if value < 10:
+        decimals = 2
+    elif value < 100:
+        decimals = 1
+    else:
+        decimals = 0
     return f"{value:,.{decimals}f}"
 
 
 def describe_quality(quality: Mapping[str, Any], text: str) -> str:
-    """`perplexity x1.24 (95% interval 1.22-1.26) on 8,160 tokens of self-generated text, recall 79%
-    (base model 80%)`.
+    """The measured quality in words: `perplexity x1.24 (95% interval 1.22-1.26) on 8,160 tokens of
+    self-generated text, recall 79% (base model 80%)`.
 
     Args:
-        quality: Of a conversion's record.
-        text: What it was measured on, of `measured_text`.
+        quality: The entry `quality` of a conversion's record.
+        text: What it was measured on, in the words of `measured_text`.
     """
     parts = [f"perplexity x{ratio_text(quality)} on {quality['tokens']:,} tokens of {text}"]
     recall = quality.get("recall")
@@ -97,8 +106,9 @@ def describe_quality(quality: Mapping[str, Any], text: str) -> str:
 
 
 def measured_text(sources: Sequence[str]) -> str:
-    """The text on which a conversion measured quality, in words, from the sources of its
-    calibration text.
+    """The text on which a conversion measured quality, in words.
+
+    `sources`: those of its calibration text.
     """
     if all(map(is_self, sources)):
         return "self-generated text"
@@ -141,11 +151,16 @@ def error_lines(maps: StoredMaps | None) -> list[str]:
         return []
 
     lines = ["layers      relative squared error of the attention output, layer by layer:"]
-    cells = ["-" if error is None else f"{error:.2g}" for error in maps.errors]
-    for start in range(0, len(cells), 10):
-        row = [f"{cell:6}" for cell in cells[start : start + 10]]
-        lines.append(" " * 12 + " ".join(row).rstrip())
+    for start in range(0, len(maps.errors), _ERRORS_IN_LINE):
+        cells = [_error_cell(error) for error in maps.errors[start : start + _ERRORS_IN_LINE]]
+        lines.append(_INDENT + " ".join(cells).rstrip())
     return lines
+
+
+def _error_cell(error: float | None) -> str:
+    """The error of a layer in 6 characters; a dash for a layer that was not fitted."""
+    text = "-" if error is None else f"{error:.2g}"
+    return f"{text:6}"
 
 
 def plan_record(plan: Plan, kv_budget: float | None = None) -> dict[str, Any]:
@@ -206,21 +221,27 @@ def _cache_record(plan: Plan) -> dict[str, Any]:
     before = plan.cache_before
     after = plan.cache_after
     context = after.context
+    bytes_at_context_before = None
+    bytes_at_context_after = None
+    if context:
+        bytes_at_context_before = before.bytes_at(context)
+        bytes_at_context_after = after.bytes_at(context)
+
     return {
         "bytes_per_token_before": before.bytes_per_token,
         "bytes_per_token_after": after.bytes_per_token,
         "cross_bytes_per_token_before": before.cross_bytes_per_token,
         "cross_bytes_per_token_after": after.cross_bytes_per_token,
         "context": context,
-        "bytes_at_context_before": before.bytes_at(context) if context else None,
-        "bytes_at_context_after": after.bytes_at(context) if context else None,
+        "bytes_at_context_before": bytes_at_context_before,
+        "bytes_at_context_after": bytes_at_context_after,
     }
 
 
 def plan_lines(plan: Plan, tensors: bool) -> list[str]:
-    """The plan for people.
+    """The plan in lines for people.
 
-    `tensors`: list every changed tensor with its shapes instead of their number.
+    `tensors`: whether to list every changed tensor with its shapes instead of their number.
     """
     record = plan_record(plan)
     lines = [f"model       {record['model']} ({record['model_type']}: {record['family']})"]
@@ -237,11 +258,13 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
     saved = parameters["saved"]
     change = f"{saved:,} saved" if saved >= 0 else f"{-saved:,} more"
     lines.append(f"parameters  {parameters['before']:,} -> {parameters['after']:,} ({change})")
+
     for edit in record["config_edits"]:
         line = f"config      {edit['key']}: {edit['before']} -> {edit['after']}"
         lines.append(one_line(line, 200))
     for shard in record["shards"]:
-        lines.append("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard))
+        contents = f"{shard['bytes']:,} bytes, {shard['tensors']} tensors"
+        lines.append(f"shard       {shard['file']}: {contents}")
     if isinstance(plan.groups, tuple):
         lines.append(f"note        {BY_LAYER}")
 
@@ -258,18 +281,23 @@ def plan_lines(plan: Plan, tensors: bool) -> list[str]:
 def options_used(
     plan: Plan, maps: StoredMaps | None, out: Path, requested: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What was chosen where an option was left open, and None for a seed from which nothing was
-    drawn.
+    """The values of options that were left open. The seed is None if nothing was drawn from it.
+
+    Args:
+        plan: The conversion.
+        maps: Those of its method; None if it reads nothing.
+        out: The directory of the result.
+        requested: The options of the command.
     """
-    # With a KV budget text is drawn too, on which layers are measured, whatever the method is.
-    draws = bool(plan.losses)
-    if plan.merge_method is not None:
-        draws |= "seed" in plan.merge_method.settings
+    uses_seed = plan.merge_method is not None and "seed" in plan.merge_method.settings
+    # With a KV budget layers are measured on text, which is drawn whatever the method is.
+    draws = uses_seed or bool(plan.losses)
+    seed = plan.seed if draws else None
 
     used = {
         "kv_heads": plan.groups,
         "method": plan.method_name,
-        "seed": plan.seed if draws else None,
+        "seed": seed,
         "dtype": plan.dtype,
         "output": requested.get("output") or out.name,
     }
@@ -281,10 +309,13 @@ def options_used(
 def provenance(
     plan: Plan, maps: StoredMaps | None, out: Path, request: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Record of how the result at `out` was made, JSON-ready.
+    """Record of how a result was made, JSON-ready.
 
-    maps: Those of the plan's method; None if it reads nothing.
-    request: The command's arguments and options.
+    Args:
+        plan: The conversion.
+        maps: Those of its method; None if it reads nothing.
+        out: The directory of the result.
+        request: The command's arguments (`argv`) and options (`options`).
     """
     planned = plan_record(plan)
     requested = request.get("options", {})

@@ -1,4 +1,4 @@
-"""Devices, their memory and precision; ranks, and who works while the others wait."""
+"""Devices, their memory and precision; ranks, and work of the main process for all of them."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ _NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 
+# Sets of instructions of x86 and ARM that multiply bfloat16, as torch names them.
+_BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
+
 
 def ranks() -> PartialState:
-    """accelerate's state of the processes that a launcher started, or of this one.
-
-    Without cpu=True accelerate treats CPU processes as independent. The timeout is 6 hours: one
-    process tokenises, or writes the result, while the others wait.
-    """
+    """accelerate's state of the processes that a launcher started, or of this one."""
     from accelerate import PartialState
 
-    return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(hours=6))
+    # Without cpu=True accelerate treats CPU processes as independent.
+    cpu = not torch.accelerator.is_available()
+    # One process tokenizes, or writes the result, while the others wait.
+    return PartialState(cpu=cpu, timeout=timedelta(hours=6))
 
 
 def on_main(function: Callable[[], object]) -> None:
     """Call a function in the main process while the others wait; all processes raise its error."""
 
     def call() -> None:
-        function()
+        function()  # what it returns stays in the main process
 
     from_main(call)
 
@@ -56,12 +58,13 @@ def from_main(function: Callable[[], T]) -> T:
     """
     from accelerate.utils import broadcast_object_list
 
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]  # the result, and the error
     if ranks().is_main_process:
         try:
             outcome[0] = function()
         except Exception as error:
             outcome[1] = error
+
     broadcast_object_list(outcome)
     result, failure = outcome
     if failure is not None:
@@ -84,11 +87,13 @@ def find_device(name: str | None) -> str:
     """
     if name is None:
         return default_device()
+
     try:
         torch.device(name)
     except RuntimeError as error:
         # torch would list devices that nobody has
         raise RefusedError(f"there is no device {name}; pass cpu, cuda, cuda:1 or mps") from error
+
     try:
         torch.zeros(1, device=name).item()
     except Exception as error:  # each backend has its own
@@ -100,11 +105,11 @@ def find_device(name: str | None) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the host, ran out of memory: torch has an error class for devices
-    only.
-    """
+    """Whether the cause of an error is that a device, or the host, ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+
+    # torch has a class of errors for devices only, and for the host only messages.
     if not isinstance(error, RuntimeError):
         return False
     message = str(error)
@@ -119,21 +124,28 @@ def free_memory(device: torch.device) -> int | None:
     """
     if device.type != "cuda":
         return None
+
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + unused
 
 
 def total_memory(device: str) -> int | None:
     """Bytes of memory of an accelerator, or of this host or its container; None if unknown."""
     if device.startswith("cuda"):
-        return torch.cuda.mem_get_info(device)[1]
+        _, total = torch.cuda.mem_get_info(device)
+        return total
+
     try:
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        limit = Path("/sys/fs/cgroup/memory.max")
-        words = limit.read_text().strip() if limit.exists() else "max"
+        file = Path("/sys/fs/cgroup/memory.max")
+        limit = file.read_text().strip() if file.exists() else "max"
     except (AttributeError, ValueError, OSError):  # on other systems
         return None
-    return min(host, int(words)) if words.isdecimal() else host
+
+    if limit.isdecimal():
+        return min(host, int(limit))
+    return host  # `max`: the container has no limit
 
 
 def peak_memory() -> int:
@@ -160,8 +172,8 @@ def fast_dtype(device: str) -> torch.dtype:
 
 
 def emulates(dtype: torch.dtype | None, device: str) -> bool:
-    """Whether a CPU has this dtype of 16 bits only through float32, which takes ten times as long
-    or more.
+    """Whether a device is a CPU that computes in this dtype of 16 bits through float32, which takes
+    ten times as long or more.
     """
     has_16_bits = dtype in (torch.bfloat16, torch.float16)
     return has_16_bits and device.startswith("cpu") and not native_bfloat16(device)
@@ -170,6 +182,6 @@ def emulates(dtype: torch.dtype | None, device: str) -> bool:
 def native_bfloat16(device: str) -> bool:
     """Whether the device multiplies bfloat16 natively, not through float32."""
     if device.startswith("cpu"):  # one of several processes has `cpu:0`
-        able = torch.cpu.get_capabilities()
-        return bool(able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16"))
+        capabilities = torch.cpu.get_capabilities()
+        return any(capabilities.get(name) for name in _BFLOAT16_INSTRUCTIONS)
     return device.startswith("cuda") and torch.cuda.is_bf16_supported()

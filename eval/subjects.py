@@ -15,7 +15,7 @@ from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import check_config, read_config
 from gqa.convert.heads.kv_cache import KVCache
-from gqa.convert.recast.targets import as_it_is, checkpoint_cache
+from gqa.convert.recast.targets import checkpoint_cache, recast_as_is
 from gqa.core.compat import attention_name
 from gqa.core.devices import emulates, find_device, ranks
 from gqa.core.errors import RefusedError, one_line
@@ -97,7 +97,7 @@ class Subject:
             "training": read_record(self.checkpoint, UPTRAINING),
         }
         if self.cache:
-            config = read_config(as_it_is(self.checkpoint).config, self.name)
+            config = read_config(recast_as_is(self.checkpoint).config, self.name)
             record["heads"] = {"query": config.main.query, "kv": config.average_kv}
             record["kv_cache"] = self._cache_record(self.cache, context, memory)
         return record

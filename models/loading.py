@@ -1,5 +1,6 @@
-"""Load a checkpoint's model and tokenizer with transformers, strictly: what transformers only warns
-of is refused.
+"""Load a checkpoint's model and tokenizer with transformers, strictly.
+
+What transformers only warns of is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from gqa.models.custom_code import MODEL_TYPES, config_class, custom_class
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FILLED = 7 / 8  # of an accelerator's free memory, by weights alone
+WEIGHTS_SHARE = 7 / 8  # of an accelerator's free memory that weights may fill
 _ADAPTED_WEIGHT = ".base_layer.weight"  # of a layer that peft has put an adapter on
 # In the names of classes that predict tokens.
 _PREDICTING = re.compile("CausalLM|Seq2SeqLM|LMHead|PreTraining|ImageTextToText|MultimodalLM")
@@ -44,13 +45,13 @@ def load_model(
     trust_remote_code: bool = False,
     weights: bool = True,
 ) -> PreTrainedModel:
-    """The model in the directory `name` in the class that its config names, in evaluation mode.
+    """The model in a directory, in the class that its config names, in evaluation mode.
 
     Args:
         name: The directory.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
-        device: A device, or `auto`: accelerate's device_map, filling each accelerator to `FILLED`,
-            then memory, disk.
+        device: A device, or `auto`: accelerate's device_map, which fills each accelerator to
+            `WEIGHTS_SHARE`, then memory, then disk.
         attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
         trust_remote_code: Whether code of the checkpoint may run.
         weights: Whether to load any; if not, parameters are on `meta` and nothing stored is
@@ -58,7 +59,7 @@ def load_model(
 
     Raises:
         RefusedError: It cannot be loaded, loads with keys missing, unexpected or of another shape,
-            or an adapter lies beside its weights.
+            or there is an adapter next to its weights.
         RuntimeError, MemoryError: There is no memory left for it (`out_of_memory`).
     """
     # transformers would apply the adapter to weights that may contain it already.
@@ -69,20 +70,22 @@ def load_model(
             "first (peft: merge_and_unload)"
         )
 
-    options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    options: dict[str, Any] = {}
+    if attention:
+        options["attn_implementation"] = attention
     try:
-        with quiet_transformers(), _plain_config(name) as plain:
+        with quiet_transformers(), _directory_without_flags(name) as directory:
             config = read_auto_config(name, trust_remote_code)
             cls = model_class(config, trust_remote_code)
             if not weights:
                 options["trust_remote_code"] = trust_remote_code
-                return _empty(cls, config, dtype, options)
+                return _empty_model(cls, config, dtype, options)
 
             if device == "auto":
-                options |= _spread()
-            if plain != name:
+                options |= _spread_options()
+            if directory != name:
                 # Code of a checkpoint is found by the path of its config, so that gets the object.
-                options["config"] = config if _is_auto(cls) else plain
+                options["config"] = config if _is_auto(cls) else directory
             model, info = cls.from_pretrained(
                 name,
                 dtype=dtype,
@@ -104,6 +107,8 @@ def load_model(
 
     if device != "auto":
         return model.to(device).eval()
+
+    # The folder has the part of the model that is on the disk.
     weakref.finalize(model, shutil.rmtree, options["offload_folder"], ignore_errors=True)
     if model.device.type == "meta":  # inputs go where the embedding is
         raise RefusedError(
@@ -115,10 +120,7 @@ def load_model(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence the bars, tables and hints of transformers while it loads.
-
-    Our errors say what matters.
-    """
+    """Silence the bars, tables and hints of transformers: our errors say what matters."""
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()
@@ -133,17 +135,17 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _spread() -> dict[str, Any]:
+def _spread_options() -> dict[str, Any]:
     """Options of from_pretrained that spread a model over accelerators, memory and disk."""
     from accelerate.utils import get_max_memory
 
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of offloading
 
     limits = get_max_memory()
-    for place, size in limits.items():
-        is_accelerator = isinstance(place, int)
+    for device, size in limits.items():
+        is_accelerator = isinstance(device, int)  # others are `cpu` and `disk`
         if is_accelerator:
-            limits[place] = int(size * FILLED)
+            limits[device] = int(size * WEIGHTS_SHARE)
     return {
         "device_map": "auto",
         "max_memory": limits,
@@ -221,8 +223,10 @@ def _adapter_renamings(model: PreTrainedModel) -> list[Any]:
 
 
 def _check_keys(name: str, info: dict[str, Any]) -> None:
+    """Raise RefusedError if stored tensors are not those of the class, by transformers' report."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if keys := info.get(kind):
+        keys = info.get(kind)
+        if keys:
             what = f"{kind.replace('_', ' ')}: {listing(keys)}"
             raise RefusedError(
                 f"{name} loads with {what}, so its weights do not belong to its config; download "
@@ -230,36 +234,43 @@ def _check_keys(name: str, info: dict[str, Any]) -> None:
             )
 
 
-def _empty(cls: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
-    """A model of the class whose parameters are on `meta`."""
+def _empty_model(cls: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
+    """A model of the class whose parameters are on `meta`.
+
+    `options`: arguments of `from_config` of an Auto class.
+    """
     from gqa.core.compat import build_model
 
     if dtype == "auto":
         options["dtype"] = config.dtype or torch.float32
     else:
         options["dtype"] = getattr(torch, dtype)
+
     with torch.device("meta"):
         if _is_auto(cls):
             return cls.from_config(config, **options).eval()
-        del options["trust_remote_code"]
+        del options["trust_remote_code"]  # only an Auto class runs code of a checkpoint
         return build_model(cls, config, **options).eval()
 
 
 def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
-    """transformers' config object of the model in the directory `name`, whose classes may be ours,
-    without the entries that say how a model is run (`RUN_FLAGS`). Raises RefusedError.
+    """transformers' config object of the model in the directory `name`.
+
+    Its class may be ours. It lacks the entries that say how a model is run (`RUN_FLAGS`). Raises
+    RefusedError.
     """
     raw = read_json(Path(name), "config.json")
     check_numbers(raw, Path(name).name)
+
     model_type = raw.get("model_type")
-    known: Any = config_class(model_type) if isinstance(model_type, str) else None
+    known_class: Any = config_class(model_type) if isinstance(model_type, str) else None
 
     try:
-        config = _load_config(name, raw, known, trust_remote_code)
+        config = _load_config(name, raw, known_class, trust_remote_code)
     except Exception as error:  # whatever a library, or code of a checkpoint, raises about a config
         entry = ""
-        if known:
-            entry = culprit(raw, lambda other: known.from_dict(without_run_flags(other)))
+        if known_class:
+            entry = culprit(raw, lambda other: known_class.from_dict(without_run_flags(other)))
         cause = f" because of {entry}" if entry else ""
         raise RefusedError(
             f"transformers cannot read config.json of {name}{cause}: {explain(error)}; correct it"
@@ -268,38 +279,44 @@ def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
     return config
 
 
-def _load_config(name: str, raw: dict[str, Any], known: Any, trust_remote_code: bool) -> Any:
+def _load_config(name: str, raw: dict[str, Any], known_class: Any, trust_remote_code: bool) -> Any:
     """transformers' config object of the model in the directory `name`.
 
     Args:
         name: The directory.
         raw: Its config.json.
-        known: The config class, ours or transformers'; None if neither has one.
+        known_class: The config class, ours or transformers'; None if neither has one.
         trust_remote_code: Whether code of the checkpoint may run.
     """
     from transformers import AutoConfig
 
     code = raw.get("auto_map")
-    with quiet_transformers(), _plain_config(name) as plain:
+    has_code = isinstance(code, dict) and "AutoConfig" in code
+    with quiet_transformers(), _directory_without_flags(name) as directory:
         if raw.get("model_type") in MODEL_TYPES:
-            return known.from_pretrained(plain)
+            return known_class.from_pretrained(directory)
 
-        if trust_remote_code and isinstance(code, dict) and "AutoConfig" in code:
-            # Some implementations of attention refuse output_attentions.
-            options = {} if plain == name else {"output_attentions": False}
+        if trust_remote_code and has_code:
+            # The code is next to the config itself, so flags are reset after that is read.
+            has_flags = directory != name
+            options = {}
+            if has_flags:
+                # Some implementations of attention refuse output_attentions.
+                options["output_attentions"] = False
             config = AutoConfig.from_pretrained(name, trust_remote_code=True, **options)
-            if plain != name:
+            if has_flags:
                 reset_run_flags(config)
             return config
 
-        source = plain if known else name
+        source = directory if known_class else name
         return AutoConfig.from_pretrained(source)
 
 
 @contextmanager
-def _plain_config(name: str) -> Iterator[str]:
-    """A directory with the config.json of the directory `name`, but without `RUN_FLAGS`: a
-    temporary one, or `name` itself if its config has none.
+def _directory_without_flags(name: str) -> Iterator[str]:
+    """A directory with the config.json of the directory `name`, but without `RUN_FLAGS`.
+
+    It is a temporary one, or `name` itself if its config has none.
     """
     raw = read_json(Path(name), "config.json")
     if not has_run_flags(raw):
@@ -327,9 +344,9 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto
 
-    names = config.architectures
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    if ours := custom_class(name, config.model_type):
+    name = _first_architecture(config)
+    ours = custom_class(name, config.model_type)
+    if ours:
         return ours
 
     if trust_remote_code and getattr(config, "auto_map", None):
@@ -349,9 +366,19 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     return classes.get(type(config), auto)
 
 
+def _first_architecture(config: Any) -> str:
+    """The first entry of `architectures`, the name of a class; empty if there is none."""
+    names = config.architectures
+    if not isinstance(names, list) or not names:
+        return ""
+    name = names[0]
+    return name if isinstance(name, str) else ""
+
+
 def predicts_tokens(config: Any, trust_remote_code: bool = False) -> bool:
-    """Whether the class that a config names reads token ids and has a head that predicts them: no
-    classifier, reward model, base class or model of sound.
+    """Whether the class that a config names reads token ids and has a head that predicts them.
+
+    Classifiers, reward models, base classes and models of sound do not.
     """
     from transformers import GenerationMixin, PreTrainedModel
 
@@ -372,15 +399,18 @@ def check_predicts_tokens(config: Any, name: str, trust_remote_code: bool = Fals
 
 
 def positions(config: Any) -> int | None:
-    """Maximum number of positions of the model of transformers' `config`;
-    None if it has no limit.
+    """Maximum number of positions of a model; None if it has no limit.
+
+    `config`: its config of transformers.
     """
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or None
+    text_config = config.get_text_config(decoder=True)
+    return getattr(text_config, "max_position_embeddings", None) or None
 
 
 def cache_name(model: PreTrainedModel) -> str:
-    """Name of the key/value cache among the arguments and outputs of `model`: transformers 5.24 has
-    renamed it.
+    """Name of the KV cache among the arguments and outputs of a model.
+
+    transformers 5.24 has renamed it.
     """
     arguments = inspect.signature(type(model).forward).parameters
     return "cache" if "cache" in arguments else "past_key_values"
@@ -402,12 +432,13 @@ def load_tokenizer(
     """
     directory = checkpoint.directory
     advice = f", or {instead}" if instead else ""
-    none = RefusedError(
+    no_tokenizer = RefusedError(
         f"{checkpoint.name} has no tokenizer; copy its base model's tokenizer files into "
         f"{directory}{advice}"
     )
-    if not any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES):
-        raise none
+    has_files = any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
+    if not has_files:
+        raise no_tokenizer
 
     try:
         tokenizer = _read_tokenizer(directory, trust_remote_code)
@@ -424,7 +455,7 @@ def load_tokenizer(
         ) from error
 
     if len(words) < 2:
-        raise none
+        raise no_tokenizer
     return tokenizer
 
 

@@ -238,7 +238,7 @@ def test_as_many_at_a_time_as_memory_holds(
     # Notes how many texts are written at once
     monkeypatch.setattr(module, "samples", counted)
     monkeypatch.setattr(
-        module, "at_once", lambda checkpoint, length, dtype, free: free // weights * 4 + 1
+        module, "max_sequences", lambda checkpoint, length, dtype, free: free // weights * 4 + 1
     )
     for free in (None, 3 * weights, weights):
         # A CPU, a device that has room, and one that is filled by the weights
@@ -266,8 +266,10 @@ def test_a_7b_writes_hundreds_at_a_time(tmp_path: Path) -> None:
     )
     free = 80 * 10**9 - header_only(tmp_path, config)
     checkpoint = read_checkpoint(tmp_path)
-    assert 256 <= module.at_once(checkpoint, 256, torch.bfloat16, free) <= free // 134_217_728
-    assert module.at_once(checkpoint, 256, torch.bfloat16, 10**6) == 0, "then one batch is tried"
+    assert 256 <= module.max_sequences(checkpoint, 256, torch.bfloat16, free) <= free // 134_217_728
+    assert module.max_sequences(checkpoint, 256, torch.bfloat16, 10**6) == 0, (
+        "then one batch is tried"
+    )
 
 
 def test_a_text_begins_as_the_tokenizer_begins_it(
@@ -394,9 +396,9 @@ def test_tokens_are_drawn_by_the_cumulative_distribution() -> None:
     cdf = scores.double().softmax(-1).cumsum(-1)
     tokens = Draw(torch.Generator().manual_seed(0))(scores[:, :0], scores).argmax(-1)
     assert torch.equal(tokens, torch.searchsorted(cdf, shares * cdf[:, -1:], right=True)[:, 0])
-    begun = Draw(torch.Generator().manual_seed(0), second=torch.tensor([7, 150]).repeat(250))(
-        scores[:, :1], scores
-    )
+    begun = Draw(
+        torch.Generator().manual_seed(0), second_tokens=torch.tensor([7, 150]).repeat(250)
+    )(scores[:, :1], scores)
     assert torch.equal(begun.argmax(-1), torch.where(torch.arange(500) % 2 == 1, tokens, 7))
 
 

@@ -8,7 +8,7 @@ as embeddings of tokens (and positions).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,18 +36,23 @@ _NORMS_AFTER = (
     ("post_self_attn_layernorm", "post_mlp_layernorm"),
 )
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")  # names in configs
-_NO_EMBEDDINGS = re.compile(r"lm_head|embed_out|output|\.\d+\.")  # whatever their shape
+# In names of tensors that are no embeddings, whatever their shape.
+_NO_EMBEDDINGS = re.compile(r"lm_head|embed_out|output|\.\d+\.")
+# In names of embeddings of positions.
 _POSITIONS = re.compile(r"position|wpe")
 
 
 @dataclass(frozen=True)
 class MlpTensors:
-    """Stored tensors of an MLP.
+    """Stored tensors of an MLP: down (act(gate x) * up x), or without a gate down act(up x).
 
-    gate: None without one; the same as `up` if both are halves of one matrix.
-    act: The activation's name.
-    norm: The norm before; None if it reads attention's input or, with norms `after` attention and
-        MLP, the residual stream.
+    Attributes:
+        gate: None without one; the same as `up` if both are halves of one matrix.
+        up, down: The other matrices.
+        act: The activation's name.
+        norm: The norm before; None if the MLP reads attention's input or, with norms `after`
+            attention and MLP, the residual stream.
+        after: The norms after attention and after the MLP; empty without them.
     """
 
     gate: TensorSpec | None
@@ -61,14 +66,16 @@ class MlpTensors:
 def find_mlp(
     checkpoint: Checkpoint, config: Any, symmetry: Symmetry, module: AttentionModule, width: int
 ) -> MlpTensors | None:
-    """The MLP of a layer; None if the layer has other parts beside attention and norms.
+    """The MLP of a layer; None if the layer has other parts beside attention, MLP and norms.
 
     Args:
+        checkpoint: The model.
         config: Of the text part.
         symmetry: Of the model; it names the norm before attention.
         module: The attention module of the layer.
         width: The hidden size.
     """
+    # 1. What the layer has outside attention: matrices by the last part of their names, and norms.
     outside = _outside_attention(checkpoint, module)
     matrices: dict[str, TensorSpec] = {}
     norms: dict[str, TensorSpec] = {}
@@ -81,20 +88,22 @@ def find_mlp(
     if any(len(spec.shape) != 2 or is_packed(spec) for spec in matrices.values()):
         return None
 
+    # 2. The norms beside that before attention: those after attention and MLP, if both are there,
+    #    and at most one more, before the MLP.
     norms = {name: spec for name, spec in norms.items() if name not in symmetry.norms}
-    names_after = next((names for names in _NORMS_AFTER if norms.keys() >= {*names}), ())
-    after = tuple(norms.pop(name) for name in names_after)
+    after = tuple(norms.pop(name) for name in _names_of_norms_after(norms))
     if len(norms) > 1:
         return None
     norm = next(iter(norms.values()), None)
 
+    # 3. The MLP.
     names = _mlp_names(matrices)
     act = _activation(config)
     if names is None or act is None:
         return None
-    gate_name, up, down = names
+    gate_name, up_name, down_name = names
     gate = matrices[gate_name] if gate_name else None
-    return MlpTensors(gate, matrices[up], matrices[down], act, norm, after)
+    return MlpTensors(gate, matrices[up_name], matrices[down_name], act, norm, after)
 
 
 def _outside_attention(checkpoint: Checkpoint, module: AttentionModule) -> dict[str, TensorSpec]:
@@ -108,10 +117,19 @@ def _outside_attention(checkpoint: Checkpoint, module: AttentionModule) -> dict[
     }
 
 
+def _names_of_norms_after(stored: Collection[str]) -> tuple[str, ...]:
+    """The entry of `_NORMS_AFTER` of which both norms are stored; empty if there is none."""
+    for names in _NORMS_AFTER:
+        if set(names) <= set(stored):
+            return names
+    return ()
+
+
 def _mlp_names(stored: Collection[str]) -> tuple[str | None, str, str] | None:
     """The entry of `_MLPS` whose matrices are all that is stored; None if there is none."""
     for names in _MLPS:
-        if set(names) - {None} == set(stored):
+        needed = set(names) - {None}  # some have no gate
+        if needed == set(stored):
             return names
     return None
 
@@ -128,23 +146,22 @@ def _activation(config: Any) -> str | None:
 
 
 def find_embeddings(checkpoint: Checkpoint, config: Any, width: int) -> list[TensorSpec]:
-    """Embedding tables of tokens and learned positions.
+    """The embedding table of tokens, then those of learned positions.
 
     Empty if the table of tokens cannot be identified.
     """
-    tables: Mapping[str, TensorSpec] = {
-        name: spec
-        for name, spec in checkpoint.tensors.items()
-        if spec.shape[1:] == (width,) and not _NO_EMBEDDINGS.search(name)
-    }
-    positions = [spec for name, spec in tables.items() if _POSITIONS.search(name)]
+    vocabulary = getattr(config, "vocab_size", None)
+    tokens = []
+    positions = []
+    for name, spec in checkpoint.tensors.items():
+        is_table = spec.shape[1:] == (width,)
+        if not is_table or _NO_EMBEDDINGS.search(name):
+            continue
+        if _POSITIONS.search(name):
+            positions.append(spec)
+        elif spec.shape[0] == vocabulary:
+            tokens.append(spec)
 
-    rows = getattr(config, "vocab_size", None)
-    tokens = [
-        spec
-        for name, spec in tables.items()
-        if spec.shape[0] == rows and not _POSITIONS.search(name)
-    ]
     if len(tokens) != 1 or config.is_encoder_decoder:
         return []
     return [*tokens, *positions]
@@ -153,7 +170,10 @@ def find_embeddings(checkpoint: Checkpoint, config: Any, width: int) -> list[Ten
 def can_estimate_inputs(
     checkpoint: Checkpoint, config: ModelConfig, modules: Iterable[AttentionModule]
 ) -> bool:
-    """Whether the inputs of all layers can be estimated from the weights."""
+    """Whether the inputs of all layers can be estimated from the weights.
+
+    Each layer then has one of the attention `modules`, and one MLP.
+    """
     symmetry = config.symmetry
     text = config.text
     width = int(getattr(text, "hidden_size", 0))

@@ -24,7 +24,7 @@ from gqa.convert.merge.quality import CHECKED
 from gqa.convert.methods.table import DEFAULT
 from gqa.convert.plan import Plan
 from gqa.convert.planning import make_plan
-from gqa.convert.recast.targets import as_it_is
+from gqa.convert.recast.targets import recast_as_is
 from gqa.core.console import SILENT, Watcher
 from gqa.core.errors import RefusedError
 from gqa.corpus.likelihood import kl_divergence
@@ -73,7 +73,7 @@ def uneven(checkpoint: Checkpoint, share: float) -> tuple[int, ...]:
     Raises RefusedError if they may not, or if the fewest heads everywhere exceed `share` of the KV
     cache's bytes.
     """
-    config = read_config(as_it_is(checkpoint).config, checkpoint.name)
+    config = read_config(recast_as_is(checkpoint).config, checkpoint.name)
     heads = config.main.kv
     counts = _counts(config)
     if min(counts) > share * heads + 1e-9:
@@ -101,7 +101,7 @@ def heads_within(
 
     Raises RefusedError if text or model cannot be used.
     """
-    config = read_config(as_it_is(checkpoint).config, checkpoint.name)
+    config = read_config(recast_as_is(checkpoint).config, checkpoint.name)
     heads = config.main.kv
     layers = config.layers
 

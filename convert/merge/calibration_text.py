@@ -4,7 +4,8 @@ that measure the result. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 _CHARACTERS = 256  # of text to tokenize for each token that is used (a token has about four)
 COPIED = 13  # tokens in a row that show that text is the same
-_COPY_SHARE = 0.5  # of a block in calibration text, from which on it does not measure the quality
+_COPY_SHARE = 0.5  # of a block: if so much of it is calibration text, it does not measure quality
+_HELDOUT_SHARE = 8  # of short text one block in so many is held out
 
 
 @dataclass(frozen=True)
@@ -77,29 +79,25 @@ class CalibrationText:
         from gqa.convert.heads.config import transformers_config
 
         config = transformers_config(checkpoint.config)
-        heldout_blocks = None
         if config.is_encoder_decoder:
             self._check_length(checkpoint, config)
             inputs = self._pairs(checkpoint, device, watcher)
-        else:
-            blocks, heldout_blocks = self.split(checkpoint, device, watcher, heldout)
-            inputs = {"input_ids": blocks}
+            self._warn_of_short_text(len(inputs["input_ids"]), "pairs", watcher)
+            return inputs, None
 
-        count = len(inputs["input_ids"])
-        if heldout_blocks is not None:
-            count += len(heldout_blocks)
-        self._warn_of_little(count, "pairs" if config.is_encoder_decoder else "blocks", watcher)
-        return inputs, heldout_blocks
+        blocks, heldout_blocks = self.split(checkpoint, device, watcher, heldout)
+        self._warn_of_short_text(len(blocks) + len(heldout_blocks), "blocks", watcher)
+        return {"input_ids": blocks}, heldout_blocks
 
     def split(
         self, checkpoint: Checkpoint, device: str, watcher: Watcher, heldout: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """The text of a decoder.
+        """The text of a decoder, and held-out text.
 
         Returns:
             Token ids (N, length), from each source its share; and (M, length) other blocks of the
-            same sources, at most `heldout` tokens, without repeats: the last of self-generated text
-            (at most an eighth), and what is left of other text.
+            same sources, at most `heldout` tokens, without repeats. Of self-generated text they are
+            the last blocks, at most an eighth; of other text what is left of it.
 
         Raises:
             RefusedError, CorpusError: The text cannot be used.
@@ -113,22 +111,23 @@ class CalibrationText:
                 "one; remove --target-field"
             )
 
-        blocks = []
-        heldout_blocks = []
+        parts = []
+        heldout_parts = []
         for number, (source, tokens) in enumerate(self.shares()):
-            most = heldout * tokens // self.taken // self.length
+            heldout_tokens = heldout * tokens // self.total_tokens
+            count = heldout_tokens // self.length
             if is_self(source):
-                used, spare = self._generated(checkpoint, device, watcher, number, tokens, most)
+                part, rest = self._generated(checkpoint, device, watcher, number, tokens, count)
             else:
                 text = self._parse(source)
-                used, spare = self._read(checkpoint, text, tokens, self.repeats, most)
-                spare = without_copies(spare, used, source, watcher)
-            blocks.append(used)
-            heldout_blocks.append(spare)
-        return (
-            torch.from_numpy(np.concatenate(blocks)),
-            torch.from_numpy(np.concatenate(heldout_blocks)),
-        )
+                part, rest = self._read(checkpoint, text, tokens, self.repeats, count)
+                rest = without_copies(rest, part, source, watcher)
+            parts.append(part)
+            heldout_parts.append(rest)
+
+        blocks = torch.from_numpy(np.concatenate(parts))
+        heldout_blocks = torch.from_numpy(np.concatenate(heldout_parts))
+        return blocks, heldout_blocks
 
     def _generated(
         self,
@@ -139,41 +138,48 @@ class CalibrationText:
         tokens: int,
         heldout: int,
     ) -> tuple[Ints, Ints]:
-        """Blocks that the model writes for the source of this number, and at most `heldout` more of
-        its last ones, which do not repeat themselves.
+        """The blocks that the model writes for the source of this number.
+
+        Returns:
+            Token ids (N, length); and (M, length) of the last blocks, at most `heldout`, in which
+            no passages are repeated.
         """
         import numpy as np
 
         from gqa.convert.merge.self_samples import sampled_blocks
         from gqa.models.loading import load_model
 
-        directory = str(checkpoint.directory)
-        trusted = self.trust_remote_code
-        count = -(-tokens // self.length)
-        is_plain = parse_self(self.sources[number])[1] or not self.repeats
-        written = sampled_blocks(
-            partial(load_model, directory, device=device, trust_remote_code=trusted),
+        load = partial(
+            load_model,
+            str(checkpoint.directory),
+            device=device,
+            trust_remote_code=self.trust_remote_code,
+        )
+        _, is_stated_plain = parse_self(self.sources[number])
+        count = math.ceil(tokens / self.length)
+        blocks = sampled_blocks(
+            load,
             device,
             checkpoint,
             self.length,
             count,
             self._seed(number),
-            is_plain,
+            is_stated_plain or not self.repeats,
             watcher,
-            trust_remote_code=trusted,
+            trust_remote_code=self.trust_remote_code,
         )
 
-        used = count - min(heldout, count // 8)
-        rows = [written[i]["input_ids"] for i in range(used)]
-        if used < count:
-            plain = replace(written, plain=True)
-            rows += [plain[i]["input_ids"] for i in range(used, count)]
+        used = count - min(heldout, count // _HELDOUT_SHARE)
+        plain_blocks = replace(blocks, plain=True)
+        rows = [blocks[i]["input_ids"] for i in range(used)]
+        rows += [plain_blocks[i]["input_ids"] for i in range(used, count)]
         stacked = np.stack(rows)
         return stacked[:used], stacked[used:]
 
     def _read(
         self, checkpoint: Checkpoint, text: Source, tokens: int, repeats: bool, heldout: int = 0
     ) -> tuple[Ints, Ints]:
+        """The blocks of a source, and at most `heldout` others (`read_blocks`)."""
         return read_blocks(
             checkpoint,
             text,
@@ -213,10 +219,10 @@ class CalibrationText:
                 pairs += maker.corrupt(blocks)
         return maker.inputs(pairs)
 
-    def _warn_of_little(self, count: int, kind: str, watcher: Watcher) -> None:
-        """Warn if the sources have fewer than the wanted number of blocks or pairs (`kind`)."""
-        wanted = max(1, self.taken // self.length)
-        # The blocks of each source are rounded, so up to one a source may be missing
+    def _warn_of_short_text(self, count: int, kind: str, watcher: Watcher) -> None:
+        """Warn if the sources have fewer blocks or pairs (`kind`) than calibration asks for."""
+        wanted = max(1, self.total_tokens // self.length)
+        # The blocks of each source are rounded, so up to one a source may be missing.
         if count + len(self.sources) > wanted:
             return
 
@@ -237,29 +243,29 @@ class CalibrationText:
         from gqa.corpus.encoders import check_template
         from gqa.models.loading import load_tokenizer
 
-        self._check_given_length(checkpoint)
+        self._check_chosen_length(checkpoint)
         self.shares(tokens_option)
         specs = (*self.sources, *filter(None, [self.heldout]))
         check_text_options(specs, self.field, self.separator)
-        data = [spec for spec in self.sources if not is_self(spec)]
-        if not data:
+        data_specs = [spec for spec in self.sources if not is_self(spec)]
+        if not data_specs:
             return
 
-        sources = parse_sources(data, field=self.field, target_field=self.target_field)
+        sources = parse_sources(data_specs, field=self.field, target_field=self.target_field)
         local = [source for source in sources if source.files]
         for source in local:
-            next(source.texts())
+            next(source.texts())  # raises for a file that has no text
 
         if not checkpoint.hub_id:
             tokenizer = load_tokenizer(checkpoint, self.trust_remote_code, instead="use self")
             if any(source.chats for source in local):
                 check_template(tokenizer, checkpoint.name)
 
-    def _check_given_length(self, checkpoint: Checkpoint) -> None:
+    def _check_chosen_length(self, checkpoint: Checkpoint) -> None:
         """Raise RefusedError if --context is more than the model's positions.
 
-        The default is not refused: decoders with rotary positions accept it, others say themselves
-        that it is too long.
+        Up to its default it is not refused: decoders with rotary positions accept it, others say
+        themselves that it is too long.
         """
         from gqa.convert.heads.config import transformers_config
 
@@ -288,7 +294,7 @@ class CalibrationText:
         return [spec if is_self(spec) else self._source(spec).identify() for spec in specs]
 
     @property
-    def taken(self) -> int:
+    def total_tokens(self) -> int:
         """Tokens of all sources. Raises RefusedError and CorpusError."""
         return sum(tokens for _, tokens in self.shares())
 
@@ -324,32 +330,37 @@ class CalibrationText:
         )
 
     def _parse(self, spec: str) -> Source:
-        """The source of a spec without what is held out: documents by a hash of their text, and
+        """The source of a spec without what is held out: documents, by a hash of their text, and
         passages of them in other documents.
         """
         from gqa.corpus.passages import Passages
 
+        is_heldout: Callable[[bytes], bool]
         source = self._source(spec)
         if self.heldout_fraction:
-            source = source.without(partial(in_lowest_fraction, fraction=self.heldout_fraction))
-            specs = [one for one in self.sources if not is_self(one)]
-            heldout = [self._source(one).part(self.heldout_fraction) for one in specs]
+            is_heldout = partial(in_lowest_fraction, fraction=self.heldout_fraction)
+            data_specs = [other for other in self.sources if not is_self(other)]
+            heldout = [self._source(other).part(self.heldout_fraction) for other in data_specs]
         elif self.heldout:
             heldout = [self._source(self.heldout)]
-            source = source.without({row_digest(*row) for row in heldout[0].rows()}.__contains__)
+            digests = {row_digest(*row) for row in heldout[0].rows()}
+            is_heldout = digests.__contains__
         else:
             return source
 
         # A small source may have no document in the fraction.
-        rows = chain.from_iterable(one.rows_if_any() for one in heldout)
-        return source.excluding(Exclusion(Passages.of(map(searched_text, rows))))
+        rows = chain.from_iterable(part.rows_if_any() for part in heldout)
+        passages = Passages.of(map(searched_text, rows))
+        return source.without(is_heldout).excluding(Exclusion(passages))
 
     def _seed(self, number: int) -> int:
         """The seed of self-generated text for the source of that number: each text has another."""
         from gqa.convert.merge.self_samples import derive_seed
 
-        before = sum(map(is_self, self.sources[:number]))
-        return derive_seed(self.seed, f"self {before}") if before else self.seed
+        earlier_texts = sum(map(is_self, self.sources[:number]))
+        if earlier_texts == 0:
+            return self.seed
+        return derive_seed(self.seed, f"self {earlier_texts}")
 
 
 def _stated_tokens(source: str) -> int:
@@ -357,6 +368,9 @@ def _stated_tokens(source: str) -> int:
     if not is_self(source):
         return 0
     return parse_self(source)[0] or 0
+
+
+# ------------------------------------------------------------------------------ blocks of a source
 
 
 def read_blocks(
@@ -372,9 +386,14 @@ def read_blocks(
     """Cut text into blocks: pieces of many documents, which are better than a few whole ones.
 
     If a decoder's tokenizer adds no BOS to texts, one of START_EVERY pieces begins with it in place
-    of its own first token; chats have what their template writes.
+    of its own first token; chats begin as their template begins them.
 
     Args:
+        checkpoint: The model.
+        source: The text.
+        tokens: Tokens of all blocks together, rounded down to whole blocks.
+        length: Tokens of a block.
+        seed: Of the choice among documents, and of repeated passages.
         repeats: Whether some blocks repeat themselves, in the same shares as in self-generated
             text.
         heldout: The most blocks that are held out; of short text an eighth.
@@ -406,26 +425,28 @@ def read_blocks(
     config = read_config(checkpoint.config, checkpoint.name).text
     check_ids(int(pieces.max()), config.vocab_size, checkpoint.name)
 
-    chosen, spare = _choose(len(pieces), tokens // length, heldout)
-    blocks: Ints = pieces[chosen]
-    heldout_blocks: Ints = pieces[spare]
-    begins_with_start = not encoder.starts_documents and not config.is_encoder_decoder
-    if begins_with_start and encoder.start is not None:
+    numbers, heldout_numbers = _choose(len(pieces), tokens // length, heldout)
+    blocks: Ints = pieces[numbers]
+    heldout_blocks: Ints = pieces[heldout_numbers]
+    lacks_start = not encoder.starts_documents and not config.is_encoder_decoder
+    if lacks_start and encoder.start is not None:
         blocks[START_EVERY - 1 :: START_EVERY, 0] = encoder.start
         heldout_blocks[START_EVERY - 1 :: START_EVERY, 0] = encoder.start
 
     if repeats:
-        blocks = np.stack(
-            [with_repeats(blocks.__getitem__, i, seed, encoder.start) for i in range(len(blocks))]
-        )
+        rows = [
+            with_repeats(blocks.__getitem__, index, seed, encoder.start)
+            for index in range(len(blocks))
+        ]
+        blocks = np.stack(rows)
     return blocks, heldout_blocks
 
 
 def _shuffled_tokens(source: Source, encoder: Encoder, tokens: int, seed: int) -> Ints:
-    """At least that many tokens of a source, if it has them, in an order of its documents by the
-    hashes of their texts and the seed.
+    """At least that many tokens of a source, if it has them.
 
-    Only documents with _CHARACTERS per token are tokenized.
+    Its documents are in an order by the hashes of their texts and the seed. No more of them are
+    tokenized than have _CHARACTERS for each token, if that is enough.
     """
     import numpy as np
 
@@ -440,63 +461,63 @@ def _shuffled_tokens(source: Source, encoder: Encoder, tokens: int, seed: int) -
     order = permutation(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32), seed)
     characters_read = np.cumsum(np.array(characters)[order])
     documents = int(np.searchsorted(characters_read, _CHARACTERS * tokens)) + 1
-    stream = _encoded(source, order[:documents], encoder)
-    if len(stream) < tokens:  # long words
-        stream = _encoded(source, order, encoder)
+    stream = _encode_documents(source, order[:documents], encoder)
+    if len(stream) < tokens:  # its words are long
+        stream = _encode_documents(source, order, encoder)
     return stream
 
 
-def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
-    """The tokens of the documents with the `chosen` numbers, joined in that order."""
+def _encode_documents(source: Source, numbers: Ints, encoder: Encoder) -> Ints:
+    """The tokens of the documents with these numbers, joined in the order of the numbers."""
     import numpy as np
 
-    numbers = set(chosen.tolist())
-    texts = [text for number, text in enumerate(source.texts()) if number in numbers]
-    encoded = dict(zip(sorted(numbers), encoder.encode(texts), strict=True))
-    parts = [np.array(encoded[number].tokens, np.int64) for number in chosen.tolist()]
-    return np.concatenate(parts)
+    order = numbers.tolist()
+    chosen = set(order)
+    texts = [text for number, text in enumerate(source.texts()) if number in chosen]
+    documents = dict(zip(sorted(chosen), encoder.encode(texts), strict=True))
+    return np.concatenate([np.array(documents[number].tokens, np.int64) for number in order])
 
 
 def _choose(pieces: int, wanted: int, heldout: int) -> tuple[Ints, Ints]:
-    """The numbers of pieces that are used, evenly spaced, and of at most `heldout` others.
+    """Choose `wanted` of the pieces, evenly spaced, and at most `heldout` others of the rest.
 
-    Of short text, which is used up, an eighth is held out.
+    If the rest is less than an eighth of the pieces, up to an eighth is held out all the same, and
+    fewer are used.
+
+    Returns:
+        The numbers of the pieces that are used, and of those that are held out.
     """
     import numpy as np
 
     used = np.linspace(0, pieces - 1, min(wanted, pieces)).astype(int)
     rest = np.setdiff1d(np.arange(pieces), used)
-    count = min(heldout, max(len(rest), pieces // 8))
+    count = min(heldout, max(len(rest), pieces // _HELDOUT_SHARE))
     if len(rest) < count:
         rest = np.arange(pieces)
-    spare = rest[np.linspace(0, len(rest) - 1, count).astype(int)]
-    return np.setdiff1d(used, spare), spare
+    heldout_numbers = rest[np.linspace(0, len(rest) - 1, count).astype(int)]
+    return np.setdiff1d(used, heldout_numbers), heldout_numbers
 
 
 def without_copies(heldout: Ints, blocks: Ints, name: str, watcher: Watcher) -> Ints:
-    """The held-out blocks (M, T) of which less than half is in calibration blocks (N, T), by COPIED
-    tokens in a row.
+    """The held-out blocks (M, T) of which less than half is in calibration blocks (N, T).
 
-    Text that repeats itself, or is read twice, would make the result look better. A warning says
-    how many blocks are left out.
+    Text that repeats itself, or is read twice, would make the result look better. Blocks are
+    compared by their windows of COPIED tokens in a row. A warning says how many are left out.
     """
     import numpy as np
 
     if not len(heldout) or heldout.shape[1] < COPIED:
         return heldout
-    windows = partial(np.lib.stride_tricks.sliding_window_view, window_shape=COPIED, axis=1)
 
     # Only the windows of held-out blocks, which are few, are in memory.
-    windows_of_blocks = [list(map(_as_bytes, block)) for block in windows(heldout)]
-    wanted = set(chain.from_iterable(windows_of_blocks))
+    heldout_windows = [_windows(block) for block in heldout]
+    searched = set(chain.from_iterable(heldout_windows))
     copied = set[bytes]()
-    for block in windows(blocks):
-        copied.update(wanted.intersection(map(_as_bytes, block)))
+    for block in blocks:
+        copied.update(searched.intersection(_windows(block)))
 
-    shares = np.array(
-        [np.mean([window in copied for window in block]) for block in windows_of_blocks]
-    )
-    is_copy = shares >= _COPY_SHARE
+    shares = [np.mean([window in copied for window in windows]) for windows in heldout_windows]
+    is_copy = np.array(shares) >= _COPY_SHARE
     if is_copy.any():
         watcher.warn(
             f"{is_copy.sum():,} of {len(heldout):,} blocks of {name} that are meant to measure "
@@ -505,5 +526,9 @@ def without_copies(heldout: Ints, blocks: Ints, name: str, watcher: Watcher) -> 
     return heldout[~is_copy]
 
 
-def _as_bytes(window: Ints) -> bytes:
-    return window.tobytes()
+def _windows(block: Ints) -> list[bytes]:
+    """All runs of COPIED tokens in a block (T,), as bytes."""
+    import numpy as np
+
+    windows = np.lib.stride_tricks.sliding_window_view(block, COPIED)
+    return [window.tobytes() for window in windows]

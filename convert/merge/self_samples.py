@@ -39,7 +39,7 @@ from gqa.checkpoint.provenance import checkpoint_digest, versions
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import write_bytes
 from gqa.convert.heads.config import read_config
-from gqa.convert.recast.targets import as_it_is, checkpoint_cache
+from gqa.convert.recast.targets import checkpoint_cache, recast_as_is
 from gqa.core.compat import attention_name
 from gqa.core.console import SILENT, Watcher
 from gqa.core.devices import fast_dtype, free_memory
@@ -48,24 +48,32 @@ from gqa.corpus.blocks import MIX, START_EVERY, with_repeats
 from gqa.corpus.cache import cache_errors, datasets_cache
 from gqa.corpus.tokens import Block, Ints, first_token
 from gqa.models.attention_functions import attend_sdpa, register
-from gqa.models.loading import FILLED, cache_name, load_tokenizer
+from gqa.models.loading import WEIGHTS_SHARE, cache_name, load_tokenizer
 
-SAMPLED = 64  # largest batch of sequences sampled with one seed
-SAMPLED_BYTES = 1 << 30  # largest KV cache of such a batch
-_ROOM = 64  # tokens
-_PIECE = 64  # entries of the vocabulary
-DRAWN = 24  # bytes per logit while a token is drawn
-_MOST = 16384  # sequences at a time: attention kernels index them with 16 bits
+MAX_BATCH = 64  # sequences that are sampled with one seed, at most
+MAX_CACHE_BYTES = 1 << 30  # KV cache of such a batch, at most
+BYTES_PER_LOGIT = 24  # of memory, while a token is drawn
+_KERNEL_SEQUENCES = 16384  # at a time, at most: attention kernels index them with 16 bits
+_CACHE_ROOM = 64  # tokens by which a KV cache grows
+_CHUNK = 64  # entries of the vocabulary that are drawn from together
+
+
+# ------------------------------------------------------------------------------------------ blocks
 
 
 @dataclass(frozen=True)
 class SampledBlocks:
-    """Blocks of `size` tokens that a model wrote, consecutive in the file `path`: {"input_ids":
-    (size,) int64}.
+    """Blocks of generated text, consecutive in a file: {"input_ids": (size,) int64}.
 
-    start: the token that stays at the beginning of blocks that begin with it. plain: return blocks
-    as the model wrote them; otherwise some get repeated passages (`with_repeats` in
-    corpus/blocks.py).
+    Attributes:
+        path: The file of int32 token ids.
+        size: Tokens of a block.
+        n_blocks: Number of blocks; the file may have more.
+        fingerprint: What text it is: the name of the file, and whether passages are repeated.
+        seed: Of the repeated passages.
+        start: The token that stays at the beginning of blocks that begin with it.
+        plain: Whether blocks are returned as the model wrote them; otherwise some get repeated
+            passages (`with_repeats` in corpus/blocks.py).
     """
 
     path: Path
@@ -83,17 +91,18 @@ class SampledBlocks:
         """Block `index`. Raises IndexError if it is out of range."""
         if not 0 <= index < self.n_blocks:
             raise IndexError(f"block {index} of {self.n_blocks}")
-        ids = (
-            self._read(index)
-            if self.plain
-            else with_repeats(self._read, index, self.seed, self.start)
-        )
+
+        if self.plain:
+            ids = self._read(index)
+        else:
+            ids = with_repeats(self._read, index, self.seed, self.start)
         return {"input_ids": ids}
 
     def _read(self, index: int) -> Ints:
-        return np.fromfile(
-            self.path, np.int32, self.size, offset=4 * self.size * int(index)
-        ).astype(np.int64)
+        """The token ids (size,) of block `index`, as the model wrote them."""
+        block_bytes = 4 * self.size
+        ids = np.fromfile(self.path, np.int32, self.size, offset=block_bytes * int(index))
+        return ids.astype(np.int64)
 
 
 def sampled_blocks(
@@ -108,66 +117,189 @@ def sampled_blocks(
     trust_remote_code: bool = False,
     vocabulary: int | None = None,
 ) -> SampledBlocks:
-    """The first `n_blocks` blocks of `size` tokens that the model of `checkpoint` writes at
-    temperature 1. If its tokenizer begins texts with BOS, all begin with it, otherwise one of
-    START_EVERY. If chats begin with a special token, so does half of the blocks (after BOS). Unless
-    `plain`, some get repeated passages, since self-generated text does not exercise retrieval from
-    the context.
+    """The first `n_blocks` blocks of text that a model writes at temperature 1.
 
-    `load(dtype=...)` loads the model on `device`; it is called if blocks are missing in the cache,
-    with `device="auto"` if the weights do not fit on `device`. Token ids are below `vocabulary`, if
-    it is given: another model that reads them may have fewer rows. Raises RefusedError if the model
-    cannot be sampled from.
+    They are read from the cache; the model is loaded and writes only what is missing there.
+
+    Args:
+        load: `load(dtype=...)` loads the model on `device`. If the weights do not fit there, it is
+            called with `device="auto"` too.
+        device: Where the model writes.
+        checkpoint: The model.
+        size: Tokens of a block.
+        n_blocks: Number of blocks.
+        seed: Of the text. With the same seed, more blocks begin with the same ones.
+        plain: Whether to return blocks as the model wrote them. Otherwise some get repeated
+            passages, because self-generated text does not exercise retrieval from the context.
+        watcher: Of the progress.
+        trust_remote_code: Whether code of the checkpoint may run.
+        vocabulary: Token ids are below it, if it is given: another model that reads them may have
+            fewer rows.
+
+    Raises:
+        RefusedError: The model cannot be sampled from.
     """
-    source = as_it_is(checkpoint)
-    rows_of_model = int(read_config(source.config, source.name).text.vocab_size)
-    vocabulary = None if vocabulary is None or vocabulary >= rows_of_model else vocabulary
-    start = first_token(read_config(source.config, source.name).text, source.name)
-    lead = 0
-    chat = None
-    if tokenizer := _tokenizer(checkpoint, trust_remote_code):
-        lead = int(tokenizer("a")["input_ids"][:1] != [start])
-        chat = first_of_chat(tokenizer, checkpoint, start)
+    source = recast_as_is(checkpoint)
+    config = read_config(source.config, source.name).text
+    if vocabulary is not None and vocabulary >= int(config.vocab_size):
+        vocabulary = None  # the model has no token that would have to be excluded
+
+    start = first_token(config, source.name)
+    adds_start = True
+    chat_token = None
+    tokenizer = _tokenizer(checkpoint, trust_remote_code)
+    if tokenizer is not None:
+        adds_start = tokenizer("a")["input_ids"][:1] == [start]
+        chat_token = first_of_chat(tokenizer, checkpoint, start)
 
     # Sampling is random anyway, so use the device's fast dtype, whatever the stored one is.
     dtype = fast_dtype(device)
-    batch = max(1, min(SAMPLED, SAMPLED_BYTES // _cache_bytes(source, size, dtype)))
+    batch = max(1, min(MAX_BATCH, MAX_CACHE_BYTES // _cache_bytes(source, size, dtype)))
 
-    def sample(numbers: Sequence[int]) -> Iterable[Tensor]:
-        watcher.stage(f"{checkpoint.name} writes", len(numbers) * batch * (size + lead - 1))
-        weights = dtype.itemsize * sum(math.prod(spec.shape) for spec in source.tensors.values())
-        free = free_memory(torch.device(device))
-        spread = {"device": "auto"} if free is not None and weights > free * FILLED else {}
-        model = load(dtype=str(dtype).removeprefix("torch."), **spread)
-        devices = {parameter.device for parameter in model.parameters()}
-        # free_memory is None for parts of the model in host memory or on disk.
-        least = len(devices) * min(free_memory(place) or SAMPLED_BYTES for place in devices)
-        several = max(1, at_once(source, size, dtype, least) // batch)
-        for first in range(0, len(numbers), several):
-            seeds = [derive_seed(seed, number) for number in numbers[first : first + several]]
-            index = torch.arange(len(seeds) * batch) + numbers[first] * batch
-            second = None if chat is None else torch.where(index // START_EVERY % 2 == 1, chat, -1)
-            rows = samples(
-                model,
-                size + lead,
-                seeds=seeds,
-                batch=batch,
-                progress=watcher.update,
-                second=second,
-                vocabulary=vocabulary,
-            )
-            begins = index % START_EVERY == START_EVERY - 1
-            yield rows[:, lead:].where(~begins[:, None], rows[:, :size])
-
-    known = samples_identity(checkpoint, trust_remote_code)
-    identity = (
-        f"{known} {start} {'' if chat is None else chat} {lead * START_EVERY} {seed} {size} "
-        f"{batch} {dtype}"
+    sampler = _BlockSampler(
+        load=load,
+        device=device,
+        checkpoint=source,
+        size=size,
+        batch=batch,
+        dtype=dtype,
+        seed=seed,
+        start=start,
+        adds_start=adds_start,
+        chat_token=chat_token,
+        vocabulary=vocabulary,
+        watcher=watcher,
     )
-    identity += "" if vocabulary is None else f" below {vocabulary}"
-    path = store_batches(identity, size, batch, n_blocks, sample)
+    identity = sampler.identify(samples_identity(checkpoint, trust_remote_code))
+    path = store_batches(identity, size, batch, n_blocks, sampler.sample)
     fingerprint = f"self {path.stem} {'plain' if plain else MIX}"
     return SampledBlocks(path, size, n_blocks, fingerprint, seed, start, plain)
+
+
+@dataclass(frozen=True)
+class _BlockSampler:
+    """Loads a model and samples batches of blocks from it.
+
+    Blocks begin as the texts do on which the model was trained. If its tokenizer begins texts with
+    `start` (BOS), all blocks begin with it, otherwise one of START_EVERY. If chats begin with a
+    special token, so does half of the blocks, after BOS if they have it. What a block begins with
+    depends on its number alone, so that later runs can add blocks.
+
+    Attributes:
+        load: Loads the model; see `sampled_blocks`.
+        device: Where it writes.
+        checkpoint: The model, in a class that can be read (`recast_as_is`).
+        size: Tokens of a block.
+        batch: Blocks of a batch, which one seed makes.
+        dtype: The dtype in which the model writes.
+        seed: Of the whole text.
+        start: The first token of every sequence that is sampled.
+        adds_start: Whether the tokenizer begins texts with it.
+        chat_token: The special token with which chats begin; None if there is none.
+        vocabulary: Token ids are below it; None for all of the model.
+        watcher: Of the progress.
+    """
+
+    load: Callable[..., PreTrainedModel]
+    device: str
+    checkpoint: Checkpoint
+    size: int
+    batch: int
+    dtype: torch.dtype
+    seed: int
+    start: int
+    adds_start: bool
+    chat_token: int | None
+    vocabulary: int | None
+    watcher: Watcher
+
+    def identify(self, model: str) -> str:
+        """Everything that determines the text: `model`, which `samples_identity` returns, and the
+        attributes that blocks depend on.
+
+        It names cached files: where one character of it changes, all text is generated again.
+        """
+        chat_token = "" if self.chat_token is None else self.chat_token
+        start_every = 0 if self.adds_start else START_EVERY
+        fields = [
+            model,
+            self.start,
+            chat_token,
+            start_every,
+            self.seed,
+            self.size,
+            self.batch,
+            self.dtype,
+        ]
+        identity = " ".join(map(str, fields))
+        if self.vocabulary is not None:
+            identity += f" below {self.vocabulary}"
+        return identity
+
+    def sample(self, numbers: Sequence[int]) -> Iterator[Tensor]:
+        """Sample the batches with these consecutive numbers.
+
+        Yields blocks (N, size), of as many batches at a time as fit into memory.
+        """
+        total = len(numbers) * self.batch * (self._sequence_length - 1)  # the first is not sampled
+        self.watcher.stage(f"{self.checkpoint.name} writes", total)
+
+        model = self._load_model()
+        batches_at_once = self._batches_at_once(model)
+        for first in range(0, len(numbers), batches_at_once):
+            yield self._sample_together(model, numbers[first : first + batches_at_once])
+
+    @property
+    def _sequence_length(self) -> int:
+        """Tokens that are sampled for a block: one more if most blocks lose their first token."""
+        return self.size if self.adds_start else self.size + 1
+
+    def _load_model(self) -> PreTrainedModel:
+        """The model: on the device, or spread over several if its weights would fill the device."""
+        numbers = sum(spec.numel for spec in self.checkpoint.tensors.values())
+        weight_bytes = self.dtype.itemsize * numbers
+        free = free_memory(torch.device(self.device))
+
+        options = {"dtype": str(self.dtype).removeprefix("torch.")}
+        if free is not None and weight_bytes > free * WEIGHTS_SHARE:
+            options["device"] = "auto"
+        return self.load(**options)
+
+    def _batches_at_once(self, model: PreTrainedModel) -> int:
+        """Batches that fit into the memory of the devices on which the model is, at least 1."""
+        devices = {parameter.device for parameter in model.parameters()}
+        # free_memory is None for parts of the model in host memory or on disk.
+        least = min(free_memory(device) or MAX_CACHE_BYTES for device in devices)
+        # Each device has its share of the layers, and of their caches.
+        free = len(devices) * least
+        return max(1, max_sequences(self.checkpoint, self.size, self.dtype, free) // self.batch)
+
+    def _sample_together(self, model: PreTrainedModel, numbers: Sequence[int]) -> Tensor:
+        """The blocks (N, size) of the batches with these consecutive numbers."""
+        first_block = numbers[0] * self.batch
+        blocks = first_block + torch.arange(len(numbers) * self.batch)
+
+        second_tokens = None
+        if self.chat_token is not None:
+            is_chat = (blocks // START_EVERY) % 2 == 1
+            second_tokens = torch.where(is_chat, self.chat_token, -1)
+
+        rows = samples(
+            model,
+            self._sequence_length,
+            seeds=[derive_seed(self.seed, number) for number in numbers],
+            batch=self.batch,
+            progress=self.watcher.update,
+            second_tokens=second_tokens,
+            vocabulary=self.vocabulary,
+        )
+        if self.adds_start:
+            return rows
+
+        with_start = rows[:, :-1]
+        without_start = rows[:, 1:]
+        keeps_start = blocks % START_EVERY == START_EVERY - 1
+        return with_start.where(keeps_start[:, None], without_start)
 
 
 def _tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
@@ -179,8 +311,8 @@ def _tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
 
 
 def first_of_chat(tokenizer: Any, checkpoint: Checkpoint, start: int) -> int | None:
-    """The special token with which the tokenizer's chats begin, but for BOS `start`; None if there
-    is none.
+    """The special token with which the tokenizer's chats begin, after BOS (`start`) if they have
+    it; None if they begin with no special token.
 
     Raises RefusedError for a chat template that does not end (`render_chat`).
     """
@@ -194,19 +326,27 @@ def first_of_chat(tokenizer: Any, checkpoint: Checkpoint, start: int) -> int | N
 
 
 def samples_identity(checkpoint: Checkpoint, trusted: bool) -> str:
-    """Everything that determines a model's samples: its contents, `trusted` code of its own,
-    library versions.
+    """Everything about a model that determines its samples: its contents, whether it runs code of
+    its own, which is `trusted`, and the versions of libraries.
     """
-    code = trusted and "auto_map" in (checkpoint.source or checkpoint).config
-    return f"{checkpoint_digest(checkpoint)} {versions('torch', 'transformers')}{' code' * code}"
+    identity = f"{checkpoint_digest(checkpoint)} {versions('torch', 'transformers')}"
+    stored = checkpoint.source or checkpoint
+    if trusted and "auto_map" in stored.config:
+        identity += " code"
+    return identity
 
 
 def derive_seed(seed: int, label: int | str) -> int:
-    """An independent seed for `label`: the number of a batch, so that earlier batches need not be
-    sampled again, or a use. Calibration uses `seed` itself; others need other text, as weights
-    predict what they were fitted to better.
+    """An independent seed for `label`, the number of a batch or the name of a use.
+
+    Batches have seeds of their own so that earlier ones need not be sampled again. Uses have them
+    because weights predict the text better that they were fitted to: only calibration uses `seed`
+    itself.
     """
     return int.from_bytes(hashlib.sha256(f"{seed} {label}".encode()).digest()[:7], "big")
+
+
+# ------------------------------------------------------------------------------------------- cache
 
 
 def store_batches(
@@ -216,16 +356,23 @@ def store_batches(
     rows: int,
     sample: Callable[[Sequence[int]], Iterable[Tensor]],
 ) -> Path:
-    """A file in the cache of `datasets`, named by the hash of `identity`, with at least `rows` rows
-    (size,) of int32.
+    """A file in the cache of `datasets` with at least `rows` rows (size,) of int32 token ids.
 
-    `sample(numbers)` yields the missing batches of `batch` rows with these numbers, one or several
-    at a time. Each is durable before the next is sampled, and stays if one fails: another call
-    continues there.
+    Each batch is durable before the next is sampled, and stays if one fails: another call continues
+    there.
+
+    Args:
+        identity: What determines the rows. The file is named by its hash.
+        size: Tokens of a row.
+        batch: Rows of a batch.
+        rows: Rows that the file has at least.
+        sample: `sample(numbers)` yields the missing batches with these numbers, one or several at a
+            time.
 
     Raises:
-        RefusedError: The text cannot be sampled. CacheError: The cache cannot be written, or is too
-        small, as far as that is known before anything is sampled.
+        RefusedError: The text cannot be sampled.
+        CacheError: The cache cannot be written, or is too small, as far as that is known before
+            anything is sampled.
     """
     name = hashlib.sha256(identity.encode()).hexdigest()[:32]
     path = datasets_cache() / "gqa-samples" / f"{name}.int32"
@@ -244,7 +391,7 @@ def _append_batches(
 ) -> None:
     """Append the batches that a file lacks; see `store_batches`."""
     batch_bytes = 4 * size * batch
-    batches = -(-rows // batch)
+    batches = math.ceil(rows / batch)
     with FileLock(f"{path}.lock"), path.open("ab", buffering=0) as file:
         stored = file.tell() // batch_bytes
         file.truncate(batch_bytes * stored)  # drop the partial batch of an interrupted run
@@ -272,17 +419,24 @@ def _append_batches(
                 raise OSError(error.errno, reason, str(path)) from error
 
 
-def at_once(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:
-    """Number of sequences of `length` tokens that fit into three quarters of `free` bytes."""
+def max_sequences(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:
+    """Number of sequences of `length` tokens whose caches and logits fit into three quarters of
+    `free` bytes.
+    """
     vocabulary = int(read_config(checkpoint.config, checkpoint.name).text.vocab_size)
-    return min(
-        _MOST, free * 3 // 4 // (_cache_bytes(checkpoint, length, dtype) + DRAWN * vocabulary)
-    )
+    logits_bytes = BYTES_PER_LOGIT * vocabulary
+    sequence_bytes = _cache_bytes(checkpoint, length, dtype) + logits_bytes
+    return min(_KERNEL_SEQUENCES, free * 3 // 4 // sequence_bytes)
 
 
 def _cache_bytes(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int:
+    """Bytes of the KV cache of a sequence of `length` tokens in this dtype."""
     cache = checkpoint_cache(checkpoint)
-    return cache.bytes_per_token // cache.bytes_per_number * dtype.itemsize * length
+    numbers_per_token = cache.bytes_per_token // cache.bytes_per_number
+    return numbers_per_token * dtype.itemsize * length
+
+
+# ---------------------------------------------------------------------------------------- sampling
 
 
 @torch.no_grad()
@@ -295,52 +449,71 @@ def samples(
     progress: Callable[[int], object] = lambda tokens: None,
     encoder_inputs: Mapping[str, Tensor] | None = None,
     banned: Sequence[int] = (),
-    second: Tensor | None = None,
+    second_tokens: Tensor | None = None,
     vocabulary: int | None = None,
 ) -> Tensor:
-    """Sample (batch, length) token ids without the `banned` ones and those from `vocabulary` on,
-    reproducible for a seed, batch size and machine: one batch for each seed, concatenated. Raises
-    RefusedError.
+    """Sample sequences at temperature 1, reproducible for a seed, batch size and machine.
 
     EOS does not end a sequence: the model then starts another text, as in training.
-    `encoder_inputs`: keyword arguments for an encoder-decoder. second: Second tokens of all
-    sequences; -1 is sampled.
+
+    Args:
+        model: A model of transformers with a head that predicts tokens.
+        length: Tokens of a sequence, with the first, which is not sampled.
+        seeds: One for each batch.
+        batch: Sequences of a batch.
+        progress: Called with the number of tokens after each step.
+        encoder_inputs: Keyword arguments of the encoder of an encoder-decoder.
+        banned: Token ids that are not sampled.
+        second_tokens: (N,) the second token of each sequence; -1 if it is sampled.
+        vocabulary: Token ids from it on are not sampled.
+
+    Returns:
+        Token ids (N, length) of N = batch * len(seeds) sequences, one batch after the other.
+
+    Raises:
+        RefusedError: The model cannot generate text, or there is no memory for it.
     """
     if not hasattr(model, "generate"):
         raise RefusedError(
             f"{model.name_or_path} cannot generate text: {type(model).__name__} has no head "
             "that predicts tokens; pass text with --data instead of self"
         )
+
     start = first_token(model.config, model.name_or_path)
+    suppressed = list(banned)
     if vocabulary is not None:
-        banned = [
-            *banned,
-            *range(vocabulary, model.config.get_text_config(decoder=True).vocab_size),
-        ]
+        rows = model.config.get_text_config(decoder=True).vocab_size
+        suppressed += range(vocabulary, rows)
     settings = GenerationConfig(
-        do_sample=False,
+        do_sample=False,  # `Draw` leaves one token, which greedy search then takes
         max_new_tokens=length - 1,
         pad_token_id=start,
         decoder_start_token_id=start,
-        suppress_tokens=list(banned) or None,
+        suppress_tokens=suppressed or None,
     )
     model.generation_config = settings  # else generate() fills unset fields from the checkpoint's
-    generators = (torch.Generator().manual_seed(one) for one in seeds)
-    draw = LogitsProcessorList([Draw(*generators, second=second, progress=progress)])
-    batch *= len(seeds)
-    prompt = torch.full((batch, 1), start, device=model.device)
+
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    draw = Draw(*generators, second_tokens=second_tokens, progress=progress)
+    count = batch * len(seeds)
+    prompt = torch.full((count, 1), start, device=model.device)
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    if encoder_inputs is not None:
+        inputs = {**encoder_inputs, "decoder_input_ids": prompt}
+
     try:
         with _fast_attention(model):
-            inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-            if encoder_inputs is not None:
-                inputs = {**encoder_inputs, "decoder_input_ids": prompt}
             # Not an override of the class, which may add tokens or search differently.
             ids: Tensor = GenerationMixin.generate(
-                model, **inputs, generation_config=settings, logits_processor=draw, **_cache(model)
+                model,
+                **inputs,
+                **_cache(model),
+                generation_config=settings,
+                logits_processor=LogitsProcessorList([draw]),
             )
-    except Exception as error:  # whatever a class raises that generates something else, or not so
+    except Exception as error:  # whatever a class raises that does not generate text this way
         raise RefusedError(
-            f"{model.name_or_path} cannot generate {batch} sequences of {length} tokens at a time "
+            f"{model.name_or_path} cannot generate {count} sequences of {length} tokens at a time "
             f"({explain(error)}); pass text with --data, or lower --context if memory is short"
         ) from error
     return ids.cpu()
@@ -348,79 +521,119 @@ def samples(
 
 class Draw:
     """A logits processor that samples a token per row at temperature 1 by inverting the cumulative
-    distribution. It needs one random number per row; torch.multinomial needs one per vocabulary
-    entry, a third of a step's time.
+    distribution.
+
+    It needs one random number per row; torch.multinomial needs one per vocabulary entry, a third of
+    a step's time.
     """
 
     def __init__(
         self,
         *generators: torch.Generator,
-        second: Tensor | None = None,
+        second_tokens: Tensor | None = None,
         progress: Callable[[int], object] = lambda tokens: None,
     ) -> None:
-        """Each generator samples an equal share of the rows.
-
-        `second`: what is not sampled first; -1 is.
+        """
+        Args:
+            generators: Each makes the random numbers of an equal share of the rows.
+            second_tokens: (B,) the second token of each row; -1 if it is sampled.
+            progress: Called with the number of rows at each step.
         """
         self._generators = generators
-        self._second = second
+        self._second_tokens = second_tokens
         self._progress = progress
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(B, V) logits -> the same shape, 0 for the token that is drawn and -inf for all
-        others.
+        """Sample the next token of each row.
+
+        Args:
+            input_ids: (B, T) the tokens so far.
+            scores: (B, V) logits.
+
+        Returns:
+            (B, V): 0 for the token that is drawn and -inf for all others.
         """
-        precise = torch.float32 if scores.device.type == "mps" else torch.float64
-        rows_per_seed = len(scores) // len(self._generators)
-        drawn = torch.cat(
-            [torch.rand(rows_per_seed, 1, generator=one, dtype=precise) for one in self._generators]
-        )
-        weights = scores.float().softmax(-1)
-        # First a piece of the vocabulary, then a token in it, so that few numbers are summed in
-        # float64.
-        pieces = pad(weights, (0, -weights.shape[1] % _PIECE)).unflatten(1, (-1, _PIECE))
-        piece, drawn = _invert(pieces.sum(-1).to(precise), drawn.to(scores.device))
-        token, _ = _invert(pieces.take_along_dim(piece[..., None], 1).squeeze(1).to(precise), drawn)
-        tokens = (piece * _PIECE + token).clamp_max(scores.shape[1] - 1)
-        if self._second is not None and input_ids.shape[1] == 1:
-            second = self._second[:, None].to(tokens)
-            # A token without an embedding
-            tokens = second.where((second >= 0) & (second < scores.shape[1]), tokens)
+        tokens = self._draw(scores)
+        if self._second_tokens is not None and input_ids.shape[1] == 1:
+            second = self._second_tokens[:, None].to(tokens)
+            # A token at or above V has no embedding.
+            is_decided = (second >= 0) & (second < scores.shape[1])
+            tokens = second.where(is_decided, tokens)
+
         self._progress(len(scores))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
+    def _draw(self, scores: Tensor) -> Tensor:
+        """A token (B, 1) for each row of logits (B, V)."""
+        # MPS has no float64.
+        precise = torch.float32 if scores.device.type == "mps" else torch.float64
+        rows_per_seed = len(scores) // len(self._generators)
+        numbers = [
+            torch.rand(rows_per_seed, 1, generator=generator, dtype=precise)
+            for generator in self._generators
+        ]
+        shares = torch.cat(numbers).to(scores.device)
 
-def _invert(weights: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """The entry (B, 1) of each row of (B, n) weights at which their cumulative sum exceeds the
-    share `drawn` (B, 1) of the whole, and which share of its weight is below.
+        # First a chunk of the vocabulary, then a token in it, so that few numbers are summed in
+        # float64.
+        weights = scores.float().softmax(-1)
+        padding = -weights.shape[1] % _CHUNK
+        chunks = pad(weights, (0, padding)).unflatten(1, (-1, _CHUNK))  # (B, V / _CHUNK, _CHUNK)
+        chunk, shares = _invert(chunks.sum(-1).to(precise), shares)
+        in_chunk = chunks.take_along_dim(chunk[..., None], 1).squeeze(1)
+        token, _ = _invert(in_chunk.to(precise), shares)
+        return (chunk * _CHUNK + token).clamp_max(scores.shape[1] - 1)
+
+
+def _invert(weights: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert the cumulative distribution of each row.
+
+    Args:
+        weights: (B, n).
+        shares: (B, 1) numbers in [0, 1), random and uniform.
+
+    Returns:
+        The first entry i (B, 1) whose cumulative weight c_i = w_0 + ... + w_i exceeds
+        r = share * c_{n-1}; and (r - c_{i-1}) / w_i (B, 1), which is uniform in [0, 1) again.
     """
-    cdf = weights.cumsum(-1)
-    reached = drawn * cdf[:, -1:]
-    entry = torch.searchsorted(cdf, reached, right=True).clamp_max(weights.shape[1] - 1)
-    above = (cdf.take_along_dim(entry, 1) - reached) / weights.take_along_dim(entry, 1)
-    return entry, (1 - above).clamp_min(0)
+    cumulative = weights.cumsum(-1)
+    reached = shares * cumulative[:, -1:]
+    entry = torch.searchsorted(cumulative, reached, right=True).clamp_max(weights.shape[1] - 1)
+    rest = cumulative.take_along_dim(entry, 1) - reached
+    share_above = rest / weights.take_along_dim(entry, 1)
+    return entry, (1 - share_above).clamp_min(0)
+
+
+# -------------------------------------------------------------------------- KV cache and attention
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """KV cache with room for up to _ROOM more tokens; DynamicLayer copies all keys and values at
-    every token.
+    """KV cache of a layer with room for up to _CACHE_ROOM more tokens.
+
+    DynamicLayer copies all keys and values at every token.
     """
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys (B, G, t, d) and values (B, G, t, e); return those of all tokens."""
-        first = self.get_seq_length()
+        """Append keys (B, G, t, d) and values (B, G, t, e); return those of all tokens.
+
+        The attribute `buffer` of what is returned has the room too, filled with zeros.
+        """
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[2]
         states = (key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(*states)
             self._buffers = [new[:, :, :0] for new in states]
-        end = first + key_states.shape[2]
-        if end > self._buffers[0].shape[2]:
-            more = end + _ROOM - self._buffers[0].shape[2]
+
+        room = self._buffers[0].shape[2]
+        if end > room:
+            more = end + _CACHE_ROOM - room
             self._buffers = [pad(buffer, (0, 0, 0, more)) for buffer in self._buffers]
+
         for buffer, new in zip(self._buffers, states, strict=True):
-            buffer[:, :, first:end] = new
+            buffer[:, :, begin:end] = new
         self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
         for part, buffer in zip((self.keys, self.values), self._buffers, strict=True):
             part.buffer = buffer  # type: ignore[attr-defined]
@@ -428,23 +641,29 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def _cache(model: Any) -> dict[str, Any]:
-    """Cache argument for generate(); {} for encoder-decoders and layers other than DynamicLayer or
-    sliding ones.
+    """The argument of generate() for a cache of `GrowingLayer`s, by its name.
+
+    Empty for encoder-decoders, and for models whose caches have layers other than DynamicLayer and
+    sliding ones: generate() then makes the cache.
     """
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    supported = {DynamicLayer, DynamicSlidingWindowLayer}.issuperset(map(type, cache.layers))
-    if model.config.is_encoder_decoder or not supported:
+    kinds = {type(layer) for layer in cache.layers}
+    is_supported = kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+    if model.config.is_encoder_decoder or not is_supported:
         return {}
-    cache.layers = [
-        GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
-    ]
+
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = GrowingLayer()
     return {cache_name(model): cache}
 
 
 @contextmanager
 def _fast_attention(model: Any) -> Iterator[None]:
-    """Within the block: on CPUs `attend_one`, four times as fast as torch's kernel for one query in
-    bfloat16; on CUDA no cuDNN kernels, which are compiled for each length.
+    """Let a model attend faster within the block.
+
+    On CPUs with `attend_one`, which is four times as fast as torch's kernel for one query in
+    bfloat16; on CUDA without cuDNN kernels, which are compiled for each length.
     """
     if model.device.type == "cuda":
         with sdpa_kernel(
@@ -464,11 +683,15 @@ def _fast_attention(model: Any) -> Iterator[None]:
 def _attend_steps(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
 ) -> Tensor:
-    if q.shape[2] > 1 or any(
-        options.get(name) is not None for name in ("position_bias", "softcap", "cache")
-    ):
-        return attend_sdpa(module, q, k, v, mask, **options)
-    return attend_one(q, k, v, mask, options.get("scaling"))
+    """Attention for transformers: `attend_one` for a step of one token, `attend_sdpa` for others,
+    and for variants of attention.
+    """
+    is_step = q.shape[2] == 1
+    variants = ("position_bias", "softcap", "cache")
+    is_variant = any(options.get(name) is not None for name in variants)
+    if is_step and not is_variant:
+        return attend_one(q, k, v, mask, options.get("scaling"))
+    return attend_sdpa(module, q, k, v, mask, **options)
 
 
 register("gqa_steps", _attend_steps, sdpa_mask)
@@ -477,23 +700,44 @@ register("gqa_steps", _attend_steps, sdpa_mask)
 def attend_one(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None
 ) -> Tensor:
-    """(B, H, 1, d) queries, (B, G, T, d) keys, (B, G, T, e) values, a mask (B, 1 or H, 1, T) -> (B,
-    1, H, e).
+    """Attention of one query per sequence.
+
+    Args:
+        query: (B, H, 1, d).
+        key: (B, G, T, d).
+        value: (B, G, T, e).
+        mask: (B, 1 or H, 1, T), bool or to be added to the scores.
+        scaling: Of the scores; by default 1 / sqrt(d).
+
+    Returns:
+        (B, 1, H, e).
     """
     groups = key.shape[1]
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     length = key.shape[2]
-    # matmul would copy the slice, so multiply the whole buffer; its rest is zero.
-    key, value = (getattr(states, "buffer", states) for states in (key, value))
-    # (B, G, H / G, T)
-    scores = ((query.unflatten(1, (groups, -1)).squeeze(3) * scaling) @ key.mT)[..., :length]
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+
+    # matmul would copy the slice of a `GrowingLayer`, so multiply the whole buffer; its rest is
+    # zero.
+    key = getattr(key, "buffer", key)
+    value = getattr(value, "buffer", value)
+
+    per_group = query.unflatten(1, (groups, -1)).squeeze(3)  # (B, G, H / G, d)
+    scores = ((per_group * scaling) @ key.mT)[..., :length]  # (B, G, H / G, T)
     if mask is not None:
-        shared = mask if mask.shape[1] == 1 else mask.unflatten(1, (groups, -1)).squeeze(3)
-        scores = (
-            scores.masked_fill(~shared, -torch.inf) if mask.dtype == torch.bool else scores + shared
-        )
-    attention = pad(
-        scores.softmax(-1, dtype=torch.float32).to(value.dtype), (0, value.shape[2] - length)
-    )
-    output: Tensor = attention @ value
+        scores = _masked(scores, mask)
+
+    attention = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    padding = value.shape[2] - length
+    output: Tensor = pad(attention, (0, padding)) @ value
     return output.flatten(1, 2)[:, None]
+
+
+def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores (B, G, H / G, T) with a mask (B, 1 or H, 1, T), bool or to be added."""
+    if mask.shape[1] > 1:
+        groups = scores.shape[1]
+        mask = mask.unflatten(1, (groups, -1)).squeeze(3)
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, -torch.inf)
+    return scores + mask

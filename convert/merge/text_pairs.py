@@ -4,7 +4,7 @@ corrupted as in pretraining, or written by the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import nsmallest
 from typing import Any
 
@@ -31,13 +31,14 @@ from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Ints, check_ids
 from gqa.models.loading import load_model, load_tokenizer
 
-WRITTEN = 32  # pairs written per batch
+_BATCH = 32  # pairs that are written at a time
 
 
 class PairMaker:
     """Makes pairs of at most `length` tokens a side for a model whose encoder reads text.
 
-    Raises RefusedError.
+    It reads them from a data set (`read`), corrupts plain text (`corrupt`), or has the model write
+    them (`write`; `sampled` stores them). `inputs` makes tensors of them.
     """
 
     def __init__(
@@ -60,6 +61,9 @@ class PairMaker:
             trust_remote_code: Whether to run the checkpoint's code.
             vocabulary: Token ids of self-generated pairs are below it, if another model with fewer
                 rows reads them.
+
+        Raises:
+            RefusedError: The config names no first token.
         """
         config = transformers_config(checkpoint.config)
         self.name = checkpoint.name
@@ -73,9 +77,9 @@ class PairMaker:
         self._model: Any = None  # loaded by the first `_write`
 
         self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
-        self._limit: int | None = None
+        self._id_limit: int | None = None  # of generated ids, if not that of the model
         if vocabulary is not None and vocabulary < self._vocabulary:
-            self._limit = vocabulary
+            self._id_limit = vocabulary
 
         try:
             tokenizer = load_tokenizer(checkpoint, trust_remote_code)
@@ -84,7 +88,7 @@ class PairMaker:
         self._encoder = PairEncoder(config, tokenizer, checkpoint.name)
 
     def read(self, source: Source, count: int) -> list[TokenPair]:
-        """`count` pairs of a data set, chosen by a hash of text and seed.
+        """`count` pairs of a data set, chosen by a hash of seed and text.
 
         Warns if some are cut. Raises RefusedError and CorpusError.
         """
@@ -112,14 +116,16 @@ class PairMaker:
     def write(self, count: int, seed: int) -> list[TokenPair]:
         """`count` self-generated pairs.
 
-        Source: what the decoder writes for an empty source, with spans replaced by marks if the
-        tokenizer has them; target: what the decoder writes for that source.
+        The source is what the decoder writes for an empty source, with spans replaced by marks if
+        the tokenizer has them. The target is what the decoder writes for that source.
         """
         encoder = self._encoder
-        generator = np.random.default_rng(seed)
         empty_sources = [[encoder.end]] * count
+        texts = self._write(empty_sources, seed, banned=[*encoder.marks, encoder.end])
+
+        generator = np.random.default_rng(seed)
         sources = []
-        for text in self._write(empty_sources, seed, banned=[*encoder.marks, encoder.end]):
+        for text in texts:
             if encoder.marks:
                 source, _ = encoder.corrupt(np.array(text), generator)
             else:
@@ -130,36 +136,49 @@ class PairMaker:
         return list(zip(sources, targets, strict=True))
 
     def sampled(self, count: int) -> SampledBlocks:
-        """Blocks of 2 x `length` tokens: self-generated pairs as in `write`, each side padded with
-        -1, stored by `store_batches`. Raises RefusedError.
+        """`count` self-generated pairs as blocks, stored in the cache (`store_batches`).
+
+        A block has the `length` tokens of the source and those of the target, each padded with -1.
+        Raises RefusedError.
         """
         size = 2 * self.length
+        path = store_batches(self._identify(), size, _BATCH, count, self._sample_batches)
+        return SampledBlocks(path, size, count, f"self {path.stem}", self._seed, 0, plain=True)
 
-        def sample(numbers: Sequence[int]) -> Iterable[Tensor]:
-            """The batches of these numbers, (WRITTEN, size) each."""
-            self._watcher.stage(f"{self.name} writes", 2 * WRITTEN * len(numbers) * self.length)
-            for number in numbers:
-                pairs = self.write(WRITTEN, derive_seed(self._seed, number))
-                rows = torch.full((WRITTEN, 2, self.length), -1)
-                for row, (source, target) in enumerate(pairs):
-                    rows[row, 0, : len(source)] = torch.tensor(source)
-                    rows[row, 1, : len(target)] = torch.tensor(target)
-                yield rows.flatten(1)
+    def _identify(self) -> str:
+        """Everything that determines the self-generated pairs.
 
+        It names cached files: where one character of it changes, all pairs are generated again.
+        """
         model = samples_identity(self._checkpoint, self._trusted)
         identity = (
             f"own pairs {model} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
         )
-        if self._limit is not None:
-            identity += f" below {self._limit}"
-        path = store_batches(identity, size, WRITTEN, count, sample)
-        return SampledBlocks(path, size, count, f"self {path.stem}", self._seed, 0, plain=True)
+        if self._id_limit is not None:
+            identity += f" below {self._id_limit}"
+        return identity
+
+    def _sample_batches(self, numbers: Sequence[int]) -> Iterator[Tensor]:
+        """Write the batches of pairs with these numbers, one after the other.
+
+        Yields (_BATCH, 2 x `length`) each.
+        """
+        tokens_of_batch = _BATCH * 2 * self.length
+        self._watcher.stage(f"{self.name} writes", len(numbers) * tokens_of_batch)
+        for number in numbers:
+            pairs = self.write(_BATCH, derive_seed(self._seed, number))
+            rows = torch.full((_BATCH, 2, self.length), -1)
+            for row, (source, target) in zip(rows, pairs, strict=True):
+                row[0, : len(source)] = torch.tensor(source)
+                row[1, : len(target)] = torch.tensor(target)
+            yield rows.flatten(1)
 
     def inputs(self, pairs: Sequence[TokenPair]) -> dict[str, Tensor]:
         """Padded inputs (N, T) by argument name of the model's forward. Raises RefusedError."""
         # The decoder reads its start token and all of the target but the last token.
         start = self._encoder.start
         decoder_ids, decoder_mask = self._padded([start, *target[:-1]] for _, target in pairs)
+
         ids, mask = self._padded(source for source, _ in pairs)
         return {
             "input_ids": ids,
@@ -191,14 +210,14 @@ class PairMaker:
 
         end = self._encoder.end
         texts: list[list[int]] = []
-        for first in range(0, len(sources), WRITTEN):
-            part = sources[first : first + WRITTEN]
+        for first in range(0, len(sources), _BATCH):
+            part = sources[first : first + _BATCH]
             ids, mask = self._padded(part)
             encoder_inputs = {
                 "input_ids": ids.to(self._device),
                 "attention_mask": mask.to(self._device),
             }
-            written = samples(
+            rows = samples(
                 self._model,
                 self.length + 1,
                 seeds=[seed + first],
@@ -206,9 +225,9 @@ class PairMaker:
                 encoder_inputs=encoder_inputs,
                 banned=banned,
                 progress=self._watcher.update,
-                vocabulary=self._limit,
+                vocabulary=self._id_limit,
             )
-            for row in written[:, 1:].tolist():
+            for row in rows[:, 1:].tolist():  # without the decoder's start token
                 length = row.index(end) + 1 if end in row else len(row)
                 texts.append(row[:length])
         return texts

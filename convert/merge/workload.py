@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gqa.checkpoint.files import TensorSpec
 from gqa.convert.merge.options import MapsOptions
-from gqa.convert.merge.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
+from gqa.convert.merge.self_samples import BYTES_PER_LOGIT, MAX_BATCH, MAX_CACHE_BYTES
 from gqa.convert.plan import Plan
 from gqa.corpus.specs import is_self
 
@@ -127,12 +127,12 @@ def refinement_workload(plan: Plan, options: MapsOptions) -> Workload:
 
 
 def _calibration_operations(sizes: _Sizes, options: MapsOptions) -> float:
-    return _PASSES * 2 * options.text.taken * (sum(sizes.modules) + sizes.mlps)
+    return _PASSES * 2 * options.text.total_tokens * (sum(sizes.modules) + sizes.mlps)
 
 
 def _calibration_numbers(plan: Plan, sizes: _Sizes, options: MapsOptions) -> int:
     """Numbers in memory: hidden states of the text, a layer of both models, and second moments."""
-    hidden = int(_STREAM_COPIES * options.text.taken * sizes.width)
+    hidden = int(_STREAM_COPIES * options.text.total_tokens * sizes.width)
     layers = 2 * (sizes.layer + sizes.embeddings)
     return hidden + layers + (sizes.moments if plan.searches(options.grouping) else 0)
 
@@ -146,12 +146,12 @@ def _on_text(plan: Plan, options: MapsOptions, operations: float, numbers: int) 
     # Text is generated before anything is calibrated: the larger of both counts.
     memory = 4 * numbers
     if generated:
-        kv_cache = min(SAMPLED_BYTES, text.taken * plan.cache_before.bytes_per_token)
+        kv_cache = min(MAX_CACHE_BYTES, text.total_tokens * plan.cache_before.bytes_per_token)
         vocabulary = int(getattr(plan.config.text, "vocab_size", 0))
         model = 2 * parameters  # in 16 bits
-        memory = max(memory, model + kv_cache + SAMPLED * vocabulary * DRAWN)
+        memory = max(memory, model + kv_cache + MAX_BATCH * vocabulary * BYTES_PER_LOGIT)
 
-    batches = math.ceil(generated * plan.cache_before.bytes_per_token / SAMPLED_BYTES)
+    batches = math.ceil(generated * plan.cache_before.bytes_per_token / MAX_CACHE_BYTES)
     if options.device != "cpu":
         batches = int(generated > 0)
     return Workload(

@@ -58,7 +58,7 @@ class TextMethod(MapsMethod):
 
         text = {name: portable(value) for name, value in asdict(options.text).items()}
         return {
-            "text": text | {"tokens": options.text.taken},
+            "text": text | {"tokens": options.text.total_tokens},
             "content": options.text.identify(),
             "ridge": options.ridge,
             "dtype": options.dtype,

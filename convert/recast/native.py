@@ -32,17 +32,20 @@ class Recipe:
 
     Attributes:
         sources: Stored tensors, possibly of several files; the first determines dtype and order.
-        compute: Sources -> tensor, in float32 (float64 for F64), rounded only when written, so that
-            merging does not round twice; None for the first source unchanged.
+        compute: Sources -> tensor; None for the first source unchanged. It computes in float32
+            (float64 for F64), which is rounded only when it is written, so that merging does not
+            round twice.
     """
 
     sources: tuple[TensorSpec, ...]
     compute: Callable[[Sequence[Tensor]], Tensor] | None = None
 
     def spec(self, name: str) -> TensorSpec:
-        """The view's entry of the tensor `name`.
+        """Name, dtype and shape of the tensor in the view.
 
-        Raises CorruptError if the shapes of the sources do not match.
+        Raises:
+            RefusedError: The first source is quantized or packed.
+            CorruptError: The shapes of the sources do not match.
         """
         import torch
 
@@ -64,7 +67,9 @@ class Recipe:
             raise CorruptError(
                 f"{shapes} cannot become {name}{why}; check that the weights belong to this model"
             ) from error
-        return TensorSpec(name, first.dtype, shape, first.file, 0, byte_size(first.dtype, shape))
+
+        nbytes = byte_size(first.dtype, shape)
+        return TensorSpec(name, first.dtype, shape, first.file, 0, nbytes)
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,12 @@ class View(Checkpoint):
 
         recipe = self.recipes[spec.name]
         if recipe.compute is None:
-            return self.source.read(replace(spec, name=recipe.sources[0].name), buffer)
+            stored = replace(spec, name=recipe.sources[0].name)
+            return self.source.read(stored, buffer)
+
         precise = torch.float64 if spec.dtype == "F64" else torch.float32
-        return recipe.compute([self.source.read(part).to(precise) for part in recipe.sources])
+        inputs = [self.source.read(source).to(precise) for source in recipe.sources]
+        return recipe.compute(inputs)
 
     def has_range(self, spec: TensorSpec) -> bool:
         recipe = self.recipes[spec.name]
@@ -108,24 +116,27 @@ class View(Checkpoint):
 
 
 Stored = Mapping[str, TensorSpec]  # the source's tensors by name without the base model's prefix
-Recipes = Iterator[tuple[str, Recipe]]
-Rows = Callable[["Tensor"], "Tensor"]
+Recipes = Iterator[tuple[str, Recipe]]  # names of the target's tensors, and how to compute them
+Rows = Callable[["Tensor"], "Tensor"]  # selects and orders the rows of a weight or bias
 
 
 @dataclass(frozen=True)
 class Recasting:
     """From the model type `source` to the model type `target`.
 
+    A target with an `architecture` is a class of transformers. One without is our counterpart of
+    the source's class, custom modeling code: config.json then gets the new keys only, tensors are
+    unchanged, and the attributes below `architecture` are not used.
+
     Attributes:
         source: The model type of checkpoints that are recast.
         target: The model type of the result.
         note: What a user should know, in words.
-        architecture: The target's class; None for custom modeling code: then our counterpart of the
-            source's class, config.json gets the new keys only, and tensors are unchanged.
-        config: transformers' config of the source -> config.json of the target with `kv = query`
-            heads, without `architectures`, `model_type`, token ids, `tie_word_embeddings` and
-            dtype, which are set for all. Raises RefusedError with the reason for a config that
-            cannot be expressed.
+        architecture: The target's class; None for custom modeling code.
+        config: transformers' config of the source -> config.json of the target, with as many KV
+            heads as query heads. It lacks what is set for all: `architectures`, `model_type`, token
+            ids, `tie_word_embeddings` and dtype. Raises RefusedError with the reason for a config
+            that cannot be expressed.
         tensors: (stored tensors, config of the source) -> every tensor of the target.
         prefix: The base model's prefix of tensor names in the source; a checkpoint may lack it.
     """
@@ -139,6 +150,11 @@ class Recasting:
     prefix: str = ""
 
 
+# ------------------------------------------------------------------------------ recipes of a module
+#
+# In the functions of recipes, t has the tensors of the sources, in their order.
+
+
 def _linear(
     target: str,
     stored: Stored,
@@ -150,12 +166,15 @@ def _linear(
 ) -> Recipes:
     """Weight W (out, in) and bias b (out,), if any, of a module, unchanged or rearranged.
 
+    If a LayerNorm n(x) * w + c precedes the module, it can be folded into it:
+    W (n(x) * w + c) + b = W diag(w) n(x) + (b + W c).
+
     Args:
         target: The module in the target.
         stored: The source's tensors.
         source: The module in the source.
         rows: Selects and orders the rows of W and b.
-        norm: The LayerNorm n * w + c before the module, folded into it: W diag(w) n + (b + W c).
+        norm: The LayerNorm that is folded into the module; None if there is none.
         always_bias: Whether to add a zero bias if the source has none.
         tied: The embedding to use as weight if none is stored.
     """
@@ -198,7 +217,9 @@ def _shifted_bias(
 
 def _rearranged(rows: Rows | None) -> Callable[[Sequence[Tensor]], Tensor] | None:
     """What a recipe computes of one source: its rows in order, or None if it is unchanged."""
-    return None if rows is None else lambda t: rows(t[0])
+    if rows is None:
+        return None
+    return lambda t: rows(t[0])
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -219,6 +240,9 @@ def _heads(config: Any) -> LayerHeads:
     return LayerHeads(query, query, dim, dim)
 
 
+# ---------------------------------------------------------------------------------- GPT-NeoX as Phi
+
+
 def _phi_tensors(stored: Stored, config: Any) -> Recipes:
     """GPT-NeoX as Phi, which has one LayerNorm per layer: both are folded into the linear layers,
     Phi's is neutral.
@@ -236,11 +260,6 @@ def _phi_tensors(stored: Stored, config: Any) -> Recipes:
 def _phi_layer(stored: Stored, config: Any, layer: int) -> Recipes:
     """The tensors of one layer of Phi."""
     heads = _heads(config)
-
-    def rows(role: Role) -> Rows:
-        """Select one of [q, k, v] of every head: (3 * H * d, *rest) -> (H * d, *rest)."""
-        return lambda tensor: Fused("grouped").split(tensor, heads)[role].flatten(0, 1)
-
     old = f"layers.{layer}"
     new = f"model.layers.{layer}"
     norm = f"{old}.input_layernorm"
@@ -252,18 +271,26 @@ def _phi_layer(stored: Stored, config: Any, layer: int) -> Recipes:
         ("v_proj", "value"),
     )
     for name, role in projections:
-        yield from _linear(
-            f"{new}.self_attn.{name}", stored, qkv, rows(role), norm, always_bias=True
-        )
+        rows = partial(_rows_of_role, role, heads)
+        yield from _linear(f"{new}.self_attn.{name}", stored, qkv, rows, norm, always_bias=True)
     yield from _linear(f"{new}.self_attn.dense", stored, f"{old}.attention.dense", always_bias=True)
 
     mlp_norm = f"{old}.post_attention_layernorm"
     yield from _linear(f"{new}.mlp.fc1", stored, f"{old}.mlp.dense_h_to_4h", norm=mlp_norm)
     yield from _linear(f"{new}.mlp.fc2", stored, f"{old}.mlp.dense_4h_to_h")
 
+    # Phi's own LayerNorm is neutral.
     gain = (stored[f"{norm}.weight"],)
     yield f"{new}.input_layernorm.weight", Recipe(gain, lambda t: t[0].new_ones(len(t[0])))
     yield f"{new}.input_layernorm.bias", Recipe(gain, lambda t: t[0].new_zeros(len(t[0])))
+
+
+def _rows_of_role(role: Role, heads: LayerHeads, tensor: Tensor) -> Tensor:
+    """Select one of [q, k, v] of every head: (3 * H * d, *rest) -> (H * d, *rest)."""
+    return Fused("grouped").split(tensor, heads)[role].flatten(0, 1)
+
+
+# ------------------------------------------------------------------------------ GPT-2 as GPTBigCode
 
 
 def _bigcode_tensors(stored: Stored, config: Any) -> Recipes:
@@ -272,21 +299,14 @@ def _bigcode_tensors(stored: Stored, config: Any) -> Recipes:
     A score scale of 1 / (layer + 1) is folded into Q.
     """
     heads = _heads(config)
-
-    def transpose(tensor: Tensor) -> Tensor:
-        return tensor.T if tensor.ndim == 2 else tensor
-
-    def per_head(scale: float, tensor: Tensor) -> Tensor:
-        parts = Fused("stacked").split(transpose(tensor), heads)
-        return Fused("grouped").join({**parts, "query": parts["query"] * scale}, heads)
-
     for layer in range(config.n_layer):
         scale = 1 / (layer + 1) if config.scale_attn_by_inverse_layer_idx else 1
+        rows = partial(_grouped_by_head, heads, scale)
         attention = f"h.{layer}.attn.c_attn"
-        yield from _linear(f"transformer.{attention}", stored, attention, partial(per_head, scale))
+        yield from _linear(f"transformer.{attention}", stored, attention, rows)
         for tail in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
             name = f"h.{layer}.{tail}"
-            yield from _linear(f"transformer.{name}", stored, name, transpose)
+            yield from _linear(f"transformer.{name}", stored, name, _transposed)
         for tail in ("ln_1", "ln_2"):
             name = f"h.{layer}.{tail}"
             yield from _linear(f"transformer.{name}", stored, name)
@@ -297,13 +317,33 @@ def _bigcode_tensors(stored: Stored, config: Any) -> Recipes:
     yield from _linear("lm_head", stored, "lm_head", tied=tied)
 
 
+def _grouped_by_head(heads: LayerHeads, scale: float, tensor: Tensor) -> Tensor:
+    """GPT-2's Q, K and V, one after the other -> GPTBigCode's, head by head, with scaled Q.
+
+    The weight (D, 3 * H * d) becomes (3 * H * d, D); the bias is (3 * H * d,).
+    """
+    parts = Fused("stacked").split(_transposed(tensor), heads)
+    scaled = {**parts, "query": parts["query"] * scale}
+    return Fused("grouped").join(scaled, heads)
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    """A weight of GPT-2 (in, out) as (out, in); a bias as it is."""
+    return tensor.T if tensor.ndim == 2 else tensor
+
+
+# --------------------------------------------------------------------------- configs of the targets
+
+
 def _copied(config: Any, *names: str) -> dict[str, Any]:
     """Attributes of a config by name."""
     return {name: getattr(config, name) for name in names}
 
 
 def _phi_config(config: Any) -> dict[str, Any]:
-    """Writes `rope_theta` and the like where transformers 4 and 5 and serving engines all read
+    """The config of Phi for a GPT-NeoX.
+
+    `rope_theta` and the like are written where transformers 4 and 5 and serving engines all read
     them.
     """
     if not config.use_parallel_residual:
@@ -340,7 +380,7 @@ def _phi_config(config: Any) -> dict[str, Any]:
 
 
 def _bigcode_config(config: Any) -> dict[str, Any]:
-    """The config of GPT-2, with all KV heads."""
+    """The config of GPTBigCode for a GPT-2."""
     fields = _copied(
         config,
         "vocab_size",
@@ -358,7 +398,7 @@ def _bigcode_config(config: Any) -> dict[str, Any]:
         "scale_attn_weights",
         "use_cache",
     )
-    fields["multi_query"] = False
+    fields["multi_query"] = False  # as many KV heads as query heads
     return fields
 
 

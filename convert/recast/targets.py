@@ -37,6 +37,7 @@ def _custom_recastings() -> Iterator[Recasting]:
             yield Recasting(target.removeprefix(PREFIX), target, family.note)
 
 
+# By source, in the order in which they are tried.
 RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *_custom_recastings())
 RECAST_TYPES = tuple(entry.source for entry in RECASTINGS)
 # For numbers of heads that differ between layers, which no class of transformers supports.
@@ -55,11 +56,10 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
     """
     name = checkpoint.name
     model_type = checkpoint.config.get("model_type")
-    by_layer = isinstance(groups, tuple)
-    recastings = _BY_LAYER if by_layer else RECASTINGS
+    differs_by_layer = isinstance(groups, tuple)
+    recastings = _BY_LAYER if differs_by_layer else RECASTINGS
     entries = [entry for entry in recastings if entry.source == model_type]
-    is_by_layer_already = model_type in [entry.target for entry in _BY_LAYER]
-    if by_layer and not entries and not is_by_layer_already:
+    if not entries and differs_by_layer and not _allows_layers_to_differ(model_type):
         raise RefusedError(
             f"{name} ({model_type}) must have the same number of KV heads in all layers, which "
             f"can differ only in models of type {listing(BY_LAYER, 40)}; pass one number"
@@ -69,23 +69,31 @@ def recast(checkpoint: Checkpoint, groups: Groups) -> Checkpoint:
         return checkpoint
 
     config = read_top(checkpoint.config, name)
-    for entry in entries:
-        is_last = entry is entries[-1]
+    for entry in entries[:-1]:
         try:
             raw = _target_config(checkpoint, entry, config)
-            # If the last class does not support `groups` either, the plan refuses them.
-            if is_last or groups in valid_groups(read_config(raw, name)):
+            if groups in valid_groups(read_config(raw, name)):
                 return _view(checkpoint, entry, config, raw)
-        except RefusedError as error:
-            if is_last or isinstance(error, CorruptError):
-                raise
-    return checkpoint
+        except CorruptError:
+            raise
+        except RefusedError:  # the next class may express the config
+            continue
+
+    # If the last class does not support `groups` either, the plan refuses them.
+    last = entries[-1]
+    raw = _target_config(checkpoint, last, config)
+    return _view(checkpoint, last, config, raw)
 
 
-def as_it_is(checkpoint: Checkpoint) -> Checkpoint:
-    """`recast` with the model's own number of KV heads, to read the heads of any model.
+def _allows_layers_to_differ(model_type: Any) -> bool:
+    """Whether the class of a model type has a number of KV heads for each layer."""
+    return model_type in [entry.target for entry in _BY_LAYER]
 
-    Raises RefusedError.
+
+def recast_as_is(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint in a class whose KV heads can be read, with as many as it has.
+
+    That is the number of query heads in all classes that must be recast. Raises RefusedError.
     """
     if checkpoint.config.get("model_type") not in RECAST_TYPES:
         return checkpoint
@@ -97,7 +105,7 @@ def checkpoint_cache(checkpoint: Checkpoint) -> KVCache:
 
     Raises RefusedError if it is unknown which tensors are keys and values.
     """
-    checkpoint = as_it_is(checkpoint)
+    checkpoint = recast_as_is(checkpoint)
     config = read_config(checkpoint.config, checkpoint.name)
     modules = attention_modules(checkpoint, config)
     return kv_cache(config, cached_layers(modules, config), modules[0].kv_dtype(config))
@@ -151,6 +159,7 @@ def _custom_config(raw: dict[str, Any], recasting: Recasting, config: Any) -> di
     if recasting not in _BY_LAYER:
         new["num_key_value_heads"] = query_heads(config)
     new["architectures"] = [stand_in(config.architectures, target)]
+
     if loads_as_decilm(target):
         for key in _EXPLICIT_KEYS:
             if key not in raw:
@@ -172,8 +181,8 @@ def _recipes(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[
             f"{checkpoint.name} has tensors with and without {recasting.prefix!r} before their "
             "names; download the checkpoint again"
         )
-    recipes = dict(recasting.tensors(stored, config))
 
+    recipes = dict(recasting.tensors(stored, config))
     used = set[str]()
     for recipe in recipes.values():
         used.update(spec.name for spec in recipe.sources)
@@ -212,15 +221,18 @@ def _view(
         name, text = file_of(recasting.target)
         files[name] = text
 
-    fields = {
+    tensors = {name: recipes[name].spec(name) for name in ordered}
+    fields = vars(checkpoint) | {
         "config": raw | edits,
-        "tensors": {name: recipes[name].spec(name) for name in ordered},
+        "tensors": tensors,
         "source": checkpoint,
         "way": way,
         "added": files,
     }
-    return View(**vars(checkpoint) | fields, recipes=recipes)
+    return View(**fields, recipes=recipes)
 
+
+# ------------------------------------------------------------------------------------ the tokenizer
 
 # Any of these makes a tokenizer.
 _TOKENIZER_FILES = {
@@ -242,15 +254,19 @@ _SETTINGS = "tokenizer_config.json"
 def _tokenizer_edits(
     checkpoint: Checkpoint, source: str, target: str
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Keys of config.json and additional files that keep the tokenizer the same under the new model
-    type, by which transformers chooses the tokenizer's class.
+    """What keeps the tokenizer the same under the new model type, by which transformers chooses the
+    tokenizer's class.
 
     The tokenizer's files are copied. If only the old model type determined the class, the new
     config.json names it. If transformers has a generic class for the new type, `_explicit_files`
     are added.
 
-    Raises CorruptError if transformers cannot load the tokenizer, RefusedError if the target cannot
-    have it.
+    Returns:
+        Keys of config.json, and additional files: contents by name.
+
+    Raises:
+        CorruptError: transformers cannot load the tokenizer.
+        RefusedError: The target cannot have it.
     """
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -258,7 +274,9 @@ def _tokenizer_edits(
     if not present & _TOKENIZER_FILES:
         return {}, {}
 
-    settings = read_json(checkpoint.directory, _SETTINGS) if _SETTINGS in present else {}
+    settings = {}
+    if _SETTINGS in present:
+        settings = read_json(checkpoint.directory, _SETTINGS)
     if TOKENIZER_MAPPING_NAMES.get(target) in _GENERIC_TOKENIZERS:
         return {}, _explicit_files(checkpoint, target, settings)
 
@@ -273,7 +291,8 @@ def _explicit_files(
 ) -> dict[str, str]:
     """Files that say everything about a tokenizer to a generic class: contents by name.
 
-    Raises CorruptError and RefusedError as `_tokenizer_edits`.
+    `settings`: those of the tokenizer, in tokenizer_config.json. Raises CorruptError and
+    RefusedError as `_tokenizer_edits`.
     """
     is_whole = "tokenizer.json" in checkpoint.side_files
     needed = {"tokenizer_class", "bos_token", "eos_token", "unk_token"}

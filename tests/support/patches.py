@@ -66,7 +66,7 @@ def use_speed(patch: pytest.MonkeyPatch, flops: float) -> None:
 
 def sample_at_once(patch: pytest.MonkeyPatch, count: int) -> None:
     """A model writes at most so many texts at once, so that a few texts are several batches."""
-    patch.setattr("gqa.convert.merge.self_samples.SAMPLED", count)
+    patch.setattr("gqa.convert.merge.self_samples.MAX_BATCH", count)
 
 
 def log_every_line(patch: pytest.MonkeyPatch) -> None:
